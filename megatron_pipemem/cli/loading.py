@@ -13,7 +13,7 @@ from typing import Any
 from megatron_pipemem.cli.checks import check_layers, check_size
 from megatron_pipemem.cli.common import CANNOT_RUN, report_note
 from megatron_pipemem.cli.options import Dialect, Question, Size, is_file
-from megatron_pipemem.cli.prices import head_seconds, priced_head
+from megatron_pipemem.cli.prices import head_seconds, note_uneven_cuts, priced_head
 from megatron_pipemem.errors import ScheduleFormatError, UnsupportedError
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_cap, parse_caps
@@ -206,6 +206,7 @@ def load_and_simulate(name: str, asked: Question, prices: Costs) -> tuple[Loaded
         PipememError: it cannot be had; the message says why.
     """
     loaded = load_schedule(name, asked, costs=prices, offload=asked.offload, host_memory=asked.host_memory)
+    note_uneven_cuts(prices, [loaded.schedule.placement])
     loaded, prices, reason = _with_head(loaded, _with_attention(loaded, prices, asked), asked)
     return loaded, simulate(loaded.schedule, prices), reason
 
@@ -264,13 +265,14 @@ def _with_head(loaded: Loaded, prices: Costs, asked: Question) -> tuple[Loaded, 
 
         ways = vocabulary_ways(loaded.request, resolved, lambda barriers, error: None)
         passes = {barriers: found.schedule for barriers, found in ways.items() if barriers}
-        alone = replace(prices, vocabulary=None)
-        choice = choose_vocabulary(schedule, alone, seconds, layers=asked.layers, with_passes=passes)
+        alone = replace(prices.without_ends(), vocabulary=None)
+        layers = None if prices.part_prices is not None else asked.layers
+        choice = choose_vocabulary(schedule, alone, seconds, layers=layers, with_passes=passes)
         algorithm, reason = choice.best.name, choice.reason
         if algorithm == REDISTRIBUTE:
             layout = choice.best.layers
             assert layout is not None, "what is redistributed are layers"
-            moved = head_on_last_stage(prices, schedule.placement, seconds, layout, slices=schedule.slices)
+            moved = head_on_last_stage(alone, schedule.placement, seconds, layout, slices=schedule.slices)
             return loaded, moved, f"{reason}; layers per stage: {', '.join(map(str, layout))}"
     if algorithm == OFF:
         return loaded, priced_head(asked, prices, schedule, 0), reason

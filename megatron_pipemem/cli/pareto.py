@@ -11,7 +11,7 @@ import typer
 from megatron_pipemem.cli.checks import check_layers, check_output, check_seconds, check_size
 from megatron_pipemem.cli.common import console, print_json, report_note
 from megatron_pipemem.cli.options import DEVICES, MICROBATCHES, Json, Prices, ScheduleModules, Yes, takes_group
-from megatron_pipemem.cli.prices import parse_costs, priced_head
+from megatron_pipemem.cli.prices import note_uneven_cuts, parse_costs, priced_head
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report import pareto as picture
@@ -64,9 +64,11 @@ def pareto(
     def priced(schedule: Schedule) -> Costs:
         return priced_head(asked, prices, schedule, schedule.vocabulary_barriers)
 
-    most = MAX_CHUNKS if asked.layers is None else max(1, min(MAX_CHUNKS, asked.layers // devices))
+    layers = asked.layers if prices.part_prices is None else len(prices.part_prices.layers)
+    most = MAX_CHUNKS if layers is None else max(1, min(MAX_CHUNKS, layers // devices))
     with showing("families"):
         found = choices(devices, microbatches, prices, wanted, seconds, ResultCache(), barriers, priced, most)
+    note_uneven_cuts(prices, [choice.schedule.placement for choice in found])
     for cap in wanted:
         if all(choice.peak > loosened(cap) for choice in found):
             report_note(f"no schedule was found that fits a memory cap of {cap:.4g}")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_pipemem.cli.checks import check_layers
+from megatron_pipemem.cli.common import report_note
 from megatron_pipemem.cli.options import Prices, Question, is_file
 from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.brief import LARGEST
 from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.stage_prices import even_layers
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.vocabulary.choice import head_on_last_stage
 from megatron_pipemem.schedule.options import AUTO, OFF
@@ -92,8 +96,23 @@ def parse_costs(text: str, p2p: float | None) -> Costs:
     return Costs(*prices, p2p=p2p or 0.0)
 
 
+def note_uneven_cuts(costs: Costs, placements: Iterable[Placement]) -> None:
+    """Report stages that do not hold as many layers each, although nothing asks for it."""
+    parts = costs.part_prices
+    if parts is None:
+        return
+    layers, told = len(parts.layers), []
+    for stages in sorted({placement.model_stages for placement in placements}):
+        counts = Counter(even_layers(layers, stages))
+        if len(counts) > 1 and (parts.cut is None or len(parts.cut) != stages):
+            held = " and ".join(f"{number} of {count}" for count, number in counts.items())
+            told.append(f"among {stages} stages ({held})")
+    if told:
+        report_note(f"{layers} layers do not divide {', '.join(told)}; --costs FILE may say layers_per_stage")
+
+
 def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | None:
-    """Return the seconds of the whole head; ``None`` where nobody says.
+    """Return the seconds of the whole head; ``None`` if they are neither typed nor in the costs.
 
     Args:
         asked: what the user says of the head.
@@ -104,7 +123,7 @@ def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | Non
         UnsupportedError: it is no number, or counts layers and nobody said how many there are.
     """
     if asked.head_cost is None:
-        return None
+        return None if costs.part_prices is None else costs.part_prices.head
     try:
         amount = float(asked.head_cost.removesuffix("layers"))
     except ValueError:
@@ -133,7 +152,11 @@ def priced_head(asked: Prices, costs: Costs, schedule: Schedule, barriers: int) 
     seconds = head_seconds(asked, costs, schedule)
     if seconds is None:
         return costs
+    alone = costs.without_ends()
     if not barriers:
-        return head_on_last_stage(costs, schedule.placement, seconds, slices=schedule.slices)
-    devices = schedule.num_devices
-    return replace(costs, vocabulary=VocabularyCosts.of_head(seconds, devices, barriers))
+        if asked.head_cost is None:  # it is in the costs
+            return costs
+        return head_on_last_stage(alone, schedule.placement, seconds, slices=schedule.slices)
+    embedding = 0.0 if costs.part_prices is None else costs.part_prices.embedding
+    vocabulary = VocabularyCosts.of_head(seconds, schedule.num_devices, barriers, embedding=embedding)
+    return replace(alone, vocabulary=vocabulary)

@@ -20,13 +20,9 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.planner.offload_ratio import cheap_recompute, cluster_offload_ratio, offload_ratio
-from megatron_pipemem.planner.profile import Bandwidths, Part, Profile, even_layers, from_formulas
+from megatron_pipemem.planner.profile import Bandwidths, Part, Profile, from_formulas
 from megatron_pipemem.report.tables import FittingTable
-from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.progress import doing
-from megatron_pipemem.schedule.options import AUTO, STOCK
-from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.request import FILE_SUFFIX
 
 MIB = 1 << 20
 _CUT = ("tp", "sequence_parallel", "cp", "ep", "micro_batch", "recompute", "attention", "precision")
@@ -43,7 +39,6 @@ def profile(
     run: Annotated[Path | None, typer.Argument(help="A run configuration; it says model, cluster and cut.")] = None,
     model: Annotated[str | None, typer.Option(help="A model by name or YAML file, instead of a run.")] = None,
     cluster: ClusterName = None,
-    stages: Annotated[int | None, typer.Option(min=1, help="Stages of the pipeline: ranks times chunks.")] = None,
     sequence: SequenceLength = None,
     fake: Annotated[bool, typer.Option("--fake", help="Count bytes with fake tensors; seconds by formulas.")] = False,
     formulas: Annotated[bool, typer.Option("--formulas", help="Nothing is run, and Megatron is not needed.")] = False,
@@ -52,13 +47,16 @@ def profile(
     output: Annotated[Path | None, typer.Option(help="JSON for --pipemem-costs and the planner.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure or compute what one layer, the embedding and the head take and keep, and what stages made of them cost.
+    """Measure or compute what one layer, the embedding and the head take and keep.
+
+    The file prices every pipeline of the model: ``simulate``, ``pareto``, ``plan`` and runs make stages of the parts, for
+    the schedule that is asked for.
 
     Examples:
         # on this device
         pipemem profile run.yaml --output profile.json
         # without Megatron
-        pipemem profile --model llama3-8b --tp 2 --stages 8 --formulas
+        pipemem profile --model llama3-8b --tp 2 --formulas
     """
     if (run is None) == (model is None):
         raise UnsupportedError("what is to be profiled? give a run configuration, or --model NAME")
@@ -71,40 +69,25 @@ def profile(
         asked = load(run, Run)
         shape, execution = asked.model, asked.execution
         machine = load(cluster, Cluster) if cluster else asked.cluster
-        placement = _placement(asked) if stages is None else None
-        stages = placement.num_stages if placement else stages or asked.parallelism.pp * (asked.parallelism.chunks or 1)
     else:
         assert model is not None, "it is one of the two"
-        placement, shape, machine = None, load(model, Model), load(cluster or DEFAULT_CLUSTER, Cluster)
+        shape, machine = load(model, Model), load(cluster or DEFAULT_CLUSTER, Cluster)
         execution = typed(asdict(cut), Execution)
     if sequence is not None:
         shape = replace(shape, sequence=sequence)
     execution.check(shape)
-    if stages is not None and stages > shape.layers + 2:
-        raise UnsupportedError(
-            f"{stages} stages are more than the model's {shape.layers} layers, embedding and head; give fewer"
-        )
     with showing("loading Megatron"):
         found = from_formulas(shape, execution, machine) if formulas else _run(shape, execution, machine, fake, repeats)
         if offload:
             found = replace(found, bandwidths=_bandwidths())
-    layers = even_layers(shape.layers, stages or 1)
-    result = found.to_json(layers, machine.inter_node if machine.nodes > 1 else machine.intra_node, placement)
+    result = found.to_json(machine.inter_node if machine.nodes > 1 else machine.intra_node)
     result["profile"]["offload_ratio"] = _ratios(found, machine)
     if as_json:
         print_json(result)
     else:
-        _print(found, layers, result["profile"]["offload_ratio"], run or model)
+        _print(found, result["profile"]["offload_ratio"], run or model)
     if output is not None:
         write_whole(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
-
-
-def _placement(run: Run) -> Placement | None:
-    """Return which device holds which stage, where the run's configuration says so."""
-    cut, name = run.parallelism, run.schedule.name
-    if name in (STOCK, AUTO) or name.endswith(FILE_SUFFIX):
-        return None
-    return build_schedule(name, num_devices=cut.pp, num_microbatches=cut.microbatches, **run.schedule_options).placement
 
 
 def _run(model: Model, execution: Execution, cluster: Cluster, fake: bool, repeats: int) -> Profile:
@@ -154,7 +137,7 @@ def _ratios(found: Profile, cluster: Cluster) -> dict[str, float]:
     }
 
 
-def _print(found: Profile, layers: list[int], ratios: dict[str, float], name: object) -> None:
+def _print(found: Profile, ratios: dict[str, float], name: object) -> None:
     columns = ("part", "F ms", "I ms", "W ms", "saved MiB", "MiB released at I", "parameters")
     table = FittingTable(columns, text=("part",), title=f"{name}: per microbatch and rank, {found.source}")
     rows: list[tuple[str, Part]] = [
@@ -180,7 +163,6 @@ def _print(found: Profile, layers: list[int], ratios: dict[str, float], name: ob
         f"{found.optimizer_seconds * 1e9:.3f} ns per parameter",
         f"k of a layer (arXiv 2503.01328): {ratios['as_is']:.2f}, {ratios['cheap_recomputed']:.2f} with norms and activation "
         "recomputed; up to 1, computing hides all offload",
-        f"layers of the stages: {' '.join(map(str, layers))}",
     ]
     if found.bandwidths is not None:
         rates = found.bandwidths

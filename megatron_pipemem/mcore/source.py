@@ -133,6 +133,19 @@ class Source:
         self.knowledge = self.knowledge.with_measured(costs, changes)
         self._answers.clear()
 
+    def cut_is(self, layers: tuple[int, ...]) -> None:
+        """Price stages of a built model, if the costs are those of its parts.
+
+        Args:
+            layers: of every stage.
+
+        Raises:
+            CostsError: the costs are of a model with another number of layers.
+        """
+        self.knowledge = replace(self.knowledge, costs=self.costs.with_parts(cut=layers))
+        if len(set(layers)) > 1:  # what has been found for even stages is no answer
+            self._answers.clear()
+
     def placement(self, num_devices: int, chunks: int | None) -> Placement:
         """Return the placement for a model with that many chunks per rank; ``None`` where nobody knows them yet.
 

@@ -21,8 +21,8 @@ from megatron_pipemem.planner.memory import request_of, schedule_of
 from megatron_pipemem.planner.replay import Replay, extended, lengths
 from megatron_pipemem.planner.step import Step, loads_of, price
 from megatron_pipemem.planner.variants import vocabulary_step
+from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.prices import listed
 from megatron_pipemem.schedule.core.progress import tell
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
@@ -58,9 +58,8 @@ class Layout:
     @property
     def stage_seconds(self) -> tuple[float, ...]:
         """Seconds of every stage per microbatch, forward and backward."""
-        costs = self.step.costs
-        passes = map(listed, (costs.forward, costs.backward_input, costs.backward_weight))
-        return tuple(map(sum, zip(*passes, strict=True)))
+        seconds = self.step.costs.seconds(self.step.placement)
+        return tuple(map(sum, zip(seconds[Kind.F], seconds[Kind.B], strict=True)))
 
     @property
     def slowest(self) -> float:

@@ -7,13 +7,13 @@ is embedding and head, which stay where they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 from statistics import median
 
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.stage_prices import PartPrices, even_layers
 from megatron_pipemem.schedule.measured import MeasuredStep
 
 _PIECES = 12
@@ -26,43 +26,24 @@ _PARTS = {
 """The bytes of a message belong to the action that needs it or makes it."""
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """One quantity: of every layer in model order, and of what stands before and behind them."""
+def _parts_of(values: Sequence[float], counts: Sequence[int]) -> PartPrices:
+    """Share out what stages take among their layers and the two ends of the model.
 
-    layers: tuple[float, ...]
-    first: float
-    last: float
-
-    @classmethod
-    def of_stages(cls, values: Sequence[float], counts: Sequence[int]) -> _Shared:
-        """Share what stages take out among their layers and the model's ends.
-
-        Args:
-            values: of every stage.
-            counts: layers of every stage.
-        """
-        each = [value / count for value, count in zip(values, counts, strict=True) if count]
-        inner = [value / count for value, count in zip(values[1:-1], counts[1:-1], strict=True) if count]
-        usual = median(inner) if inner else min(each, key=abs, default=0.0)
-        prices, ends = [], [0.0, 0.0]
-        for stage, (value, count) in enumerate(zip(values, counts, strict=True)):
-            is_end = stage in (0, len(values) - 1)
-            price = (
-                min(usual, value / count, key=abs) if is_end and count else usual if is_end else value / max(count, 1)
-            )
-            prices += [price] * count
-            if is_end:
-                ends[stage > 0] = value - price * count
-        return cls(tuple(prices), *ends)
-
-    def of_cut(self, counts: Sequence[int], with_ends: bool = True) -> tuple[float, ...]:
-        """Return what the stages of another cut take."""
-        stages = [sum(self.layers[end - n : end]) for end, n in zip(accumulate(counts), counts, strict=True)]
-        if with_ends:
-            stages[0] += self.first
-            stages[-1] += self.last
-        return tuple(stages)
+    Args:
+        values: of every stage.
+        counts: layers of every stage.
+    """
+    each = [value / count for value, count in zip(values, counts, strict=True) if count]
+    inner = [value / count for value, count in zip(values[1:-1], counts[1:-1], strict=True) if count]
+    usual = median(inner) if inner else min(each, key=abs, default=0.0)
+    prices, ends = [], [0.0, 0.0]
+    for stage, (value, count) in enumerate(zip(values, counts, strict=True)):
+        is_end = stage in (0, len(values) - 1)
+        price = min(usual, value / count, key=abs) if is_end and count else usual if is_end else value / max(count, 1)
+        prices += [price] * count
+        if is_end:
+            ends[stage > 0] = value - price * count
+    return PartPrices(tuple(prices), first=ends[0], last=ends[1])
 
 
 @dataclass(frozen=True)
@@ -78,8 +59,8 @@ class MeasuredLayers:
 
     counts: tuple[int, ...]
     are_known: bool
-    seconds: Mapping[Kind, _Shared]
-    memory: Mapping[Kind, _Shared] | None
+    seconds: Mapping[Kind, PartPrices]
+    memory: Mapping[Kind, PartPrices] | None
 
     @classmethod
     def of_step(
@@ -98,11 +79,11 @@ class MeasuredLayers:
         stages = step.schedule.placement.model_stages
         counts = tuple(layers or (_PIECES,) * step.schedule.num_stages)[:stages]
         of_stages = step.of_stages()
-        seconds = {kind: _Shared.of_stages(of_stages[kind][:stages], counts) for kind in _PARTS}
+        seconds = {kind: _parts_of(of_stages[kind][:stages], counts) for kind in _PARTS}
         held = None
         if memory is not None:
             changes = stage_memory(memory)
-            held = {kind: _Shared.of_stages(changes[kind][:stages], counts) for kind in _PARTS}
+            held = {kind: _parts_of(changes[kind][:stages], counts) for kind in _PARTS}
         return cls(counts, layers is not None, seconds, held)
 
     @property
@@ -123,10 +104,12 @@ class MeasuredLayers:
             p2p: seconds of a message between any two devices.
             with_ends: whether embedding and head are parts of the first and the last stage.
         """
-        seconds = {kind: shared.of_cut(counts, with_ends) for kind, shared in self.seconds.items()}
-        held = None
-        if self.memory is not None:
-            held = {kind: shared.of_cut(counts, with_ends) for kind, shared in self.memory.items()}
+
+        def of_stages(parts: PartPrices) -> tuple[float, ...]:
+            return (parts if with_ends else replace(parts, first=0.0, last=0.0)).of_stages(counts)
+
+        seconds = {kind: of_stages(parts) for kind, parts in self.seconds.items()}
+        held = None if self.memory is None else {kind: of_stages(parts) for kind, parts in self.memory.items()}
         return Costs(seconds[Kind.F], seconds[Kind.I], seconds[Kind.W], p2p, held)
 
     def cut(self, placement: Placement, with_ends: bool = True) -> tuple[int, ...]:
@@ -138,8 +121,7 @@ class MeasuredLayers:
         """
         total = sum(self.counts)
         if not self.are_known:
-            each, over = divmod(total, placement.num_stages)
-            return tuple(each + (stage < over) for stage in range(placement.num_stages))
+            return even_layers(total, placement.num_stages)
         from megatron_pipemem.planner.partition import Loads, partition  # numpy takes a while to load
 
         per_layer = zip(*(shared.layers for shared in self.seconds.values()), strict=True)

@@ -9,10 +9,7 @@ every way to cut the model. Profiles come from formulas (`from_formulas`), or fr
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +24,9 @@ from megatron_pipemem.planner.prices import MeasuredSlowdown, Price
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.prices import listed
+from megatron_pipemem.schedule.text.costs_file import costs_arguments
+
+_PARTS = ("layers", "end_layers", "first", "middle", "last")
 
 Source = Literal["formulas", "fake tensors", "measured"]
 
@@ -133,50 +131,13 @@ class Profile:
         """The layer that the model has most of."""
         return self.layers[self.model.main_kind]
 
-    def stage(self, index: int, num_stages: int, kinds: Sequence[str]) -> Part:
-        """Return what a stage costs.
+    def costs(self, link: Link | None = None) -> Costs:
+        """Return seconds and bytes of the parts, which price the stages of any placement.
 
         Args:
-            index: of the stage in the pipeline, from 0.
-            num_stages: of the pipeline.
-            kinds: of the stage's layers.
-        """
-        if num_stages == 1:
-            frame = self.first + self.last - self.middle
-            frame = Part(frame.seconds, {k: v for k, v in frame.memory.items() if k in _COMPUTED}, frame.parameters)
-        else:
-            frame = self.first if index == 0 else self.last if index == num_stages - 1 else self.middle
-        layers = self.end_layers if index in (0, num_stages - 1) and self.end_layers else self.layers
-        return sum((layers[kind] * count for kind, count in Counter(kinds).items()), frame)
-
-    def costs(self, layers: Sequence[int], link: Link | None = None, placement: Placement | None = None) -> Costs:
-        """Return seconds and bytes of a pipeline, for its simulator, searches and ``--pipemem-costs``.
-
-        Args:
-            layers: of every stage, in model order.
             link: between two devices; messages take no time without one.
-            placement: which device holds which stage. Stages that follow each other on one device hand tensors over, and no
-                message; without a placement none do.
-
-        Raises:
-            ConfigError: they are not the model's layers.
         """
-        if sum(layers) != self.model.layers or min(layers) < 0:
-            raise ConfigError(f"stages of {list(layers)} layers are not the {self.model.layers} of the model")
-        kinds, ends = self.model.kinds, list(accumulate(layers))
-        stages = [self.stage(i, len(layers), kinds[ends[i] - count : ends[i]]) for i, count in enumerate(layers)]
-        devices = range(len(stages)) if placement is None else placement.devices
-        for index in range(1, len(stages)):
-            if devices[index - 1] == devices[index]:
-                stages[index - 1 : index + 1] = _handing_over(*stages[index - 1 : index + 1])
-        actions = dict.fromkeys(kind for stage in stages for kind in stage.memory)
-        return Costs(
-            tuple(stage.seconds.forward for stage in stages),
-            tuple(stage.seconds.input for stage in stages),
-            tuple(stage.seconds.weight for stage in stages),
-            0.0 if link is None else link.seconds(self.message_bytes),
-            {kind: tuple(stage.memory.get(kind, 0.0) for stage in stages) for kind in actions},
-        )
+        return Costs(**costs_arguments(self.to_json(link)))
 
     def slowdown(self, cluster: Cluster) -> MeasuredSlowdown:
         """Return how much longer computing took on a device of this cluster than ``planner.prices`` says.
@@ -196,25 +157,18 @@ class Profile:
             head=longer(self.last, prices.last(self.model, self.execution, cluster)),
         )
 
-    def to_json(
-        self, layers: Sequence[int], link: Link | None = None, placement: Placement | None = None
-    ) -> dict[str, Any]:
-        """Return what ``--pipemem-costs FILE`` reads, with this profile under the key ``profile``.
+    def to_json(self, link: Link | None = None) -> dict[str, Any]:
+        """Return the content of a file for ``--pipemem-costs``: prices of the parts, and what else this profile holds.
 
         Args:
-            layers: of every stage.
-            link: that messages go over; ``None`` prices none.
-            placement: of the stages; ``None`` is one stage per device.
+            link: between two devices; messages take no time without one.
         """
-        costs = self.costs(layers, link, placement)
-        return {
-            "forward": list(listed(costs.forward)),
-            "backward_input": list(listed(costs.backward_input)),
-            "backward_weight": list(listed(costs.backward_weight)),
-            "p2p": costs.p2p,
-            "memory": {str(kind): list(listed(changes)) for kind, changes in (costs.memory or {}).items()},
-            "profile": {**asdict(self), "layers_per_stage": list(layers)},
-        }
+        whole = asdict(self)
+        parts = {name: whole.pop(name) for name in _PARTS}
+        if self.end_layers is None:
+            del parts["end_layers"]
+        p2p = 0.0 if link is None else link.seconds(self.message_bytes)
+        return {"parts": {"order": list(self.model.kinds), **parts}, "p2p": p2p, "profile": whole}
 
     @classmethod
     def from_json(cls, path: str | Path) -> Profile:
@@ -223,22 +177,25 @@ class Profile:
         Raises:
             ConfigError: it cannot be read, or holds no profile.
         """
-        whole = read_json(path, "a profile")
+        whole, parts = read_json(path, "a profile"), {}
         try:
             if not isinstance(whole, dict) or not isinstance(whole.get("profile"), dict):
                 raise ConfigError("it lacks an object under the key 'profile'")
-            check_magnitudes(whole["profile"])
+            if not isinstance(whole.get("parts", {}), dict):
+                raise ConfigError("it lacks an object under the key 'parts'")
+            parts = whole.get("parts", {})
+            # Files of earlier versions have the parts under the key profile.
+            fields = whole["profile"] | {key: value for key, value in parts.items() if key != "order"}
+            check_magnitudes(fields)
             apart = ("layers_per_stage", "offload_ratio")
-            found = typed({key: value for key, value in whole["profile"].items() if key not in apart}, cls)
+            found = typed({key: value for key, value in fields.items() if key not in apart}, cls)
             if missing := set(found.model.kinds) - set(found.layers):
                 raise ConfigError(f"lacks the model's layers of kind {min(missing)!r}", key="layers")
             return found
         except ConfigError as error:
-            where = "" if error.key is None else f"profile.{error.key}: "
+            within = "parts" if (error.key or "").partition(".")[0] in parts else "profile"
+            where = "" if error.key is None else f"{within}.{error.key}: "
             raise ConfigError(f"holds no profile of `pipemem profile`: {where}{error.message}", file=path) from error
-
-
-_COMPUTED = frozenset((Kind.F, Kind.I, Kind.W))  # a stage alone exchanges no messages
 
 
 def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profile:
@@ -271,22 +228,6 @@ def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profi
 def speed(cluster: Cluster) -> str:
     """Return how fast formulas take a device to be, in words."""
     return f"{cluster.tflops:g} TFLOP/s peak, {cluster.achieved:.0%} of it achieved"
-
-
-def even_layers(layers: int, num_stages: int) -> list[int]:
-    """Return the layers of every stage: as many on each, one fewer on the last ones where they do not come out even."""
-    whole, rest = divmod(layers, num_stages)
-    return [whole + (stage < rest) for stage in range(num_stages)]
-
-
-def _handing_over(before: Part, after: Part) -> tuple[Part, Part]:
-    """Return two neighbouring stages of one device: what would be received is there as soon as the neighbour has made
-    it, and nothing is sent.
-    """
-    changed, gave = dict(before.memory), dict(after.memory)
-    changed[Kind.F] += gave.pop(Kind.RECV_F, 0.0) + changed.pop(Kind.SEND_F, 0.0)
-    gave[Kind.I] += changed.pop(Kind.RECV_I, 0.0) + gave.pop(Kind.SEND_I, 0.0)
-    return replace(before, memory=changed), replace(after, memory=gave)
 
 
 def _priced(price: Price) -> Part:

@@ -25,9 +25,7 @@ from megatron_pipemem.planner import counts, prices
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.step import Step, price
 from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.prices import Several, listed
 from megatron_pipemem.schedule.core.slices import TOKENS, slice_tokens
 
 
@@ -139,9 +137,9 @@ def sliced_step(
         sum((per_layer[each] for each in model.kinds[end - count : end]), Attention())
         for end, count in zip(ends, whole.layers, strict=True)
     ]
-    forward = _seconds(slices, lambda costs: costs.forward, [each.seconds.forward for each in shared])
-    inputs = _seconds(slices, lambda costs: costs.backward_input, [each.seconds.input for each in shared])
-    weights = _seconds(slices, lambda costs: costs.backward_weight, [each.seconds.weight for each in shared])
+    forward = _seconds(slices, Kind.F, [each.seconds.forward for each in shared])
+    inputs = _seconds(slices, Kind.I, [each.seconds.input for each in shared])
+    weights = _seconds(slices, Kind.W, [each.seconds.weight for each in shared])
     memory = _memory(slices, [each.keys for each in shared], run.execution.recompute == "full")
     n = len(slices)
     work = tuple(
@@ -196,11 +194,9 @@ def _each(combine: Callable[[Iterable], float], tables: Sequence[Sequence[float]
     return tuple(map(combine, zip(*tables, strict=True)))
 
 
-def _seconds(
-    slices: Sequence[_Slice], prices_of: Callable[[Costs], Several], square: Sequence[float]
-) -> tuple[float, ...]:
+def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> tuple[float, ...]:
     """Return the seconds of every stage and slice, from those of short sequences and those of the whole one's attention."""
-    parts = [listed(prices_of(each.step.costs)) for each in slices]
+    parts = [each.step.costs.seconds(each.step.placement)[kind] for each in slices]
     return tuple(
         part[stage] + of_whole * each.earlier
         for stage, of_whole in enumerate(square)
@@ -241,9 +237,9 @@ def _memory(slices: Sequence[_Slice], keys: Sequence[float], apart: bool) -> dic
     for stage, cached in enumerate(keys):
         for place, each in enumerate(slices):
             first, last = place == 0, place == len(slices) - 1
-            part = each.step.costs.memory or {}
+            part = each.step.costs.memory_changes(each.step.placement)
             own = 0.0 if apart else cached * each.share
-            changes[Kind.F].append(listed(part[Kind.F])[stage] - own + cached * first)
-            changes[Kind.I].append(listed(part[Kind.I])[stage] + own + cached * last - 2 * cached * first)
-            changes[Kind.W].append(listed(part[Kind.W])[stage])
+            changes[Kind.F].append(part[Kind.F][stage] - own + cached * first)
+            changes[Kind.I].append(part[Kind.I][stage] + own + cached * last - 2 * cached * first)
+            changes[Kind.W].append(part[Kind.W][stage])
     return {kind: tuple(values) for kind, values in changes.items()}

@@ -38,6 +38,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.prices import listed
+from megatron_pipemem.schedule.core.stage_prices import PartPrices
 
 if TYPE_CHECKING:
     from megatron_pipemem.planner.partition import Loads
@@ -91,7 +92,9 @@ class Step:
     @property
     def saved(self) -> Sequence[float]:
         """Return the bytes that a microbatch's forward keeps, per stage."""
-        return listed((self.costs.memory or {}).get(Kind.F, (0.0,) * self.placement.num_stages))
+        kept = (self.costs.memory or {}).get(Kind.F, (0.0,) * self.placement.num_stages)
+        assert not isinstance(kept, PartPrices), "a step is priced stage by stage"
+        return listed(kept)
 
     def held(self, kept: Sequence[float]) -> tuple[float, ...]:
         """Return all bytes of every device, from those that its activations take at most: what is listed, and compared

@@ -402,9 +402,7 @@ def test_grid(place_of_all, text, run, more):
 @given(
     text=runs(MODEL),
     machine=st.just(yaml.safe_dump(CLUSTER)) | runs(CLUSTER),
-    more=options(
-        tp=SMALL, cp=SMALL, ep=SMALL, stages=SMALL, micro_batch=SMALL, sequence=SMALL, recompute=JUNK, precision=JUNK
-    ),
+    more=options(tp=SMALL, cp=SMALL, ep=SMALL, micro_batch=SMALL, sequence=SMALL, recompute=JUNK, precision=JUNK),
 )
 def test_profile(place_of_all, text, machine, more):
     place = place_of_all
@@ -416,21 +414,16 @@ def test_profile(place_of_all, text, machine, more):
         json.loads((place / "profile.json").read_text())
 
 
-PROFILE = json.loads(
-    json.dumps(
-        from_formulas(load("tiny-gpt", Model), Execution(), load("cpu", Cluster)).to_json(
-            [load("tiny-gpt", Model).layers]
-        )
-    )
-)
+PROFILE = json.loads(json.dumps(from_formulas(load("tiny-gpt", Model), Execution(), load("cpu", Cluster)).to_json()))
 
 
 @examples(40)
-@given(data=changed(PROFILE["profile"]))
+@given(data=changed(PROFILE))
 def test_profile_files(place_of_all, data):
     file = place_of_all / "profile.json"
-    file.write_text(json.dumps({**PROFILE, "profile": data}))
+    file.write_text(json.dumps(data))
     read(lambda: Profile.from_json(file))
+    read(lambda: Costs.from_json(file))
 
 
 INDEX = {"grid": "x", "points": [{"settings": {"a": 1}, "changes": {}}]}

@@ -35,7 +35,7 @@ COMMANDS = {
     "pareto": "pareto -p 2 -m 4 --costs 1,1.5,.5 --caps 1 --seconds 60 --all",
     "check": "check TABLE",
     "convert": "convert 1f1b OUT -p 2 -m 2",
-    "profile": "profile --model llama3-70b --formulas --stages 80",
+    "profile": "profile --model llama3-70b --formulas",
     "plan": f"plan {RUN} --search-seconds 0 --top 4 {' '.join(f'--only {each}' for each in _ONLY)}",
     "layout": "layout llama3-8b -p 4 -v 2 -m 8 --dp 2 --beside Et*4|(t*4|)*6t*4L",
     "launch": f"launch {RUN} --print",

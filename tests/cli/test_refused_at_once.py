@@ -46,7 +46,6 @@ SMALL = ("1f1b", "-p", 4, "-m", 8)
         (("launch", TINY, "--set", "cluster.tflops=.inf"), "key cluster.tflops: is inf; give at most"),
         (("launch", TINY, "--set", "parallelism.tp=1000000000000"), "give a whole number of at most 1,000,000"),
         (("grid", ROOT / "configs" / "grids" / "tiny-cpu.yaml", "--sbatch=-p"), "--sbatch=-p is for --launcher slurm"),
-        (("profile", "--model", "tiny-gpt", "--formulas", "--stages", 11), "11 stages are more than the model's"),
         (("profile", TINY, "--formulas", "--tp", 2), "--tp is said by the run"),
         (("check", ROOT), "Is a directory"),
         (("trace", "nope.json"), "from nope.json: there is no such file or folder"),

@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 from asked_source import source_of
 
 from megatron_pipemem.cli.app import app
-from megatron_pipemem.errors import PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
+from megatron_pipemem.errors import CostsError, PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
 from megatron_pipemem.mcore import source as run_source
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.plugin import source_for
@@ -295,3 +295,20 @@ def test_a_search_may_split_and_knows_when_megatrons_own_placement_is_certain():
         auto(**o).request.is_round_robin
         for o in ({}, {"placement": "linear"}, {"placement": "interleaved"}, {"chunks": 1})
     ] == [*(False, True, True, True)]
+
+
+def test_prices_of_parts_follow_the_layers_of_the_run(tmp_path):
+    path = tmp_path / "parts.json"
+    layer = {"seconds": {"forward": 1, "input": 1, "weight": 1}}
+    path.write_text(
+        json.dumps({"parts": {"order": ["l"] * 8, "layers": {"l": layer}, "first": {}, "middle": {}, "last": {}}})
+    )
+    source = source_of("1f1b", None, str(path), {})
+    shape = Shape(4, 1, 8)
+    even = source.plan(shape, "start").timeline
+    assert source.plan(Shape(2, 1, 8), "start").timeline.makespan == pytest.approx(9 * 4 * 3)
+    source.cut_is((1, 3, 3, 1))
+    assert even.makespan == pytest.approx(11 * 2 * 3)
+    assert source.plan(shape, "start").timeline.makespan > 8 * 3 * 3
+    with pytest.raises(CostsError, match="stages of 1, 3 layers are not the 8 layers"):
+        source.cut_is((1, 3))

@@ -363,7 +363,7 @@ def test_a_measured_profile_sets_the_pace(tmp_path):
     )
     source, file = tmp_path / "run.yaml", tmp_path / "profile.json"
     source.write_text(CONFIG)
-    file.write_text(json.dumps(thrice.to_json([4, 4])))
+    file.write_text(json.dumps(thrice.to_json()))
     limits = [
         "--only",
         "schedule=1f1b",

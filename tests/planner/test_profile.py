@@ -18,14 +18,16 @@ from megatron_pipemem.config.cluster import Cluster, Link
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.cpu import activate
-from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.errors import ConfigError, CostsError, UnsupportedError
 from megatron_pipemem.planner.counts import embedding_parameters, head_parameters, layer_flops, layer_parameters
-from megatron_pipemem.planner.profile import Profile, even_layers, from_formulas
+from megatron_pipemem.planner.profile import Profile, from_formulas
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.held import held_after
+from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.progress import listening
 from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.core.stage_prices import even_layers
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 
@@ -44,31 +46,30 @@ def pipemem(*arguments: object):
 
 def test_stages_add_up_to_the_model():
     profile = from_formulas(GPT, Execution(), A100)
-    whole = profile.stage(0, 1, GPT.kinds)
+    costs = profile.costs()
+    whole = costs.part_prices.of_stages([6])[0]
+    assert whole == pytest.approx((profile.layer * 6 + profile.first + profile.last).seconds.total)
     for layers in ([6], [3, 3], [1, 2, 3], [0, 6, 0, 0]):
-        stages = [profile.stage(index, len(layers), ("*-",) * count) for index, count in enumerate(layers)]
-        assert sum(stage.seconds.total for stage in stages) == pytest.approx(whole.seconds.total)
-        assert sum(stage.parameters for stage in stages) == whole.parameters
-        for stage in stages:
-            assert sum(stage.memory.values()) == pytest.approx(0)  # nothing is left when W has ended
+        assert sum(costs.part_prices.of_stages(layers)) == pytest.approx(whole)
+        for changes in zip(*(each.of_stages(layers) for each in costs.memory.values()), strict=True):
+            assert sum(changes) == pytest.approx(0)  # nothing is left when W has ended
     ends = embedding_parameters(GPT, Execution()) + head_parameters(GPT, Execution())
-    assert whole.parameters == GPT.layers * layer_parameters(GPT, Execution()) + ends
-    assert even_layers(7, 3) == [3, 2, 2]
-    with pytest.raises(ConfigError, match="not the 6 of the model"):
-        profile.costs([3, 2])
+    parameters = profile.first.parameters + profile.last.parameters
+    assert profile.layer.parameters * 6 + parameters == GPT.layers * layer_parameters(GPT, Execution()) + ends
+    assert even_layers(7, 3) == (3, 2, 2)
+    with pytest.raises(CostsError, match="not the 6 layers"):
+        costs.with_parts(cut=(3, 2))
 
 
 def test_the_file_is_costs_and_profile(tmp_path: Path):
     path = tmp_path / "costs.json"
-    done = pipemem(
-        "profile", "--model", "llama3-8b", "--tp", 4, "--stages", 8, "--formulas", "--output", path, "--json"
-    )
+    done = pipemem("profile", "--model", "llama3-8b", "--tp", 4, "--formulas", "--output", path, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(path.read_text()) == json.loads(done.stdout)
     profile = Profile.from_json(path)
     assert profile == from_formulas(load("llama3-8b", Model), Execution(tp=4), A100)
     costs = Costs.from_json(path)
-    assert costs == profile.costs([4] * 8, A100.inter_node)
+    assert costs == profile.costs(A100.inter_node)
     timeline = simulate(build_schedule("v-half", num_devices=4, num_microbatches=8), costs)
     flops = 32 * layer_flops(profile.model, profile.execution).total
     assert timeline.makespan > 8 * flops / 4 / A100.flops
@@ -77,25 +78,25 @@ def test_the_file_is_costs_and_profile(tmp_path: Path):
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("first", 3, "profile.first: is 3; give a name, or a mapping of seconds"),
-        ("layers", 3, "profile.layers: is 3; give a mapping of keys"),
-        ("layers", {}, r"profile.layers: lacks the model's layers of kind '\*-'"),
-        ("layers.*-.memory", {"X": 1}, r"profile.layers.\*-.memory: has a key that is 'X'; give one of F, "),
-        ("first.memory.F", "x", "profile.first.memory: holds under 'F' what is 'x'; give a number"),
-        ("layers.*-.seconds.forward", "x", r"profile.layers.\*-.seconds.forward"),
-        ("model.layers", "x", "profile.model.layers"),
-        ("execution", [], "profile.execution: is \\[\\]; give a name, or a mapping"),
-        ("message_bytes", 1e300, "profile.message_bytes: is 1e\\+300; give a number of at most 1e\\+30"),
-        ("device", [], "profile.device: is \\[\\]; give text"),
-        ("source", "guessed", "profile.source: is 'guessed'; give formulas, fake tensors or measured"),
-        ("speed", 3, "profile.speed: unknown key"),
+        ("parts.first", 3, "parts.first: is 3; give a name, or a mapping of seconds"),
+        ("parts.layers", 3, "parts.layers: is 3; give a mapping of keys"),
+        ("parts.layers", {}, r"parts.layers: lacks the model's layers of kind '\*-'"),
+        ("parts.layers.*-.memory", {"X": 1}, r"parts.layers.\*-.memory: has a key that is 'X'; give one of F, "),
+        ("parts.first.memory.F", "x", "parts.first.memory: holds under 'F' what is 'x'; give a number"),
+        ("parts.layers.*-.seconds.forward", "x", r"parts.layers.\*-.seconds.forward"),
+        ("profile.model.layers", "x", "profile.model.layers"),
+        ("profile.execution", [], "profile.execution: is \\[\\]; give a name, or a mapping"),
+        ("profile.message_bytes", 1e300, "profile.message_bytes: is 1e\\+300; give a number of at most 1e\\+30"),
+        ("profile.device", [], "profile.device: is \\[\\]; give text"),
+        ("profile.source", "guessed", "profile.source: is 'guessed'; give formulas, fake tensors or measured"),
+        ("profile.speed", 3, "profile.speed: unknown key"),
+        ("parts", 3, "lacks an object under the key 'parts'"),
     ],
 )
 def test_a_file_that_holds_no_profile_is_told_by_its_key(tmp_path: Path, key, value, says):
     path = tmp_path / "costs.json"
-    whole = from_formulas(GPT, Execution(), A100).to_json([GPT.layers])
+    whole = here = from_formulas(GPT, Execution(), A100).to_json()
     *parents, last = key.split(".")
-    here = whole["profile"]
     for parent in parents:
         here = here[parent]
     here[last] = value
@@ -196,7 +197,9 @@ def test_fake_bytes_are_what_the_ledger_of_real_stages_counts(lane, model, execu
     profile = lane(profiled, model, execution, CPU)
     assert profile.source == "fake tensors"
     for position, layers in ((0, 2), (1, 3), (2, 2)):
-        foretold = profile.stage(position, 3, model.kinds[:layers]).memory
+        cut = [0, 0, 0]
+        cut[position], cut[position - 1] = layers, model.layers - layers
+        foretold = {kind: parts.of_stages(cut)[position] for kind, parts in profile.costs().memory.items()}
         counted = lane(ledger_of, model, execution, position, layers)
         assert {kind: foretold.get(Kind(kind), 0) for kind in counted} | {"REDUCE_GRAD": 0} == counted | {
             "REDUCE_GRAD": 0
@@ -298,7 +301,7 @@ def test_peaks_of_a_pipeline_follow_from_the_file():
     """Device 0 of 1F1B holds p microbatches of its stage."""
     profile = from_formulas(GPT, Execution(), A100)
     schedule = build_schedule("1f1b", num_devices=3, num_microbatches=6)
-    changes = profile.costs([2, 2, 2], Link(20)).memory_changes(schedule.placement)
+    changes = profile.costs(Link(20)).memory_changes(schedule.placement)
     held = max(held_after(lower(schedule).actions[0], changes))
     assert 3 * 2 * profile.layer.saved <= held <= 3 * 2 * profile.layer.saved + 3 * profile.message_bytes
 
@@ -307,7 +310,7 @@ def test_stages_of_one_device_hand_over_instead_of_sending():
     """In a V the last device holds both middle stages: their tensors take memory as soon as they are made."""
     profile = from_formulas(replace(GPT, layers=4), Execution(), A100)
     placement = build_schedule("v-half", num_devices=2, num_microbatches=4).placement
-    sent, handed = (profile.costs([1, 1, 1, 1], None, each).memory for each in (None, placement))
+    sent, handed = (profile.costs().memory_changes(each) for each in (Placement.linear(4), placement))
     message = profile.message_bytes
     # What is sent counts until it has left, what is handed over until it is used: either way from its making.
     assert handed[Kind.F] == sent[Kind.F] and handed[Kind.I] == sent[Kind.I]
@@ -318,7 +321,8 @@ def test_stages_of_one_device_hand_over_instead_of_sending():
 @pytest.mark.parametrize("layers", [[2, 2], [1, 2, 1], [4]])
 def test_a_microbatch_leaves_nothing_behind_with_its_messages_or_without(layers):
     """Searches know no messages, and price F, I and W alone."""
-    memory = from_formulas(replace(GPT, layers=sum(layers)), Execution(), A100).costs(layers).memory
+    priced = from_formulas(replace(GPT, layers=sum(layers)), Execution(), A100).costs().memory
+    memory = {kind: parts.of_stages(layers) for kind, parts in priced.items()}
     whole = [sum(changes) for changes in zip(*memory.values(), strict=True)]
     alone = [sum(changes) for changes in zip(*(memory[kind] for kind in (Kind.F, Kind.I, Kind.W)), strict=True)]
     assert whole == alone == [0] * len(layers)

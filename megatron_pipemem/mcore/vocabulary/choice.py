@@ -75,10 +75,7 @@ def choose_barriers(model: Any, layout: Sequence[float], costs: Costs, schedules
         passes = costs.vocabulary.seconds(placement.num_devices, slices)
         head = sum(map(sum, (passes[kind] for kind in (Kind.S, Kind.T))))
     # Costs per stage say what the layers take where they are, and nothing of other places.
-    per_stage = any(
-        isinstance(price, Sequence) for price in (costs.forward, costs.backward_input, costs.backward_weight)
-    )
-    moving: dict[str, Any] = {} if per_stage else {"layout": layout}
+    moving: dict[str, Any] = {"layout": layout} if costs.are_single else {}
     if moving and getattr(model, "hybrid_layer_pattern", None) is None:  # of which all layers are alike
         moving["layers"] = sum(layout)
     choice = choose_vocabulary(schedules[0], costs, head, **moving, with_passes=schedules)

@@ -6,14 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.core.action import VOCABULARY, WHOLE_STAGE, Kind
 from megatron_pipemem.schedule.core.brief import changed_fields
+from megatron_pipemem.schedule.core.channel import Channel
 from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.prices import Several, listed, numbers, price, shared
+from megatron_pipemem.schedule.core.prices import price
+from megatron_pipemem.schedule.core.stage_prices import (
+    PartPrices,
+    Price,
+    checked_changes,
+    checked_seconds,
+    per_slice,
+    stage_memory,
+)
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts, per_device
 from megatron_pipemem.schedule.text.costs_file import costs_arguments
 
@@ -34,88 +44,6 @@ SELECTIVE_BYTES = 13 / 32
 
 
 @dataclass(frozen=True)
-class Channel:
-    """Say what it takes to move activations between a device and the host.
-
-    Every device has one channel, which serves its transfers one at a time, in the order in which they are issued.
-
-    Args:
-        offload: seconds to copy activations to the host; as the prices of ``Costs``, one number for a device's whole share
-            of the model, one per stage, or one per stage and slice.
-        reload: seconds to copy them back; ``None``: as long.
-        duplex: one transfer of each direction at a time, rather than one at all.
-        switches: devices that share one channel, for example behind one PCIe switch.
-    """
-
-    offload: Several
-    reload: Several | None = None
-    duplex: bool = False
-    switches: tuple[tuple[int, ...], ...] = ()
-
-    def __repr__(self) -> str:
-        return changed_fields(self)
-
-    def __post_init__(self) -> None:
-        for name in ("offload", "reload"):
-            given = self.offload if getattr(self, name) is None else getattr(self, name)
-            object.__setattr__(self, name, price(f"channel.{name}", given))
-        switches = tuple(tuple(map(int, devices)) for devices in self.switches)
-        members = [device for devices in switches for device in devices]
-        if len(members) != len(set(members)):
-            raise CostsError(f"switches {switches} name a device twice; a device is behind one switch")
-        object.__setattr__(self, "switches", switches)
-
-    @classmethod
-    def of_ratio(
-        cls, ratio: float, costs: Costs, duplex: bool = False, switches: tuple[tuple[int, ...], ...] = ()
-    ) -> Channel:
-        """Return the channel on which activations take ``ratio`` times as long to the host and back as their F, I and
-        W.
-
-        Args:
-            ratio: seconds of activations to the host and back over those of their F, I and W.
-            costs: of F, I and W.
-            duplex: whether the channel carries both directions at once.
-            switches: devices that share a channel.
-
-        Raises:
-            CostsError: the ratio is no finite number of at least 0, or the costs mix numbers with sequences.
-        """
-        price("channel.ratio", ratio, several=False)
-        prices = (costs.forward, costs.backward_input, costs.backward_weight)
-        if len({len(price) if isinstance(price, tuple) else None for price in prices}) > 1:
-            raise CostsError("an offload ratio needs F, I and W all as one number, or all with one per stage")
-        sums = tuple(ratio / 2 * sum(each) for each in zip(*map(listed, prices), strict=True))
-        return cls(sums if isinstance(costs.forward, tuple) else sums[0], duplex=duplex, switches=switches)
-
-    def seconds(self, placement: Placement, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
-        """Return the seconds of a copy in either direction, one value per stage and slice, stage by stage.
-
-        Raises:
-            CostsError: a sequence has not one value per stage, or per stage and slice, or a switch has devices that are not
-                there.
-        """
-        if any(not 0 <= device < placement.num_devices for devices in self.switches for device in devices):
-            raise CostsError(
-                f"switches {self.switches} name devices beyond 0 to {placement.num_devices - 1}; leave those out"
-            )
-        reload = self.offload if self.reload is None else self.reload
-        return {
-            Kind.OFFLOAD: _per_slice("offload", self.offload, placement, slices),
-            Kind.RELOAD: _per_slice("reload", reload, placement, slices),
-        }
-
-    def lane_of(self, device: int, kind: Kind) -> tuple[int, bool]:
-        """Return what serves copies of a direction one after another: whose channel, and which half of a duplex one."""
-        owner = next((members[0] for members in self.switches if device in members), device)
-        return owner, self.duplex and kind is Kind.RELOAD
-
-    @property
-    def is_shared(self) -> bool:
-        return any(len(devices) > 1 for devices in self.switches)
-
-
-@dataclass(frozen=True)
 class Costs:
     """Prices of the actions of one microbatch.
 
@@ -124,6 +52,7 @@ class Costs:
     of every replica, and each at the full price: it does either for a part of the microbatches only. A sequence holds one
     price per stage, or one per stage of a replica when all replicas cost the same. Where a microbatch is cut into ``n``
     sequence slices, each costs ``1/n`` of it; or a sequence holds one price per stage and slice, stage by stage.
+    ``PartPrices`` are those of a model's layers, embedding and head: they price the stages of every placement.
 
     Args:
         forward: seconds of F.
@@ -153,16 +82,16 @@ class Costs:
             ``slice_costs`` makes it.
     """
 
-    forward: Several = 1.0
-    backward_input: Several = 1.0
-    backward_weight: Several = 1.0
+    forward: Price = 1.0
+    backward_input: Price = 1.0
+    backward_weight: Price = 1.0
     p2p: float | Mapping[tuple[int, int], float] = 0.0
-    memory: Mapping[Kind, Several] | None = field(default=None)
-    recompute: Several | None = None
+    memory: Mapping[Kind, Price] | None = field(default=None)
+    recompute: Price | None = None
     channel: Channel | None = None
     vocabulary: VocabularyCosts | None = None
-    copy_sum: Several = 0.0
-    recompute_selective: Several | None = None
+    copy_sum: Price = 0.0
+    recompute_selective: Price | None = None
     microbatch: MicrobatchWeights | None = None
     slice_units: Mapping[Kind, tuple[float, ...]] | None = None
 
@@ -172,13 +101,51 @@ class Costs:
     def __post_init__(self) -> None:
         for name, kind in _PRICED:
             if (given := getattr(self, name)) is not None or getattr(Costs, name) is not None:
-                object.__setattr__(self, name, price(name, given, kind))
+                object.__setattr__(self, name, checked_seconds(name, given, kind))
         links = self.p2p if isinstance(self.p2p, Mapping) else {(): self.p2p}
         for link, seconds in links.items():
             price(".".join(filter(None, ("p2p", "-".join(map(str, link))))), seconds, several=False)
         if self.memory is not None:
-            checked = {Kind(kind): numbers(f"memory.{kind}", change) for kind, change in self.memory.items()}
+            checked = {Kind(kind): checked_changes(f"memory.{kind}", change) for kind, change in self.memory.items()}
             object.__setattr__(self, "memory", checked)
+
+    @property
+    def part_prices(self) -> PartPrices | None:
+        """Return the seconds of F, I and W of every part of the model; ``None`` if the prices are those of stages."""
+        found = [each for each in self._passes if isinstance(each, PartPrices)]
+        return sum(found[1:], found[0]) if len(found) == len(self._passes) else None
+
+    @property
+    def are_single(self) -> bool:
+        """Return whether F, I and W are one number each."""
+        return not any(isinstance(price, Sequence | PartPrices) for price in self._passes)
+
+    @property
+    def _passes(self) -> tuple[Price, ...]:
+        return self.forward, self.backward_input, self.backward_weight
+
+    def with_parts(self, **changes: Any) -> Costs:
+        """Return the costs with other fields of their ``PartPrices``, as in ``with_parts(cut=(4, 3))``."""
+
+        def changed(price: Any) -> Any:
+            return replace(price, **changes) if isinstance(price, PartPrices) else price
+
+        prices = {name: changed(getattr(self, name)) for name, _ in _PRICED}
+        memory = None if self.memory is None else {kind: changed(each) for kind, each in self.memory.items()}
+        channel = self.channel and replace(
+            self.channel, offload=changed(self.channel.offload), reload=changed(self.channel.reload)
+        )
+        return replace(self, **prices, memory=memory, channel=channel)
+
+    def without_ends(self) -> Costs:
+        """Return the costs without the seconds of embedding and head, if they are prices of parts."""
+        passes = {name: getattr(self, name) for name in ("forward", "backward_input", "backward_weight")}
+        alone: dict[str, Any] = {
+            name: replace(price, first=price.middle, last=price.middle)
+            for name, price in passes.items()
+            if isinstance(price, PartPrices)
+        }
+        return replace(self, **alone)
 
     def require_alike(self, who: str) -> None:
         """Raise a CostsError in the name of whoever cannot take microbatches that have weights."""
@@ -196,7 +163,7 @@ class Costs:
         """
         given = [(name, kind, getattr(self, name)) for name, kind in _PRICED if kind is not Kind.REDUCE_REPLICAS]
         prices: dict[Kind, tuple[float, ...]] = {
-            kind: _per_slice(name, each, placement, slices) for name, kind, each in given if each is not None
+            kind: per_slice(name, each, placement, slices) for name, kind, each in given if each is not None
         }
         prices.setdefault(Kind.R, prices[Kind.F])
         prices.setdefault(Kind.RS, tuple(SELECTIVE_SECONDS * forward for forward in prices[Kind.F]))
@@ -209,7 +176,7 @@ class Costs:
         Raises:
             CostsError: a sequence has not one value per stage.
         """
-        return _per_slice("copy_sum", self.copy_sum, placement, 1)
+        return per_slice("copy_sum", self.copy_sum, placement, 1)
 
     def vocabulary_costs(self, placement: Placement, barriers: int, slices: int = 1) -> VocabularyCosts:
         """Return the costs of a schedule with vocabulary parallelism.
@@ -331,15 +298,15 @@ class Costs:
         if self.memory is None:
             return {Kind.F: (1,) * places, Kind.W: (-1,) * places, Kind.B: (-1,) * places}
         changes = {}
-        for kind, values in self.memory.items():
+        for kind, values in stage_memory(self.memory, placement).items():
             name = f"memory of {kind}"
             if kind in VOCABULARY:
                 changes[kind] = per_device(name, values, placement.num_devices, slices)
             elif kind in WHOLE_STAGE:  # no slice has a share of it
-                whole = _per_slice(name, values, placement, 1)
+                whole = per_slice(name, values, placement, 1)
                 changes[kind] = tuple(change for change in whole for _ in range(slices))
             else:
-                changes[kind] = _per_slice(name, values, placement, slices)
+                changes[kind] = per_slice(name, values, placement, slices)
         zero = (0.0,) * places
         at_input = changes.get(Kind.I, zero)
         if Kind.B not in changes:
@@ -358,7 +325,8 @@ class Costs:
         first two where ``k`` is all that is known (``Channel.of_ratio``). ``vocabulary`` holds
         ``{"score": ..., "gradient": ...}``, the fields of ``VocabularyCosts``, and ``microbatch``
         ``{"time": [...], "memory": [...], "kinds": {"W": [...]}}``, those of ``MicrobatchWeights``. What ``profile`` says is
-        for readers of ``pipemem profile``.
+        for readers of ``pipemem profile``. ``parts`` takes the place of F, I, W and memory: what every layer, embedding and
+        head take, as ``pipemem profile --output`` writes it. ``layers_per_stage`` says how they are cut into stages.
 
         Raises:
             CostsError: the file is missing, is not JSON, or has unknown keys or values of the wrong type; it names the key.
@@ -378,23 +346,3 @@ class Costs:
             return replace(costs, channel=Channel(**channel))
         except CostsError as error:
             raise CostsError(f"{path}: {error}") from error
-
-
-def _per_slice(name: str, price: Several, placement: Placement, slices: int) -> tuple[float, ...]:
-    if not isinstance(price, Sequence):
-        shares = [price * placement.replicas / len(placement.stages[device]) for device in placement.devices]
-        return shared(shares, slices)
-    if len(price) == placement.model_stages:
-        return shared(price, slices) * placement.replicas
-    stages = placement.num_stages
-    if len(price) == stages:
-        return shared(price, slices)
-    if len(price) == stages * slices and placement.replicas == 1:
-        return tuple(price)
-    cut = f", or {stages * slices} of one per stage and slice, stage by stage" * (slices > 1)
-    if placement.replicas > 1 and cut:
-        cut = " (slices have prices of their own only in a pipeline with one replica of the model)"
-    raise CostsError(
-        f"{name} has {len(price)} values but the placement has {stages} stages; "
-        f"give one value per stage{cut}, or a single number for a device's whole share"
-    )

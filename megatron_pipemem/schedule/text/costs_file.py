@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.brief import LARGEST, shortened
+from megatron_pipemem.schedule.core.prices import number
+from megatron_pipemem.schedule.core.stage_prices import PartPrices
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 
 _PRICES = ("forward", "backward_input", "backward_weight", "recompute", "recompute_selective", "copy_sum")
-_KEYS = (*_PRICES, "p2p", "memory", "channel", "vocabulary", "microbatch", "profile")
+_KEYS = (*_PRICES, "parts", "layers_per_stage", "p2p", "memory", "channel", "vocabulary", "microbatch", "profile")
+_PARTS = ("order", "layers", "end_layers", "first", "middle", "last")
+_PASSES = {"forward": "forward", "backward_input": "input", "backward_weight": "weight"}
+"""Prices of ``Costs`` that parts give, and their names among the seconds of a part."""
 _MICROBATCH = ("time", "memory", "kinds")
 _CHANNEL = ("ratio", "offload", "reload", "duplex", "switches")
+
+_Part = tuple[dict[str, float], dict[Kind, float]]
+"""Seconds of a part's passes, and by how much its actions change what is held."""
 
 
 def costs_arguments(data: object) -> dict[str, Any]:
@@ -31,6 +39,14 @@ def costs_arguments(data: object) -> dict[str, Any]:
         unknown = f", not {shortened(sorted(set(data) - set(_KEYS))[0])}" if isinstance(data, dict) else ""
         raise CostsError(f"costs are one JSON object with the keys {', '.join(_KEYS)}{unknown}")
     costs: dict[str, Any] = {key: data[key] for key in (*_PRICES, "p2p") if key in data}
+    if (parts := data.get("parts")) is not None:
+        if given := sorted(data.keys() & {*_PASSES, "memory"}):
+            raise CostsError(
+                f"costs have the keys parts and {given[0]}, which parts already say; leave one of the two out"
+            )
+        costs |= _of_parts(_object("parts", parts, _PARTS), _cut(data.get("layers_per_stage")))
+    elif "layers_per_stage" in data:
+        raise CostsError("layers_per_stage says how parts are cut, and there are none; leave it out, or give parts")
     if (memory := data.get("memory")) is not None:
         costs["memory"] = {_kind("memory", kind): values for kind, values in _object("memory", memory).items()}
     if isinstance(links := data.get("p2p"), dict):
@@ -42,6 +58,68 @@ def costs_arguments(data: object) -> dict[str, Any]:
     if (channel := data.get("channel")) is not None:
         costs["channel"] = _channel(_object("channel", channel, _CHANNEL))
     return costs
+
+
+def _of_parts(parts: dict[str, Any], cut: tuple[int, ...] | None) -> dict[str, Any]:
+    """Return the seconds of F, I and W, and the memory, of every part of a model.
+
+    Args:
+        parts: the kind of every layer, and what a layer of every kind and every frame takes.
+        cut: layers of every stage, if they are given.
+    """
+    if missing := [key for key in _PARTS if key not in parts and key != "end_layers"]:
+        raise CostsError(f"parts lacks the key {missing[0]}; `pipemem profile --output` writes all of them")
+    kinds, of_kind = parts["order"], {"layers": _object("parts.layers", parts["layers"])}
+    if (ends := parts.get("end_layers")) is not None:
+        of_kind["end_layers"] = _object("parts.end_layers", ends)
+    if not isinstance(kinds, list) or not kinds:
+        raise CostsError(f'parts.order is {shortened(kinds)}; give the kind of every layer, as in ["*-", "*-"]')
+    for name, known in of_kind.items():
+        for kind in kinds:
+            if not isinstance(kind, str) or kind not in known:
+                raise CostsError(f"parts.order has the kind {shortened(kind)}, and parts.{name} has no such layer")
+    read = {
+        name: {kind: _part(f"parts.{name}.{kind}", known[kind]) for kind in set(kinds)}
+        for name, known in of_kind.items()
+    }
+    first, middle, last = (_part(f"parts.{name}", parts[name]) for name in ("first", "middle", "last"))
+
+    def priced(of: Callable[[_Part], float]) -> PartPrices:
+        of_layers = {name: tuple(of(known[kind]) for kind in kinds) for name, known in read.items()}
+        return PartPrices(first=of(first), middle=of(middle), last=of(last), cut=cut, **of_layers)
+
+    def seconds(name: str) -> PartPrices:
+        return priced(lambda part: part[0][name])
+
+    def changes(kind: Kind) -> PartPrices:
+        return priced(lambda part: part[1].get(kind, 0.0))
+
+    every = [first, middle, last, *(part for known in read.values() for part in known.values())]
+    actions = dict.fromkeys(kind for _, memory in every for kind in memory)
+    passes = {price: seconds(name) for price, name in _PASSES.items()}
+    return {**passes, **({"memory": {kind: changes(kind) for kind in actions}} if actions else {})}
+
+
+def _part(key: str, value: object) -> _Part:
+    """Return the seconds of a part's passes, and by how much its actions change what is held."""
+    part = _object(key, value)
+    seconds, memory = (_object(f"{key}.{name}", part.get(name, {})) for name in ("seconds", "memory"))
+    return (
+        {name: number(f"{key}.seconds.{name}", seconds.get(name, 0.0)) for name in _PASSES.values()},
+        {_kind(f"{key}.memory", kind): number(f"{key}.memory.{kind}", each) for kind, each in memory.items()},
+    )
+
+
+def _cut(layers: object) -> tuple[int, ...] | None:
+    if layers is None:
+        return None
+    if (
+        not isinstance(layers, list)
+        or not layers
+        or not all(type(each) is int and 0 <= each <= LARGEST for each in layers)
+    ):
+        raise CostsError(f"layers_per_stage is {shortened(layers)}; give a list of whole numbers, as in [4, 4, 3, 3]")
+    return tuple(layers)
 
 
 def _channel(settings: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +148,7 @@ def _microbatch(weights: dict[str, Any]) -> dict[str, Any]:
 def _object(key: str, value: object, known: Iterable[str] | None = None) -> dict[str, Any]:
     """Return a JSON object, whose keys are known."""
     if not isinstance(value, dict):
-        raise CostsError(f"{key} is {shortened(value)}; give an object, as in {_EXAMPLES[key]}")
+        raise CostsError(f"{key} is {shortened(value)}; give an object{_EXAMPLES.get(key, '')}")
     if known is not None and (unknown := sorted(set(value) - set(known))):
         raise CostsError(f"{key} has the unknown key {shortened(unknown[0])}; known are {', '.join(known)}")
     return value
@@ -93,9 +171,9 @@ def _link(link: str) -> tuple[int, int]:
 
 
 _EXAMPLES = {
-    "memory": '{"F": 8, "W": -8}',
-    "channel": '{"offload": 1.5}',
-    "vocabulary": '{"score": 0.5, "gradient": 0.25}',
-    "microbatch": '{"time": [1, 1, 2.5, 1]}',
-    "microbatch.kinds": '{"W": [1, 1, 2, 1]}',
+    "memory": ', as in {"F": 8, "W": -8}',
+    "channel": ', as in {"offload": 1.5}',
+    "vocabulary": ', as in {"score": 0.5, "gradient": 0.25}',
+    "microbatch": ', as in {"time": [1, 1, 2.5, 1]}',
+    "microbatch.kinds": ', as in {"W": [1, 1, 2, 1]}',
 }

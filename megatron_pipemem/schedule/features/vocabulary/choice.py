@@ -39,9 +39,7 @@ def head_on_last_stage(
     """
     seconds = costs.seconds(placement, slices)
     if layers is not None:
-        if len(layers) != placement.num_stages or any(
-            isinstance(price, Sequence) for price in (costs.forward, costs.backward_input, costs.backward_weight)
-        ):
+        if len(layers) != placement.num_stages or not costs.are_single:
             raise UnsupportedError(
                 f"{len(layers)} numbers of layers for {placement.num_stages} stages: give one per stage, and costs as "
                 "single numbers, the price of a device's whole share"

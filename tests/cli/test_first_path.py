@@ -1,0 +1,71 @@
+"""The documented first path without a device: one profile by formulas prices every schedule that is asked for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_pipemem.schedule.core.costs import Costs
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory):
+    return tmp_path_factory.mktemp("first") / "costs.json"
+
+
+@pytest.fixture(autouse=True)
+def profiled(costs, pipemem):
+    if not costs.exists():
+        done = pipemem("profile", "--model", "llama3-8b", "--tp", 4, "--formulas", "--output", costs)
+        assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "v-half", "zbv", "zb-h1", "gis-h", "dualpipe", "auto"])
+def test_simulate_prices_every_placement(pipemem_json, costs, schedule):
+    facts = pipemem_json("simulate", schedule, "-p", 4, "-m", 8, "--costs", costs)
+    parts = Costs.from_json(costs).part_prices
+    whole = parts.of_stages([32])[0] * 8 / 4  # of the microbatches on every device
+    assert whole < facts["makespan"] < 2 * whole
+
+
+def test_pareto_compares_placements(pipemem, costs):
+    done = pipemem("pareto", "-p", 4, "-m", 8, "--costs", costs, "--caps", ".75", "--seconds", 1, "--all", "--json")
+    choices = json.loads(done.stdout)["choices"]
+    assert {each["placement"] for each in choices} >= {"linear", "v", "interleaved"}
+    assert len([each for each in choices if each["memory_cap"] == 0.75]) == 1
+    assert "among 12 stages (8 of 3 and 4 of 2)" in done.stderr
+
+
+def test_a_cap_in_bytes_is_kept(pipemem, costs):
+    """Of stages of another number than those of 1F1B."""
+    done = pipemem("simulate", "auto", "-p", 4, "-m", 8, "--costs", costs, "--memory-cap", "14GiB", "-o", "seconds=1")
+    assert done.exit_code == 0 and "GiB" in done.stdout, done.output
+    refused = pipemem("simulate", "auto", "-p", 4, "-m", 8, "--costs", costs, "--memory-cap", "1GiB", "-o", "seconds=1")
+    assert refused.exit_code == 2 and "memory cap of 1.00GiB" in refused.output
+
+
+def test_an_uneven_cut_is_told(pipemem, costs):
+    done = pipemem("simulate", "1f1b", "-p", 5, "-m", 8, "--costs", costs)
+    assert done.exit_code == 0
+    assert "32 layers do not divide among 5 stages (2 of 7 and 3 of 6)" in " ".join(done.stderr.split())
+    assert "do not divide" not in pipemem("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", costs).stderr
+
+
+def test_the_head_of_a_profile_is_cut_over_all_devices(pipemem_json, costs):
+    there, cut = (
+        pipemem_json("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", costs, "--vocab-parallel", way)
+        for way in ("off", "1")
+    )
+    assert cut["makespan"] < there["makespan"]  # llama3-8b's head takes as long as 1.7 layers
+    assert cut["ideal"] == pytest.approx(Costs.from_json(costs).part_prices.of_stages([32])[0] * 8 / 4, rel=0.02)
+    pipemem_json("simulate", "v-half", "-p", 4, "-m", 8, "--costs", costs, "--vocab-parallel", "auto")
+
+
+def test_a_file_of_an_earlier_version_prices_its_own_cut(tmp_path, pipemem_json, refuses):
+    path = tmp_path / "old.json"
+    path.write_text(
+        json.dumps({"forward": [1] * 4, "backward_input": [1] * 4, "backward_weight": [1] * 4, "profile": {}})
+    )
+    assert pipemem_json("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", path)["makespan"] == 33
+    assert "values but the placement has 8 stages" in refuses("simulate", "zbv", "-p", 4, "-m", 8, "--costs", path)

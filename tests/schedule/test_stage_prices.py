@@ -1,0 +1,118 @@
+"""Prices of a model's parts: one file prices the stages of every placement."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from megatron_pipemem.errors import CostsError
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.core.stage_prices import PartPrices
+from megatron_pipemem.schedule.registry import synchronous_schedules
+from megatron_pipemem.schedule.text.costs_file import costs_arguments
+
+PARTS = {
+    "order": ["dense", "expert", "expert"],
+    "layers": {
+        "dense": {"seconds": {"forward": 1, "input": 2, "weight": 3}, "memory": {"F": 8, "W": -8}},
+        "expert": {"seconds": {"forward": 10, "input": 20, "weight": 30}, "memory": {"F": 80, "I": -30, "W": -50}},
+    },
+    "first": {"seconds": {"forward": 0.5}, "memory": {"F": 5, "SEND_F": -4, "I": -1}},
+    "middle": {"memory": {"RECV_F": 4, "SEND_F": -4}},
+    "last": {"seconds": {"forward": 7, "input": 8, "weight": 9}, "memory": {"RECV_F": 4, "F": -4}},
+}
+
+
+def costs_of(**more: object) -> Costs:
+    return Costs(**costs_arguments({"parts": PARTS, **more}))
+
+
+@pytest.mark.parametrize(
+    ("placement", "forward"),
+    [
+        (Placement.linear(1), (28.5,)),
+        (Placement.linear(2), (11.5, 17)),
+        (Placement.linear(3), (1.5, 10, 17)),
+        (Placement.v_shape(2), (1.5, 10, 10, 7)),
+        (Placement.bidirectional(2), (11.5, 17) * 2),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_stages_of_every_placement_are_sums_of_parts(placement, forward) -> None:
+    costs = costs_of()
+    assert costs.seconds(placement)[Kind.F] == pytest.approx(forward)
+    assert costs.seconds(placement, 2)[Kind.F] == pytest.approx([each / 2 for each in forward for _ in range(2)])
+    assert Costs(costs.forward, costs.backward_input, costs.backward_weight) != costs
+    assert costs.part_prices.head == 24 and costs.part_prices.embedding == 0.5
+
+
+def test_the_cut_of_a_file_is_for_as_many_stages() -> None:
+    costs = costs_of(layers_per_stage=[0, 3])
+    assert costs.seconds(Placement.linear(2))[Kind.F] == (0.5, 28)
+    assert costs.seconds(Placement.linear(3))[Kind.F] == costs_of().seconds(Placement.linear(3))[Kind.F]
+    assert costs.with_parts(cut=(3, 0)).seconds(Placement.linear(2))[Kind.F] == (21.5, 7)
+
+
+def test_layers_at_the_ends_may_differ() -> None:
+    ends = {kind: part | {"seconds": {"forward": 0}} for kind, part in PARTS["layers"].items()}
+    costs = Costs(**costs_arguments({"parts": PARTS | {"end_layers": ends}}))
+    assert costs.seconds(Placement.linear(3))[Kind.F] == (0.5, 10, 7)
+
+
+def test_neighbours_on_one_device_hand_over() -> None:
+    sent, handed = (costs_of().memory_changes(each) for each in (Placement.linear(4), Placement.v_shape(2)))
+    assert sent[Kind.RECV_F] == (0, 4, 4, 4) and handed[Kind.RECV_F] == (0, 4, 0, 4)
+    assert sent[Kind.SEND_F] == (-4, -4, -4, 0) and handed[Kind.SEND_F] == (-4, 0, -4, 0)
+    assert handed[Kind.F] == sent[Kind.F]
+
+
+def test_a_channel_of_a_ratio_has_parts_too() -> None:
+    costs = replace(costs_of(), channel=Channel.of_ratio(2, costs_of()))
+    seconds = costs.transfer_seconds(Placement.linear(3))[Kind.OFFLOAD]
+    assert seconds == pytest.approx((6.5, 60, 84))
+    assert costs.with_parts(cut=(0, 3)).transfer_seconds(Placement.linear(2))[Kind.RELOAD][0] == 0.5
+
+
+def test_without_embedding_and_head_layers_are_left() -> None:
+    alone = costs_of().without_ends()
+    assert alone.seconds(Placement.linear(3))[Kind.F] == (1, 10, 10)
+    assert alone.memory_changes(Placement.linear(3)) == costs_of().memory_changes(Placement.linear(3))
+
+
+def test_every_family_runs_with_one_file() -> None:
+    for schedule in synchronous_schedules(2, 4, costs_of()):
+        work = sum(costs_of().seconds(Placement.linear(1))[kind][0] for kind in (Kind.F, Kind.B))
+        timeline = simulate(schedule, costs_of())
+        assert timeline.makespan >= 4 * work / 2, schedule.name
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"parts": PARTS, "forward": 1}, "costs have the keys parts and forward"),
+        ({"parts": {**PARTS, "order": []}}, "parts.order is \\[\\]; give the kind of every layer"),
+        ({"parts": {**PARTS, "order": ["sparse"]}}, "parts.order has the kind 'sparse', and parts.layers has no such"),
+        ({"parts": {key: PARTS[key] for key in ("order", "layers", "first", "last")}}, "parts lacks the key middle"),
+        ({"parts": {**PARTS, "first": {"seconds": {"forward": -1}}}}, "cost of F is negative: -1"),
+        ({"parts": {**PARTS, "first": {"memory": {"X": 1}}}}, "parts.first.memory has the unknown key 'X'"),
+        ({"parts": {**PARTS, "first": {"memory": {"F": "x"}}}}, "parts.first.memory.F is 'x'; give a number"),
+        ({"parts": PARTS, "layers_per_stage": [1, 1]}, "stages of 1, 1 layers are not the 3 layers of the costs"),
+        ({"parts": PARTS, "layers_per_stage": 3}, "layers_per_stage is 3; give a list of whole numbers"),
+        ({"parts": 3}, "parts is 3; give an object"),
+        ({"forward": 1, "layers_per_stage": [3]}, "layers_per_stage says how parts are cut, and there are none"),
+    ],
+)
+def test_files_of_parts_that_do_not_fit(tmp_path, content, says) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(CostsError, match=says):
+        Costs.from_json(path)
+
+
+def test_prices_print_short() -> None:
+    assert repr(PartPrices((1.0,) * 80)) == "<PartPrices of 80 layers>"
