@@ -17,6 +17,7 @@ import torch
 from ranks import ConductedRanks, Ranks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from quickstart import ROUNDING
 from text_to_dataset import find_documents, write_dataset
 
 MAMBA = str(Path(__file__).parents[1] / "mamba")
@@ -253,7 +254,30 @@ def emulate(tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
 
 @pytest.fixture(scope="session")
 def assert_same_training() -> Callable[[Run, Run], None]:
+    """For runs that add the same numbers in the same order as stock does, which gives equal bits on every processor.
+
+    Two replicas of the model, a cut vocabulary, slices and reordered microbatches add in another order. Their bits can be
+    equal with the kernels of one processor and differ with those of another: ``assert_close_training``.
+    """
     return _assert_same_training
+
+
+@pytest.fixture(scope="session")
+def assert_close_training() -> Callable[[Run, Run], None]:
+    """For fp32 runs that add the same numbers as stock in another order."""
+    return _assert_close_training
+
+
+def _assert_close_training(run: Run, stock: Run) -> None:
+    """Compare losses within the rounding that the documents promise.
+
+    A norm is a further sum: stock's own, summed in fp32, is 2e-6 off the norm of the same gradients in float64.
+    """
+    assert len(stock.losses) >= ITERATIONS and len(set(stock.losses)) > 1
+    assert run.losses == pytest.approx(stock.losses, rel=ROUNDING)
+    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=5e-6)
+    for found, wanted in zip(run.validation, stock.validation, strict=True):
+        assert found == pytest.approx(wanted, rel=ROUNDING)
 
 
 def _assert_same_training(run: Run, stock: Run) -> None:

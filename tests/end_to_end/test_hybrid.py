@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from quickstart import ROUNDING
 from test_vocabulary import FIRST, LATER
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -105,4 +106,6 @@ def test_checkpoints_are_interchangeable(train, tmp_path, name):
     uninterrupted = train("stock", *before, *start, "--train-iters", "4") if saves == "stock" else None
     if uninterrupted is None:
         uninterrupted = train("stock", *of("*-|*-|*-|*-"), *start, "--train-iters", "4")
-    assert resumed.losses == uninterrupted.losses[2:]
+    wanted = uninterrupted.losses[2:]
+    # Half the pipeline leaves two data-parallel ranks, which add gradients in another order.
+    assert resumed.losses == (pytest.approx(wanted, rel=ROUNDING) if "half-the-pipeline" in name else wanted)

@@ -78,9 +78,9 @@ def test_a_tied_head_takes_part_in_one_sum(train, assert_same_training):
     assert run.predicted_peaks == run.counted_peaks
 
 
-def test_two_replicas(train):
+def test_two_replicas(train, assert_close_training):
     run, stock = train("chimera", *ONE), train("stock", *ONE)
-    assert run.losses == pytest.approx(stock.losses, rel=1e-6)
+    assert_close_training(run, stock)
     assert logged(run) == pytest.approx(logged(stock), rel=1e-6)
     assert run.predicted_peaks == run.counted_peaks
 
