@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from patience import interrupted_when_stuck
+from skips import pytest_terminal_summary as pytest_terminal_summary  # a hook
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,7 +37,13 @@ START_PROCESSES = {
 
 
 # Files whose tests share something that takes long to make, which every worker with one of them would make for itself.
-MAKE_ONCE = ("planner/test_profile.py", "scripts/test_package.py", "scripts/test_site.py", "transformer_engine/")
+MAKE_ONCE = (
+    "planner/test_profile.py",
+    "report/test_page_in_browser.py",
+    "scripts/test_package.py",
+    "scripts/test_site.py",
+    "transformer_engine/",
+)
 
 
 def _scope(nodeid: str) -> str:

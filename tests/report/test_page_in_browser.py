@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
+from debian import why_missing
 
 from megatron_pipemem.report import save_comparison, save_timeline
 from megatron_pipemem.report.display import to_html
@@ -20,7 +21,7 @@ from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 
 def start_browser():
-    """A headless Chromium or Firefox of this machine, or None. Nothing is downloaded."""
+    """Return a headless Chromium or Firefox of this machine, or ``None``."""
     for names, driver in (
         (("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"), "chromedriver"),
         (("firefox", "firefox-esr"), "geckodriver"),
@@ -46,10 +47,12 @@ def start_browser():
 def browser() -> Iterator:
     try:
         driver = start_browser()
+        if driver is None:
+            if reason := why_missing(("chromium", "chromedriver"), ("chromium", "chromium-driver")):
+                pytest.skip(reason)
+            driver = start_browser()
     except WebDriverException as error:
         pytest.skip(f"the browser does not start: {error.msg}")
-    if driver is None:
-        pytest.skip("no Chromium with chromedriver or Firefox with geckodriver is installed")
     driver.set_window_size(1300, 900)
     yield driver
     driver.quit()

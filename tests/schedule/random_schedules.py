@@ -30,7 +30,7 @@ def build_or_skip(name: str, num_devices: int, num_microbatches: int) -> Schedul
     except UnsupportedError:
         if num_devices >= family.min_devices and not family.needs:
             raise
-        pytest.skip(f"{name} needs {family.needs or f'p >= {family.min_devices}'}")
+        pytest.skip("a family has no schedule of this size")
 
 
 @st.composite

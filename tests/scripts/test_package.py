@@ -47,7 +47,7 @@ def build(hook: str, source: Path, into: Path) -> Path:
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]):
+    for name in ("setup.py", "pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]):
         shutil.copy(ROOT / name, source / name)
     for folder in (PACKAGE, ROOT / "configs", ROOT / "scripts"):  # the package links to the others
         shutil.copytree(folder, source / folder.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -101,6 +101,16 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     held = members(wheel)
     assert {name for name in held if ".dist-info/" not in name} == files
     assert {Path(name).parts[0] for name in held} == {PACKAGE.name, f"megatron_pipemem-{PROJECT['version']}.dist-info"}
+
+
+def test_setup_py_goes_with_the_source_and_says_nothing_of_its_own(sdist: Path, tmp_path: Path) -> None:
+    """Tools from before PEP 517 find it. What it would say is in pyproject.toml."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    assert (source / "setup.py").read_text(encoding="utf-8") == (ROOT / "setup.py").read_text(encoding="utf-8")
+    told = call(sys.executable, "-W", "ignore", "setup.py", "--name", "--version", cwd=source)
+    assert told.split() == [PROJECT["name"], PROJECT["version"]]
 
 
 def test_the_metadata_is_what_an_index_takes(wheel: Path) -> None:

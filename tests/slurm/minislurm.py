@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from debian import why_missing
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 
@@ -64,19 +65,10 @@ PartitionName=tests Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def why_not() -> str | None:
-    """Install the packages where they are missing. Returns why there can be no Slurm here, or ``None``."""
+    """Return the reason if there can be no Slurm on this machine, otherwise ``None``."""
     if os.geteuid():
-        return "Slurm's tests start daemons, which needs root"
-    if all(map(shutil.which, ("slurmctld", "slurmd", "sbatch", "munged"))):
-        return None
-    if shutil.which("apt-get") is None:
-        return f"Slurm is not installed, and there is no apt-get to install {', '.join(PACKAGES)}"
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    for words in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
-        done = subprocess.run(["apt-get", "-q", *words], env=environment, capture_output=True, text=True)
-        if done.returncode:
-            return f"Slurm is not installed, and apt-get {words[0]} failed: {done.stderr.strip()[-300:]}"
-    return None
+        return "Slurm's daemons need root"
+    return why_missing(("slurmctld", "slurmd", "sbatch", "munged"), PACKAGES)
 
 
 class MiniSlurm:
