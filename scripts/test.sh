@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the whole test suite, or with --quick a part that has something of every package (tests/quick.txt).
 # Other arguments go to pytest, for example: ./scripts/test.sh tests/schedule -k v-half
+# On Debian, root's tests install what pip cannot bring: Slurm, Chromium (tests/machine/debian.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./scripts/setup.sh

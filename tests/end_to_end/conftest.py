@@ -21,6 +21,7 @@ from quickstart import ROUNDING
 from text_to_dataset import find_documents, write_dataset
 
 MAMBA = str(Path(__file__).parents[1] / "mamba")
+NORM_ROUNDING = 2e-5
 ITERATIONS = 2  # a wrong gradient shows in the second loss
 
 # A GPT small enough that a step takes tenths of a second. Dropout is off because its random numbers depend on the placement.
@@ -271,11 +272,12 @@ def assert_close_training() -> Callable[[Run, Run], None]:
 def _assert_close_training(run: Run, stock: Run) -> None:
     """Compare losses within the rounding that the documents promise.
 
-    A norm is a further sum: stock's own, summed in fp32, is 2e-6 off the norm of the same gradients in float64.
+    A norm is a further sum: stock's own, summed in fp32, is 2e-6 off the norm of the same gradients in float64, and a third
+    step adds to that.
     """
     assert len(stock.losses) >= ITERATIONS and len(set(stock.losses)) > 1
     assert run.losses == pytest.approx(stock.losses, rel=ROUNDING)
-    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=5e-6)
+    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=NORM_ROUNDING)
     for found, wanted in zip(run.validation, stock.validation, strict=True):
         assert found == pytest.approx(wanted, rel=ROUNDING)
 
