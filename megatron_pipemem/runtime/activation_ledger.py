@@ -165,13 +165,14 @@ class ActivationLedger:
 
     @_counting
     def _leave_out(self, permanent: Iterable[torch.Tensor]) -> None:
-        self._permanent = {storage_key(tensor) for tensor in permanent}
+        self._permanent = {storage_key(part) for tensor in permanent for part in data_of(tensor)}
 
     @_counting
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count these tensors: the batch, which somebody else keeps anyway."""
-        for tensor in tensors:
-            self._batch[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        """Do not count these tensors, from now on: others keep them anyway, for example the batch."""
+        for part in (part for tensor in tensors for part in data_of(tensor)):
+            self._batch[storage_key(part)] = StorageWeakRef(part.untyped_storage())
+            self._held.pop(storage_key(part), None)
 
     @_counting
     def hold(self, tensor: torch.Tensor) -> bool:
@@ -180,6 +181,9 @@ class ActivationLedger:
         Returns:
             Whether it was not counted before, so that who holds it may ``release`` it too.
         """
+        return any([self._hold(part) for part in data_of(tensor)])
+
+    def _hold(self, tensor: torch.Tensor) -> bool:
         key = storage_key(tensor)
         if key in self._permanent:
             return False
@@ -196,7 +200,8 @@ class ActivationLedger:
     @_counting
     def release(self, tensor: torch.Tensor) -> None:
         """Stop counting a tensor whose remaining life is a communication backend's business and depends on timing."""
-        self._held.pop(storage_key(tensor), None)
+        for part in data_of(tensor):
+            self._held.pop(storage_key(part), None)
 
     def route(self, tokens: int, most: int, evenly: int) -> None:
         """Note tokens that the experts of a layer get in the action that is running.
@@ -270,6 +275,17 @@ def saved_as_is(*counted: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def data_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that hold a tensor's bytes: for a quantised tensor of Transformer Engine, its data.
+
+    Such a tensor has no storage of its own. It returns a new empty storage at every call, or one of the size that the values
+    would have without quantisation. An empty storage holds no bytes, and its address is soon that of another one.
+    """
+    parts = tensor.get_data_tensors() if hasattr(tensor, "get_data_tensors") else (tensor,)
+    listed = (parts,) if isinstance(parts, torch.Tensor) else parts
+    return tuple(part for part in listed if part is not None and part.untyped_storage().nbytes())
 
 
 def storage_key(tensor: torch.Tensor) -> int:

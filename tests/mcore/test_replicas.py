@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from torch.utils._pytree import tree_map  # noqa: E402
+from quantised import Quantised, eight_bits  # noqa: E402
 
 from megatron_pipemem.config.refusals import REPLICAS  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
@@ -139,40 +139,14 @@ def test_what_looks_at_all_microbatches_of_a_layer_is_refused(setting, words):
         check_config(SimpleNamespace(**setting), REPLICAS)
 
 
-class Quantised(torch.Tensor):
-    """A weight by the rules of Transformer Engine's ``QuantizedTensor``: an operator that it does not know gets a copy in high
-    precision, and only an operator whose schema names it as written to changes the data.
-    """
-
-    @staticmethod
-    def __new__(cls, data: torch.Tensor):
-        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
-
-    def __init__(self, data: torch.Tensor):
-        self.data_8_bit = data
-
-    def get_data_tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.data_8_bit,)
-
-    def value(self) -> torch.Tensor:
-        return self.data_8_bit.float()
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.detach.default:
-            return cls(args[0].data_8_bit)
-        plain = tree_map(lambda each: each.value() if isinstance(each, cls) else each, args)
-        return function(*plain, **(kwargs or {}))
-
-
 def test_quantised_weights_are_not_copied_in_silence(world):
     """First: a value that a communication writes into such a weight is lost, without an error."""
-    weight = Quantised(torch.full((4,), 2, dtype=torch.int8))
+    weight = Quantised(eight_bits(4))
     torch.distributed.scatter(weight, [torch.ones(4)], group=world)
     assert weight.value().tolist() == [2.0] * 4
     chunks = [torch.nn.Module(), torch.nn.Module()]
     for chunk in chunks:
-        chunk.weight = torch.nn.Parameter(Quantised(torch.full((4,), 2, dtype=torch.int8)))
+        chunk.weight = torch.nn.Parameter(Quantised(eight_bits(4)))
         chunk.config = SimpleNamespace(moe_router_load_balancing_type="aux_loss")
     with pytest.raises(UnsupportedError, match="begin with other values"):
         make_replicas(chunks, Placement.bidirectional(2), world)

@@ -9,12 +9,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from quantised import Quantised, WithEmptyStorage, eight_bits  # noqa: E402
+
 from megatron_pipemem.runtime.activation_ledger import (  # noqa: E402
     ActivationLedger,
     LedgerEntry,
     bytes_per_action,
     predict_peak_bytes,
 )
+from megatron_pipemem.runtime.offload.residents import Residents  # noqa: E402
 from megatron_pipemem.schedule.core.action import Action, Kind  # noqa: E402
 
 F0, B0 = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
@@ -51,6 +54,36 @@ def test_views_of_one_storage_count_once():
         kept = q * k
     assert kept is not None
     assert saved(ledger) == mixed.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("kind", [Quantised, WithEmptyStorage])
+def test_quantised_tensors_count_for_their_data(kind):
+    """Neither for the size of their values, nor for the address of an empty storage that another tensor has by now."""
+    weight, cached, activation = (kind(eight_bits(size)) for size in (100, 50, 10))
+    ledger = ActivationLedger([weight])
+    others = []
+    for _ in range(200):
+        assert not ledger.hold(weight)
+        others.append(torch.empty(3))
+        assert ledger.hold(others[-1]), "it is no weight"
+    assert saved(ledger) == 200 * 12
+    assert ledger.hold(cached) and not ledger.hold(cached) and ledger.hold(activation)
+    assert saved(ledger) == 200 * 12 + 50 + 10
+    ledger.exclude([cached])
+    assert not ledger.hold(cached)
+    assert saved(ledger) == 200 * 12 + 10
+    ledger.release(activation)
+    assert saved(ledger) == 200 * 12
+
+
+@pytest.mark.parametrize("kind", [Quantised, WithEmptyStorage])
+def test_offload_tells_which_quantised_tensors_stay(kind):
+    weight, cached, activation = (kind(eight_bits(size)) for size in (100, 50, 10))
+    residents = Residents(torch.device("cpu"), min_bytes=1)
+    residents.begin_step([weight])
+    residents.exclude([cached])
+    assert all(map(residents.stays, (weight, cached, activation)))
+    assert residents.stayed == {"permanent": 100, "batch": 50, "unsupported": 10}
 
 
 @pytest.mark.parametrize("excluded", [True, False])

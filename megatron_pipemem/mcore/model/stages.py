@@ -70,6 +70,7 @@ class ChunkStage:
         is_last: whether this stage computes the loss.
         placement: makes Megatron see the chunk's rank while it runs.
         delayed: Transformer Engine modules of this chunk whose weight gradients wait.
+        counters: learn which tensors are no activations.
     """
 
     step: StepContext
@@ -80,6 +81,7 @@ class ChunkStage:
     is_last: bool
     placement: ChunkPlacement
     delayed: tuple[torch.nn.Module, ...]
+    counters: Sequence[ActivationCounter] = ()
     _again: dict[int, _Again] = field(default_factory=dict)
     _has_run: bool = False
     """in this step: quantised weights are made in the first forward and kept, and not every stage begins with microbatch 0"""
@@ -141,6 +143,8 @@ class ChunkStage:
                 vp_stage=self.chunk if self.num_chunks > 1 else None,
                 is_last_stage=self._computes_loss(microbatch),
             )
+        if not self._has_run:
+            self._leave_out_weights()
         self._has_run = True
         # The module would hold its input until its next forward.
         self._set_input_tensor([None])
@@ -148,6 +152,19 @@ class ChunkStage:
             # A hybrid model's segment without layers. The output is given up and gets its gradient apart from the input.
             return input.clone(), result[1]
         return result
+
+    def _leave_out_weights(self) -> None:
+        """Tell counters of the weights that Transformer Engine quantises in the first forward and keeps: all backwards save
+        them.
+        """
+        kept = [
+            weight
+            for part in self.model.modules()
+            for weight in getattr(part, "_fp8_workspaces", {}).values()
+            if weight is not None
+        ]
+        for counter in self.counters if kept else ():
+            counter.exclude(kept)
 
     def _data(self, microbatch: int) -> Iterator | None:
         return self.data_iterator

@@ -95,6 +95,7 @@ class OfRank:
         counted_host_peak_bytes: what was away, as counted.
         offloaded_bytes: of the last step, to the host.
         reloaded_bytes: of the last step, back.
+        stayed_bytes: of the last step, saved tensors that could not be offloaded, per reason.
         stall_seconds: of a step, on average, in which the rank waited for transfers.
         stalls: these by what was waited for.
         predicted_bubble_rate: of the plan.
@@ -117,6 +118,7 @@ class OfRank:
     counted_host_peak_bytes: int = 0
     offloaded_bytes: int = 0
     reloaded_bytes: int = 0
+    stayed_bytes: Mapping[str, int] = field(default_factory=dict)
     stall_seconds: float = 0.0
     stalls: Sequence[dict] = ()
     predicted_bubble_rate: float = 0.0
@@ -285,6 +287,7 @@ def _offload_summary(steps: list[OffloadStatistics | None]) -> dict:
     return {
         "offloaded_bytes": steps[-1].bytes_out if steps[-1] is not None else 0,
         "reloaded_bytes": steps[-1].bytes_in if steps[-1] is not None else 0,
+        "stayed_bytes": dict(steps[-1].stayed_bytes) if steps[-1] is not None else {},
         "stall_seconds": sum(waits.values()),
         "stalls": [
             {"waited_for": kind.value, "stage": stage, "seconds": seconds}

@@ -241,6 +241,7 @@ class ForwardBackward(Feature):
                 placement.next_stage(stage) is None,
                 self.chunk_placement,
                 delayed_modules(step.chunks[chunk]),
+                counters,
             )
             for chunk, stage in enumerate(pipeline.stages)
         }

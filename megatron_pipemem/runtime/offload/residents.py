@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_pipemem.runtime.activation_ledger import storage_key
+from megatron_pipemem.runtime.activation_ledger import data_of, storage_key
 
 
 class Residents:
@@ -33,34 +33,41 @@ class Residents:
         Args:
             permanent: tensors that are no activations.
         """
-        self._permanent = {storage_key(tensor) for tensor in permanent}
+        self._permanent = {storage_key(part) for tensor in permanent for part in data_of(tensor)}
         self._excluded: dict[int, StorageWeakRef] = {}
         self.stayed: Counter[str] = Counter()
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """These stay for the rest of the step, as long as they live."""
-        for tensor in tensors:
-            self._excluded[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        for part in (part for tensor in tensors for part in data_of(tensor)):
+            self._excluded[storage_key(part)] = StorageWeakRef(part.untyped_storage())
 
     def stays(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor stays, and count it if so."""
         reason = self._reason_to_stay(tensor)
         if reason is not None and tensor.layout is torch.strided:
-            self.stayed[reason] += tensor.nbytes
+            self.stayed[reason] += sum(part.nbytes for part in data_of(tensor))
         return reason is not None
 
     def _reason_to_stay(self, tensor: torch.Tensor) -> str | None:
         if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
             return "permanent"
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+        if hasattr(tensor, "get_data_tensors"):
+            return self._whose(tensor) or "unsupported"
         if not plain or tensor.is_conj() or tensor.is_neg():
             return "unsupported"
         if tensor.device != self._device:
             return "other device"
         if tensor.numel() == 0 or tensor.untyped_storage().nbytes() < self._min_bytes:
             return "small"
-        key = storage_key(tensor)
-        if key in self._permanent:
-            return "permanent"
-        excluded = self._excluded.get(key)
-        return "batch" if excluded is not None and not excluded.expired() else None
+        return self._whose(tensor)
+
+    def _whose(self, tensor: torch.Tensor) -> str | None:
+        for key in map(storage_key, data_of(tensor)):
+            if key in self._permanent:
+                return "permanent"
+            excluded = self._excluded.get(key)
+            if excluded is not None and not excluded.expired():
+                return "batch"
+        return None
