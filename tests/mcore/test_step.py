@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
 import torch.distributed as dist  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
+from quantised import Quantised, WithEmptyStorage, eight_bits  # noqa: E402
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.model.placement import ChunkPlacement  # noqa: E402
@@ -22,9 +24,11 @@ from megatron_pipemem.mcore.step.extension import Extension  # noqa: E402
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward  # noqa: E402
 from megatron_pipemem.mcore.step.programs import Compiled, ProgramCache  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.stages import FirstStage, LastStage  # noqa: E402
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.executor import StageRunner  # noqa: E402
 from megatron_pipemem.runtime.groups import new_groups  # noqa: E402
 from megatron_pipemem.runtime.transport import Pipeline, edges  # noqa: E402
+from megatron_pipemem.schedule.core.action import Action, Kind  # noqa: E402
 from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
 
 ONE_CHUNK, TWO_CHUNKS = Placement.linear(4), Placement.interleaved(4, 2)
@@ -135,3 +139,25 @@ def test_routers_are_not_replayed_where_forwards_come_in_another_order(world, na
     words = "moe_enable_routing_replay.* one model chunk per rank" if refused else "data iterators"
     with pytest.raises(UnsupportedError, match=words):
         function._check(chunks, [], config, world)
+
+
+@pytest.mark.parametrize("kind", [Quantised, WithEmptyStorage])
+def test_weights_that_the_first_forward_quantises_are_no_activations(monkeypatch, kind):
+    """As Transformer Engine does in the first microbatch of a step, for all of them."""
+    cached, ledger = kind(eight_bits(40)), ActivationLedger()
+    layer = torch.nn.Module()
+    layer.set_input_tensor, layer._fp8_workspaces = (lambda tensors: None), {}
+
+    def forward_step(*args, **kwargs):
+        layer._fp8_workspaces["weight"] = cached
+        ledger.hold(cached)
+        return torch.zeros(1), None
+
+    monkeypatch.setattr(schedules, "forward_step", forward_step)
+    context = StepContext(SimpleNamespace(), None, 2, 1, False, False, None, False, num_tokens=torch.tensor(0))
+    here = SimpleNamespace(chunk=lambda chunk: nullcontext())
+    stage = ChunkStage(context, layer, None, 0, 1, False, here, (), [ledger])
+    for microbatch in range(2):
+        stage.forward(microbatch, torch.ones(1))
+        ledger.record(Action(Kind.F, 0, microbatch))
+    assert [entry.bytes for entry in ledger.entries] == [0, 0]

@@ -30,3 +30,10 @@ def test_every_case_is_exact(version):
     wrong = {name: result for name, result in found["cases"].items() if result != "exact"}
     assert not wrong, "\n".join(f"{name}: {result}" for name, result in wrong.items())
     assert len(found["cases"]) == NUMBER
+
+
+@pytest.mark.parametrize("version", packages.VERSIONS)
+def test_quantised_weights_are_kept_where_the_count_of_activations_looks(version):
+    package = Path(packages.folders(version)[0], "transformer_engine", "pytorch")
+    assert "self._fp8_workspaces: Dict[str, " in (package / "module" / "base.py").read_text(encoding="utf-8")
+    assert any("def get_data_tensors(self" in file.read_text() for file in package.rglob("float8_tensor_*.py"))
