@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from quickstart import ROUNDING
 
 # With dropout, resumed iterations must draw the numbers that they would have drawn.
 DROPOUT = ("--pipemem-random", "layerwise", "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
@@ -98,7 +99,7 @@ def test_a_distributed_optimizer_goes_from_a_v_to_1f1b_and_back(distributed, tmp
 def test_a_distributed_optimizer_goes_to_other_placements_and_sizes(distributed, after, more):
     """Two replicas of the model add gradients in another order, and so do two data-parallel ranks."""
     losses, expected = distributed(after, *more)
-    assert losses == pytest.approx(expected, rel=1e-6) and len(set(losses)) == 2
+    assert losses == pytest.approx(expected, rel=ROUNDING) and len(set(losses)) == 2
 
 
 def test_a_report_that_is_lost_costs_no_checkpoint(train, tmp_path):

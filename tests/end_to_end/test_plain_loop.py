@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 
 import pytest
+from quickstart import ROUNDING
 from ranks import Ranks
 
 pytest.importorskip("megatron.core")
@@ -111,7 +112,7 @@ def test_microbatches_that_differ_train_as_stock_but_for_the_order_of_sums(varia
     case = (CUT | WEIGHED).get(name, {})
     stock, ours = variable("stock", tp=case.get("tp", 1)), variable(name, **case)
     whole, cut = ([float.fromhex(loss) for loss in each["losses"]] for each in (stock, ours))
-    assert cut == pytest.approx(whole, rel=1e-6)
+    assert cut == pytest.approx(whole, rel=ROUNDING)
 
 
 @pytest.mark.parametrize(
