@@ -68,6 +68,10 @@ _ENTRIES = {
         "profile.profile",
         "Measure or compute what one layer, the embedding and the head take and keep, and what stages made of them cost.",
     ),
+    "init": _Entry(
+        "init.init",
+        "Write a run file to begin with: a model, cut as asked, on as few nodes as its ranks fill.",
+    ),
     "launch": _Entry(
         "launch.launch",
         "Start this node's ranks of a run under torchrun; start the same on every node of it.",

@@ -73,9 +73,15 @@ def read_yaml(text: str) -> Any:
         raise YamlError(str(error)) from error
 
 
-def write_yaml(value: Any) -> str:
-    """Return text that ``read_yaml`` reads as this value, keys in their order; tuples become lists."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
+def write_yaml(value: Any, flow: bool = False) -> str:
+    """Return text that ``read_yaml`` reads as this value, keys in their order; tuples become lists.
+
+    Args:
+        value: text, numbers, truth values, lists and mappings.
+        flow: write each innermost list or mapping on one line.
+    """
+    style = {"default_flow_style": None, "width": 10_000} if flow else {}
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style)
 
 
 def _check_extent(text: str) -> None:

@@ -153,7 +153,8 @@ def test_an_empty_environment_has_a_version_and_plans_without_torch(bare: Path, 
 
 def test_an_empty_environment_starts_runs(bare: Path, tmp_path: Path) -> None:
     """As far as that goes without Megatron: commands are printed, whose files are there."""
-    printed = call(bare / "pipemem", "launch", "llama3-70b-64xh100", "--print", cwd=tmp_path)
+    call(bare / "pipemem", "init", "llama3-70b", "-p", 4, "--tp", 8, cwd=tmp_path)
+    printed = call(bare / "pipemem", "launch", "llama3-70b.yaml", "--print", cwd=tmp_path)
     (script,) = re.findall(r"run (\S+/pretrain_gpt\.py)", printed)
     assert Path(script).is_relative_to(bare.parent) and Path(script).with_name("gpt_pretraining.py").is_file()
     submitted = ("grid", "tiny-cpu", "--launcher", "slurm", "--print", "--json")

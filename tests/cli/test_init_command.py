@@ -1,0 +1,87 @@
+"""A run file to begin with: it is complete, it is what was asked for, and nothing is overwritten."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.loading import SHIPPED, load, settings_of
+from megatron_pipemem.config.runs import Run
+from megatron_pipemem.launch.feasibility import feasible
+
+MODELS = sorted(path.stem for path in (SHIPPED / "models").glob("*.yaml"))
+
+
+@pytest.fixture
+def empty(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_it_is_what_was_asked_for(pipemem, empty):
+    asked = ("-p", 4, "--tp", 8, "--dp", 2, "--schedule", "zbv", "--cluster", "h200-141g")
+    assert pipemem("init", "llama3-70b", *asked).stdout == "llama3-70b.yaml\n"
+    run = load("llama3-70b.yaml", Run)
+    cut = run.parallelism
+    assert (cut.tp, cut.pp, cut.dp, cut.ranks) == (8, 4, 2, 64) and cut.sequence_parallel
+    assert (run.schedule.name, run.cluster.nodes) == ("zbv", 8)
+    assert replace(run.cluster, nodes=1) == replace(load("h200-141g", Cluster), nodes=1)
+    assert run.megatron["use-distributed-optimizer"] is True and run.output == "out/runs/llama3-70b"
+    assert feasible(run) is None and "pipemem plan llama3-70b.yaml" in Path("llama3-70b.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_shipped_model_has_a_beginning(pipemem, empty, name):
+    """What stands in the way of a run is at most its size, or a layer for which the training script has no flag."""
+    told = json.loads(pipemem("init", name, "--json").stdout)
+    assert told["output"] == f"{name}.yaml"
+    run = load(told["output"], Run)
+    assert json.loads(json.dumps(settings_of(run))) == told["run"] and (run.parallelism.pp, run.cluster.nodes) == (4, 1)
+    assert told["reason"] is None or "GiB of" in told["reason"] or "geglu" in told["reason"], told["reason"]
+
+
+def test_layers_that_do_not_divide_get_a_layout(pipemem, empty):
+    told = pipemem("init", "deepseek-v3", "-p", 16, "--dp", 64, "--ep", 64)
+    assert told.exit_code == 0 and "83.6 GiB of 76.6 GiB" in told.stderr
+    said = yaml.safe_load(Path("deepseek-v3.yaml").read_text())
+    assert said["megatron"]["pipeline-model-parallel-layout"] == "Et|(t*2|)*29t|tmL"
+    assert said["cluster"] == {"base": "h100-80g", "nodes": 128} and said["parallelism"]["ep"] == 64
+
+
+def test_cpu_ranks_and_one_pipeline_rank(pipemem, empty):
+    pipemem("init", "tiny-gpt", "--cluster", "cpu", "--output", "a/b.yaml")
+    run = load("a/b.yaml", Run)
+    assert run.precision == "fp32" and "use-distributed-optimizer" not in run.megatron and feasible(run) is None
+    pipemem("init", "tiny-gpt", "-p", 1)
+    assert load("tiny-gpt.yaml", Run).schedule.name == "stock" and feasible(load("tiny-gpt.yaml", Run)) is None
+
+
+def test_a_model_of_the_users_own(pipemem, empty):
+    Path("models").mkdir()
+    Path("models/mine.yaml").write_text("base: llama3-8b\nlayers: 16\n")
+    assert pipemem("init", "models/mine.yaml", "--output", "runs/first.yaml").exit_code == 0
+    assert yaml.safe_load(Path("runs/first.yaml").read_text())["model"] == "../models/mine.yaml"
+    assert load("runs/first.yaml", Run).model.layers == 16
+    assert pipemem("init", "models/mine.yaml").stdout == "mine.yaml\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("llama3-8c",), "did you mean 'llama3-8b'"),
+        (("llama3-8b", "--schedule", "v-hlf"), "did you mean 'v-half'"),
+        (("llama3-8b", "--cluster", "h10"), "there is no 'h10'"),
+        (("llama3-8b", "-p", 0), "--devices must be at least 1"),
+        (("llama3-8b", "--output", "x.json"), "end it in .yaml or .yml"),
+        (("llama3-8b", "--output", "there.yaml"), "there.yaml is there already"),
+    ],
+)
+def test_nothing_is_written_of_what_cannot_be(refuses, empty, arguments, says):
+    Path("there.yaml").write_text("mine")
+    assert says in refuses("init", *arguments)
+    assert [path.name for path in empty.iterdir()] == ["there.yaml"] and Path("there.yaml").read_text() == "mine"
