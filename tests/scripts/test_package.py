@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,16 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_pipemem"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+SOURCES = {
+    "setup.py",
+    "pyproject.toml",
+    PROJECT["readme"],
+    *PROJECT["license-files"],
+    "configs",
+    "scripts",
+    PACKAGE.name,
+}
+"""What the package is built from."""
 SCRIPTS = [
     *(ROOT / "scripts" / name for name in ("gpt_pretraining.py", "pipemem.sh", "pretrain_gpt.py", "pretrain_gpt.sh")),
     *(ROOT / "scripts" / "slurm").iterdir(),
@@ -47,10 +58,11 @@ def build(hook: str, source: Path, into: Path) -> Path:
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
-    for name in ("setup.py", "pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]):
-        shutil.copy(ROOT / name, source / name)
-    for folder in (PACKAGE, ROOT / "configs", ROOT / "scripts"):  # the package links to the others
-        shutil.copytree(folder, source / folder.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in SOURCES:
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, source / name)
+        else:  # the package links to the others
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     return build("build_sdist", source, tmp_path_factory.mktemp("sdist"))
 
 
@@ -166,3 +178,55 @@ def test_an_empty_environment_starts_runs(bare: Path, tmp_path: Path) -> None:
         [start, "nowhere.yaml"], cwd=tmp_path, env=python, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (2, "") and "there is no file nowhere.yaml" in done.stderr
+
+
+CONTAINERS = ROOT / "containers"
+
+
+def checker(name: str) -> Path:
+    path = Path(sys.executable).with_name(name)
+    if not path.exists():
+        pytest.skip(f"needs {name}: pip install '.[test]' (there is none for every machine)")
+    return path
+
+
+def sections(definition: str) -> dict[str, str]:
+    """The parts of an Apptainer definition: its header under ``""``, and what stands below every %name."""
+    header, *others = re.split(r"^%", definition, flags=re.MULTILINE)
+    return {"": header} | {name: body for name, _, body in (each.partition("\n") for each in others)}
+
+
+def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
+    """It looks at the file's syntax, at what is known to go wrong, and with shellcheck at what it runs."""
+    done = subprocess.run([checker("hadolint"), CONTAINERS / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_shellcheck_finds_nothing_in_what_the_apptainer_definition_runs() -> None:
+    """There is no linter for these files: the sections are those that Apptainer knows, and its scripts are checked."""
+    parts = sections((CONTAINERS / "pipemem.def").read_text(encoding="utf-8"))
+    assert list(parts) == ["", "files", "post", "test", "help"]
+    for name in ("post", "test"):
+        done = subprocess.run(
+            [checker("shellcheck"), "--shell=sh", "-"], input=parts[name], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"%{name}: {done.stdout}"
+
+
+def test_both_containers_build_the_package_from_all_its_sources() -> None:
+    docker = (CONTAINERS / "Dockerfile").read_text(encoding="utf-8")
+    parts = sections((CONTAINERS / "pipemem.def").read_text(encoding="utf-8"))
+    copied = [line.split()[1:-1] for line in docker.splitlines() if line.startswith("COPY ")]
+    assert {name for names in copied for name in names} == SOURCES
+    assert {tuple(line.split()) for line in parts["files"].splitlines() if line} == {
+        (name, "/opt/megatron_pipemem/") for name in SOURCES
+    }
+    header = dict(line.split(": ") for line in parts[""].splitlines() if re.match("[A-Z]", line))
+    assert header == {"Bootstrap": "docker", "From": re.search("^FROM (.*)$", docker, re.MULTILINE)[1]}
+    (install,) = re.findall(r"pip install .*(?= \\$)", docker, re.MULTILINE)
+    assert install == parts["post"].strip().splitlines()[-1].strip()
+    pinned = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert shlex.split(install)[-2:] == [
+        "/opt/megatron_pipemem[megatron]",
+        *(line for line in pinned if "megatron-core" in line),
+    ]
