@@ -148,11 +148,25 @@ def _print(answer: Answer) -> None:
 
 
 def _table(plans: Sequence[Plan]) -> FittingTable:
-    columns = ["schedule", "tp", "pp", "dp", "mb", "recompute", "s/step", "MFU", "peak GiB", "bubble", "binds"]
+    columns = [
+        "schedule",
+        "tp",
+        "pp",
+        "dp",
+        "mb",
+        "recompute",
+        "s/step",
+        "MFU",
+        "peak GiB",
+        "of 1F1B",
+        "bubble",
+        "binds",
+    ]
     overlaps = any(each.gain is not None for each in plans)
     if overlaps:
         columns.insert(-1, "gain")
-    table = FittingTable(columns, text=("schedule", "recompute", "binds"))
+    caption = "peak: everything on the fullest rank; of 1F1B: its activations, as a share of 1F1B's bytes for the same cut"
+    table = FittingTable(columns, text=("schedule", "recompute", "binds"), caption=caption)
     for each in plans:
         cut = each.run.parallelism
         name = each.schedule if cut.chunks is None else f"{each.schedule} v={cut.chunks}"
@@ -165,6 +179,7 @@ def _table(plans: Sequence[Plan]) -> FittingTable:
             f"{each.seconds:.4g}",
             f"{each.mfu:.1%}",
             gibibytes(each.peak),
+            "-" if each.share_of_1f1b is None else f"{each.share_of_1f1b:.2f}",
             f"{each.bubble_rate:.1%}",
             *([_gain(each)] if overlaps else []),
             each.binds,

@@ -19,7 +19,9 @@ from megatron_pipemem.cli.prices import price_layers
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report.placements import placements_table
-from megatron_pipemem.report.timeline import DrawnRun
+from megatron_pipemem.report.run import UNITS
+from megatron_pipemem.report.timeline import bytes_text
+from megatron_pipemem.schedule.baseline import share_of_1f1b
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.costs import Costs
@@ -34,6 +36,7 @@ from megatron_pipemem.schedule.search import MAX_CHUNKS
 from megatron_pipemem.schedule.stream import stream
 
 _USUAL = {"slices": 1, "replicas": 1, "weight_versions": 1, "recomputed": {}, "microbatch_weights": {}}
+_USUAL |= dict.fromkeys(("peak_bytes", "share_of_1f1b"))
 _USUAL |= dict.fromkeys(("search_seconds", "host_peak", "stall_seconds", "transfers"), 0)
 """What nobody needs to be told; of a list, for every device."""
 
@@ -119,10 +122,6 @@ def simulate(
     if chosen.offload is not None and chosen.offload.kept:
         reasons = Counter(chosen.offload.kept.values()).most_common()
         print_facts(out, [("activations kept", ", ".join(f"{count} ({why})" for why, count in reasons))])
-    if costs.memory is not None:
-        drawn = DrawnRun(timeline)
-        held = ", ".join(drawn.memory_text(peak) for peak in timeline.peaks)
-        print_facts(out, [("peak memory", held)])
 
 
 def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
@@ -150,7 +149,7 @@ def _without_barrier(loaded: Loaded, costs: Costs, steps: int) -> dict[str, Any]
 
 
 def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
-    """Return the keys of ``--json``; peaks in activation units whatever the costs say about bytes."""
+    """Return the keys of ``--json``. ``peak_activations`` are in activation units whatever the costs say about bytes."""
     schedule, search, weights = timeline.schedule, loaded.chosen.search, timeline.costs.microbatch
     in_units = Costs(microbatch=weights, slice_units=timeline.costs.slice_units)
     activations = peaks(schedule, in_units)
@@ -166,6 +165,8 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
         "device_bubble_rate": timeline.device_bubble_rate,
         "peak_activations": list(activations),
         "peak_activation": max(activations),
+        "peak_bytes": list(timeline.peaks) if timeline.costs.memory is not None else None,
+        "share_of_1f1b": share_of_1f1b(timeline),
         "lower_bound": _lower_bound(timeline, loaded, max(activations)),
         "search_seconds": 0.0 if search is None else search.seconds,
         "messages": timeline.messages,
@@ -221,7 +222,11 @@ def _text(key: str, fact: Any) -> str:
     if isinstance(fact, dict):
         return "; ".join(f"{mode}: {', '.join(map(str, stages))}" for mode, stages in fact.items())
     if isinstance(fact, list):
-        return ", ".join(f"{peak:.4g}" for peak in fact)
+        return ", ".join(bytes_text(each) if key == "peak_bytes" else f"{each:.4g}" for each in fact)
+    if key == "peak_activation":
+        return f"{fact:.4g} {UNITS}"
+    if key == "share_of_1f1b":
+        return f"{fact:.3g} of its bytes, for the same model and cut"
     if key.endswith("rate"):
         return f"{fact:.2%}"
     return f"{fact:.6g}" if isinstance(fact, float) else str(fact)

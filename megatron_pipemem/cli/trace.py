@@ -131,7 +131,7 @@ def _draw(case: Case, path: Path, as_json: bool) -> None:
 
 def _save(case: Case, path: Path) -> Path:
     """Write the run's schedule with its usual times, and the step as it ran."""
-    plan, run = case.own, case.step.timeline(case.own.costs)
+    plan, run = case.own, case.as_ran
     name = case.schedule.name
     plan, run = (
         replace(each, schedule=replace(each.schedule, name=f"{name}, {what}"))

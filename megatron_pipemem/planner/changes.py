@@ -21,7 +21,7 @@ from megatron_pipemem.schedule.core.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.progress import doing
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import Timeline, simulate
+from megatron_pipemem.schedule.core.simulator import Measured, Timeline, simulate
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
@@ -81,6 +81,8 @@ class Case:
         mtp_layers: of multi-token prediction, which stay on the last stage.
         is_stock: whether Megatron's own schedule ran, so that changes of ours name one.
         search_seconds: for each search of an order; 0 for none.
+        bubble_rate: of the run; ``None`` to take that of the step.
+        bytes_of_1f1b: the peak that 1F1B would have of the model; ``None`` if it is not known.
     """
 
     step: MeasuredStep
@@ -92,6 +94,8 @@ class Case:
     mtp_layers: int = 0
     is_stock: bool = False
     search_seconds: float = 2.0
+    bubble_rate: float | None = None
+    bytes_of_1f1b: float | None = None
 
     @property
     def schedule(self) -> Schedule:
@@ -115,6 +119,11 @@ class Case:
                 kind: each for kind, each in self.memory.items() if kind in kinds
             }
         return simulate(self.schedule, self.step.costs(memory))
+
+    @property
+    def as_ran(self) -> Timeline:
+        """Return the step as it ran, with the bubble rate of the run."""
+        return replace(self.step.timeline(self.own.costs), measured=Measured(self.bubble_rate))
 
     @cached_property
     def p2p(self) -> dict[tuple[int, int], float]:
@@ -144,7 +153,8 @@ class Case:
 
 
 def best_changes(case: Case) -> list[Change]:
-    """Return the best change of every kind that saves enough to be worth it, the fastest first.
+    """Return the best change of every kind that saves enough to be worth it: those that hold no more than the run first, then
+    the fastest.
 
     Args:
         case: of a synchronous schedule with one replica of the model; others have none.
@@ -163,7 +173,7 @@ def best_changes(case: Case) -> list[Change]:
         simpler = _ORDERS[: _ORDERS.index(each.kind)] if each.kind in _ORDERS else ()
         if all(each.seconds <= other.seconds * (1 - WORTH) for other in found if other.kind in simpler):
             kept.append(each)
-    return kept
+    return sorted(kept, key=lambda each: (each.peak > loosened(case.own.peak), each.seconds))
 
 
 def _best(changes: list[Change]) -> Change:
@@ -248,7 +258,11 @@ def _order(
     chunks = f", {count} chunk{'s' * (count > 1)} per rank" if count > 1 or differs else ""
     what = f"schedule {name}{chunks}{' in a V' if placement.name == 'v' else ''}"
     split = schedule.splits_backward and case.step.splits_fused
-    note = "I and W are parts of a backward that the run did not split, and was not measured by parts" if split else ""
+    note = (
+        "the run did not split its backward: the times of I and W are parts of it, and what F keeps is taken to wait for W"
+        if split
+        else ""
+    )
     kind = SAME_MEMORY if timeline.peak <= loosened(case.own.peak) else MORE_MEMORY
     effort = 2 * placement.num_chunks + (name == AUTO)
     change = Change(kind, what, " ".join(filter(None, flags)), timeline.makespan, timeline.peak, note, effort)

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_pipemem.config.limits import check_magnitudes
 from megatron_pipemem.planner.changes import Case, best_changes
+from megatron_pipemem.report.run import measured_bubble
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Schedule
@@ -65,6 +66,8 @@ def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Ca
         int(told["mtp_layers"]),
         schedule.name == STOCK,
         search_seconds,
+        measured_bubble(report),
+        report.get("bytes_of_1f1b"),
     )
 
 
@@ -94,6 +97,7 @@ def explain(case: Case) -> dict[str, Any]:
         "devices": schedule.num_devices,
         "chunks": schedule.placement.num_chunks,
         "microbatches": schedule.num_microbatches,
+        "bubble_rate": case.as_ran.bubble_rate if case.bubble_rate is None else case.bubble_rate,
         "seconds": step.length / NANOSECONDS,
         "outside_seconds": case.outside,
         "simulated_seconds": case.own.makespan,
@@ -107,6 +111,7 @@ def explain(case: Case) -> dict[str, Any]:
         "idle": _idle(step),
         "in_bytes": case.in_bytes,
         "peak": case.own.peak,
+        "bytes_of_1f1b": case.bytes_of_1f1b,
         "refused": dict(case.refused),
         "changes": [asdict(each) | {"saves": case.own.makespan - each.seconds} for each in changes],
     }

@@ -17,6 +17,7 @@ from megatron_pipemem.planner.replay import Replay, measured
 from megatron_pipemem.planner.space import Order
 from megatron_pipemem.planner.step import Step, mfu
 from megatron_pipemem.planner.variants import PLAIN, Variant
+from megatron_pipemem.schedule.baseline import bytes_of_1f1b
 from megatron_pipemem.schedule.core.schedule import Schedule
 
 
@@ -74,6 +75,16 @@ class Plan:
     @property
     def peak(self) -> float:
         return max(self.peaks)
+
+    @cached_property
+    def share_of_1f1b(self) -> float | None:
+        """Return the peak of its activations as a share of 1F1B's bytes for the same cut; ``None`` if the head is cut."""
+        step, slices = self.step, self.run.schedule.slices or 1
+        if step.costs.vocabulary is not None:
+            return None
+        whole = bytes_of_1f1b(step.costs, step.placement, self.run.parallelism.microbatches, slices)
+        besides = step.held((0.0,) * len(self.peaks))
+        return max(peak - rest for peak, rest in zip(self.peaks, besides, strict=True)) / whole if whole else None
 
     @property
     def mfu(self) -> float:
@@ -144,6 +155,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         "bubble_rate": plan.bubble_rate,
         "gain_without_barrier": plan.gain,
         "peak_bytes": list(plan.peaks),
+        "share_of_1f1b": plan.share_of_1f1b,
         "rollback_bytes": list(plan.step.rollback),
         "losses_seconds": plan.losses,
         "binds": plan.binds,

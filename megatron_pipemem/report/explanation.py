@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_pipemem.report.run import UNITS
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.idle import BARRIER, CAUSES, HOST, IMBALANCE, LATE, MESSAGES, MICROBATCHES, SCHEDULE
 
@@ -21,15 +22,16 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
     """
     idle, step, devices = facts["idle"], facts["seconds"], facts["devices"]
     total = Counter({cause: sum(each["causes_ns"][cause] for each in idle) for cause in CAUSES})
-    share = total.total() / (step * devices * _NANOSECONDS) if step else 0.0
     found = [
-        f"a step of schedule {facts['schedule']} with {facts['microbatches']} microbatches takes {seconds(step)} on {devices} "
-        f"pipeline ranks, which idle {share:.1%} of it"
+        f"schedule {facts['schedule']}, {facts['microbatches']} microbatches on {devices} pipeline ranks: bubble "
+        f"{facts['bubble_rate']:.1%}, of the rank that idles least; the step that is explained takes {seconds(step)}"
     ]
     told = [(cause, nanoseconds / devices / _NANOSECONDS) for cause, nanoseconds in total.most_common() if nanoseconds]
     for number, (cause, each) in enumerate(told[:2]):
-        rank = "most of that" if number == 0 else "then"
-        found.append(f"{rank}: {cause}, {seconds(each)} per rank ({each / step:.1%}); {_why(cause, facts)}")
+        rank = "ranks idle most of all for" if number == 0 else "then for"
+        found.append(
+            f"{rank} {cause}: {seconds(each)} on average ({each / step:.1%} of the step); {_why(cause, facts)}"
+        )
     outside = facts["outside_seconds"]
     if outside:
         found.append(
@@ -95,9 +97,11 @@ def _memory(peak: float, facts: Mapping[str, Any]) -> str:
     if peak == now:
         return "same activation memory"
     more = f"{abs(peak / now - 1):.0%} {'more' if peak > now else 'less'} activation memory" if now else "more memory"
-    if facts["in_bytes"]:
-        return f"{more}, {peak / _MIB:.4g} MiB on the fullest rank in place of {now / _MIB:.4g}"
-    return f"{more}, {peak:.4g} of 1F1B's in place of {now:.4g}"
+    if not facts["in_bytes"]:
+        return f"{more}, {peak:.4g} in place of {now:.4g} {UNITS}"
+    whole = facts["bytes_of_1f1b"]
+    share = f" ({peak / whole:.3g} of 1F1B's bytes)" if whole else ""
+    return f"{more}, {peak / _MIB:.4g} MiB on the fullest rank in place of {now / _MIB:.4g}{share}"
 
 
 def _why(cause: str, facts: Mapping[str, Any]) -> str:

@@ -60,7 +60,7 @@ def _data(run: DrawnRun, top: float) -> dict[str, object]:
         "title": run.headline,
         "facts": (
             f"Makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g}, messages "
-            f"{timeline.messages}, peak {run.memory_text(timeline.peak)}."
+            f"{timeline.messages}, peak {run.peak_text}."
         ),
         "slices": timeline.schedule.slices,
         "makespan": timeline.makespan,

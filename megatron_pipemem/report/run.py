@@ -2,28 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from megatron_pipemem.report.tables import FittingTable
+from megatron_pipemem.schedule.baseline import share_of_1f1b
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, peaks
 
 _MIB = 1 << 20
+UNITS = "activation units (1 is 1F1B's peak with equal stages, W free)"
+"""What peaks are in if no bytes are known."""
 
 
 def peak_activation(schedule: Schedule) -> float:
-    """Return the most that a device holds in activation units: parts of the peak of 1F1B."""
+    """Return the most that a device holds, in activation units."""
     return max(peaks(schedule))
 
 
 def announcement(timeline: Timeline) -> str:
     """Return the line that tells which schedule a run is about to follow, and what is expected of it."""
-    schedule = timeline.schedule
+    schedule, share = timeline.schedule, share_of_1f1b(timeline)
+    held = f"{peak_activation(schedule):.4g} {UNITS}" if share is None else f"{share:.3g} of 1F1B's bytes"
     return (
         f"{schedule.name}, {_size(schedule.num_devices, schedule.placement.num_chunks, schedule.num_microbatches)}: "
-        f"planned bubble {timeline.bubble_rate:.1%}, peak activations {peak_activation(schedule):.4g} of 1F1B's"
+        f"planned bubble {timeline.bubble_rate:.1%}, peak activations {held}"
     )
+
+
+def typical[T](steps: Sequence[T]) -> Sequence[T]:
+    """Return all steps but the first, which opens channels and fills the allocator's cache."""
+    return steps[1:] or steps
+
+
+def bubble_of_steps(steps: Sequence[tuple[float, float]]) -> float | None:
+    """Return the part of a training step in which a rank computes nothing: the median over all steps but the first.
+
+    The bubble rate of a run is that of its busiest rank, see ``busiest``.
+
+    Args:
+        steps: per step, the seconds of the rank's actions, and those from the first start of an action on any rank of its
+            pipeline to the last end.
+    """
+    rates = [1 - work / makespan for work, makespan in steps if makespan]
+    return median(typical(rates)) if rates else None
+
+
+def busiest(rates: Iterable[float | None]) -> float | None:
+    """Return the bubble rate of a run, which is that of the rank that idles least; ``None`` if no rank has one.
+
+    Args:
+        rates: of the ranks, by ``bubble_of_steps``.
+    """
+    return min((rate for rate in rates if rate is not None), default=None)
+
+
+def measured_bubble(report: Mapping[str, Any]) -> float | None:
+    """Return the measured bubble rate of a run: the number in its log, its report, its page and ``pipemem explain``.
+
+    Args:
+        report: as ``--pipemem-report`` writes it.
+    """
+    return busiest(rank["measured_bubble_rate"] for rank in report["ranks"])
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:
@@ -39,15 +80,15 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         found.append(f"{chosen['schedule']}, {size}{times}: {report['steps']} steps measured")
     ranks: Sequence[Mapping[str, Any]] = report["ranks"]
     if (peak := _most(ranks, "counted_peak_bytes")) is not None:
-        share = f"; {chosen['peak_activation']:.4g} of 1F1B's" if chosen else ""
+        share = f"; {peak / whole:.3g} of 1F1B's bytes" if (whole := report.get("bytes_of_1f1b")) else ""
         found.append(f"peak activations {peak / _MIB:.4g} MiB on the fullest rank, {_agreement(ranks)}{share}")
     if loads := {rank["rank"]: rank["expert_load"] for rank in ranks if rank.get("expert_load")}:
         rank = max(loads, key=loads.__getitem__)
         found.append(
             f"experts of rank {rank} got {loads[rank]:.3g} times an even share of a microbatch's tokens, the most of all ranks"
         )
-    if (measured := _least(ranks, "measured_bubble_rate")) is not None:
-        planned = _least(ranks, "predicted_bubble_rate")
+    if (measured := measured_bubble(report)) is not None:
+        planned = busiest(rank["predicted_bubble_rate"] for rank in ranks)
         seconds = chosen["measured_makespan"] if chosen else None
         found.append(
             f"bubble {planned:.1%} planned, {measured:.1%} measured, of the rank that idles least"
@@ -123,10 +164,6 @@ def _predicted(rank: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 def _most(ranks: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return max((rank[key] for rank in ranks if rank.get(key) is not None), default=None)
-
-
-def _least(ranks: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    return min((rank[key] for rank in ranks if rank[key] is not None), default=None)
 
 
 def _shown(value: float | None, scale: float, form: str) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from megatron_pipemem.schedule.baseline import share_of_1f1b
 from megatron_pipemem.schedule.core.action import VOCABULARY, Action, Kind
 from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.held import held_after, unit_weights
@@ -89,6 +90,11 @@ def common_end(timelines: Sequence[Timeline]) -> float:
     return max(end for end in ends if end <= 2 * ends[(len(ends) - 1) // 2])
 
 
+def bytes_text(held: float) -> str:
+    """Write bytes in GiB or MiB."""
+    return f"{held / 2**30:.3g} GiB" if held >= 2**30 else f"{held / 2**20:.3g} MiB"
+
+
 def held_steps(row: tuple[Box, ...]) -> list[tuple[float, float]]:
     """``(time, held)`` wherever a device's held memory changes: what an action takes counts from its start, what it
     gives back from its end. Memory handed straight on from one action to the next makes no step."""
@@ -136,7 +142,7 @@ class DrawnRun:
     @property
     def in_units(self) -> bool:
         """Whether memory is in activation units, and not in bytes."""
-        return self.timeline.costs.memory is None
+        return self.timeline.costs.memory is None and self.timeline.measured.held is None
 
     @cached_property
     def origin(self) -> float:
@@ -148,11 +154,8 @@ class DrawnRun:
         """One row of boxes per device, in order. What vocabulary parallelism does in no time has none; what it takes or gives
         back shows in the box that follows.
         """
-        schedule, costs, origin = self.timeline.schedule, self.timeline.costs, self.origin
+        schedule, origin = self.timeline.schedule, self.origin
         placement = schedule.placement
-        slices, weights = schedule.slices, unit_weights(schedule, costs)
-        changes = costs.memory_changes(placement, schedule.recomputed, slices)
-        unit = costs.memory_unit(placement, slices)
         chunk = {stage: index for stages in placement.stages for index, stage in enumerate(stages)}
 
         def chunk_of(action: Action) -> int:
@@ -160,13 +163,25 @@ class DrawnRun:
 
         return tuple(
             tuple(
-                Box(action, device, chunk_of(action), start - origin, end - origin, held * unit)
+                Box(action, device, chunk_of(action), start - origin, end - origin, held)
                 for action, (start, end), held in zip(order, spans, holds, strict=True)
                 if end > start or action.kind not in VOCABULARY
             )
-            for device, (order, spans) in enumerate(zip(schedule.orders, self.timeline.spans, strict=True))
-            for holds in (held_after(order, changes, weights, slices),)
+            for device, (order, spans, holds) in enumerate(
+                zip(schedule.orders, self.timeline.spans, self._held, strict=True)
+            )
         )
+
+    @property
+    def _held(self) -> Sequence[Sequence[float]]:
+        """Return what every device holds after every action of its order: as counted, or by the costs."""
+        schedule, costs = self.timeline.schedule, self.timeline.costs
+        if self.timeline.measured.held is not None:
+            return self.timeline.measured.held
+        slices, weights = schedule.slices, unit_weights(schedule, costs)
+        changes = costs.memory_changes(schedule.placement, schedule.recomputed, slices)
+        unit = costs.memory_unit(schedule.placement, slices)
+        return [[held * unit for held in held_after(order, changes, weights, slices)] for order in schedule.orders]
 
     @cached_property
     def host_transfers(self) -> tuple[tuple[HostTransfer, ...], ...]:
@@ -244,18 +259,28 @@ class DrawnRun:
         tops = [max(run.timeline.peak, float(run.in_units)) for run in runs if run.in_units == self.in_units]
         return 1.12 * (max(tops) or 1.0)
 
+    @cached_property
+    def peak_text(self) -> str:
+        """The peak, and in bytes its share of 1F1B's if that is known."""
+        timeline, peak = self.timeline, self.memory_text(self.timeline.peak)
+        if timeline.measured.held is None:
+            share = share_of_1f1b(timeline)
+        else:
+            share = timeline.peak / timeline.measured.bytes_of_1f1b if timeline.measured.bytes_of_1f1b else None
+        return peak if share is None else f"{peak} ({share:.3g} of 1F1B's)"
+
     @property
     def headline(self) -> str:
         """The run in one line, for example ``v-half: p=8, m=33, bubble 7.9%, peak 0.625``."""
+        of_run = self.timeline.measured.bubble_rate
+        bubble = f"{self.timeline.bubble_rate:.1%}" if of_run is None else f"{of_run:.1%} (median of the run's steps)"
         schedule, barriers = self.timeline.schedule, self.timeline.schedule.vocabulary_barriers
         passes = f" with vocabulary passes ({barriers} barrier{'s' if barriers > 1 else ''})" if barriers else ""
         return (
             f"{schedule.name}{passes}: p={schedule.num_devices}, m={schedule.num_microbatches}, "
-            f"bubble {self.timeline.bubble_rate:.1%}, peak {self.memory_text(self.timeline.peak)}"
+            f"bubble {bubble}, peak {self.peak_text}"
         )
 
     def memory_text(self, held: float) -> str:
         """Write activation units as they are (1F1B's first device peaks at 1), bytes in GiB or MiB."""
-        if self.in_units:
-            return f"{held:.4g}"
-        return f"{held / 2**30:.3g} GiB" if held >= 2**30 else f"{held / 2**20:.3g} MiB"
+        return f"{held:.4g}" if self.in_units else bytes_text(held)

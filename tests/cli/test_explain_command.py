@@ -33,7 +33,9 @@ def report(**changes) -> dict:
         "refused": {},
     }
     prices = {name: [1.0] * 4 for name in ("forward", "backward_input", "backward_weight")}
-    return {"plans": [{"costs": prices, "priced_by": "unit"}], "last_step": last | changes}
+    ranks = [{"measured_bubble_rate": rate} for rate in (0.5, 0.25, None, 0.375)]
+    plans = [{"costs": prices, "priced_by": "unit"}]
+    return {"plans": plans, "last_step": last | changes, "ranks": ranks, "bytes_of_1f1b": 4 << 20}
 
 
 @pytest.fixture
@@ -51,14 +53,23 @@ def test_what_costs_most_comes_first(pipemem, run):
     told = pipemem("explain", run(), *FAST)
     assert told.exit_code == 0, told.stderr
     lines = told.stdout.splitlines()
-    assert lines[0].startswith(
-        "a step of schedule 1f1b with 8 microbatches takes 570 ms on 4 pipeline ranks, which idle "
-    )
-    assert lines[1].startswith("most of that: uneven stages, ")
+    assert "bubble 25.0%" in lines[0] and lines[0].endswith(" 570 ms")
+    assert "uneven stages: " in lines[1]
     assert lines[1].endswith("; stage 3 takes 1.60 times as long as the mean of all stages")
     assert lines[3].startswith("beside the pipeline a training step takes 100 ms more")
-    assert any(line.startswith("1. ") and "saves" in line and "MiB on the fullest rank" in line for line in lines)
+    assert any(line.startswith("1. ") and "saves" in line for line in lines)
+    assert any(line.startswith("2. ") and "MiB on the fullest rank" in line for line in lines)
     assert told.stdout == pipemem("explain", run() / "report.json", *FAST).stdout
+
+
+def test_changes_in_the_bytes_of_the_run_come_first(pipemem, pipemem_json, run):
+    facts = pipemem_json("explain", run(), *FAST)
+    assert facts["peak"] == facts["bytes_of_1f1b"] == 4 << 20
+    more = [each["peak"] > facts["peak"] for each in facts["changes"]]
+    assert more == sorted(more) == [False, True, True]
+    assert facts["changes"][1]["seconds"] < facts["changes"][0]["seconds"], "the fastest one holds more"
+    share = facts["changes"][2]["peak"] / facts["bytes_of_1f1b"]
+    assert f"({share:.3g} of 1F1B's bytes)" in pipemem("explain", run(), *FAST).stdout
 
 
 def test_json_says_the_same_and_adds_up(pipemem_json, run):
@@ -129,10 +140,15 @@ def test_plan_and_run_in_one_file_for_perfetto(pipemem, pipemem_json, run, tmp_p
 
 def test_what_a_profiler_recorded_of_stock(pipemem, pipemem_json, tmp_path):
     told = pipemem("trace", RECORDED, "--output", tmp_path / "trace.json", *FAST)
-    assert told.stdout.startswith("a step of schedule 1f1b with 4 microbatches takes "), told.stderr
+    assert told.exit_code == 0, told.stderr
     assert (tmp_path / "trace.json").is_file()
     ranks = [RECORDED / f"rank-{rank}.json.gz" for rank in (1, 0)]
     facts = pipemem_json("trace", *ranks, "--layers", 4, *FAST)
+    computing = max(rank["work_ns"] for rank in facts["idle"]) / 1e9
+    assert (
+        facts["bubble_rate"] >= 1 - computing / (facts["seconds"] * 0.9)
+        and f"{facts['bubble_rate']:.1%}" in told.stdout
+    )
     assert facts["layers"] == [2, 2] and "--pipemem-schedule" in facts["changes"][0]["flags"]
 
 

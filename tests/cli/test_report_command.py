@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from megatron_pipemem.report.run import announcement
+from megatron_pipemem.report.run import UNITS, announcement
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.registry import build_schedule
 
@@ -15,7 +17,6 @@ PLAN = {
     "devices": 2,
     "chunks": 2,
     "microbatches": 4,
-    "peak_activation": 0.75,
     "measured_makespan": 0.125,
 }
 RANK = {
@@ -30,6 +31,7 @@ REPORT = {
     "steps": 3,
     "losses": [3.0, None, 1.5],
     "timelines": None,
+    "bytes_of_1f1b": 4 << 20,
     "plans": [PLAN],
     "ranks": [RANK, RANK | {"rank": 1, "counted_peak_bytes": 1 << 20, "predicted_peak_bytes": 1 << 20}],
 }
@@ -51,7 +53,7 @@ def test_a_run_is_told_from_its_folder_and_from_its_report(pipemem, run, tmp_pat
     assert told.exit_code == 0 and told.stdout == pipemem("report", tmp_path / "report.json").stdout
     assert told.stdout.splitlines()[:4] == [
         "v-half, 2 pipeline ranks with 2 chunks each, 4 microbatches: 3 steps measured",
-        "peak activations 3 MiB on the fullest rank, predicted = counted on every rank; 0.75 of 1F1B's",
+        "peak activations 3 MiB on the fullest rank, predicted = counted on every rank; 0.75 of 1F1B's bytes",
         "bubble 10.0% planned, 20.0% measured, of the rank that idles least; a step takes 0.125 s from its first pass to its "
         "last",
         "loss 3 in the first step, 1.5 in the last of 3",
@@ -125,9 +127,18 @@ def test_a_picture_of_one_run_is_refused(refuses, run, tmp_path):
     assert "leave it out" in refuses("report", run(), "--output", tmp_path / "x.png")
 
 
+def test_without_the_bytes_of_1f1b_there_is_no_share(pipemem, run):
+    assert "1F1B" not in pipemem("report", run(bytes_of_1f1b=None)).stdout
+
+
 def test_a_plan_in_one_line():
-    timeline = simulate(build_schedule("v-half", num_devices=4, num_microbatches=8))
+    schedule = build_schedule("v-half", num_devices=4, num_microbatches=8)
+    timeline = simulate(schedule)
     assert announcement(timeline) == (
         f"v-half, 4 pipeline ranks with 2 chunks each, 8 microbatches: planned bubble {timeline.bubble_rate:.1%}, peak "
-        f"activations {timeline.peak:.4g} of 1F1B's"
+        f"activations {timeline.peak:.4g} {UNITS}"
     )
+    in_bytes = Costs(memory={Kind.F: 80.0, Kind.I: 80.0, Kind.W: -160.0})  # what waits for W holds twice as much
+    twice = simulate(schedule, in_bytes)
+    assert announcement(twice).endswith(f"peak activations {twice.peak / 320:.3g} of 1F1B's bytes")
+    assert twice.peak / 320 > 1.2 * timeline.peak

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from megatron_pipemem.report.run import UNITS
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.core.simulator import simulate
@@ -15,7 +16,8 @@ from megatron_pipemem.schedule.registry import build_schedule, families
 
 KEYS = [
     "schedule", "devices", "microbatches", "chunks", "slices", "makespan", "ideal", "bubble_rate", "device_bubble_rate",
-    "peak_activations", "peak_activation", "lower_bound", "search_seconds", "messages", "replicas", "weight_versions",
+    "peak_activations", "peak_activation", "peak_bytes", "share_of_1f1b",
+    "lower_bound", "search_seconds", "messages", "replicas", "weight_versions",
     "placement", "host_peak", "stall_seconds", "transfers", "recomputed", "microbatch_weights",
 ]  # fmt: skip
 NAMES = [family.name for family in families()]
@@ -107,7 +109,9 @@ def test_costs_from_a_file(pipemem_json, tmp_path):
     file.write_text(json.dumps({"forward": 2, "backward_input": 3, "backward_weight": 1, "p2p": 0.5, "memory": memory}))
     found = pipemem_json("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", file)
     same = pipemem_json("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", "2,3,1", "--p2p", 0.5)
-    assert found == same, "peaks stay in activation units"
+    assert (found.pop("peak_bytes"), found.pop("share_of_1f1b")) == ([4 * 4096, 3 * 4096, 2 * 4096, 4096], 1)
+    assert (same.pop("peak_bytes"), same.pop("share_of_1f1b")) == (None, None), "units say nothing of bytes"
+    assert found == same, "peak_activations stay in activation units"
     free = pipemem_json("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", file, "--p2p", 0)
     assert free["makespan"] < found["makespan"]
 
@@ -116,7 +120,8 @@ def test_bytes_are_shown_beside_the_units(pipemem, tmp_path):
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"memory": {"F": 2**30, "B": -(2**30)}}))
     shown = pipemem("simulate", "1f1b", "-p", 2, "-m", 4, "--costs", file)
-    assert "peak memory          2 GiB, 1 GiB" in shown.stdout
+    assert "peak bytes           2 GiB, 1 GiB" in shown.stdout
+    assert "share of 1f1b        1 of its bytes" in shown.stdout
 
 
 def test_a_file_is_simulated_like_its_family(pipemem, pipemem_json, tmp_path):
@@ -135,6 +140,7 @@ def test_table_for_people(pipemem):
     assert "makespan             25.5" in shown.stdout
     assert "bubble rate          5.88%" in shown.stdout
     assert "peak activations     1, 1, 1, 1" in shown.stdout
+    assert f"peak activation      1 {UNITS}" in shown.stdout and "share of 1f1b" not in shown.stdout
 
 
 def test_memory_cap(pipemem_json, refuses):

@@ -24,7 +24,8 @@ from megatron_pipemem.mcore.report.run_report import Overlap, _costs  # noqa: E4
 from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.mcore.step.observation import Observation  # noqa: E402
 from megatron_pipemem.planner.explanation import case_of_report, explain  # noqa: E402
-from megatron_pipemem.report.run import lines, table  # noqa: E402
+from megatron_pipemem.report.explanation import lines as explanation_lines  # noqa: E402
+from megatron_pipemem.report.run import lines, measured_bubble, table  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.trace import TracedAction  # noqa: E402
 from megatron_pipemem.schedule.core.action import COMPUTE, Kind  # noqa: E402
@@ -115,9 +116,41 @@ def test_a_run_is_told_and_written(record, caplog):
     assert lines(report)[:2] == [
         "zb-h1, 1 pipeline rank with 1 chunk each, 2 microbatches: 2 steps measured",
         f"peak activations {rank['counted_peak_bytes'] / 2**20:.4g} MiB on the fullest rank, predicted = counted on every "
-        "rank; 1 of 1F1B's",
+        "rank; 1 of 1F1B's bytes",
     ]
     assert any(str(record.report) in each for each in told) and len(table(report)._rows) == 1
+
+
+def test_log_report_page_and_explain_name_one_bubble(record, caplog):
+    """The first step is not typical, and the last one is drawn and explained but decides nothing."""
+    for idle in (95.0, 2.0, 1.0, 4.0):
+        seen = observed()
+        first, *rest = seen.trace.actions()
+        late = [TracedAction(each.action, each.start + idle, each.end + idle) for each in rest]
+        seen.trace = SimpleNamespace(actions=lambda found=[first, *late]: found)
+        record.begin(record.group, SimpleNamespace())
+        record.add_step(PLAN, PROGRAM, 0, seen)
+    with caplog.at_level(logging.INFO):
+        record.write()
+    report = json.loads(record.report.read_text())
+    work = len(PLAN.schedule.orders[0])
+    assert report["ranks"][0]["measured_bubble_rate"] == measured_bubble(report) == 2 / (work + 2)
+    told = f"{2 / (work + 2):.1%}"
+    (logged,) = [each.getMessage() for each in caplog.records if "measured, of the rank" in each.getMessage()]
+    assert f"{told} measured" in logged and logged in lines(report)
+    page = (record.trace / "run.html").read_text()
+    assert f"bubble {told} " in page and f"bubble {4 / (work + 4):.1%}" not in page
+    assert (facts := explain(case_of_report(report, 0.0)))["bubble_rate"] == 2 / (work + 2)
+    assert f"bubble {told}" in explanation_lines(facts)[0]
+    assert report["plans"][-1]["measured_makespan"] == work + 2
+
+
+def test_the_picture_of_a_run_has_the_bytes_that_were_counted(record):
+    assert PLAN.costs.memory is None
+    report = train(record, None, None)
+    events = json.loads((record.trace / "run.json").read_text())["traceEvents"]
+    held = [each["args"]["bytes"] for each in events if each.get("name") == "held by device 0"]
+    assert max(held) == report["ranks"][0]["counted_peak_bytes"] == report["bytes_of_1f1b"] == 4096
 
 
 def test_the_last_step_is_written_for_explain(record, world):

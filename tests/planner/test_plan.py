@@ -31,6 +31,7 @@ from megatron_pipemem.planner.replay import family_schedule
 from megatron_pipemem.planner.space import Limits, cuts, orders
 from megatron_pipemem.planner.step import DISTRIBUTED, least_seconds, least_static, price
 from megatron_pipemem.planner.variants import PLAIN, Variant, register_variant
+from megatron_pipemem.schedule.baseline import share_of_1f1b
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
@@ -306,6 +307,21 @@ def test_plans_without_a_barrier_between_steps_launch_so():
     assert max(held(best.run).device) == pytest.approx(best.peak)
     more = [ahead - without for ahead, without in zip(held(best.run).device, held(plain).device, strict=True)]
     assert more == pytest.approx(best.step.rollback) and min(more) > 0
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "v-half"])
+def test_a_plan_has_its_share_of_the_bytes_of_1f1b(name):
+    limits = Limits({"pp": [4], "tp": [1], "recompute": ["none"], "schedule": [name]})
+    found = plan(RUN, limits=limits, search_seconds=0, top=50).plans
+    assert PLAIN in {each.variant for each in found} and "vocabulary-1" in {each.variant for each in found}
+    for each in found:
+        assert facts(each)["share_of_1f1b"] == each.share_of_1f1b
+        if each.variant == PLAIN:
+            schedule = family_schedule(name, 4, each.run.parallelism.microbatches, None)
+            assert each.share_of_1f1b == pytest.approx(share_of_1f1b(simulate(schedule, each.step.costs)))
+            assert name != "1f1b" or each.share_of_1f1b == pytest.approx(1)
+        elif each.variant.startswith("vocabulary"):
+            assert each.share_of_1f1b is None, "the bytes of a whole head are not priced"
 
 
 def test_the_command_writes_a_run_that_launches(tmp_path):

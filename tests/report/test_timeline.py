@@ -162,4 +162,4 @@ def test_words(run):
 def test_bytes_are_written_as_bytes(run, held, text):
     timeline = run("1f1b", 2, 2, Costs(memory={Kind.F: 2**20, Kind.B: -(2**20)}))
     assert DrawnRun(timeline).memory_text(held) == text
-    assert DrawnRun(timeline).headline.endswith("peak 2 MiB")
+    assert DrawnRun(timeline).headline.endswith("peak 2 MiB (1 of 1F1B's)")

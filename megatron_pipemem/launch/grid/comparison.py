@@ -10,6 +10,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.grid.config import label
 from megatron_pipemem.launch.grid.results import Result
 from megatron_pipemem.report.picture import axes_for_points, figure_of, write_picture
+from megatron_pipemem.report.run import busiest
 from megatron_pipemem.report.tables import FittingTable
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def table(points: Sequence[Result]) -> FittingTable:
             f"{point.seconds_per_step:.4g}",
             "-" if point.predicted_peak is None else f"{point.predicted_peak / _MIB:.4g}",
             f"{_peak(point) / _MIB:.4g} {_AGREEMENT[point.peaks_agree]}",
-            *(_least(rates) for rates in (point.predicted_bubble_rate, point.measured_bubble_rate)),
+            *(_rate(busiest(rates)) for rates in (point.predicted_bubble_rate, point.measured_bubble_rate)),
             style="" if point.index in chosen else "dim",
         )
     return rows
@@ -109,5 +110,5 @@ def _peak(point: Result) -> int:
     return point.peak_bytes
 
 
-def _least(rates: Sequence[float | None]) -> str:
-    return min((f"{rate:.1%}" for rate in sorted(rate for rate in rates if rate is not None)), default="-")
+def _rate(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.1%}"

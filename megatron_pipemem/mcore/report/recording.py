@@ -19,6 +19,7 @@ from megatron_pipemem.mcore.report.run_report import Step as MeasuredStep
 from megatron_pipemem.mcore.report.step_record import count_layers
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import SAVE_AND_TIME, TRAIN, TRAINING_LOG
+from megatron_pipemem.report.run import bubble_of_steps, busiest
 
 _Numbers = tuple[MeasuredStep, int | None, float]
 """The last step of a rank, its foretold peak and its planned bubble."""
@@ -131,10 +132,10 @@ class Recording(Extension):
 
 def _of_pipeline(ranks: Sequence[_Numbers]) -> dict[str, float]:
     steps, predicted, planned = zip(*ranks, strict=True)
-    makespan = max(step.end for step in steps)
+    makespan = max(step.span[1] for step in steps) - min(step.span[0] for step in steps)
     scalars = {
         "pipemem/peak-activation-bytes": max(step.peak for step in steps),
-        "pipemem/bubble-rate": 1 - max(step.work for step in steps) / makespan,
+        "pipemem/bubble-rate": busiest(bubble_of_steps([(step.work, makespan)]) for step in steps) or 0.0,
         "pipemem/planned-bubble-rate": planned[0],
         "pipemem/makespan-seconds": makespan,
     }

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.report import run_report, step_record
 from megatron_pipemem.mcore.step.observation import Observation
 from megatron_pipemem.report import save_timeline
-from megatron_pipemem.report.run import lines
+from megatron_pipemem.report.run import lines, measured_bubble
 from megatron_pipemem.runtime.activation_ledger import (
     ActivationLedger,
     bytes_per_action,
@@ -32,8 +33,10 @@ from megatron_pipemem.runtime.activation_ledger import (
 )
 from megatron_pipemem.runtime.bytes_by_tokens import BytesByTokens
 from megatron_pipemem.runtime.trace import TracedAction
+from megatron_pipemem.schedule.baseline import counted_bytes_of_1f1b
 from megatron_pipemem.schedule.core.action import Action, Kind, place
 from megatron_pipemem.schedule.core.schedule import Program
+from megatron_pipemem.schedule.core.simulator import Timeline
 from megatron_pipemem.schedule.resolve import ChosenSchedule
 
 logger = logging.getLogger(__name__)
@@ -84,7 +87,8 @@ class RunRecord:
     """whether experts get other numbers of tokens in every microbatch"""
     _treatments: dict[int, tuple[Kind | None, bool]] = field(default_factory=dict)
     _weights: WeightBytes | None = None
-    _counted: list[tuple[int, int]] = field(default_factory=list)
+    _counted: list[tuple[Action, int, int]] = field(default_factory=list)
+    """every action of the last step that was counted, with what was held after it on the device and on the host"""
     _is_settled: bool = False
     _last: list[TracedAction] = field(default_factory=list)
     _last_plan: ChosenSchedule | None = None
@@ -210,7 +214,7 @@ class RunRecord:
         held.expert_load = max([held.expert_load or 0.0, *loads]) if loads else held.expert_load
         held.counted_peak_bytes = max(held.counted_peak_bytes, ledger.peak)
         held.counted_host_peak_bytes = max(held.counted_host_peak_bytes, ledger.host_peak)
-        counted = [(entry.bytes, entry.host_bytes) for entry in ledger.entries]
+        counted = [(entry.action, entry.bytes, entry.host_bytes) for entry in ledger.entries]
         self._is_settled = program is self._program and counted == self._counted
         self._counted = counted
 
@@ -243,10 +247,10 @@ class RunRecord:
         (plan, self._last_plan, observed), self._unread = self._unread, None
         self._last = observed.clock.actions()
         work = sum(traced.end - traced.start for traced in self._last)
-        end = max((traced.end for traced in self._last), default=0.0)
+        span = self._last[0].start if self._last else 0.0, max((traced.end for traced in self._last), default=0.0)
         peak = self.steps[-1].peak if observed.ledger is None else observed.ledger.peak
         planned = self._last_plan.timeline.makespan, self._last_plan.arrival_makespan
-        self.steps.append(run_report.Step(plan, end, work, peak, *planned, observed.offload()))
+        self.steps.append(run_report.Step(plan, span, work, peak, *planned, observed.offload()))
 
     def write(self) -> None:
         """Gather the records of all ranks and write report and pictures on rank 0. Every rank must call this.
@@ -261,9 +265,12 @@ class RunRecord:
                 return
             members = [] if self.group is None else dist.get_process_group_ranks(self.group)
             pipeline = [ranks[member] for member in members]
-            report = run_report.report_of(ranks, self.trace) | {"last_step": None}
+            report = run_report.report_of(ranks, self.trace) | {"bytes_of_1f1b": None, "last_step": None}
             with self.guarded(STEPS):
-                report["last_step"] = self._last_step(pipeline)
+                if self.last_plan is not None and self.is_whole:
+                    memory = run_report.memory_of(pipeline)
+                    report["bytes_of_1f1b"] = counted_bytes_of_1f1b(self.last_plan.schedule, memory)
+                    report["last_step"] = self._last_step(pipeline, self.last_plan, memory) if self._together else None
             for line in lines(report):
                 logger.info("%s", line)
             if self.report is not None:
@@ -271,30 +278,27 @@ class RunRecord:
                     write_whole(self.report, json.dumps(report, indent=2, allow_nan=False) + "\n")
                     logger.info("wrote %s", self.report)
             if self.trace is not None and self.last_plan is not None:
-                self._draw(pipeline, self.last_plan, self.trace)
+                measured = measured_bubble(report), report["bytes_of_1f1b"]
+                plan, run = self.last_plan, partial(run_report.last_step, pipeline, self.last_plan, *measured)
+                self._draw({"plan": lambda: plan.timeline, "run": run}, self.trace)
 
-    def _last_step(self, pipeline: list[run_report.Summary]) -> dict | None:
-        """Return the last step as it ran on the pipeline of rank 0; ``None`` where it was not measured."""
-        if self._last_plan is None or not (self.is_whole and self._together):
-            return None
-        memory = {
-            kind: [max(changes, key=abs) for changes in zip(*(each.memory[kind] for each in pipeline), strict=True)]
-            for kind in Kind
-            if all(kind in each.memory for each in pipeline)
-        }
+    def _last_step(
+        self, pipeline: list[run_report.Summary], plan: ChosenSchedule, memory: dict[Kind, list[int]]
+    ) -> dict | None:
+        """Return the last step as it ran on the pipeline of rank 0."""
         layers = {stage: count for each in pipeline for stage, count in each.layers.items()}
         more = {
             "iteration_seconds": step_record.iteration_seconds(self._begun),
             "mtp_layers": getattr(self.config, "mtp_num_layers", None) or 0,
-            "ordered": self._last_plan.arrival_makespan is not None,
+            "ordered": plan.arrival_makespan is not None,
             "refused": step_record.refused(self.config, len(pipeline)),
         }
-        return step_record.last_step([each.last for each in pipeline], self._last_plan, layers, memory, more)
+        return step_record.last_step([each.last for each in pipeline], plan, layers, memory, more)
 
-    def _draw(self, pipeline: list[run_report.Summary], plan: ChosenSchedule, folder: Path) -> None:
+    def _draw(self, timelines: Mapping[str, Callable[[], Timeline]], folder: Path) -> None:
         """Draw the last step, planned and as it ran on the data-parallel and tensor-parallel peers of rank 0."""
         drawn = []
-        for name, timeline in (("plan", lambda: plan.timeline), ("run", lambda: run_report.last_step(pipeline, plan))):
+        for name, timeline in timelines.items():
             for suffix in _TIMELINES:
                 path = folder / f"{name}.{suffix}"
                 with self.guarded(str(path)):
@@ -310,10 +314,10 @@ class RunRecord:
         with self.guarded(STEPS):
             if self.is_whole and self.steps:
                 assert self._weights is not None, "the first step was counted"
-                own = run_report.Shared(dict(self._weights.of_stages), [step.end for step in self.steps])
+                own = run_report.Shared(dict(self._weights.of_stages), [step.span for step in self.steps])
         everyones = gather(own, self.group)
         known = [each for each in everyones if each is not None]
-        return known if len(known) == len(everyones) and len({len(each.ends) for each in known}) == 1 else None
+        return known if len(known) == len(everyones) and len({len(each.spans) for each in known}) == 1 else None
 
     def _summary(self, shared: list[run_report.Shared] | None) -> run_report.Summary:
         """Return this rank's part of the report."""
@@ -330,6 +334,7 @@ class RunRecord:
                     plans=[run_report.described(n, self._plans, self.steps, shared) for n in range(len(self._plans))],
                     steps=len(self.steps),
                     last=self._last,
+                    held=run_report.held_after(self._last, self._counted),
                     layers=self._layers,
                     memory=self._changes[True],
                 )

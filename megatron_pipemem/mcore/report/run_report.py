@@ -7,16 +7,16 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import NamedTuple
 
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes, predict_weights
-from megatron_pipemem.report.run import peak_activation
+from megatron_pipemem.report.run import bubble_of_steps, peak_activation, typical
 from megatron_pipemem.runtime.offload import OffloadStatistics
 from megatron_pipemem.runtime.offload.channel import Direction
 from megatron_pipemem.runtime.trace import TracedAction
-from megatron_pipemem.schedule.core.action import COMPUTE, Kind
-from megatron_pipemem.schedule.core.simulator import Timeline, count_messages
+from megatron_pipemem.schedule.core.action import COMPUTE, Action, Kind
+from megatron_pipemem.schedule.core.simulator import Measured, Timeline, count_messages
 from megatron_pipemem.schedule.resolve import ChosenSchedule
 
 Plans = Sequence[tuple[int, ChosenSchedule]]
@@ -29,7 +29,7 @@ class Step:
 
     Args:
         plan: number of the plan it ran.
-        end: seconds from its beginning to the end of this rank's last action.
+        span: seconds from the step's beginning to the start of this rank's first action, and to the end of its last one.
         work: seconds of this rank's actions.
         peak: the most bytes of activations that it held.
         planned: makespan of its plan.
@@ -38,7 +38,7 @@ class Step:
     """
 
     plan: int
-    end: float
+    span: tuple[float, float]
     work: float
     peak: int
     planned: float
@@ -52,11 +52,11 @@ class Shared:
 
     Args:
         of_stages: bytes of one version of every stage that the rank holds.
-        ends: of its steps, in seconds.
+        spans: of its steps, see ``Step``.
     """
 
     of_stages: Mapping[int, int]
-    ends: Sequence[float]
+    spans: Sequence[tuple[float, float]]
 
 
 class Overlap(NamedTuple):
@@ -99,7 +99,7 @@ class OfRank:
         stall_seconds: of a step, on average, in which the rank waited for transfers.
         stalls: these by what was waited for.
         predicted_bubble_rate: of the plan.
-        measured_bubble_rate: on average.
+        measured_bubble_rate: of the steps of the last plan, see ``bubble_of_steps``.
     """
 
     expert_load: float | None = None
@@ -138,6 +138,7 @@ class Summary:
         plans: as the report shows them.
         steps: that were measured.
         last: its actions of the last step.
+        held: bytes that it held after every one of them, in the last step that was counted; ``None`` if that ran others.
         layers: of its stages.
         memory: by how many bytes every kind of action changes what it holds, per stage; 0 on stages of others.
     """
@@ -150,6 +151,7 @@ class Summary:
     plans: Sequence[dict] = ()
     steps: int = 0
     last: Sequence[TracedAction] = ()
+    held: Sequence[int] | None = None
     layers: Mapping[int, int] = field(default_factory=dict)
     memory: Mapping[Kind, Sequence[int]] = field(default_factory=dict)
 
@@ -199,12 +201,16 @@ def measured(
         shared: of all ranks of its pipeline; ``None`` where one of them could not measure.
     """
     timeline, placement = plan.timeline, plan.schedule.placement
-    rates, predicted_weights = [], None
+    bubble, predicted_weights = None, None
     if shared is not None:
         of_stages = {stage: nbytes for each in shared for stage, nbytes in each.of_stages.items()}
         predicted_weights = predict_weights(placement, device, of_stages, weights.planned_versions)
-        rates = [1 - step.work / makespan for step, makespan in zip(steps, makespans(shared), strict=True)]
-    # The first step pays for lazily opened channels and allocator growth.
+        times = [
+            (step.work, makespan)
+            for step, makespan in zip(steps, makespans(shared), strict=True)
+            if step.plan == steps[-1].plan
+        ]
+        bubble = bubble_of_steps(times)
     return replace(
         held,
         predicted_weight_bytes=predicted_weights,
@@ -212,18 +218,18 @@ def measured(
         weight_versions=weights.versions,
         **_offload_summary([step.offload for step in steps]),
         predicted_bubble_rate=1 - timeline.work[device] / timeline.makespan,
-        measured_bubble_rate=fmean(rates[1:] or rates) if rates else None,
+        measured_bubble_rate=bubble,
     )
 
 
 def makespans(shared: Sequence[Shared]) -> list[float]:
-    """Return the makespan of every step of a pipeline."""
-    return [max(ends) for ends in zip(*(each.ends for each in shared), strict=True)]
+    """Return the makespan of every step of a pipeline: from its first start to its last end on any rank."""
+    steps = zip(*(each.spans for each in shared), strict=True)
+    return [max(end for _, end in spans) - min(start for start, _ in spans) for spans in steps]
 
 
 def described(number: int, plans: Plans, steps: Sequence[Step], shared: Sequence[Shared] | None) -> dict:
-    """Describe a plan as the report shows it. A plan's first step is not typical and counts only where it is the only
-    one.
+    """Describe a plan as the report shows it.
 
     Args:
         number: of the plan in ``plans``.
@@ -238,7 +244,7 @@ def described(number: int, plans: Plans, steps: Sequence[Step], shared: Sequence
     planned = [(step.planned, step.arrival) for step in steps if step.plan == number] or [
         (plan.timeline.makespan, None)
     ]
-    makespan, arrival = (_mean([each[i] for each in planned[1:] or planned]) for i in range(2))
+    makespan, arrival = (_median([each[i] for each in typical(planned)]) for i in range(2))
     return {
         "step": first,
         "reason": plan.reason,
@@ -253,15 +259,44 @@ def described(number: int, plans: Plans, steps: Sequence[Step], shared: Sequence
         "costs": _costs(plan),
         "planned_makespan": makespan,
         "arrival_makespan": arrival,
-        "measured_makespan": fmean(own[1:] or own) if own else None,
+        "measured_makespan": _median(typical(own)),
         "lower_bound": plan.lower_bound,
         "search_seconds": plan.search_seconds,
         "notes": plan.notes,
     }
 
 
-def last_step(pipeline: Sequence[Summary], plan: ChosenSchedule) -> Timeline:
-    """Return the last step of a pipeline as it ran.
+def held_after(ran: Sequence[TracedAction], counted: Sequence[tuple[Action, int, int]]) -> list[int] | None:
+    """Return the bytes that a rank held after every action that was timed; ``None`` if other actions were counted.
+
+    Args:
+        ran: the actions of a step.
+        counted: those of the last step that was counted, each with the bytes after it on the device and on the host.
+    """
+    held = [(action, nbytes) for action, nbytes, _ in counted if action.kind in COMPUTE]
+    is_same = [action for action, _ in held] == [traced.action for traced in ran]
+    return [nbytes for _, nbytes in held] if is_same else None
+
+
+def memory_of(pipeline: Sequence[Summary]) -> dict[Kind, list[int]]:
+    """Return by how many bytes every kind of action changes what its rank holds, one value per stage."""
+    kinds = [kind for kind in Kind if all(kind in each.memory for each in pipeline)]
+    return {
+        kind: [max(changes, key=abs) for changes in zip(*(each.memory[kind] for each in pipeline), strict=True)]
+        for kind in kinds
+    }
+
+
+def last_step(
+    pipeline: Sequence[Summary], plan: ChosenSchedule, bubble: float | None, bytes_of_1f1b: int | None
+) -> Timeline:
+    """Return the last step of a pipeline as it ran, with the bytes that were counted.
+
+    Args:
+        pipeline: its ranks.
+        plan: that the step followed.
+        bubble: measured bubble rate of the run.
+        bytes_of_1f1b: the peak that 1F1B would have of the model.
 
     Raises:
         ValueError: a rank of the pipeline has not timed all of it.
@@ -271,19 +306,26 @@ def last_step(pipeline: Sequence[Summary], plan: ChosenSchedule) -> Timeline:
     if compute != tuple(tuple(a for a in order if a.kind in COMPUTE) for order in schedule.orders):
         raise ValueError("not every action of the last step was timed")
     spans = tuple(tuple((traced.start, traced.end) for traced in member.last) for member in pipeline)
+    held = tuple(tuple(each.held) for each in pipeline if each.held is not None)
+    peaks, counted = plan.timeline.peaks, None
+    if len(held) == len(pipeline):
+        counted, peaks = held, tuple(each.measured.counted_peak_bytes for each in pipeline if each.measured is not None)
     # Copies are not timed.
-    return Timeline(replace(schedule, orders=compute), plan.costs, spans, plan.timeline.peaks, count_messages(schedule))
+    return Timeline(
+        replace(schedule, orders=compute), plan.costs, spans, peaks, count_messages(schedule),
+        measured=Measured(bubble, counted, bytes_of_1f1b),
+    )  # fmt: skip
 
 
 def _offload_summary(steps: list[OffloadStatistics | None]) -> dict:
-    """Return the bytes of the last step; seconds per step, on average. The first step is not typical here either."""
-    typical = steps[1:] or steps
+    """Return the bytes of the last step; seconds per step, on average."""
+    usual = typical(steps)
     waits: defaultdict[tuple[Kind, int], float] = defaultdict(float)
-    for step in typical:
+    for step in usual:
         for stall in step.stalls if step is not None else ():
             kind = Kind.WAIT_OFFLOAD if stall.direction is Direction.OUT else Kind.WAIT_RELOAD
             assert isinstance(stall.key, tuple), "activations are known by stage and microbatch"
-            waits[kind, stall.key[0]] += stall.seconds / len(typical)
+            waits[kind, stall.key[0]] += stall.seconds / len(usual)
     return {
         "offloaded_bytes": steps[-1].bytes_out if steps[-1] is not None else 0,
         "reloaded_bytes": steps[-1].bytes_in if steps[-1] is not None else 0,
@@ -309,10 +351,10 @@ def _costs(plan: ChosenSchedule) -> dict:
     }
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of those that there are, and a value that all are to the bit."""
-    known = {value for value in values if value is not None}
-    return fmean(value for value in values if value is not None) if len(known) > 1 else next(iter(known), None)
+def _median(values: Sequence[float | None]) -> float | None:
+    """Return the median of the values that are known."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def _finite(value: float | None) -> float | None:

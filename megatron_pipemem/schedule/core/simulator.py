@@ -55,6 +55,20 @@ class Stall(NamedTuple):
     seconds: float
 
 
+class Measured(NamedTuple):
+    """Measurements of the run that a timeline shows one step of.
+
+    Args:
+        bubble_rate: of the run, over its steps; ``None`` to take that of the step.
+        held: per device, the bytes that it held after every action of its order; ``None`` if they were not counted.
+        bytes_of_1f1b: the peak that 1F1B would have of the same model; ``None`` if it is not known.
+    """
+
+    bubble_rate: float | None = None
+    held: tuple[tuple[int, ...], ...] | None = None
+    bytes_of_1f1b: float | None = None
+
+
 @dataclass(frozen=True)
 class Timeline(Shown):
     """The simulated run of a schedule. Seconds are those of the costs; memory is in activation units or bytes.
@@ -71,6 +85,7 @@ class Timeline(Shown):
         host_peaks: per device, the most it held in host memory after any action.
         collectives: of vocabulary parallelism, in the order of their channel.
         replica_reductions: of every stage with replicas on other devices, the deepest first.
+        measured: of a step that ran.
     """
 
     schedule: Schedule
@@ -83,6 +98,7 @@ class Timeline(Shown):
     host_peaks: tuple[float, ...] = ()
     collectives: tuple[CollectiveTransfer, ...] = ()
     replica_reductions: tuple[ReplicaReduction, ...] = ()
+    measured: Measured = Measured()
 
     def __repr__(self) -> str:
         schedule = self.schedule

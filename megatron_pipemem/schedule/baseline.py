@@ -1,0 +1,92 @@
+"""Predict the bytes that 1F1B holds of the model that another schedule trains: a share of bytes is a share of these.
+
+1F1B's stage is the stages of the other placement that make up its part of the model, so both are the same model and cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_pipemem.schedule.core.action import RECOMPUTE, Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import Timeline, held_after, peaks
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule
+
+_Changes = Mapping[Kind, Sequence[float]]
+
+
+def share_of_1f1b(timeline: Timeline) -> float | None:
+    """Return the peak of a simulated run as a share of the bytes of 1F1B; ``None`` if its costs do not say these bytes."""
+    schedule = timeline.schedule
+    if schedule.vocabulary_barriers:
+        return None
+    whole = bytes_of_1f1b(timeline.costs, schedule.placement, schedule.num_microbatches, schedule.slices)
+    return timeline.peak / whole if whole else None
+
+
+def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, slices: int = 1) -> float | None:
+    """Return the most bytes that a device of 1F1B holds; ``None`` if the costs are in activation units.
+
+    Args:
+        costs: of the stages of a placement, with the LM head on the last one.
+        placement: of the schedule that is compared.
+        num_microbatches: of a step.
+        slices: sequence slices of a microbatch, whose bytes 1F1B holds together.
+    """
+    if costs.memory is None or not _can_join(placement):
+        return None
+    changes = costs.memory_changes(placement, slices=slices)
+    memory = {kind: tuple(_joined(changes[kind], placement)) for kind in (Kind.F, Kind.B) if kind in changes}
+    same = _as_1f1b(placement.num_devices, num_microbatches)
+    return max(peaks(same, Costs(memory=memory, microbatch=costs.microbatch)))
+
+
+def counted_bytes_of_1f1b(schedule: Schedule, changes: _Changes) -> int | None:
+    """Return the most bytes that a rank of 1F1B holds after any action, messages included.
+
+    ``None`` if the counted bytes do not say: the ranks hold shards of the LM head, or sequences are cut into slices.
+
+    Args:
+        schedule: the schedule that ran.
+        changes: by how many bytes its actions change what their rank holds, one value per stage, as counted.
+    """
+    if (
+        schedule.vocabulary_barriers
+        or schedule.slices > 1
+        or Kind.F not in changes
+        or not _can_join(schedule.placement)
+    ):
+        return None
+    kept = [changes[kind] for kind in (Kind.F, *RECOMPUTE) if kind in changes]
+    inner, same = schedule.num_devices - 1, _as_1f1b(schedule.num_devices, schedule.num_microbatches)
+    stages = {Kind.F: _joined([*map(sum, zip(*kept, strict=True))], schedule.placement)}
+    for kind, is_at_start, sign in _MESSAGES:
+        message = sign * max(map(abs, changes.get(kind, (0,))))
+        stages[kind] = [0, *[message] * inner] if is_at_start else [*[message] * inner, 0]
+    # The backward gives everything back.
+    stages[Kind.B] = [-sum(each) for each in zip(*stages.values(), strict=True)]
+    return int(max(max(held_after(actions, stages)) for actions in lower(same).actions))
+
+
+_MESSAGES = ((Kind.RECV_F, True, 1), (Kind.SEND_F, False, -1), (Kind.RECV_I, False, 1), (Kind.SEND_I, True, -1))
+"""Whether a message is exchanged at the start of a stage, and whether its rank then holds more or less."""
+
+
+def _as_1f1b(num_devices: int, num_microbatches: int) -> Schedule:
+    return build_schedule("1f1b", num_devices=num_devices, num_microbatches=num_microbatches)
+
+
+def _can_join(placement: Placement) -> bool:
+    """Return whether the stages of a placement make as many stages of 1F1B as there are devices."""
+    return placement.model_stages % placement.num_devices == 0
+
+
+def _joined(values: Sequence[float], placement: Placement) -> list[float]:
+    """Return the values of 1F1B's stages, of all slices of a microbatch together."""
+    # The stages of the first replica come first.
+    one_replica = values[: len(values) // placement.replicas]
+    size = len(one_replica) // placement.num_devices
+    return [sum(one_replica[at : at + size]) for at in range(0, len(one_replica), size)]

@@ -1,0 +1,94 @@
+"""The bytes of 1F1B that follow from what another schedule holds of the same model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.model import Execution, Model
+from megatron_pipemem.planner.profile import from_formulas
+from megatron_pipemem.schedule.baseline import counted_bytes_of_1f1b, share_of_1f1b
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import held_after, peaks, simulate
+from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule
+
+DEVICES, MICROBATCHES, LAYERS = 4, 8, 48
+PROFILE = from_formulas(
+    replace(load("tiny-gpt", Model), layers=LAYERS),
+    Execution(tp=2, sequence_parallel=True, implementation="transformer_engine"),
+    load("h100-80g", Cluster),
+)
+
+
+def built(name: str, **options: object) -> Schedule:
+    return build_schedule(name, num_devices=DEVICES, num_microbatches=MICROBATCHES, **options)
+
+
+def costs_of(placement: Placement) -> Costs:
+    stages = placement.model_stages
+    return PROFILE.costs([LAYERS // stages] * stages, placement=placement)
+
+
+def changes_of(placement: Placement) -> dict[Kind, list[float]]:
+    """Messages included, for all replicas of the model."""
+    memory = costs_of(placement).memory or {}
+    return {kind: [*values] * placement.replicas for kind, values in memory.items()}
+
+
+def bytes_of(schedule: Schedule) -> float:
+    changes = changes_of(schedule.placement)
+    changes[Kind.B] = [i + w for i, w in zip(changes[Kind.I], changes[Kind.W], strict=True)]
+    return max(max(held_after(actions, changes)) for actions in lower(schedule).actions)
+
+
+@pytest.mark.parametrize(
+    "name", ["1f1b", "interleaved", "zb-h1", "zbv", "v-half", "hanayo", "chimera", "dualpipe", "pipedream"]
+)
+def test_1f1b_follows_from_the_stages_of_any_placement(name):
+    schedule = built(name)
+    assert counted_bytes_of_1f1b(schedule, changes_of(schedule.placement)) == bytes_of(built("1f1b"))
+    timeline = simulate(schedule, costs_of(schedule.placement))
+    same = max(peaks(built("1f1b"), costs_of(Placement.linear(DEVICES))))
+    assert share_of_1f1b(timeline) == pytest.approx(timeline.peak / same)
+
+
+def test_what_waits_for_w_counts():
+    """Transformer Engine's queue holds more than F did, so in bytes zb-h1 is above 1F1B, and in units it is not."""
+    schedule = built("zb-h1")
+    assert max(peaks(schedule)) == 1
+    share = share_of_1f1b(simulate(schedule, costs_of(schedule.placement)))
+    assert share is not None and share > 1
+
+
+def test_recomputed_stages_are_counted_as_if_they_were_not():
+    schedule = built("1f1b")
+    changes = changes_of(schedule.placement)
+    inputs = [min(each, 1000.0) for each in changes[Kind.F]]
+    again = changes | {Kind.F: inputs, Kind.R: [f - kept for f, kept in zip(changes[Kind.F], inputs, strict=True)]}
+    assert counted_bytes_of_1f1b(schedule, again) == counted_bytes_of_1f1b(schedule, changes)
+
+
+def test_what_does_not_say_the_bytes_of_1f1b_has_no_share():
+    schedule = built("1f1b")
+    assert share_of_1f1b(simulate(schedule)) is None, "units"
+    passes = with_barriers(schedule, 1, Costs())
+    assert share_of_1f1b(simulate(passes, costs_of(schedule.placement))) is None, "the head is on all devices"
+    assert counted_bytes_of_1f1b(passes, changes_of(schedule.placement)) is None
+    assert counted_bytes_of_1f1b(schedule, {}) is None, "nothing was counted"
+    sliced = built("seq1f1b", slices=2)
+    changes = {
+        kind: [each for each in values for _ in range(2)] for kind, values in changes_of(sliced.placement).items()
+    }
+    assert counted_bytes_of_1f1b(sliced, changes) is None
+    odd = Schedule.from_csv("0F0,2F0,2B0,0B0\n1F0,1B0\n")
+    assert share_of_1f1b(simulate(odd, Costs(memory={Kind.F: 1.0, Kind.B: -1.0}))) is None, (
+        "three stages on two devices"
+    )
