@@ -165,7 +165,9 @@ def _table(plans: Sequence[Plan]) -> FittingTable:
     overlaps = any(each.gain is not None for each in plans)
     if overlaps:
         columns.insert(-1, "gain")
-    caption = "peak: everything on the fullest rank; of 1F1B: its activations, as a share of 1F1B's bytes for the same cut"
+    caption = (
+        "peak: everything on the fullest rank; of 1F1B: its activations, as a share of 1F1B's bytes for the same cut"
+    )
     table = FittingTable(columns, text=("schedule", "recompute", "binds"), caption=caption)
     for each in plans:
         cut = each.run.parallelism

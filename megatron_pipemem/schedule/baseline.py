@@ -1,6 +1,7 @@
 """Predict the bytes that 1F1B holds of the model that another schedule trains: a share of bytes is a share of these.
 
-1F1B's stage is the stages of the other placement that make up its part of the model, so both are the same model and cut.
+Prices of the parts of a model price 1F1B's own stages. Where only the stages of another placement are known, those that make up
+a stage of 1F1B are joined, so both are the same model and cut.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, held_after, peaks
+from megatron_pipemem.schedule.core.stage_prices import PartPrices
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 
@@ -36,11 +38,15 @@ def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, sli
         num_microbatches: of a step.
         slices: sequence slices of a microbatch, whose bytes 1F1B holds together.
     """
-    if costs.memory is None or not _can_join(placement):
+    same = _as_1f1b(placement.num_devices, num_microbatches)
+    if costs.memory is None:
+        return None
+    if any(isinstance(each, PartPrices) for each in costs.memory.values()):
+        return max(peaks(same, costs))
+    if not _can_join(placement):
         return None
     changes = costs.memory_changes(placement, slices=slices)
     memory = {kind: tuple(_joined(changes[kind], placement)) for kind in (Kind.F, Kind.B) if kind in changes}
-    same = _as_1f1b(placement.num_devices, num_microbatches)
     return max(peaks(same, Costs(memory=memory, microbatch=costs.microbatch)))
 
 

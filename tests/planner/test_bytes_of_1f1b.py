@@ -14,8 +14,10 @@ from megatron_pipemem.schedule.baseline import counted_bytes_of_1f1b, share_of_1
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.prices import listed
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import held_after, peaks, simulate
+from megatron_pipemem.schedule.core.stage_prices import stage_memory
 from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
@@ -32,15 +34,18 @@ def built(name: str, **options: object) -> Schedule:
     return build_schedule(name, num_devices=DEVICES, num_microbatches=MICROBATCHES, **options)
 
 
+PARTS = PROFILE.costs()
+
+
 def costs_of(placement: Placement) -> Costs:
-    stages = placement.model_stages
-    return PROFILE.costs([LAYERS // stages] * stages, placement=placement)
+    """As a run or a file has them: of the stages, and not of the parts of the model."""
+    return Costs(memory=stage_memory(PARTS.memory or {}, placement))
 
 
 def changes_of(placement: Placement) -> dict[Kind, list[float]]:
     """Messages included, for all replicas of the model."""
-    memory = costs_of(placement).memory or {}
-    return {kind: [*values] * placement.replicas for kind, values in memory.items()}
+    memory = stage_memory(PARTS.memory or {}, placement)
+    return {kind: [*listed(values)] * placement.replicas for kind, values in memory.items()}
 
 
 def bytes_of(schedule: Schedule) -> float:
@@ -58,14 +63,16 @@ def test_1f1b_follows_from_the_stages_of_any_placement(name):
     timeline = simulate(schedule, costs_of(schedule.placement))
     same = max(peaks(built("1f1b"), costs_of(Placement.linear(DEVICES))))
     assert share_of_1f1b(timeline) == pytest.approx(timeline.peak / same)
+    assert share_of_1f1b(simulate(schedule, PARTS)) == pytest.approx(timeline.peak / same)
 
 
 def test_what_waits_for_w_counts():
-    """Transformer Engine's queue holds more than F did, so in bytes zb-h1 is above 1F1B, and in units it is not."""
+    """If more waits for W than F kept, zb-h1 holds more bytes than 1F1B does, and in units it holds as much."""
     schedule = built("zb-h1")
     assert max(peaks(schedule)) == 1
-    share = share_of_1f1b(simulate(schedule, costs_of(schedule.placement)))
-    assert share is not None and share > 1
+    assert share_of_1f1b(simulate(schedule, Costs(memory={Kind.F: 1.0, Kind.I: 1.0, Kind.W: -2.0}))) == 2, (
+        "four wait on the last device"
+    )
 
 
 def test_recomputed_stages_are_counted_as_if_they_were_not():
