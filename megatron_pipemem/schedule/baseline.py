@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_pipemem.schedule.core.action import RECOMPUTE, Kind
+from megatron_pipemem.schedule.core.action import MESSAGES, RECOMPUTE, Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
@@ -50,24 +50,25 @@ def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, sli
     return max(peaks(same, Costs(memory=memory, microbatch=costs.microbatch)))
 
 
-def counted_bytes_of_1f1b(schedule: Schedule, changes: _Changes) -> int | None:
+def counted_bytes_of_1f1b(schedule: Schedule, changes: _Changes, peak: int) -> int | None:
     """Return the most bytes that a rank of 1F1B holds after any action, messages included.
 
-    ``None`` if the counted bytes do not say: the ranks hold shards of the LM head, or sequences are cut into slices.
+    ``None`` if the counted bytes do not say: the ranks hold shards of the LM head, sequences are cut into slices, or messages
+    were not counted.
 
     Args:
         schedule: the schedule that ran.
         changes: by how many bytes its actions change what their rank holds, one value per stage, as counted.
+        peak: the most bytes that a rank held.
     """
-    if (
-        schedule.vocabulary_barriers
-        or schedule.slices > 1
-        or Kind.F not in changes
-        or not _can_join(schedule.placement)
-    ):
+    inner, same = schedule.num_devices - 1, _as_1f1b(schedule.num_devices, schedule.num_microbatches)
+    if schedule.orders == same.orders:
+        return peak
+    needed = {Kind.F, *MESSAGES} if inner else {Kind.F}
+    is_known = changes.keys() >= needed and _can_join(schedule.placement)
+    if schedule.vocabulary_barriers or schedule.slices > 1 or not is_known:
         return None
     kept = [changes[kind] for kind in (Kind.F, *RECOMPUTE) if kind in changes]
-    inner, same = schedule.num_devices - 1, _as_1f1b(schedule.num_devices, schedule.num_microbatches)
     stages = {Kind.F: _joined([*map(sum, zip(*kept, strict=True))], schedule.placement)}
     for kind, is_at_start, sign in _MESSAGES:
         message = sign * max(map(abs, changes.get(kind, (0,))))

@@ -269,7 +269,8 @@ class RunRecord:
             with self.guarded(STEPS):
                 if self.last_plan is not None and self.is_whole:
                     memory = run_report.memory_of(pipeline)
-                    report["bytes_of_1f1b"] = counted_bytes_of_1f1b(self.last_plan.schedule, memory)
+                    peak = max((each.measured.counted_peak_bytes for each in pipeline if each.measured), default=0)
+                    report["bytes_of_1f1b"] = counted_bytes_of_1f1b(self.last_plan.schedule, memory, peak)
                     report["last_step"] = self._last_step(pipeline, self.last_plan, memory) if self._together else None
             for line in lines(report):
                 logger.info("%s", line)

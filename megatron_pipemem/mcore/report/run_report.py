@@ -280,11 +280,12 @@ def held_after(ran: Sequence[TracedAction], counted: Sequence[tuple[Action, int,
 
 def memory_of(pipeline: Sequence[Summary]) -> dict[Kind, list[int]]:
     """Return by how many bytes every kind of action changes what its rank holds, one value per stage."""
-    kinds = [kind for kind in Kind if all(kind in each.memory for each in pipeline)]
-    return {
-        kind: [max(changes, key=abs) for changes in zip(*(each.memory[kind] for each in pipeline), strict=True)]
-        for kind in kinds
-    }
+    found: dict[Kind, list[int]] = {}
+    for each in pipeline:  # 0 on stages of others; the first stage receives no output, the last one sends none
+        for kind, changes in each.memory.items():
+            known = found.get(kind, changes)
+            found[kind] = [max(pair, key=abs) for pair in zip(known, changes, strict=True)]
+    return found
 
 
 def last_step(
