@@ -90,6 +90,23 @@ def rank_guard() -> Iterator[None]:
             watcher.join()
 
 
+@contextlib.contextmanager
+def refused_together() -> Iterator[None]:
+    """Run checks that come out alike on all ranks of a job, which has one node. If they fail, rank 0 says why.
+
+    Ranks need no store to agree on that, so torch is not imported.
+    """
+    try:
+        yield
+    except PipememError as error:
+        if os.environ["RANK"] != "0":
+            _follow_down()
+        words = f"error: {error}"
+        if not _tell_torchrun(_summary(error), words, early=True):  # which prints it last
+            Console(stderr=True, soft_wrap=True, highlight=False).print(words, style="bold red", markup=False)
+        _exit(1)
+
+
 class _FailureBoard:
     """The key of the first failure, in the store at ``host:port``. Connections are made late and one per thread."""
 
@@ -256,8 +273,8 @@ def _report(error: BaseException) -> None:
     console.print("\n".join(words), style="bold red", markup=False)
 
 
-def _tell_torchrun(summary: str, text: str, early: bool) -> None:
-    """Write the file that torchrun reads.
+def _tell_torchrun(summary: str, text: str, early: bool) -> bool:
+    """Write the file that torchrun reads and prints, and return whether there is one.
 
     Args:
         summary: of the error.
@@ -268,3 +285,5 @@ def _tell_torchrun(summary: str, text: str, early: bool) -> None:
         details = {"py_callstack": text, "timestamp": str(int(time.time()) - early)}
         with contextlib.suppress(OSError):
             write_whole(path, json.dumps({"message": {"message": summary, "extraInfo": details}}))
+            return True
+    return False

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.rank_guard import rank_guard
+from megatron_pipemem.cli.rank_guard import rank_guard, refused_together
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.files import check_writable
 from megatron_pipemem.mcore import INSTALL, is_installed
+from megatron_pipemem.mcore.flags import read_flags
+from megatron_pipemem.mcore.settings import Settings
 
 
 def run_script(
@@ -47,17 +51,23 @@ def run(cpu: bool, script: Path, arguments: list[str]) -> None:
         PipememError: the script cannot be started, and no launcher has started this process.
         SystemExit: with the script's own exit code. Failures end the process, see `rank_guard`.
     """
-    if "RANK" in os.environ:  # what is wrong then is wrong on every rank, and told once
-        with rank_guard():
-            _start(script, _prepared(cpu, script, arguments))
-    else:
-        prepared = _prepared(cpu, script, arguments)
-        with rank_guard():
-            _start(script, prepared)
+    job = os.environ
+    launched, alike = "RANK" in job, job.get("LOCAL_WORLD_SIZE") == job.get("WORLD_SIZE")
+    with rank_guard() if not alike else refused_together() if launched else nullcontext():
+        settings, others = _checked(cpu, script, arguments)
+        if settings is not None and (alike or job["RANK"] == "0"):  # which writes them
+            for path in settings.outputs:
+                check_writable(path)
+    with rank_guard() if launched else nullcontext():
+        _prepare(cpu, settings)
+    with rank_guard():
+        sys.argv = [str(script), *others]
+        sys.path[0] = str(script.resolve().parent)
+        runpy.run_path(str(script), run_name="__main__")
 
 
-def _prepared(cpu: bool, script: Path, arguments: list[str]) -> list[str]:
-    """Return the script's own arguments, once this process is ready for it.
+def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Settings | None, list[str]]:
+    """Return the plugin's settings and the script's own arguments. Nothing slow is imported.
 
     Raises:
         PipememError: there is no such script, something is not installed, or the plugin's flags are wrong.
@@ -67,18 +77,20 @@ def _prepared(cpu: bool, script: Path, arguments: list[str]) -> list[str]:
     plugin = any(argument.startswith("--pipemem-") for argument in arguments)
     if (cpu or plugin) and not is_installed():
         raise UnsupportedError(INSTALL)
+    return read_flags(arguments)
+
+
+def _prepare(cpu: bool, settings: Settings | None) -> None:
+    """Activate the CPU lane and enable the plugin, as far as they are asked for.
+
+    Raises:
+        PipememError: Megatron cannot be used so.
+    """
     if cpu:
         from megatron_pipemem.cpu import activate
 
         activate()
-    if not plugin:
-        return arguments
-    from megatron_pipemem.mcore.launch import enable_from_command_line
+    if settings is not None:
+        from megatron_pipemem.mcore.launch import enable_in_script
 
-    return enable_from_command_line(arguments)
-
-
-def _start(script: Path, arguments: list[str]) -> None:
-    sys.argv = [str(script), *arguments]
-    sys.path[0] = str(script.resolve().parent)
-    runpy.run_path(str(script), run_name="__main__")
+        enable_in_script(settings)

@@ -105,13 +105,13 @@ _FLAGS: dict[str, dict[str, Any]] = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of flags among others. Raises UnsupportedError, with all flags, where argparse would end the process."""
+    """A parser of flags among others. Raises UnsupportedError where argparse would print all flags and end the process."""
 
     def __init__(self, **settings: Any):
         super().__init__(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS, **settings)
 
     def error(self, message: str):
-        raise UnsupportedError(f"{message}; the flags are:\n{self.format_help()}")
+        raise UnsupportedError(f"{message}; pipemem run --help lists the --pipemem-* flags")
 
 
 def plan_parser() -> Parser:

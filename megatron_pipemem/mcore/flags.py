@@ -1,10 +1,11 @@
-"""Take the ``--pipemem-*`` flags off a command line."""
+"""Take the ``--pipemem-*`` flags off a command line, and check them, without torch and Megatron."""
 
 from __future__ import annotations
 
 import logging
 import os
-from itertools import pairwise
+from difflib import get_close_matches
+from itertools import pairwise, takewhile
 
 from megatron_pipemem.config import hybrid
 from megatron_pipemem.config.refusals import SCHEDULES, flag_values, refuse, refuse_overlapped
@@ -12,12 +13,30 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.flags import Parser, flag_parser, plan_parser
 from megatron_pipemem.mcore.plan_file import add_planned_flags
-from megatron_pipemem.mcore.plugin import Settings
+from megatron_pipemem.mcore.settings import Settings
+from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.model_cut import known_chunks
 from megatron_pipemem.schedule.options import OFF, STOCK, parse_options
+from megatron_pipemem.schedule.request import Request, prices_of
+from megatron_pipemem.schedule.resolve import family_schedule
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file
+from megatron_pipemem.schedule.size import estimated, is_fitted
 
 logger = logging.getLogger(__name__)
+
+_PROMPT_SECONDS = 0.5
+_NEAR = 0.85
+"""The least likeness of a misspelt flag with another beginning. No flag of Megatron is more than 0.7 like one of ours."""
+
+
+def read_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
+    """Return what ``take_flags`` returns, with the flags that the schedule needs of Megatron added to the others.
+
+    Raises:
+        PipememError: as ``take_flags`` and ``add_virtual_stages``.
+    """
+    settings, others = take_flags(arguments)
+    return settings, others if settings is None else add_virtual_stages(settings, others)
 
 
 def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
@@ -38,9 +57,8 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         arguments = add_planned_flags(plan.pipemem_plan, arguments)
     parser = flag_parser()
     found, others = parser.parse_known_args(arguments)
-    unknown = [argument for argument in others if argument.startswith("--pipemem-")]
-    if unknown:
-        parser.error(f"unknown flag {unknown[0]}")
+    for argument in takewhile(lambda each: each != "--", others):
+        _check_known(argument.partition("=")[0], list(parser._option_string_actions), parser)
     if len(others) == len(arguments):
         return None, others
     # Flags are called like the settings, but for those that are repeated, one option at a time.
@@ -53,6 +71,15 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
     settings = Settings(**given | {"memory_cap": _units_or_text(given.get("memory_cap"))})
     _ = settings.request  # refuses what cannot be
     return settings, others
+
+
+def _check_known(flag: str, known: list[str], parser: Parser) -> None:
+    """Refuse a flag that is meant to be one of ours and is not."""
+    ours = flag.startswith("--pipemem")
+    if flag.startswith("-") and (near := get_close_matches(flag, known, n=1, cutoff=0.6 if ours else _NEAR)):
+        raise UnsupportedError(f"unknown flag {flag}; did you mean {near[0]}?")
+    if ours:
+        parser.error(f"unknown flag {flag}")
 
 
 # With these, Megatron takes the sizes of the model from elsewhere, and its own checks and those of the built model must do.
@@ -82,6 +109,7 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
         )
     request = settings.request
     assert request is not None, "only stock has none"
+    request.caps(p)  # refuses another number of them
     file = request.file
     if file is not None:
         check_devices_of_file(file, p)
@@ -101,9 +129,45 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
     if pattern is not None:
         return [*arguments, pattern]
     chunks = known_chunks(placements[0])
+    _check_cap(settings, request, Shape(p, chunks, _microbatches(flags, p), _whole(flags, cut_flags.GROUP_SIZE)))
     if chunks == 1 or any(cut_flags.given(flags, name) for name in cut_flags.CUTS):
         return arguments
     return [*arguments, f"--{cut_flags.VIRTUAL_STAGES}", str(chunks)]
+
+
+def _check_cap(settings: Settings, request: Request, shape: Shape) -> None:
+    """Refuse a cap that a family's schedule cannot keep, where that is found at once; the first step refuses the others.
+
+    Args:
+        settings: of the run.
+        request: the schedule that the settings ask for.
+        shape: of a step; 0 microbatches if the flags leave their number open.
+
+    Raises:
+        UnsupportedError: the schedule needs more.
+    """
+    others = (request.searches, request.file, request.plans_offload, request.cuts_vocabulary, request.is_asynchronous)
+    size = estimated(shape.num_devices, shape.num_microbatches, shape.chunks or 1, is_fitted(request.name))
+    prompt = size.actions > 0 and size.seconds < _PROMPT_SECONDS
+    if prompt and request.cap_in_units is not None and not any(others):
+        family_schedule(request, shape, Knowledge(prices_of(settings.costs)[0]))
+
+
+def _microbatches(flags: dict[str, str | bool], num_devices: int) -> int:
+    """Return the number of microbatches of every step, 0 if it is unknown."""
+    if any(cut_flags.given(flags, name) for name in ("rampup-batch-size", "step-batch-size-schedule")):
+        return 0
+    ranks = (
+        num_devices * (_whole(flags, "tensor-model-parallel-size") or 1) * (_whole(flags, "context-parallel-size") or 1)
+    )
+    replicas = int(os.environ.get("WORLD_SIZE", 0)) // ranks
+    batch = replicas * (_whole(flags, "micro-batch-size") or 0)
+    return (_whole(flags, "global-batch-size") or 0) // batch if batch else 0
+
+
+def _whole(flags: dict[str, str | bool], name: str) -> int | None:
+    value = flags.get(name)
+    return int(value) if isinstance(value, str) and value.isdecimal() else None
 
 
 def _values(arguments: list[str]) -> dict[str, str | bool]:

@@ -6,8 +6,9 @@ import importlib
 import importlib.util
 import sys
 
-from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
+from megatron_pipemem.mcore.flags import read_flags
 from megatron_pipemem.mcore.plugin import enable_with
+from megatron_pipemem.mcore.settings import Settings
 
 
 def enable_from_command_line(arguments: list[str] | None = None) -> list[str]:
@@ -24,13 +25,21 @@ def enable_from_command_line(arguments: list[str] | None = None) -> list[str]:
     Raises:
         PipememError: a wrong flag, an unknown schedule, or a Megatron-Core that the plugin does not know.
     """
-    settings, others = take_flags(sys.argv[1:] if arguments is None else arguments)
+    settings, others = read_flags(sys.argv[1:] if arguments is None else arguments)
     if settings is not None:
-        others = add_virtual_stages(settings, others)
-        # Loaded first, so that its model builders and its training loop are among what is replaced.
-        if importlib.util.find_spec("megatron.training") is not None:
-            importlib.import_module("megatron.training.training")
-        enable_with(settings)
+        enable_in_script(settings)
     if arguments is None:
         sys.argv[1:] = others
     return others
+
+
+def enable_in_script(settings: Settings) -> None:
+    """Enable the plugin for a training script that has not started yet.
+
+    Raises:
+        PipememError: as ``enable``.
+    """
+    # Loaded first, so that its model builders and its training loop are among what is replaced.
+    if importlib.util.find_spec("megatron.training") is not None:
+        importlib.import_module("megatron.training.training")
+    enable_with(settings)

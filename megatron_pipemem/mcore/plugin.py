@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,144 +27,29 @@ from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.report.observer import StockObserver
 from megatron_pipemem.mcore.report.recording import Recording
 from megatron_pipemem.mcore.report.run_record import RunRecord
+from megatron_pipemem.mcore.settings import Settings
 from megatron_pipemem.mcore.slices.step import SequenceSlices
 from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.extension import Extension
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
 from megatron_pipemem.mcore.step.losses import Losses
 from megatron_pipemem.mcore.step.markers import Markers
-from megatron_pipemem.mcore.step.offloading import Offloading, OffloadSettings
+from megatron_pipemem.mcore.step.offloading import Offloading
 from megatron_pipemem.mcore.step.programs import ProgramCache
 from megatron_pipemem.mcore.step.replica_steps import ReplicaSteps
 from megatron_pipemem.mcore.step.shapes import StepShapes
 from megatron_pipemem.mcore.step.split_backward import SplitBackward
 from megatron_pipemem.mcore.step.unequal import UnequalMicrobatches
-from megatron_pipemem.mcore.step.weighing import MicrobatchCosts, weigher_of
+from megatron_pipemem.mcore.step.weighing import weigher_of
 from megatron_pipemem.mcore.symbols import USED
 from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
-from megatron_pipemem.schedule.core.slices import SLICE_CUTS, TOKENS
-from megatron_pipemem.schedule.options import AUTO, LAYERWISE, MESSAGE_SHAPES, OFF, OVERLAP_AFTER, RANDOM, STOCK
-from megatron_pipemem.schedule.overlap import check_overlap, check_overlaps
-from megatron_pipemem.schedule.registry import register_module
+from megatron_pipemem.schedule.options import LAYERWISE
 from megatron_pipemem.schedule.request import (
     PROFILE,
-    Request,
-    check_slice_cut,
-    check_vocab_parallel,
-    check_weighs,
     prices_of,
 )
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user asked for.
-
-    Args:
-        schedule: name of a schedule family, path of a schedule file (``.csv``), ``auto`` for the fastest schedule that a
-            search finds within ``memory_cap``, or ``stock`` to leave Megatron's own schedule in place and only observe it.
-        memory_cap: the most any rank may hold, in activation units (``0.6``), or for ``auto`` in bytes (``"6GiB"``,
-            ``"800MiB"``, ``"123456B"``), one for all pipeline ranks or one each (``"0.5,0.6,0.6,0.7"``); a schedule that needs
-            more is refused.
-        costs: ``unit``, a JSON file of costs, or ``profile`` to measure them in the run itself. They price the predicted
-            bubble, and ``auto`` searches for them.
-        trace: directory for timelines of plan and run.
-        report: JSON file that sets counted bytes, measured bubbles and losses against the plan.
-        options: options of the schedule family, for example ``group_size``; for ``auto`` see ``SEARCH_OPTIONS``.
-        offload: ``off``, ``half``, ``full`` or ``auto``: which activations wait on the host for their backward, beside what
-            the schedule itself says.
-        host_memory: bytes per node for that (``"64GiB"``), shared by its ranks.
-        recompute: ``none``, ``selective``, ``full`` or ``auto``: what of which stages runs again before its backward.
-        offload_options: see ``OffloadSettings.of``.
-        vocab_parallel: cut the embedding and the LM head over the pipeline's ranks: ``off``, the algorithm of arXiv
-            2411.05288, ``1`` (two barriers) or ``2`` (one barrier, one microbatch less in flight), or ``auto`` to choose by the
-            model's sizes and layout, ``costs`` and ``memory_cap``.
-        vocab_piece_tokens: compute the logits of a cut head for so many tokens at a time, which bounds what they take in fp32;
-            ``None`` for all tokens of a microbatch.
-        single_queue: order what ranks launch for one hardware queue each, also where ``CUDA_DEVICE_MAX_CONNECTIONS`` is not 1.
-        random: what first weights and dropout depend on: ``stock`` for Megatron's streams of every rank, or ``layerwise``
-            for the seed, the iteration, the microbatch and the layer alone, so that every schedule trains the same from step 0.
-        message_shapes: how ranks learn the shapes of messages under ``variable_seq_lengths``: ``step`` for all of a step at its
-            start, from the tokens that the first stage passes to the model, or ``message`` for each from a header.
-        microbatch_costs: what microbatches that are not alike cost: ``tokens``, ``FLOPs``, a JSON file of weights,
-            ``module:function`` or a function of what the data iterator yields. Every training step is then planned for its own.
-        slice_cut: how sequences are cut where the schedule has slices: ``tokens`` for slices of equally many tokens, or
-            ``flops`` for slices whose forwards take equally many FLOPs.
-        overlap_steps: let every rank begin a training step as soon as it has done its own part of the one before, without
-            waiting for the others; training stays the same to the bit.
-        rollback: with that and gradient clipping, where the state is kept that a step is rolled back to whose gradients turn
-            out to be clipped: ``device``, ``host``, or ``auto`` for the device where it fits.
-        overlap_after: wait for the gradient norm until so many steps in a row were not clipped.
-        train_steps: training steps of the run, for asynchronous schedules: the last one reads no data of a next one.
-            Megatron's own training loop tells it by itself.
-        schedule_module: Python file (``mine.py``) or module (``package.module``) that adds the schedule to the table.
-    """
-
-    schedule: str
-    memory_cap: float | str | None = None
-    costs: str = "unit"
-    trace: str | None = None
-    report: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    offload: str = "off"
-    host_memory: str | None = None
-    recompute: str = "none"
-    offload_options: Mapping[str, Any] = field(default_factory=dict)
-    vocab_parallel: str = OFF
-    vocab_piece_tokens: int | None = None
-    single_queue: bool = False
-    random: str = STOCK
-    message_shapes: str = "step"
-    microbatch_costs: MicrobatchCosts | None = None
-    slice_cut: str = TOKENS
-    overlap_steps: bool = False
-    rollback: str = AUTO
-    overlap_after: int = OVERLAP_AFTER
-    train_steps: int | None = None
-    schedule_module: str | None = None
-
-    @cached_property
-    def offload_settings(self) -> OffloadSettings:
-        """Return what is said about the host.
-
-        Raises:
-            UnsupportedError: one of it is nothing of the kind.
-        """
-        return OffloadSettings.of(self.offload, self.recompute, self.host_memory, self.offload_options)
-
-    @cached_property
-    def request(self) -> Request | None:
-        """For the schedules of the run, ``None`` for stock's own. A schedule file is read when this is asked first.
-
-        Raises:
-            PipememError: settings that cannot be or go together.
-        """
-        if self.schedule_module is not None:
-            register_module(self.schedule_module)
-        offload = self.offload_settings
-        check_vocab_parallel(self.vocab_parallel, self.vocab_piece_tokens)
-        for name, allowed in (("random", RANDOM), ("message_shapes", MESSAGE_SHAPES), ("slice_cut", SLICE_CUTS)):
-            if getattr(self, name) not in allowed:
-                raise UnsupportedError(f"{name} {getattr(self, name)!r} is none of {', '.join(allowed)}")
-        if self.schedule != STOCK:
-            prices_of(self.costs)
-        if self.single_queue and self.schedule == STOCK:
-            raise UnsupportedError(
-                f"--pipemem-single-queue orders schedules of this package, and {STOCK} is Megatron's own; leave one of them out"
-            )
-        searched = {"period": True} if self.overlap_steps and self.schedule == AUTO else {}
-        options = {**searched, **(self.options or {})}
-        asked = (self.schedule, self.memory_cap, self.costs, options, offload.mode, offload.recompute)
-        request = Request.of(*asked, offload.host_memory is not None, self.vocab_parallel)
-        if self.microbatch_costs is not None:
-            check_weighs(self.schedule, request)
-        check_slice_cut(self.schedule, request, self.slice_cut)
-        check_overlap(self.rollback, self.overlap_after)
-        if self.overlap_steps:
-            check_overlaps(self.schedule, request, self.microbatch_costs is not None)
-        return None if self.schedule == STOCK else request
 
 
 def source_for(settings: Settings) -> tuple[Source | None, Offloading]:

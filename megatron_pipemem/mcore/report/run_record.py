@@ -23,6 +23,7 @@ from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero, gather, is_first_rank
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.report import run_report, step_record
+from megatron_pipemem.mcore.settings import outputs
 from megatron_pipemem.mcore.step.observation import Observation
 from megatron_pipemem.report import save_timeline
 from megatron_pipemem.report.run import lines, measured_bubble
@@ -103,12 +104,9 @@ class RunRecord:
         Raises:
             PipememError: they cannot; on every rank where there is a process group, else on rank 0.
         """
-        paths = [] if self.report is None else [self.report]
-        if self.trace is not None:
-            paths.append(self.trace / "run.html")
 
         def ask() -> None:
-            for path in paths:
+            for path in outputs(self.report, self.trace):
                 check_writable(path)
 
         if dist.is_initialized() or is_first_rank():

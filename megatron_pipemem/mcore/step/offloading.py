@@ -6,11 +6,10 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -19,6 +18,7 @@ from megatron.core.pipeline_parallel.utils import set_ideal_affinity_for_current
 from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
+from megatron_pipemem.mcore.settings import OffloadSettings
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.observation import device_of
 from megatron_pipemem.runtime.executor import StepFeature
@@ -26,73 +26,10 @@ from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.offload.actions import OffloadActions
 from megatron_pipemem.runtime.offload.host_link import HostLink, measure_host_link
 from megatron_pipemem.runtime.offload.host_memory import available_memory
-from megatron_pipemem.schedule.core.memory_cap import format_bytes, parse_bytes
-from megatron_pipemem.schedule.options import OFFLOAD, RECOMPUTE
+from megatron_pipemem.schedule.core.memory_cap import format_bytes
 from megatron_pipemem.schedule.resolve import ChosenSchedule
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class OffloadSettings:
-    """Say how activations leave the device, or are made again.
-
-    Args:
-        mode: ``off`` for what the schedule itself says and no more, ``half`` for the longest-lived half of every
-            device's chunks, ``full`` for all of them, ``auto`` for what a memory cap needs.
-        recompute: ``none``, ``selective`` for the cheap parts of every stage, ``full`` for all of it, ``auto`` for whichever of
-            these a memory cap needs, per stage.
-        host_memory: bytes per node, shared by its ranks; ``None`` for ``DEFAULT_HOST_SHARE`` of what is available.
-        bandwidth: bytes per second to pretend on CPU ranks, each way; ``None`` for as fast as memory is.
-        min_bytes: storages below this stay on the device; a copy costs the host a few microseconds however small it is.
-        guard: overwrite what has left with NaN, and compare checksums of what left and what returned. Slow; finds users
-            of memory that is away.
-        ratio: the seconds of a round trip of a layer's activations over those of its F, I and W; ``None`` to measure it.
-        switches: groups of ranks of a node, counted on every node from 0, whose devices share a channel to the host.
-    """
-
-    mode: str = "off"
-    recompute: str = "none"
-    host_memory: float | None = None
-    bandwidth: float | None = None
-    min_bytes: int = 1 << 16
-    guard: bool = False
-    ratio: float | None = None
-    switches: tuple[tuple[int, ...], ...] = ()
-
-    @classmethod
-    def of(cls, mode: str, recompute: str, host_memory: str | None, options: Mapping[str, Any]) -> OffloadSettings:
-        """Read what a user wrote.
-
-        Args:
-            mode: see the class.
-            recompute: see the class.
-            host_memory: ``64GiB``, ``800MiB``, ``123456B``.
-            options: ``bandwidth`` and ``min_bytes`` (``1GiB``, ``64KiB``, ``100B``), ``guard`` (0 or 1), ``ratio``,
-                ``switches`` (``[[0, 1], [2, 3]]``).
-
-        Raises:
-            UnsupportedError: one of them is nothing of the kind.
-        """
-        for what, given, allowed in (("offload", mode, OFFLOAD), ("recompute", recompute, RECOMPUTE)):
-            if given not in allowed:
-                raise UnsupportedError(f"--pipemem-{what} {given!r} is none of {', '.join(allowed)}")
-        readers = {
-            "bandwidth": _bytes,
-            "min_bytes": lambda what, value: int(_bytes(what, value)),
-            "guard": _switch,
-            "ratio": _positive,
-            "switches": _groups,
-        }
-        assert set(readers) < {each.name for each in fields(cls)}
-        unknown = sorted(set(options) - set(readers))
-        if unknown:
-            raise UnsupportedError(
-                f"activation offload has no option {unknown[0]!r}; its options: {', '.join(readers)}"
-            )
-        read: dict[str, Any] = {name: readers[name](f"offload option {name}", value) for name, value in options.items()}
-        budget = None if host_memory is None else _bytes("--pipemem-host-memory", host_memory)
-        return cls(mode, recompute, budget, **read)
 
 
 class _Node(NamedTuple):
@@ -282,33 +219,3 @@ def _rank_budget(nodes: Sequence[_Node], per_node: float | None) -> int:
         for name, count in ranks.items()
     ]
     return int(min(shares))
-
-
-def _bytes(what: str, value: object) -> float:
-    return parse_bytes(what, value if isinstance(value, str) else f"{value}B")
-
-
-def _switch(what: str, value: object) -> bool:
-    if value not in (0, 1, False, True):
-        raise UnsupportedError(f"{what} {value!r} is neither 0 nor 1")
-    return bool(value)
-
-
-def _groups(what: str, value: object) -> tuple[tuple[int, ...], ...]:
-    groups = value if isinstance(value, (list, tuple)) else [None]
-    members = [each for group in groups for each in (group if isinstance(group, (list, tuple)) else [None])]
-    if len(set(map(str, members))) < len(members) or not all(type(each) is int and each >= 0 for each in members):
-        raise UnsupportedError(
-            f"{what} {value!r} are no groups of ranks of a node, each in one of them; write [[0, 1], [2, 3]]"
-        )
-    return tuple(map(tuple, groups))
-
-
-def _positive(what: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = -1.0
-    if not 0 < number < float("inf"):
-        raise UnsupportedError(f"{what} {value!r} is no positive number")
-    return number

@@ -1,0 +1,118 @@
+"""What ``pipemem run`` refuses before torch and Megatron are imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_pipemem.schedule.registry import build_schedule
+
+pytest.importorskip("megatron.core")
+
+CODE = (
+    "import sys\n"
+    "from megatron_pipemem.cli.app import main\n"
+    "try: main()\n"
+    "finally: print('slow:', *{'torch', 'megatron.core'} & set(sys.modules))\n"
+)
+SIZES = (
+    "--num-layers",
+    "8",
+    "--pipeline-model-parallel-size",
+    "4",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "8",
+)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text("raise AssertionError('the script has started')")
+    (tmp_path / "two.csv").write_text(build_schedule("1f1b", num_devices=2, num_microbatches=8).to_csv())
+    (tmp_path / "cut.csv").write_text("0F0,0B0\n1B0,1F0\n")
+    (tmp_path / "costs.json").write_text('{"forward": "slow"}')
+    (tmp_path / "weights.json").write_text("[[1, -2]]")
+    (tmp_path / "plan.yaml").write_text("model: [")
+    return path
+
+
+def start(script: Path, *flags: str, **environment: str) -> subprocess.Popen[str]:
+    """Start a rank in the folder of the script, or a process of its own."""
+    clean = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    }
+    command = [sys.executable, "-c", CODE, "run", "--cpu", script.name, *SIZES, *flags]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=script.parent, env=clean | environment, stdout=pipe, stderr=pipe, text=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--pipemem-shedule v-half", "unknown flag --pipemem-shedule; did you mean --pipemem-schedule?"),
+        ("--pipmem-schedule v-half", "unknown flag --pipmem-schedule; did you mean --pipemem-schedule?"),
+        ("--pipemem_schedule=v-half", "unknown flag --pipemem_schedule; did you mean --pipemem-schedule?"),
+        ("--pipemem-schedule", "expected one argument"),
+        ("--pipemem-schedule v-hlaf", "unknown schedule 'v-hlaf'; did you mean 'v-half'?"),
+        ("--pipemem-schedule interleaved --pipemem-option chunk=2", "'chunk'"),
+        ("--pipemem-schedule v-half --pipemem-memory-cap 6gb", "for 6gb take 6GiB"),
+        ("--pipemem-schedule v-half --pipemem-memory-cap 1,1,1", "3 memory caps for 4 devices"),
+        ("--pipemem-schedule v-half --pipemem-memory-cap 0.5", "'v-half' needs 0.75 activation units"),
+        ("--pipemem-schedule v-half --pipemem-costs none.json", "none.json: No such file"),
+        ("--pipemem-schedule v-half --pipemem-costs costs.json", "costs.json"),
+        ("--pipemem-schedule v-half --pipemem-microbatch-costs weights.json", "weights.json"),
+        ("--pipemem-plan none.yaml", "none.yaml"),
+        ("--pipemem-plan plan.yaml", "plan.yaml"),
+        ("--pipemem-schedule none.csv", "none.csv"),
+        ("--pipemem-schedule two.csv", "two.csv schedules 2 devices but the pipeline has 4 ranks"),
+        ("--pipemem-schedule cut.csv", "device 1"),
+        ("--pipemem-schedule v-half --pipemem-report two.csv/report.json", "two.csv is no folder"),
+        ("--pipemem-schedule v-half --pipemem-trace /proc/timelines", "/proc"),
+        ("--pipemem-schedule v-half --pipemem-offload most", "'most' is none of"),
+    ],
+)
+def test_what_is_wrong_is_the_last_line_and_nothing_slow_is_imported(script: Path, flags: str, says: str) -> None:
+    process = start(script, *flags.split(), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
+    printed, line = process.communicate()
+    assert process.returncode in (1, 2) and printed == "slow:\n"
+    assert line.startswith("error: ") and line.count("\n") == 1 and says in line
+
+
+@pytest.mark.parametrize("by_torchrun", [True, False])
+def test_of_several_ranks_one_says_what_is_wrong(script: Path, tmp_path: Path, by_torchrun: bool) -> None:
+    ranks = []
+    for rank in range(3):
+        job = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+        if by_torchrun:
+            job["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / f"error-{rank}.json")
+        ranks.append(start(script, "--pipemem-shedule", "v-half", **job))
+    said = [rank.communicate()[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1, 1]
+    sentence = "error: unknown flag --pipemem-shedule; did you mean --pipemem-schedule?"
+    assert said == ["" if by_torchrun else f"{sentence}\n", "", ""], "torchrun prints what stands in the file"
+    files = sorted(tmp_path.glob("error-*.json"))
+    assert [file.name for file in files] == (["error-0.json"] if by_torchrun else [])
+    for file in files:
+        assert json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"] == sentence
+
+
+def test_ranks_of_several_nodes_find_out_by_themselves(script: Path) -> None:
+    """A file may be there on one node alone, so that a rank of each other node must say what it misses."""
+    job = {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    process = start(script, "--pipemem-schedule", "none.csv", RANK="0", **job)
+    line = process.communicate()[1]
+    assert process.returncode == 1 and "none.csv" in line.splitlines()[-1]
