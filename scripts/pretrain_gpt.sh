@@ -17,13 +17,7 @@ scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 export NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-command=$("$scripts/pipemem.sh" launch "$@" --print)
-if [[ $command == *"\$MASTER_ADDR"* ]]; then
-    echo "error: the run fills several nodes; set MASTER_ADDR to the name of node 0, and NODE_RANK on every node" >&2
-    exit 2
-fi
-[ "$NODE_RANK" -ne 0 ] || printf '%s\n' "$command"
 
 # torchrun, and ranks that are still starting, would die of this signal; ranks that train have a handler.
 trap '' USR1
-eval "exec $command"
+exec "$scripts/pipemem.sh" launch "$@"

@@ -19,6 +19,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable
 from megatron_pipemem.launch import slurm
 from megatron_pipemem.launch.command import Command, Nodes, command, min_nodes, ranks_per_node
+from megatron_pipemem.launch.devices import check_devices
 from megatron_pipemem.launch.feasibility import check_data, feasible
 
 Set = Annotated[
@@ -73,8 +74,8 @@ def launch(
 ) -> None:
     """Start this node's ranks of a run under torchrun; start the same on every node of it.
 
-    What cannot work is refused before anything starts. The run's log goes to standard output, its report, timelines and
-    checkpoints to its `output` folder.
+    What cannot work is refused before anything starts. The command and the run's log go to standard output, its report,
+    timelines and checkpoints to its `output` folder.
 
     Examples:
         # the command that it stands for
@@ -90,6 +91,8 @@ def launch(
     run = load(run_file, Run, overrides or ())
     if (reason := feasible(run, yes)) is not None:
         raise UnsupportedError(f"{run_file}: {reason}")
+    if launcher != "slurm" and not (print_only or as_json):
+        check_devices(run)
     check_script_flags(run)
     if nodes is not None and nodes < 1:
         raise UnsupportedError(f"--nodes {nodes}: give at least 1, or leave it out for as few as the ranks fill")
@@ -113,6 +116,7 @@ def launch(
     else:
         if not node_rank:  # node 0 writes it, when everything is trained
             check_writable(run.report)
+            typer.echo(started.text())
         sys.stdout.flush()
         os.execvpe(started.words[0], started.words, {**os.environ, **started.environment})
 

@@ -17,8 +17,10 @@ from megatron_pipemem.cli.app import app
 from megatron_pipemem.config.loading import SHIPPED, load
 from megatron_pipemem.config.model import Model
 from megatron_pipemem.config.runs import Run
-from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.launch import devices
 from megatron_pipemem.launch.command import Nodes, command, min_nodes, model_flags, script_flags, words
+from megatron_pipemem.launch.devices import check_devices
 from megatron_pipemem.launch.feasibility import feasible
 from megatron_pipemem.schedule import registry
 from megatron_pipemem.schedule.registry import build_schedule
@@ -458,27 +460,56 @@ def test_surroundings_say_which_node_this_is():
         assert printed[printed.index(flag) + 1] == value
 
 
-def script_run(tmp_path: Path, program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """``pretrain_gpt.sh`` with a command of ours in the place of torchrun's, through an interpreter that prints it."""
+def test_the_script_launches_with_its_arguments_and_passes_the_exit_code_on(tmp_path):
+    """With an interpreter that says how it is called, and which the signal to save does not end."""
     fake = tmp_path / "python"
-    fake.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\necho {shlex.quote(program)}\n')
+    fake.write_text('#!/bin/sh\nprintf "%s|" "$@" "$NODE_RANK"\nkill -USR1 $$\nexit 7\n')
     fake.chmod(0o755)
-    words = [str(ROOT / "scripts" / "pretrain_gpt.sh"), "run.yaml", "--set", "a=b c"]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "NODE_RANK"))}
-    return subprocess.run(words, env=inherited | {"PYTHON": str(fake)} | environment, capture_output=True, text=True)
+    for given, rank in (({"SLURM_NODEID": "3"}, 3), ({}, 0)):
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "NODE_RANK"))}
+        words = [str(ROOT / "scripts" / "pretrain_gpt.sh"), "run.yaml", "--set", "a=b c"]
+        done = subprocess.run(words, env=inherited | {"PYTHON": str(fake)} | given, capture_output=True, text=True)
+        assert done.returncode == 7 and done.stdout == f"-m|megatron_pipemem|launch|run.yaml|--set|a=b c|{rank}|"
 
 
-def test_the_script_runs_what_is_printed_and_passes_the_exit_code_on(tmp_path):
-    done = script_run(tmp_path, 'sh -c "kill -USR1 \\$\\$; echo still here: $NODE_RANK; exit 7"', SLURM_NODEID="0")
-    assert done.returncode == 7 and "still here: 0" in done.stdout
-    assert (tmp_path / "asked").read_text() == "-m megatron_pipemem launch run.yaml --set a=b c --print\n"
-    quiet = script_run(tmp_path, "true", SLURM_NODEID="1")
-    assert (quiet.returncode, quiet.stdout) == (0, "")
+def test_the_script_shows_its_help_and_a_launch_its_command(tmp_path, monkeypatch):
+    script = [ROOT / "scripts" / "pretrain_gpt.sh", "--help"]
+    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "Usage: pipemem launch" in done.stdout
+    started = []
+    monkeypatch.setattr(os, "execvpe", lambda *command: started.append(command))
+    shown = pipemem("launch", TINY, "--set", f"output={tmp_path}")
+    assert shown.stdout == command(tiny(f"output={tmp_path}")).text() + "\n" and len(started) == 1
 
 
-def test_the_script_asks_for_the_first_node(tmp_path):
-    done = script_run(tmp_path, '--node-rank 0 --master-addr "$MASTER_ADDR"')
-    assert done.returncode == 2 and "set MASTER_ADDR" in done.stderr and done.stdout == ""
+def test_a_run_for_gpus_is_not_started_where_there_are_none(tmp_path, monkeypatch):
+    on_gpus = tiny("cluster=h100-80g", "precision=bf16")
+    check_devices(tiny(), tmp_path)
+    with pytest.raises(UnsupportedError, match="this machine has none"):
+        check_devices(on_gpus, tmp_path)
+    for name in ("nvidia0", "kfd", "dxg"):
+        (tmp_path / name).touch()
+        check_devices(on_gpus, tmp_path)
+        (tmp_path / name).unlink()
+    (tmp_path / "nvidiactl").touch()
+    with pytest.raises(UnsupportedError):
+        check_devices(on_gpus, tmp_path)
+    monkeypatch.setattr(devices, "DEVICES", ())
+    monkeypatch.setattr(os, "execvpe", lambda *command: pytest.fail("it has started"))
+    h100 = ROOT / "configs" / "runs" / "llama3-8b-8xh100.yaml"
+    assert pipemem("launch", h100).exit_code == 2
+    assert pipemem("launch", h100, "--print").exit_code == 0
+
+
+def test_the_script_asks_for_the_first_node():
+    done = subprocess.run(
+        [ROOT / "scripts" / "pretrain_gpt.sh", TINY],
+        env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "NNODES": "2"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "MASTER_ADDR" in done.stderr and done.stdout == ""
 
 
 def test_a_wrong_file_ends_the_script():

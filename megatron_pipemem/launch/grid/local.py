@@ -17,6 +17,7 @@ from typing import IO
 
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.launch.command import Command, command, min_nodes
+from megatron_pipemem.launch.devices import check_devices
 from megatron_pipemem.launch.feasibility import check_data
 from megatron_pipemem.launch.grid.results import Result
 from megatron_pipemem.launch.grid.store import Store, try_lock
@@ -117,6 +118,7 @@ def _on_this_node(store: Store, index: int) -> Command:
     run = store.run(index)
     if (nodes := min_nodes(run)) > 1:
         raise UnsupportedError(f"its {run.parallelism.ranks} ranks fill {nodes} nodes; --launcher slurm starts it")
+    check_devices(run)
     check_data(run)
     return command(run)
 
