@@ -1,6 +1,6 @@
 """Trains one small GPT under stock Megatron and under our schedules, on four CPU ranks, and compares.
 
-    ./scripts/quickstart.sh [--iterations N] [--only NAME ...] [--output DIR]
+    ./scripts/quickstart.sh [--iterations N] [--only NAME ...] [--output DIR] [--verbose]
 
 Every run starts from scratch, with dropout, and reads the same text, the sources of Python's own asyncio package. First
 weights and dropout are drawn layer by layer (--pipemem-random layerwise), so that they are the same wherever a layer stands.
@@ -112,7 +112,13 @@ RUNS = (
 )
 
 
-def launch(arguments: Sequence[str], log: Path, on_line: Callable[[str], object], emulated: str | None = None) -> None:
+def launch(
+    arguments: Sequence[str],
+    log: Path,
+    on_line: Callable[[str], object],
+    emulated: str | None = None,
+    verbose: bool = False,
+) -> None:
     """Train on ``DEVICES`` ranks, passing every line of the log to ``on_line``.
 
     Args:
@@ -120,6 +126,7 @@ def launch(arguments: Sequence[str], log: Path, on_line: Callable[[str], object]
         log: where everything goes that is printed.
         on_line: called with every line of it.
         emulated: an update rule for one rank to follow instead, without a pipeline.
+        verbose: have all that Megatron says in the log, its warnings at import too, for which ranks are not forked.
 
     Raises:
         RunFailed: the run ended with an error.
@@ -131,7 +138,8 @@ def launch(arguments: Sequence[str], log: Path, on_line: Callable[[str], object]
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     log.touch()
-    processes = start_ranks(run_script, [(True, script, list(arguments))] * ranks, [log] * ranks)
+    every_rank = (True, script, list(arguments), verbose)
+    processes = start_ranks(run_script, [every_rank] * ranks, [log] * ranks, forked=not verbose)
     try:
         with log.open(encoding="utf-8", errors="replace") as file:
             begun = ""
@@ -167,7 +175,7 @@ def prepare_text(folder: Path) -> list[str]:
     ]
 
 
-def train(run: Run, flags: list[str], output: Path, on_line: Callable[[str], object]) -> dict:
+def train(run: Run, flags: list[str], output: Path, on_line: Callable[[str], object], verbose: bool = False) -> dict:
     """One run; returns its row of the summary without the comparison."""
     report, seconds = output / "reports" / f"{run.name}.json", [0.0]
 
@@ -177,14 +185,14 @@ def train(run: Run, flags: list[str], output: Path, on_line: Callable[[str], obj
         on_line(line)
 
     measured = ["--pipemem-report", str(report), "--pipemem-trace", str(output / "timelines" / run.name)]
-    launch([*flags, *run.flags(), *measured], output / "logs" / f"{run.name}.log", count)
+    launch([*flags, *run.flags(), *measured], output / "logs" / f"{run.name}.log", count, verbose=verbose)
     seen = json.loads(report.read_text(encoding="utf-8"))
     emulated = {}
     if run.is_asynchronous:
         other = report.with_name(f"emulator-{run.schedule}.json")
         alone = ["--pipeline-model-parallel-size", "1", "--pipemem-schedule", "stock", "--pipemem-report", str(other)]
         log = output / "logs" / f"emulator-{run.schedule}.log"
-        launch([*flags, *UNTIED, *alone], log, lambda line: None, run.schedule)
+        launch([*flags, *UNTIED, *alone], log, lambda line: None, run.schedule, verbose)
         emulated = {"emulator_losses": json.loads(other.read_text(encoding="utf-8"))["losses"]}
     return emulated | {
         "schedule": run.schedule,
@@ -283,6 +291,9 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=10, help="training steps of every run (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these of our schedules")
     parser.add_argument("--output", type=Path, default=SCRIPTS.parent / "out" / "quickstart")
+    parser.add_argument(
+        "--verbose", action="store_true", help="log all warnings and messages of Megatron, which takes longer"
+    )
     arguments = parser.parse_args()
     known = [run.schedule for run in RUNS if run.engine == "pipemem"]
     wanted = arguments.only or known
@@ -319,7 +330,7 @@ def main() -> int:
                     progress.update(task, completed=int(match[1]), loss=f"loss {float(match[3]):.4f}")
 
             try:
-                rows.append(train(run, common, output, on_line))
+                rows.append(train(run, common, output, on_line, arguments.verbose))
             except RunFailed as error:
                 failed.append(run.name)
                 progress.update(task, loss="failed")

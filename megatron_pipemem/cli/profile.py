@@ -45,6 +45,9 @@ def profile(
     offload: Annotated[bool, typer.Option("--offload", help="Measure the way to the host and back, too.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Microbatches that are timed.")] = 5,
     output: Annotated[Path | None, typer.Option(help="JSON for --pipemem-costs and the planner.")] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show Megatron's warnings about missing GPU packages.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure or compute what one layer, the embedding and the head take and keep.
@@ -77,7 +80,11 @@ def profile(
         shape = replace(shape, sequence=sequence)
     execution.check(shape)
     with showing("loading Megatron"):
-        found = from_formulas(shape, execution, machine) if formulas else _run(shape, execution, machine, fake, repeats)
+        found = (
+            from_formulas(shape, execution, machine)
+            if formulas
+            else _run(shape, execution, machine, fake, repeats, verbose)
+        )
         if offload:
             found = replace(found, bandwidths=_bandwidths())
     result = found.to_json(machine.inter_node if machine.nodes > 1 else machine.intra_node)
@@ -90,7 +97,7 @@ def profile(
         write_whole(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
 
 
-def _run(model: Model, execution: Execution, cluster: Cluster, fake: bool, repeats: int) -> Profile:
+def _run(model: Model, execution: Execution, cluster: Cluster, fake: bool, repeats: int, verbose: bool) -> Profile:
     from megatron_pipemem.mcore import INSTALL, is_installed
 
     if not is_installed():
@@ -99,8 +106,11 @@ def _run(model: Model, execution: Execution, cluster: Cluster, fake: bool, repea
 
     if fake or not torch.cuda.is_available():
         from megatron_pipemem.cpu import activate
+        from megatron_pipemem.cpu.quiet import missing_packages
 
-        activate()
+        activate(verbose=verbose)
+        if not verbose and (said := missing_packages()) is not None:
+            report_note(said)
         if not fake:
             report_note("no GPU here: seconds are this CPU's, and its kernels keep other bytes than a GPU's")
     from megatron_pipemem.mcore.profiling import profile as profile_stages

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
+from difflib import get_close_matches
 from typing import NoReturn
 
 from rich.console import Console
@@ -57,7 +58,8 @@ def rank_guard() -> Iterator[None]:
 
         watcher.start()
     try:
-        yield
+        with _errors_without_usage():
+            yield
     except KeyboardInterrupt:
         if int(os.environ.get("RANK", 0)) == 0:
             print("interrupted; --load goes on from the last checkpoint that --save has written", file=sys.stderr)
@@ -240,13 +242,26 @@ def _last_words(error: BaseException) -> list[str]:
 
 
 def _argparse_message(stop: SystemExit) -> str | None:
-    """Return what a parser of command lines said when it ended the process: it stands above pages of usage, once per
-    rank.
-    """
+    """Return the sentence with which a parser of command lines ended the process, and the flag that may have been meant."""
     for frame, _ in traceback.walk_tb(stop.__traceback__):
-        if frame.f_code.co_name == "exit" and isinstance(frame.f_locals.get("self"), argparse.ArgumentParser):
-            return (frame.f_locals.get("message") or "").strip() or None
+        parser = frame.f_locals.get("self")
+        if frame.f_code.co_name == "exit" and isinstance(parser, argparse.ArgumentParser):
+            message = (frame.f_locals.get("message") or "").strip()
+            flag = message.partition("unrecognized arguments: ")[2].partition(" ")[0].partition("=")[0]
+            near = get_close_matches(flag, parser._option_string_actions, n=1) if flag else []
+            return f"{message}; did you mean {near[0]}?" if near else message or None
     return None
+
+
+@contextlib.contextmanager
+def _errors_without_usage() -> Iterator[None]:
+    """Let parsers of command lines print their errors alone: Megatron's usage has a thousand lines, on every rank."""
+    usage = argparse.ArgumentParser.print_usage
+    argparse.ArgumentParser.print_usage = lambda parser, file=None: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.print_usage = usage  # type: ignore[method-assign]
 
 
 def _mute() -> None:

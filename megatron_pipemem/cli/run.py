@@ -15,7 +15,8 @@ from megatron_pipemem.cli.rank_guard import rank_guard, refused_together
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable
 from megatron_pipemem.mcore import INSTALL, is_installed
-from megatron_pipemem.mcore.flags import read_flags
+from megatron_pipemem.mcore.flags import add_virtual_stages, cpu_flags, take_flags
+from megatron_pipemem.mcore.run_log import show_log
 from megatron_pipemem.mcore.settings import Settings
 
 
@@ -25,6 +26,10 @@ def run_script(
         list[str] | None, typer.Argument(help="Flags of the script, and the --pipemem-* flags below.")
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Run CUDA-only Megatron on CPU ranks over gloo.")] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", help="With --cpu, show Megatron's warnings, messages and arguments of all ranks."),
+    ] = False,
 ) -> None:
     """Run a Megatron script with the plugin on, usually under torchrun.
 
@@ -34,10 +39,10 @@ def run_script(
         # the fastest that fits
         torchrun ... run pretrain_gpt.py FLAGS --pipemem-schedule auto --pipemem-memory-cap 6GiB
     """
-    run(cpu, script, arguments or [])
+    run(cpu, script, arguments or [], verbose)
 
 
-def run(cpu: bool, script: Path, arguments: list[str]) -> None:
+def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) -> None:
     """Run ``script`` as ``python script arguments`` would, on every rank that torchrun or srun started.
 
     The plugin is enabled only if some argument starts with ``--pipemem-``; without one the script meets stock Megatron.
@@ -46,12 +51,14 @@ def run(cpu: bool, script: Path, arguments: list[str]) -> None:
         cpu: run CUDA-only code on the CPU (see `megatron_pipemem.cpu`).
         script: a Megatron training script. Imports resolve from its folder.
         arguments: the script's own flags, with the plugin's among them.
+        verbose: show all that Megatron says on CPU ranks.
 
     Raises:
         PipememError: the script cannot be started, and no launcher has started this process.
         SystemExit: with the script's own exit code. Failures end the process, see `rank_guard`.
     """
     job = os.environ
+    show_log()
     launched, alike = "RANK" in job, job.get("LOCAL_WORLD_SIZE") == job.get("WORLD_SIZE")
     with rank_guard() if not alike else refused_together() if launched else nullcontext():
         settings, others = _checked(cpu, script, arguments)
@@ -59,7 +66,7 @@ def run(cpu: bool, script: Path, arguments: list[str]) -> None:
             for path in settings.outputs:
                 check_writable(path)
     with rank_guard() if launched else nullcontext():
-        _prepare(cpu, settings)
+        _prepare(cpu, settings, verbose)
     with rank_guard():
         sys.argv = [str(script), *others]
         sys.path[0] = str(script.resolve().parent)
@@ -77,10 +84,13 @@ def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Settings | 
     plugin = any(argument.startswith("--pipemem-") for argument in arguments)
     if (cpu or plugin) and not is_installed():
         raise UnsupportedError(INSTALL)
-    return read_flags(arguments)
+    settings, others = take_flags(arguments)
+    if settings is not None:
+        others = add_virtual_stages(settings, others)
+    return settings, [*others, *cpu_flags(others)] if cpu else others
 
 
-def _prepare(cpu: bool, settings: Settings | None) -> None:
+def _prepare(cpu: bool, settings: Settings | None, verbose: bool) -> None:
     """Activate the CPU lane and enable the plugin, as far as they are asked for.
 
     Raises:
@@ -89,8 +99,12 @@ def _prepare(cpu: bool, settings: Settings | None) -> None:
     if cpu:
         from megatron_pipemem.cpu import activate
 
-        activate()
+        activate(verbose=verbose)
     if settings is not None:
         from megatron_pipemem.mcore.launch import enable_in_script
 
         enable_in_script(settings)
+    if cpu and not verbose:
+        from megatron_pipemem.cpu.quiet import shorten_log
+
+        shorten_log()

@@ -6,6 +6,7 @@ puts stand-ins in those places, for this process and until it ends:
 * ``surface``         ``torch.cuda`` itself: one device per local rank, streams and events that never wait;
 * ``redirect``        every request for a CUDA tensor becomes a CPU tensor;
 * ``process_groups``  NCCL process groups become gloo process groups;
+* ``quiet``           nothing: it leaves out of the log what Megatron says because there is no GPU;
 * ``upstream``        what Megatron-Core insists on beyond PyTorch: compiled helpers and fused CUDA extensions.
 
 The arithmetic is PyTorch's own on CPU tensors, so losses are those of a real training run. Memory and speed of a GPU
@@ -17,6 +18,7 @@ from __future__ import annotations
 import os
 import sys
 
+from megatron_pipemem.cpu import quiet
 from megatron_pipemem.errors import UnsupportedError
 
 _ENVIRONMENT = {
@@ -33,7 +35,7 @@ def is_active() -> bool:
     return _active
 
 
-def activate(*, emulate_fused_gradients: bool = True) -> None:
+def activate(*, emulate_fused_gradients: bool = True, verbose: bool = False) -> None:
     """Make CUDA-only Megatron-Core run on this process's CPU. Calling it again changes nothing.
 
     It cannot be undone: run it in processes that train on CPU and nowhere else.
@@ -41,6 +43,7 @@ def activate(*, emulate_fused_gradients: bool = True) -> None:
     Args:
         emulate_fused_gradients: also supply Apex's ``fused_weight_gradient_mlp_cuda``, so that Megatron's default
             ``--gradient-accumulation-fusion`` works.
+        verbose: show Megatron's warnings about missing GPU packages.
 
     Raises:
         UnsupportedError: Megatron-Core is imported already; it has bound CUDA functions by name.
@@ -53,6 +56,8 @@ def activate(*, emulate_fused_gradients: bool = True) -> None:
             "megatron_pipemem.cpu.activate() came after `import megatron.core`, which keeps CUDA functions by name; "
             "call it first, or start the script with `pipemem run --cpu`"
         )
+    if not verbose:
+        quiet.ignore_missing_packages()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 

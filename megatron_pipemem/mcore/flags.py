@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from difflib import get_close_matches
+from importlib.util import find_spec
 from itertools import pairwise, takewhile
 
 from megatron_pipemem.config import hybrid
-from megatron_pipemem.config.refusals import SCHEDULES, flag_values, refuse, refuse_overlapped
+from megatron_pipemem.config.refusals import CPU, SCHEDULES, flag_values, refuse, refuse_overlapped
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import cut_flags
+from megatron_pipemem.launch.command import CPU_FLAGS, words
 from megatron_pipemem.launch.flags import Parser, flag_parser, plan_parser
 from megatron_pipemem.mcore.plan_file import add_planned_flags
 from megatron_pipemem.mcore.settings import Settings
@@ -24,19 +26,10 @@ from megatron_pipemem.schedule.size import estimated, is_fitted
 
 logger = logging.getLogger(__name__)
 
+_LAYERS = "transformer-impl"
 _PROMPT_SECONDS = 0.5
 _NEAR = 0.85
 """The least likeness of a misspelt flag with another beginning. No flag of Megatron is more than 0.7 like one of ours."""
-
-
-def read_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
-    """Return what ``take_flags`` returns, with the flags that the schedule needs of Megatron added to the others.
-
-    Raises:
-        PipememError: as ``take_flags`` and ``add_virtual_stages``.
-    """
-    settings, others = take_flags(arguments)
-    return settings, others if settings is None else add_virtual_stages(settings, others)
 
 
 def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
@@ -133,6 +126,27 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
     if chunks == 1 or any(cut_flags.given(flags, name) for name in cut_flags.CUTS):
         return arguments
     return [*arguments, f"--{cut_flags.VIRTUAL_STAGES}", str(chunks)]
+
+
+def cpu_flags(arguments: list[str]) -> list[str]:
+    """Return the flags that a Megatron command line lacks for a run on CPU ranks, and log them.
+
+    Megatron's training asks for a microbatch size. A command line without one is another program's, and gets none.
+
+    Raises:
+        UnsupportedError: a flag asks for a kernel that only a GPU has.
+    """
+    flags = _values(arguments)
+    if "micro-batch-size" not in flags:
+        return []
+    refuse(flag_values(flags), CPU)
+    lacking = {name: value for name, value in CPU_FLAGS.items() if name not in flags}
+    if find_spec("transformer_engine") is None and flags.get(_LAYERS) != CPU_FLAGS[_LAYERS]:
+        lacking[_LAYERS] = CPU_FLAGS[_LAYERS]  # the last one counts
+    added = words(lacking)
+    if added and os.environ.get("RANK", "0") == "0":
+        logger.info("CPU ranks: added %s", " ".join(added))
+    return added
 
 
 def _check_cap(settings: Settings, request: Request, shape: Shape) -> None:

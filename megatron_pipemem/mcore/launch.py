@@ -6,8 +6,9 @@ import importlib
 import importlib.util
 import sys
 
-from megatron_pipemem.mcore.flags import read_flags
+from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.plugin import enable_with
+from megatron_pipemem.mcore.run_log import show_log
 from megatron_pipemem.mcore.settings import Settings
 
 
@@ -25,8 +26,10 @@ def enable_from_command_line(arguments: list[str] | None = None) -> list[str]:
     Raises:
         PipememError: a wrong flag, an unknown schedule, or a Megatron-Core that the plugin does not know.
     """
-    settings, others = read_flags(sys.argv[1:] if arguments is None else arguments)
+    settings, others = take_flags(sys.argv[1:] if arguments is None else arguments)
     if settings is not None:
+        show_log()
+        others = add_virtual_stages(settings, others)
         enable_in_script(settings)
     if arguments is None:
         sys.argv[1:] = others

@@ -100,7 +100,7 @@ def test_run_hands_the_scripts_flags_on_untouched(pipemem, monkeypatch, argument
     module = pytest.importorskip("megatron_pipemem.cli.run")
     monkeypatch.setattr(module, "run", lambda *given: calls.append(given))
     assert pipemem("run", *arguments).exit_code == 0
-    assert calls == [(cpu, Path("train.py"), handed_on)]
+    assert calls == [(cpu, Path("train.py"), handed_on, False)]
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,17 @@ def test_the_script_decides_its_exit_code(environment: dict[str, str], tmp_path:
     assert [start_ranks(1, environment, script, code)[0] for code in ("0", "3")] == [[0], [3]]
 
 
+def test_a_misspelt_flag_of_the_script_is_one_sentence(environment: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "parsing.py"
+    script.write_text(
+        "import argparse\nparser = argparse.ArgumentParser(prog='parsing')\n"
+        "parser.add_argument('--num-layers', type=int)\nparser.parse_args()"
+    )
+    codes, errors = start_ranks(1, environment, script, "--num-layrs=8")
+    said = "parsing: error: unrecognized arguments: --num-layrs=8"
+    assert (codes, errors) == ([2], [f"{said}\nrank 0 failed: {said}; did you mean --num-layers?\n"])
+
+
 def test_a_missing_script_is_an_error(environment: dict[str, str], tmp_path: Path) -> None:
     codes, errors = start_ranks(1, environment, tmp_path / "nowhere.py")
     assert codes == [1]

@@ -270,16 +270,18 @@ class RunRecord:
                     peak = max((each.measured.counted_peak_bytes for each in pipeline if each.measured), default=0)
                     report["bytes_of_1f1b"] = counted_bytes_of_1f1b(self.last_plan.schedule, memory, peak)
                     report["last_step"] = self._last_step(pipeline, self.last_plan, memory) if self._together else None
-            for line in lines(report):
-                logger.info("%s", line)
+            written = []
             if self.report is not None:
                 with self.guarded(str(self.report)):
                     write_whole(self.report, json.dumps(report, indent=2, allow_nan=False) + "\n")
-                    logger.info("wrote %s", self.report)
+                    written.append(f"wrote {self.report}")
             if self.trace is not None and self.last_plan is not None:
                 measured = measured_bubble(report), report["bytes_of_1f1b"]
                 plan, run = self.last_plan, partial(run_report.last_step, pipeline, self.last_plan, *measured)
-                self._draw({"plan": lambda: plan.timeline, "run": run}, self.trace)
+                if drawn := self._draw({"plan": lambda: plan.timeline, "run": run}, self.trace):
+                    written.append(f"wrote the last step's timelines: {', '.join(drawn)} in {self.trace}")
+            for line in [*lines(report), *written]:  # together: drawing logs lines of other packages
+                logger.info("%s", line)
 
     def _last_step(
         self, pipeline: list[run_report.Summary], plan: ChosenSchedule, memory: dict[Kind, list[int]]
@@ -294,16 +296,15 @@ class RunRecord:
         }
         return step_record.last_step([each.last for each in pipeline], plan, layers, memory, more)
 
-    def _draw(self, timelines: Mapping[str, Callable[[], Timeline]], folder: Path) -> None:
-        """Draw the last step, planned and as it ran on the data-parallel and tensor-parallel peers of rank 0."""
+    def _draw(self, timelines: Mapping[str, Callable[[], Timeline]], folder: Path) -> list[str]:
+        """Draw the last step, planned and as it ran on the peers of rank 0, and return the names of the files."""
         drawn = []
         for name, timeline in timelines.items():
             for suffix in _TIMELINES:
                 path = folder / f"{name}.{suffix}"
                 with self.guarded(str(path)):
                     drawn.append(save_timeline(timeline(), path).name)
-        if drawn:
-            logger.info("wrote the last step's timelines: %s in %s", ", ".join(drawn), folder)
+        return drawn
 
     def _shared(self) -> list[run_report.Shared] | None:
         """Return what the ranks of this pipeline tell each other; ``None`` where one of them has nothing to tell."""

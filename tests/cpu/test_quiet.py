@@ -1,0 +1,108 @@
+"""The log of a run on CPU ranks: ours can be told apart, and nothing is said of GPUs that are not there."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from launching import REPOSITORY
+
+from megatron_pipemem.launch.command import CPU_FLAGS, words
+from megatron_pipemem.mcore.flags import cpu_flags
+
+PROGRAM = """
+import sys, warnings
+from megatron_pipemem.cpu import activate
+activate(verbose={verbose})
+import logging
+import megatron.core.models.gpt.gpt_layer_specs
+warnings.warn_explicit("another cause", UserWarning, "x.py", 1, module="megatron.core.x")
+logging.getLogger("megatron.core.tensor_parallel.random").warning("CPU RNG state changed within GPU RNG context")
+logging.getLogger("megatron.core.tensor_parallel.random").warning("another message")
+"""
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_nothing_is_said_of_missing_packages_unless_asked(environment: dict[str, str], verbose: bool) -> None:
+    command = [sys.executable, "-W", "default", "-c", PROGRAM.format(verbose=verbose)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ("Apex is not installed" in done.stderr) == verbose
+    assert ("CPU RNG state" in done.stderr) == verbose
+    assert "another cause" in done.stderr and "another message" in done.stderr
+
+
+LOGGED = """
+import logging
+from megatron_pipemem.mcore.run_log import show_log
+logging.basicConfig(level=logging.INFO)
+for _ in range(2):
+    show_log()
+logger = logging.getLogger("megatron_pipemem.mcore.somewhere")
+logger.info("a plan of %d", 3)
+logger.warning("a failure")
+logging.getLogger("megatron.core").info("theirs")
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "lines"),
+    [
+        ("0", ["pipemem: a plan of 3", "pipemem: warning: a failure"]),
+        ("2", ["pipemem: rank 2: warning: a failure"]),
+    ],
+)
+def test_our_lines_have_one_short_prefix_and_warnings_come_from_every_rank(
+    environment: dict[str, str], rank: str, lines: list[str]
+) -> None:
+    command = [sys.executable, "-c", LOGGED]
+    done = subprocess.run(command, env=environment | {"RANK": rank}, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == lines
+    assert done.stderr.splitlines() == ["INFO:megatron.core:theirs"], "the log of others is theirs"
+
+
+def test_flags_of_a_gpu_are_replaced_on_cpu_ranks_and_others_kept() -> None:
+    everything = words(CPU_FLAGS)
+    assert cpu_flags(["--micro-batch-size", "1"]) == everything
+    assert cpu_flags(["--micro-batch-size", "1", *everything]) == []
+    added = cpu_flags(["--micro-batch-size=1", "--num-workers", "2", "--no-rope-fusion"])
+    assert "--num-workers" not in added and "--no-rope-fusion" not in added and len(added) == len(everything) - 3
+    assert cpu_flags(["--micro-batch-size", "1", "--transformer-impl", "transformer_engine"])[-2:] in (
+        ["--transformer-impl", "local"],
+        [*everything][-2:],
+    )
+    assert cpu_flags(["--steps", "3"]) == [], "of another program"
+
+
+LLAMA = shlex.split("""
+    --num-layers 4 --hidden-size 32 --ffn-hidden-size 88 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope --rotary-base 500000
+    --swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
+    --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 1e-3 --bf16
+    --transformer-impl transformer_engine --attention-backend auto --use-distributed-optimizer --overlap-grad-reduce
+    --overlap-param-gather --cross-entropy-loss-fusion --pipeline-model-parallel-size 2 --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 257 --log-interval 1 --eval-iters 0 --eval-interval 1000
+    --distributed-timeout-minutes 5
+""")
+
+
+def test_a_script_for_gpus_starts_at_once_and_its_log_can_be_read(torchrun, tmp_path) -> None:
+    report = tmp_path / "report.json"
+    ours = ("--pipemem-schedule", "v-half", "--pipemem-report", str(report), "--pipemem-trace", str(tmp_path / "trace"))
+    done = torchrun(2, REPOSITORY / "scripts" / "pretrain_gpt.py", *LLAMA, *ours)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout
+    assert len(json.loads(report.read_text())["losses"]) == 2
+    for noise in ("Apex is not", "CPU RNG state", "INFO:megatron_pipemem", "adam_beta1", "is not installed."):
+        assert noise not in done.stdout
+    assert len(lines) < 250
+    numbers = [number for number, line in enumerate(lines) if line.startswith("pipemem: ")]
+    said = "\n".join(lines[number] for number in numbers)
+    for words_of in ("added --distributed-backend gloo", "--no-rope-fusion", "enabled: schedule v-half", "wrote "):
+        assert said.count(words_of) == 1
+    last_step = max(number for number, line in enumerate(lines) if re.search(r"iteration +2/", line))
+    end = [number for number in numbers if number > last_step]
+    assert len(end) > 3 and end == list(range(end[0], end[0] + len(end)))
