@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 from contextlib import nullcontext
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,8 @@ from megatron_pipemem.mcore import INSTALL, is_installed
 from megatron_pipemem.mcore.flags import add_virtual_stages, cpu_flags, take_flags
 from megatron_pipemem.mcore.run_log import show_log
 from megatron_pipemem.mcore.settings import Settings
+
+_OPTIONS = ("--cpu", "--verbose", "--help")
 
 
 def run_script(
@@ -79,6 +82,10 @@ def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Settings | 
     Raises:
         PipememError: there is no such script, something is not installed, or the plugin's flags are wrong.
     """
+    if str(script).startswith("-"):
+        near = get_close_matches(str(script), _OPTIONS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "the script comes first, and its flags after it"
+        raise UnsupportedError(f"pipemem run has no option {script}; {hint}")
     if not script.is_file():
         raise UnsupportedError(f"there is no script {script}; give the path of a Megatron training script")
     plugin = any(argument.startswith("--pipemem-") for argument in arguments)

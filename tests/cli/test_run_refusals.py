@@ -86,6 +86,18 @@ def test_what_is_wrong_is_the_last_line_and_nothing_slow_is_imported(script: Pat
     assert line.startswith("error: ") and line.count("\n") == 1 and says in line
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--cpuu", "train.py"), "did you mean --cpu?"),
+        (("--pipemem-schedule", "zbv", "train.py"), "the script comes first"),
+    ],
+)
+def test_an_option_before_the_script_is_no_script(pipemem, options, says):
+    found = pipemem("run", *options)
+    assert found.exit_code == 2 and f"no option {options[0]}; {says}" in found.stderr
+
+
 @pytest.mark.parametrize("by_torchrun", [True, False])
 def test_of_several_ranks_one_says_what_is_wrong(script: Path, tmp_path: Path, by_torchrun: bool) -> None:
     ranks = []
