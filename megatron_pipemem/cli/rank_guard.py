@@ -257,7 +257,7 @@ def _argparse_message(stop: SystemExit) -> str | None:
 def _errors_without_usage() -> Iterator[None]:
     """Let parsers of command lines print their errors alone: Megatron's usage has a thousand lines, on every rank."""
     usage = argparse.ArgumentParser.print_usage
-    argparse.ArgumentParser.print_usage = lambda parser, file=None: None  # type: ignore[method-assign]
+    argparse.ArgumentParser.print_usage = lambda self, file=None: None  # type: ignore[method-assign]
     try:
         yield
     finally:
