@@ -1,6 +1,6 @@
 """Checks what this package needs of Megatron-Core, contract by contract, on the Megatron-Core that Python finds.
 
-    python scripts/contracts.py [--only CONTRACT ...] [--log FILE]
+    python scripts/contracts.py [--only CONTRACT ...] [--log FILE] [--verbose]
 
 Every contract is one of the package's tests, run on four CPU ranks where it trains, and compared with that Megatron's own
 schedule. A contract that is broken is named with the reason in one line; the log has the rest. ``contracts.sh`` does so for
@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from megatron_pipemem.cpu.quiet import ignore_missing_packages
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -127,7 +129,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CONTRACTS, default=list(CONTRACTS), help="default: all")
     parser.add_argument("--log", type=Path, default=Path("out/contracts.log"), help="what pytest prints")
+    parser.add_argument("--verbose", action="store_true", help="log Megatron's warnings about missing GPU packages")
     asked = parser.parse_args()
+    if not asked.verbose:
+        ignore_missing_packages()
     log = asked.log.resolve()
     log.parent.mkdir(parents=True, exist_ok=True)
     verdicts = Verdicts({name: CONTRACTS[name] for name in asked.only})
