@@ -157,6 +157,20 @@ def test_log_lines_of_megatron_are_understood(quickstart):
     assert quickstart.LOGGED.search("validation loss at iteration 10 | lm loss value: 3.1E+00 |") is None
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_verbose_log_has_the_warnings_of_imports(quickstart, monkeypatch, tmp_path, verbose):
+    """Which forked ranks have made already."""
+    started = []
+
+    def start_ranks(target, arguments, logs, forked):
+        started.append((arguments[0][3], forked))
+        return []
+
+    monkeypatch.setattr(quickstart, "start_ranks", start_ranks)
+    quickstart.launch([], tmp_path / "run.log", print, verbose=verbose)
+    assert started == [(verbose, not verbose)]
+
+
 def test_a_failing_run_raises_with_the_end_and_the_path_of_its_log(quickstart, monkeypatch, tmp_path):
     (tmp_path / "pretrain_gpt.py").write_text("for i in range(40): print('line', i)\nraise SystemExit('the reason')\n")
     monkeypatch.setattr(quickstart, "SCRIPTS", tmp_path)
@@ -194,7 +208,8 @@ def test_without_text_it_ends_with_a_sentence(quickstart, monkeypatch, capsys, t
     [(None, (4.5, 3.25), 0), (None, (4.5, 3.5), 1), ("pipemem-zbv", (4.5, 3.25), 1), ("stock-1f1b", (4.5, 3.25), 1)],
 )
 def test_the_exit_code_and_the_kept_results(quickstart, monkeypatch, capsys, tmp_path, broken, losses, code):
-    def train(run, flags, output, on_line):
+    def train(run, flags, output, on_line, verbose):
+        assert not verbose
         if run.name == broken:
             raise quickstart.RunFailed("[/red] the reason")
         return row(run.schedule, run.engine, losses if run.schedule == "v-half" else (4.5, 3.25))
