@@ -101,7 +101,12 @@ def test_a_script_for_gpus_starts_at_once_and_its_log_can_be_read(torchrun, tmp_
     assert len(lines) < 250
     numbers = [number for number, line in enumerate(lines) if line.startswith("pipemem: ")]
     said = "\n".join(lines[number] for number in numbers)
-    for words_of in ("added --distributed-backend gloo", "--no-rope-fusion", "enabled: schedule v-half", "wrote "):
+    for words_of in (
+        "added --distributed-backend gloo",
+        "--no-rope-fusion",
+        "enabled: schedule v-half",
+        "wrote the last step",
+    ):
         assert said.count(words_of) == 1
     last_step = max(number for number, line in enumerate(lines) if re.search(r"iteration +2/", line))
     end = [number for number in numbers if number > last_step]
