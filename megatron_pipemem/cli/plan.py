@@ -23,7 +23,7 @@ from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.plans import Answer, Plan, facts, gibibytes, run_files
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.profile import Profile
-from megatron_pipemem.planner.space import KEYS, Limits
+from megatron_pipemem.planner.space import KEYS, Limits, without_overlap
 from megatron_pipemem.planner.variants import PLAIN
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.core.memory_cap import parse_bytes
@@ -63,8 +63,10 @@ def plan_command(
 ) -> None:
     """Choose tensor, pipeline and data parallelism, microbatch, schedule and recompute for a run, and rank what fits.
 
-    Context and expert parallelism, the global batch and all flags stay as the run has them; slices of microbatches too, unless
-    ``--only slices=1,2,4`` names some, and ``--only slice_cut=tokens,flops`` how they are cut. Where the run says
+    Expert parallelism, the global batch and all flags stay as the run has them. So do context parallelism and slices of
+    microbatches, unless ``--only cp=1,2`` or ``--only slices=1,2,4`` names some, and ``--only slice_cut=tokens,flops`` how
+    these are cut. If the run has ``--tp-comm-overlap`` or ``--overlap-moe-expert-parallel-comm``, Megatron's own schedules keep
+    them, and ours are priced without. Where the run says
     ``schedule.overlap_steps: true``, plans are ranked by the time from step to step without a barrier between steps. The
     gain is how many times as fast that is as with the barrier.
 
@@ -88,11 +90,16 @@ def plan_command(
     pace = None if profile is None else _pace(profile, run)
     with showing("planning"):
         answer = plan(run, nbytes, limits, top, search_seconds, pace)
+        kept = [each for each in answer.plans if each.hides_messages]
+        other = [each for each in answer.plans if not each.hides_messages]
+        if kept and not other:
+            other = [*plan(without_overlap(run), nbytes, limits, 1, 0.0, pace).plans]
     files = run_files(answer.plans[0], output) if output is not None and answer.plans else {}
     if as_json:
         print_json(
             {
                 "plans": [facts(each) for each in answer.plans],
+                "without_overlap": facts(other[0]) if kept and other else None,
                 "rejected": dict(answer.rejected.most_common()),
                 "considered": answer.considered,
                 "seconds": answer.seconds,
@@ -100,7 +107,7 @@ def plan_command(
             }
         )
     else:
-        _print(answer)
+        _print(answer, _worth_of_overlap(kept[0], other[0]) if kept and other else None)
     for path, text in files.items():
         write_whole(path, text)
         if not as_json:
@@ -133,10 +140,12 @@ def _pace(path: Path, run: Run) -> MeasuredSlowdown:
         raise ConfigError(error.message, file=path) from error
 
 
-def _print(answer: Answer) -> None:
+def _print(answer: Answer, overlap: str | None) -> None:
     out = console()
     if answer.plans:
         out.print(_table(answer.plans))
+        if overlap is not None:
+            out.print(overlap, soft_wrap=True, markup=False)
     reasons = FittingTable(("rejected", "reason"), text=("rejected", "reason"))
     common = answer.rejected.most_common()
     for reason, count in common[:_REASONS]:
@@ -162,6 +171,9 @@ def _table(plans: Sequence[Plan]) -> FittingTable:
         "bubble",
         "binds",
     ]
+    contexts = any(each.run.parallelism.cp > 1 for each in plans)
+    if contexts:
+        columns.insert(columns.index("mb"), "cp")
     overlaps = any(each.gain is not None for each in plans)
     if overlaps:
         columns.insert(-1, "gain")
@@ -171,12 +183,14 @@ def _table(plans: Sequence[Plan]) -> FittingTable:
     table = FittingTable(columns, text=("schedule", "recompute", "binds"), caption=caption)
     for each in plans:
         cut = each.run.parallelism
-        name = each.schedule if cut.chunks is None else f"{each.schedule} v={cut.chunks}"
+        name = "stock " * each.hides_messages + (
+            each.schedule if cut.chunks is None else f"{each.schedule} v={cut.chunks}"
+        )
         if (each.run.schedule.slices or 1) > 1:
             name += f" n={each.run.schedule.slices}" + " by FLOPs" * (each.run.schedule.slice_cut == FLOPS)
         table.add_row(
             name if each.variant == PLAIN else f"{name} + {each.variant}",
-            *map(str, (cut.tp, cut.pp, cut.dp, cut.micro_batch)),
+            *map(str, (cut.tp, cut.pp, cut.dp, *([cut.cp] if contexts else []), cut.micro_batch)),
             each.run.schedule.recompute,
             f"{each.seconds:.4g}",
             f"{each.mfu:.1%}",
@@ -187,6 +201,20 @@ def _table(plans: Sequence[Plan]) -> FittingTable:
             each.binds,
         )
     return table
+
+
+def _worth_of_overlap(kept: Plan, other: Plan) -> str:
+    """Return what Megatron's overlap is worth, in words.
+
+    Args:
+        kept: the fastest plan that has it.
+        other: the fastest that gives it up.
+    """
+    shown = other.losses["messages within layers"] / other.seconds
+    text = f"without Megatron's overlap, messages within layers take {shown:.0%} of a step of {other.schedule}"
+    if kept.seconds <= other.seconds:
+        return f"{text}: stay with stock, which is {other.seconds / kept.seconds - 1:.1%} faster"
+    return f"{text}, which is {kept.seconds / other.seconds - 1:.1%} faster than stock all the same"
 
 
 def _gain(plan: Plan) -> str:

@@ -245,7 +245,7 @@ class Model(Limited):
 
 
 Recompute = Literal["none", "selective", "full"]
-Recomputable = Literal["core_attn", "layernorm", "mlp", "activation"]
+Recomputable = Literal["core_attn", "layernorm", "mlp", "activation", "mla_up_proj", "moe", "moe_act", "shared_experts"]
 """What ``recompute: selective`` can name."""
 
 
@@ -261,12 +261,16 @@ class Execution(Limited):
         ep: expert-parallel ranks.
         recompute: ``selective`` recomputes ``recompute_modules`` in the backward, ``full`` whole layers.
         recompute_modules: what ``selective`` recomputes: ``core_attn`` (all of attention between its projections),
-            ``layernorm``, ``mlp``, ``activation`` (of the FFN, with dropout's masks; Megatron has no such module).
+            ``layernorm``, ``mlp`` (of dense layers), ``activation`` (of the FFN, with dropout's masks; Megatron has no such
+            module), ``mla_up_proj`` (latent attention from its latents to its core), ``moe`` (router, experts and shared
+            experts), ``moe_act`` (the experts' activation), ``shared_experts``.
         attention: ``flash`` never keeps the scores, ``unfused`` keeps them as Megatron's local implementation does.
         precision: of parameters and activations.
         fused: whether biases, activations and dropout run in Megatron's fused forms, as they do by default.
         implementation: whose linear layers and norms; they differ in what waits for W.
         expert_load: tokens that the experts of a rank get at most, over an even share: above 1 for uneven routing.
+        tp_overlap: whether tensor-parallel messages run beside the matrix products that make or take them.
+        ep_overlap: whether tokens go to experts and back while another microbatch computes.
     """
 
     micro_batch: Count = 1
@@ -281,6 +285,8 @@ class Execution(Limited):
     fused: bool = True
     implementation: Literal["local", "transformer_engine"] = "local"
     expert_load: Amount = 1.0
+    tp_overlap: bool = False
+    ep_overlap: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -315,8 +321,9 @@ class Execution(Limited):
         """Return how many experts of a rank a token of the rank meets: as many as it visits, where all are used evenly."""
         return model.experts_per_token * self.expert_load
 
-    def recomputes(self, module: str) -> bool:
-        return self.recompute == "selective" and module in self.recompute_modules
+    def recomputes(self, *modules: str) -> bool:
+        """Return whether one of these modules is recomputed selectively."""
+        return self.recompute == "selective" and not set(modules).isdisjoint(self.recompute_modules)
 
     def check(self, model: Model) -> None:
         """Refuse what Megatron cannot cut.
@@ -340,6 +347,8 @@ class Execution(Limited):
                 raise ConfigError(f"{ranks} does not divide {count} {what}", key=key)
         if model.experts and self.tp > 1 and not self.sequence_parallel:
             raise ConfigError("is needed where tensor-parallel ranks share experts", key="sequence_parallel")
+        if self.recomputes("mla_up_proj") and model.kv_lora_rank is None:
+            raise ConfigError("has mla_up_proj, and the model has no latent attention", key="recompute_modules")
         if self.ep > 1 and not model.experts:
             raise ConfigError(f"is {self.ep}, but the model has no experts", key="ep")
 

@@ -92,6 +92,9 @@ SCRIPTS = (Path(__file__).parents[1] / "scripts").resolve()
 REPORT = "report.json"
 """What a run writes about itself into its output folder."""
 
+STOCK_OVERLAPS = {"tp_overlap": "tp-comm-overlap", "ep_overlap": "overlap-moe-expert-parallel-comm"}
+"""Fields of ``Execution`` -> flags that hide messages within layers under Megatron's own schedules alone."""
+
 BY_ACTION = ("core_attn", "layernorm", "activation")
 """What ``--pipemem-recompute selective`` makes again of layers whose attention is not fused and whose norms stand alone."""
 
@@ -284,6 +287,7 @@ class Run:
             precision=self.precision,
             implementation=self.implementation,
             expert_load=self._expert_load(),
+            **{name: choice.name == STOCK and bool(self.flags.get(flag)) for name, flag in STOCK_OVERLAPS.items()},
         )
 
     def _expert_load(self) -> float:

@@ -322,6 +322,10 @@ def _check_recompute(model: Model, execution: Execution) -> None:
         ("activation", "Megatron has no flag for that"),
         ("layernorm", "Megatron does that with Transformer Engine only, and profiling builds its local modules"),
         (
+            "moe_act",
+            "Megatron does that with grouped products of Transformer Engine, and profiling builds its local modules",
+        ),
+        (
             "mlp",
             "Megatron's backward of it never ends where linear layers have biases" if model.bias == "all" else None,
         ),

@@ -28,14 +28,14 @@ class Saved:
         name: which.
         nbytes: on one rank, for one microbatch.
         needed: until which pass: ``I``, or ``W`` for inputs of linear layers, whoever else needs them.
-        recompute: which of ``Recomputable`` would make it again, if one does.
+        recompute: which of ``Recomputable`` would make it again.
         statistic: whether it is one number per token and norm or head.
     """
 
     name: str
     nbytes: float
     needed: Literal["I", "W"]
-    recompute: str | None = None
+    recompute: tuple[str, ...] = ()
     statistic: bool = False
 
 
@@ -69,15 +69,15 @@ def _block_tensors(model: Model, execution: Execution, block: Block) -> Iterable
         return
     between = message_bytes(model, execution)
     yield Saved("input", between, "I")
-    yield _statistics("norm's statistics", model, execution, "layernorm")
+    yield _statistics("norm's statistics", model, execution, ("layernorm",))
     waits = block is not Block.EXPERTS or model.shared_expert_ffn  # the router's weight gradient does not
-    yield Saved("norm's output", between, "W" if waits else "I", "layernorm")
+    yield Saved("norm's output", between, "W" if waits else "I", ("layernorm",))
     yield from _WITHIN[block](model, execution)
     if model.dropout:
-        yield Saved("dropout's mask", between / execution.element, "I", "activation")
+        yield Saved("dropout's mask", between / execution.element, "I", ("activation",))
 
 
-def _statistics(name: str, model: Model, execution: Execution, recompute: str | None = None) -> Saved:
+def _statistics(name: str, model: Model, execution: Execution, recompute: tuple[str, ...] = ()) -> Saved:
     rows = execution.tokens(model) / execution.sequence_ranks
     return Saved(name, rows * _SUM * (2 if model.norm == "layernorm" else 1), "I", recompute, statistic=True)
 
@@ -117,22 +117,24 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
         yield Saved("queries of all groups", heads, "I")
 
 
-def _rotations(model: Model, execution: Execution, channels: int) -> Saved:
-    return Saved("tables of rotations", 4 * model.sequence / execution.cp * channels * execution.element, "I")
+def _rotations(model: Model, execution: Execution, channels: int, recompute: tuple[str, ...] = ()) -> Saved:
+    return Saved(
+        "tables of rotations", 4 * model.sequence / execution.cp * channels * execution.element, "I", recompute
+    )
 
 
 def _score_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     if execution.attention == "flash":
-        yield Saved("softmax's sums", n * model.heads / tp * _SUM, "I", "core_attn", statistic=True)
+        yield Saved("softmax's sums", n * model.heads / tp * _SUM, "I", ("core_attn",), statistic=True)
         return
     scores = n * model.sequence * model.heads / tp
-    yield Saved("softmax's output", scores * _SUM, "I", "core_attn")
+    yield Saved("softmax's output", scores * _SUM, "I", ("core_attn",))
     if e != _SUM:
-        yield Saved("softmax's output, rounded", scores * e, "I", "core_attn")
-    yield Saved("causal mask", model.sequence**2, "I", "core_attn")  # a layer's own, but where the batch brings one
+        yield Saved("softmax's output, rounded", scores * e, "I", ("core_attn",))
+    yield Saved("causal mask", model.sequence**2, "I", ("core_attn",))  # a layer's own, but where the batch brings one
     if model.dropout:
-        yield Saved("attention's dropout", scores * (1 + e), "I", "core_attn")
+        yield Saved("attention's dropout", scores * (1 + e), "I", ("core_attn",))
 
 
 def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
@@ -141,6 +143,8 @@ def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     rows = n / execution.sequence_ranks * e
     # Megatron's own layers gather the latents, and a rank's part of the queries' is a view of all of it.
     gathered = n * e if execution.implementation == "local" else rows
+    # Transformer Engine's norm of a latent is part of the projection that follows.
+    in_projection = ("mla_up_proj",) if execution.implementation == "transformer_engine" else ()
     positions = 0 if execution.sequence_parallel else model.qk_pos_emb_head_dim  # in one tensor with the latent
     for name, rank, before in (
         ("queries'", model.q_lora_rank or 0, gathered * (model.q_lora_rank or 0)),
@@ -148,23 +152,25 @@ def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     ):
         if rank and model.qk_norm:
             yield Saved(f"{name} latent before its norm", before, "I")
-            yield _statistics(f"{name} latent's statistics", model, execution)
+            yield _statistics(f"{name} latent's statistics", model, execution, in_projection)
         if rank:
-            yield Saved(f"{name} latent", rows * rank if model.qk_norm else before, "W")
-    yield _rotations(model, execution, model.qk_pos_emb_head_dim)
+            again = in_projection if model.qk_norm else ()
+            yield Saved(f"{name} latent", rows * rank if model.qk_norm else before, "W", again)
+    yield _rotations(model, execution, model.qk_pos_emb_head_dim, ("mla_up_proj",))
     yield from _score_tensors(model, execution)
     heads = n * model.heads / tp * e
-    yield Saved("queries and keys", 2 * heads * model.latent_query_channels, "I")
-    yield Saved("values", heads * model.v_head_dim, "I")
+    yield Saved("queries and keys", 2 * heads * model.latent_query_channels, "I", ("mla_up_proj",))
+    yield Saved("values", heads * model.v_head_dim, "I", ("mla_up_proj",))
     yield Saved("attention's output", heads * model.v_head_dim, "W")
 
 
-def _ffn_tensors(model: Model, execution: Execution, width: int) -> Iterable[Saved]:
+def _ffn_tensors(model: Model, execution: Execution, width: int, within: tuple[str, ...]) -> Iterable[Saved]:
+    """List the tensors of a dense FFN, of which all are made again with the modules ``within``."""
     inner = execution.tokens(model) * width / execution.tp * execution.element
-    yield Saved("activation's input", inner * (model.projections - 1), "I", "mlp")
-    yield Saved("second projection's input", inner, "W", "activation")
+    yield Saved("activation's input", inner * (model.projections - 1), "I", within)
+    yield Saved("second projection's input", inner, "W", (*within, "activation"))
     if model.gated and not execution.fused:
-        yield Saved("gate", 2 * inner, "I", "mlp")
+        yield Saved("gate", 2 * inner, "I", within)
 
 
 def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
@@ -172,15 +178,15 @@ def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     n, e = execution.tokens(model), execution.element
     visits = n * execution.expert_visits(model)
     inner = visits * model.expert_width / execution.tp * e
-    yield Saved("router's choice", _router_bytes(model) * n / execution.sequence_ranks, "I")
-    yield Saved("experts' shares", visits * e, "I", statistic=True)
-    yield Saved("experts' inputs", visits * model.hidden * e, "W")
-    yield Saved("experts' activation's input", inner * (model.projections - 1), "I", "mlp")
-    yield Saved("experts' second projection's input", inner, "W", "activation")
+    yield Saved("router's choice", _router_bytes(model) * n / execution.sequence_ranks, "I", ("moe",))
+    yield Saved("experts' shares", visits * e, "I", ("moe",), statistic=True)
+    yield Saved("experts' inputs", visits * model.hidden * e, "W", ("moe",))
+    yield Saved("experts' activation's input", inner * (model.projections - 1), "I", ("moe",))
+    yield Saved("experts' second projection's input", inner, "W", ("moe", "moe_act", "activation"))
     if not (execution.fused and model.fuses_experts):
-        yield Saved("experts' activation's output", inner * (3 if model.gated else 1), "I", "mlp")
+        yield Saved("experts' activation's output", inner * (3 if model.gated else 1), "I", ("moe", "moe_act"))
     if model.shared_expert_ffn:
-        yield from _ffn_tensors(model, execution, model.shared_expert_ffn)
+        yield from _ffn_tensors(model, execution, model.shared_expert_ffn, ("moe", "shared_experts"))
 
 
 def _router_bytes(model: Model) -> float:
@@ -223,7 +229,7 @@ def _merge_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 _WITHIN = {
     Block.ATTENTION: _attention_tensors,
     Block.LATENT_ATTENTION: _latent_tensors,
-    Block.FFN: lambda model, execution: _ffn_tensors(model, execution, model.ffn_width),
+    Block.FFN: lambda model, execution: _ffn_tensors(model, execution, model.ffn_width, ("mlp",)),
     Block.EXPERTS: _expert_tensors,
     Block.MAMBA: _mamba_tensors,
 }
@@ -259,10 +265,7 @@ def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
 def _kept(tensors: Sequence[Saved], execution: Execution) -> list[Saved]:
     if execution.recompute == "full":
         return [each for number, each in enumerate(tensors) if number == 0 or each.name == _AHEAD]
-    modules = set(execution.recompute_modules) if execution.recompute == "selective" else set()
-    if "mlp" in modules:
-        modules.add("activation")
-    return [each for each in tensors if each.recompute not in modules]
+    return [each for each in tensors if not execution.recomputes(*each.recompute)]
 
 
 def head_bytes(model: Model, execution: Execution) -> Kept:

@@ -34,6 +34,7 @@ class Matrix:
         copies: how many a rank holds: its experts.
         visits: how often a token of the rank meets it or one of its copies.
         waits: whether its weight gradient is computed in W. The router's is not.
+        recompute: which of ``Recomputable`` would run its F again.
     """
 
     inputs: int
@@ -43,6 +44,7 @@ class Matrix:
     copies: int = 1
     visits: float = 1.0
     waits: bool = True
+    recompute: tuple[str, ...] = ()
 
     def parameters(self, tp: int) -> int:
         """Return the number of weights and biases on one of ``tp`` ranks."""
@@ -80,27 +82,29 @@ def _attention(model: Model, execution: Execution) -> Iterable[Matrix]:
 def _latent_attention(model: Model, execution: Execution) -> Iterable[Matrix]:
     # Transformer Engine's ranks each have the whole of what leads to the latents.
     down: MatrixCut = "none" if execution.implementation == "transformer_engine" else "columns"
-    queries = model.heads * model.latent_query_channels
+    queries, again = model.heads * model.latent_query_channels, ("mla_up_proj",)
     if model.q_lora_rank:
         yield Matrix(model.hidden, model.q_lora_rank, down)
-    yield Matrix(model.q_lora_rank or model.hidden, queries, "columns")
+    yield Matrix(model.q_lora_rank or model.hidden, queries, "columns", recompute=again)
     latent = model.kv_lora_rank or 0
     yield Matrix(model.hidden, latent + model.qk_pos_emb_head_dim, down)
-    yield Matrix(latent, model.heads * (model.qk_head_dim + model.v_head_dim), "columns")
+    yield Matrix(latent, model.heads * (model.qk_head_dim + model.v_head_dim), "columns", recompute=again)
     yield Matrix(model.heads * model.v_head_dim, model.hidden, "rows", model.bias == "all")
 
 
-def _ffn(model: Model, width: int, copies: int = 1, visits: float = 1.0) -> Iterable[Matrix]:
+def _ffn(
+    model: Model, width: int, recompute: tuple[str, ...], copies: int = 1, visits: float = 1.0
+) -> Iterable[Matrix]:
     bias = model.bias == "all"
-    yield Matrix(model.hidden, (model.projections - 1) * width, "columns", bias, copies, visits)
-    yield Matrix(width, model.hidden, "rows", bias, copies, visits)
+    yield Matrix(model.hidden, (model.projections - 1) * width, "columns", bias, copies, visits, recompute=recompute)
+    yield Matrix(width, model.hidden, "rows", bias, copies, visits, recompute=recompute)
 
 
 def _experts(model: Model, execution: Execution) -> Iterable[Matrix]:
-    yield Matrix(model.hidden, model.experts, "none", model.bias == "all", waits=False)
-    yield from _ffn(model, model.expert_width, model.experts // execution.ep, execution.expert_visits(model))
+    yield Matrix(model.hidden, model.experts, "none", model.bias == "all", waits=False, recompute=("moe",))
+    yield from _ffn(model, model.expert_width, ("moe",), model.experts // execution.ep, execution.expert_visits(model))
     if model.shared_expert_ffn:
-        yield from _ffn(model, model.shared_expert_ffn)
+        yield from _ffn(model, model.shared_expert_ffn, ("moe", "shared_experts"))
 
 
 def _mamba(model: Model, execution: Execution) -> Iterable[Matrix]:
@@ -112,7 +116,7 @@ def _mamba(model: Model, execution: Execution) -> Iterable[Matrix]:
 _MATRICES = {
     Block.ATTENTION: _attention,
     Block.LATENT_ATTENTION: _latent_attention,
-    Block.FFN: lambda model, execution: _ffn(model, model.ffn_width),
+    Block.FFN: lambda model, execution: _ffn(model, model.ffn_width, ("mlp",)),
     Block.EXPERTS: _experts,
     Block.MAMBA: _mamba,
     Block.MERGE: lambda model, execution: (Matrix(2 * model.hidden, model.hidden, "columns"),),
@@ -166,13 +170,14 @@ def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> 
     """
     linear = core = again = 0.0
     for block in kind or model.kinds[0]:
-        products = sum(each.inputs * each.outputs * each.visits / (1 if each.cut == "none" else execution.tp)
-                       for each in matrices(model, execution, block))  # fmt: skip
-        here, scores = 2 * execution.tokens(model) * products, core_flops(model, execution, block)
-        linear, core = linear + here, core + scores
-        if block in (Block.FFN, Block.EXPERTS):
-            again += here * execution.recomputes("mlp")
-        elif block != Block.MAMBA:
+        for each in matrices(model, execution, block):
+            products = each.inputs * each.outputs * each.visits / (1 if each.cut == "none" else execution.tp)
+            here = 2 * execution.tokens(model) * products
+            linear += here
+            again += here * execution.recomputes(*each.recompute)
+        scores = core_flops(model, execution, block)
+        core += scores
+        if block != Block.MAMBA:
             again += scores * execution.recomputes("core_attn")
     if execution.recompute == "full":
         again = linear + core
@@ -223,7 +228,9 @@ def expert_parameters(model: Model, execution: Execution, kind: str) -> int:
         kind: the blocks of the layer.
     """
     copies = model.experts // execution.ep
-    of_experts = (each for block in kind if block == Block.EXPERTS for each in _ffn(model, model.expert_width, copies))
+    of_experts = (
+        each for block in kind if block == Block.EXPERTS for each in _ffn(model, model.expert_width, (), copies)
+    )
     return sum(each.parameters(execution.tp) for each in of_experts)
 
 

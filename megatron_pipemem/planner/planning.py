@@ -27,7 +27,7 @@ from megatron_pipemem.planner.plans import Answer, Base, Entry, Group, Plan
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.replay import family_schedule, lengths, measured, same_passes
 from megatron_pipemem.planner.slices import sliced_step
-from megatron_pipemem.planner.space import SEARCHED, Limits, Order, cuts, orders
+from megatron_pipemem.planner.space import SEARCHED, Limits, Order, cuts, hides_messages, orders
 from megatron_pipemem.planner.step import Step, least_seconds, least_static, price
 from megatron_pipemem.planner.variants import PLAIN, Variant, variants
 from megatron_pipemem.schedule.core.action import Kind
@@ -146,6 +146,7 @@ class _Planner:
             group
             for group in sorted(self._groups, key=lambda group: group.bound)
             if group.variant is None
+            and not hides_messages(group.run)
             and group.step.placement.replicas == 1
             and group.bound < min(slowest, reached.get(id(group.step), slowest)) * (1 - _WORTH_SEARCHING)
             and 3 * _units(group.run) * group.step.placement.num_stages <= _LARGEST_SEARCH
@@ -186,12 +187,12 @@ class _Planner:
             )
             if self.limits.admits(variant=PLAIN):
                 self._bound(run, step, found, None)
-            if run.schedule.overlap_steps or slices > 1:  # no variant goes with it
+            if run.schedule.overlap_steps or slices > 1 or hides_messages(run):  # no variant goes with it
                 continue
             for variant in variants() if placement.replicas == 1 and run.parallelism.pp > 1 else ():
                 if self.limits.admits(variant=variant.name):
                     self._bound(run, variant.prepare(run, placement, self._pace), found, variant)
-        if run.schedule.overlap_steps or _slices(run) > 1:
+        if run.schedule.overlap_steps or _slices(run) > 1 or hides_messages(run):
             return
         for base, makespan, peaks in asynchronous(run, self.limits, self._pace, self.rejected):
             self._wait(self._plan(base, None, makespan, peaks))
@@ -387,7 +388,7 @@ def _configured(base: Base) -> Run:
     group, order = base.group, base.order
     # Without a pipeline Megatron takes its own step, which no schedule of ours replaces.
     choice = replace(group.run.schedule, name=order.name)
-    if group.run.parallelism.pp == 1:
+    if group.run.parallelism.pp == 1 or hides_messages(group.run):
         choice = replace(choice, name=STOCK, overlap_steps=False)
     if group.variant is not None:
         choice = group.variant.choice(choice)

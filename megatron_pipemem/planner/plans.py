@@ -14,7 +14,7 @@ from megatron_pipemem.config.loading import settings_of
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.config.yaml_text import write_yaml
 from megatron_pipemem.planner.replay import Replay, measured
-from megatron_pipemem.planner.space import Order
+from megatron_pipemem.planner.space import Order, hides_messages
 from megatron_pipemem.planner.step import Step, mfu
 from megatron_pipemem.planner.variants import PLAIN, Variant
 from megatron_pipemem.schedule.baseline import bytes_of_1f1b
@@ -54,6 +54,11 @@ class Plan:
     @property
     def step(self) -> Step:
         return self.base.group.step
+
+    @property
+    def hides_messages(self) -> bool:
+        """Return whether it is Megatron's own schedule, for what only that hides."""
+        return hides_messages(self.run)
 
     @property
     def seconds(self) -> float:
@@ -144,6 +149,7 @@ def facts(plan: Plan) -> dict[str, Any]:
     cut = plan.run.parallelism
     return {
         "schedule": plan.schedule,
+        "hides_messages": plan.hides_messages,
         "variant": plan.variant,
         "recompute": plan.run.schedule.recompute,
         "slices": plan.run.schedule.slices or 1,

@@ -13,7 +13,10 @@ Formulas, with ``n`` tokens of a microbatch on the rank and ``e`` bytes per elem
   hidden behind the attention where that takes longer;
 * expert parallelism: two all-to-all in F and in I of the tokens that leave the rank;
 * a ring of ``r`` ranks moves ``(r - 1) / r`` of the bytes in a gather or scatter, twice that in an all-reduce;
-* recomputing belongs to I, with its communication.
+* recomputing belongs to I, with its communication;
+* what ``--tp-comm-overlap`` and ``--overlap-moe-expert-parallel-comm`` of Megatron's own schedules hide behind matrix products.
+  A tensor-parallel ring of ``r`` ranks shows ``1 / r`` of its messages at least, and an all-to-all shows what takes longer than
+  the products of a pair of microbatches. The steps without a partner, at the ends of a pipeline, are priced as hidden too.
 
 Seconds are those that a pass keeps its device, messages included: what the planner, `pipemem profile` without a measurement and
 the costs files it writes all say. A measurement runs on one device alone, so it has the seconds of computing only.
@@ -22,7 +25,7 @@ the costs files it writes all say. A measurement runs on one device alone, so it
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -31,6 +34,8 @@ from megatron_pipemem.config.model import Block, Execution, Model, Passes, Summe
 from megatron_pipemem.planner import activations, counts
 
 _HALF_WAVE = 2**20  # results: half of some 120 multiprocessors times a tile of 128 x 128
+_REPEATS = {Block.FFN: ("mlp",), Block.EXPERTS: ("moe",)}
+"""Modules that, recomputed, send a block's messages of F once more."""
 _AS_MODELLED = Passes(1.0, 1.0, 1.0)
 _LOGIT = 4  # bytes: the loss is computed in fp32
 # Read and written per parameter by a mixed-precision Adam: fp32 gradient, master copy and two moments, 16-bit parameter.
@@ -91,11 +96,15 @@ def layer(
     plain = counts.layer_flops(model, replace(execution, recompute="none"), kind)
     touched = sum(each.nbytes for each in activations.layer_tensors(model, execution, kind))
     moving = 2 * touched / (cluster.memory_gb_per_s * 1e9)
-    messages = sum(_block_messages(model, execution, cluster, Block(block)) for block in kind)
+    of_blocks = [(block, _block_messages(model, execution, cluster, Block(block))) for block in kind]
+    messages = sum(sum(seconds) for _, seconds in of_blocks)
     ring = sum(_ring_seconds(model, execution, cluster, Block(block)) for block in kind)
     everything_again = execution.recompute == "full"
+    repeated = sum(sum(seconds) for block, seconds in of_blocks if execution.recomputes(*_REPEATS.get(block, ())))
+    repeated += everything_again * (messages + ring)
+    shown = _shown_messages(execution, [seconds for _, seconds in of_blocks], plain * (1 / cluster.flops))
     # Backward, the ring passes keys and values again, and their gradients, behind twice the products.
-    communication = Passes(messages + ring, messages + 2 * ring + everything_again * (messages + ring))
+    communication = shown + Passes(ring, 2 * ring + repeated)
     again = (flops.input - plain.input) / cluster.flops + everything_again * moving
     if execution.recompute == "selective":
         # What is made again is written, from about as much that is read.
@@ -107,9 +116,9 @@ def layer(
     if everything_again:
         again += tails.forward / cluster.flops
     computing = each_pass(operator.mul, computing, pace)
-    again = again * pace.input + everything_again * (messages + ring)
+    again = again * pace.input + repeated
     return Price(
-        seconds=computing + Passes(messages + ring, messages + 2 * ring + again),
+        seconds=computing + shown + Passes(ring, 2 * ring + again),
         communication=communication,
         again=again,
         kept=activations.layer_bytes(model, execution, kind),
@@ -247,7 +256,33 @@ def _tails(model: Model, execution: Execution, kind: str) -> Passes:
     return Passes(forward, backward, len(products) * n) * (2 * _HALF_WAVE)
 
 
-def _block_messages(model: Model, execution: Execution, cluster: Cluster, block: Block) -> float:
+def _shown_messages(execution: Execution, messages: Sequence[tuple[float, float]], products: Passes) -> Passes:
+    """Return the seconds of a layer's messages in F and in I that no computing hides.
+
+    Args:
+        execution: says which messages Megatron hides.
+        messages: tensor-parallel and expert-parallel, of every block in F. I has as many.
+        products: seconds of matrix products.
+    """
+    shown = Passes()
+    for tensor, expert in messages:
+        # A ring begins with a part that no product waits beside. Both kinds share the products of the layer evenly.
+        beside = each_pass(
+            lambda each: each / len(messages), Passes(products.forward, products.input + products.weight)
+        )
+        least = tensor / execution.tp
+        hidden = Passes(*(min(tensor - least, each) for each in (beside.forward, beside.input)))
+        tensors = Passes(tensor, tensor) + hidden * -float(execution.tp_overlap)
+        experts = Passes(expert, expert)
+        if execution.ep_overlap:  # in the other microbatch of a pair, forward runs beside backward
+            longer = beside.forward + beside.input
+            experts = experts * (max(0.0, 1 - longer / (2 * expert)) if expert else 0.0)
+        shown += tensors + experts
+    return shown
+
+
+def _block_messages(model: Model, execution: Execution, cluster: Cluster, block: Block) -> tuple[float, float]:
+    """Return the seconds of a block's tensor-parallel and of its expert-parallel messages in F."""
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     link = cluster.link(tp)
     seconds = all_reduce(n * model.hidden * e, tp, link)
@@ -260,8 +295,8 @@ def _block_messages(model: Model, execution: Execution, cluster: Cluster, block:
         seconds += gather(n * width * e, tp, link)
     if block is Block.EXPERTS and execution.ep > 1:
         visits = n * execution.expert_visits(model) * model.hidden / execution.sequence_ranks * e
-        seconds += 2 * gather(visits, execution.ep, cluster.link(execution.ep, tp))
-    return seconds
+        return seconds, 2 * gather(visits, execution.ep, cluster.link(execution.ep, tp))
+    return seconds, 0.0
 
 
 def _ring_seconds(model: Model, execution: Execution, cluster: Cluster, block: Block) -> float:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from megatron_pipemem.config.hybrid import needed_layers
 from megatron_pipemem.config.loading import nearest
 from megatron_pipemem.config.model import Recompute
-from megatron_pipemem.config.runs import Run, ScheduleChoice
+from megatron_pipemem.config.runs import STOCK_OVERLAPS, Run, ScheduleChoice
 from megatron_pipemem.errors import ConfigError, PipememError
 from megatron_pipemem.planner.activations import layer_bytes
 from megatron_pipemem.planner.replay import family_schedule
@@ -89,8 +89,9 @@ class Limits:
 def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
     """Yield every way to cut a run's model over all devices of its cluster that Megatron can run, without a schedule.
 
-    Context and expert parallelism, the global batch and what a selective recompute repeats stay as the run has them, and so do
-    slices, and how these are cut, unless the limits name some.
+    Expert parallelism, the global batch and what a selective recompute repeats stay as the run has them, and so do context
+    parallelism, slices, and how these are cut, unless the limits name some. Flags that hide messages within layers under
+    Megatron's own schedules alone are kept for these, and left out for ours.
 
     Args:
         run: supplies everything that is not chosen.
@@ -98,12 +99,13 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
         rejected: counts what cannot be, by reason.
     """
     given, devices = run.parallelism, run.cluster.num_devices
-    if devices % given.cp:
+    if devices % given.cp and "cp" not in limits.allowed:
         rejected[f"cp {given.cp} does not divide {devices} devices"] += 1
         return
-    for tp, pp in product(KEYS["tp"](run), KEYS["pp"](run)):
-        dp = devices // (given.cp * tp * pp)
-        if dp * given.cp * tp * pp != devices or not limits.admits(tp=tp, pp=pp, dp=dp):
+    contexts = KEYS["cp"](run) if "cp" in limits.allowed else (given.cp,)
+    for tp, pp, cp in product(KEYS["tp"](run), KEYS["pp"](run), contexts):
+        dp = devices // (cp * tp * pp)
+        if dp * cp * tp * pp != devices or not limits.admits(tp=tp, pp=pp, dp=dp, cp=cp):
             continue
         if pp > run.model.layers + 2:
             rejected["more pipeline ranks than layers, embedding and head"] += 1
@@ -116,19 +118,35 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
                 continue
             if slices > 1 and not limits.admits(slice_cut=way):
                 continue
-            cut = replace(given, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch, chunks=None, sequence_parallel=tp > 1)
+            cut = replace(
+                given, tp=tp, pp=pp, dp=dp, cp=cp, micro_batch=micro_batch, chunks=None, sequence_parallel=tp > 1
+            )
             choice = replace(
                 ScheduleChoice(recompute=recompute),
                 **{key: getattr(run.schedule, key) for key in _KEPT_OF_SCHEDULE},
             )
             if slices != 1:
                 choice = replace(choice, name=AUTO, slices=slices, slice_cut=way)  # which order is still open
-            flags = {**OF_REPLICAS, **run.megatron} if dp * given.cp > 1 else run.megatron
+            flags = {**OF_REPLICAS, **run.flags} if dp * cp > 1 else run.flags
             candidate = replace(run, parallelism=cut, schedule=choice, megatron=flags)
-            if (reason := _impossible(candidate)) is None:
-                yield candidate
-            else:
+            if (reason := _impossible(candidate)) is not None:
                 rejected[reason] += 1
+                continue
+            if hides_messages(candidate) and not choice.overlap_steps:
+                yield candidate
+            yield without_overlap(candidate)
+
+
+def without_overlap(run: Run) -> Run:
+    """Return a run without the flags that hide messages under Megatron's own schedules alone."""
+    apart = {flag: value for flag, value in run.flags.items() if flag not in STOCK_OVERLAPS.values()}
+    return replace(run, megatron=apart)
+
+
+def hides_messages(run: Run) -> bool:
+    """Return whether a run hides messages within layers as Megatron's own schedules alone can."""
+    execution = run.execution
+    return execution.tp_overlap or execution.ep_overlap
 
 
 def _impossible(run: Run) -> str | None:
@@ -180,9 +198,12 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
     """
     found: dict[Placement, list[Order]] = {}
     pp, layers, slices = run.parallelism.pp, run.model.layers, run.schedule.slices or 1
+    stock = _stock_orders(run) if hides_messages(run) else None
     named, sliced = limits.allowed.get("schedule", ()), tuple(sliced_families())
     for each in families():
         if not (_runs_whole(each) if slices == 1 else each in sliced) or not limits.admits(schedule=each.name):
+            continue
+        if stock is not None and each.name not in stock:
             continue
         if each.name in OUTCLASSED and each.name not in named:
             rejected[f"{each.name}: {OUTCLASSED[each.name]}"] += 1
@@ -201,6 +222,19 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
             else:
                 found.setdefault(placement, []).append(Order(each.name, chunks))
     return found
+
+
+def _stock_orders(run: Run) -> tuple[str, ...]:
+    """Return the families whose orders Megatron has itself. It wants groups of microbatches where there are several chunks, and
+    several chunks, and experts on several ranks that are not recomputed, where microbatches run in pairs.
+    """
+    cut, execution = run.parallelism, run.execution
+    if execution.ep_overlap and (execution.ep == 1 or execution.recompute == "full" or execution.recomputes("moe")):
+        return ()
+    if cut.pp == 1:
+        return ("1f1b",)
+    interleaved = ("interleaved",) * (cut.microbatches % cut.pp == 0)
+    return interleaved if execution.ep_overlap else ("1f1b", *interleaved)
 
 
 def _runs_whole(each: Family) -> bool:
@@ -226,12 +260,13 @@ def _divisors(number: int) -> list[int]:
 
 
 def _pipelines(run: Run) -> list[int]:
-    return _divisors(run.cluster.num_devices // run.parallelism.cp)
+    return _divisors(run.cluster.num_devices)
 
 
 KEYS: Mapping[str, Callable[[Run], Sequence[Any]]] = {
     "tp": lambda run: _divisors(run.cluster.devices_per_node),
     "pp": _pipelines,
+    "cp": _pipelines,
     "dp": _pipelines,
     "micro_batch": lambda run: _MICRO_BATCHES,
     "chunks": lambda run: range(1, _MOST_CHUNKS + 1),

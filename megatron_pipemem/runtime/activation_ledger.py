@@ -147,7 +147,7 @@ class ActivationLedger:
         self._permanent: set[int] = set()
         # The batch lives as long as the data iterator keeps it; held here so that its keys stay taken.
         self._batch: dict[int, StorageWeakRef] = {}
-        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._held: dict[int, StorageWeakRef] = {}
         self._routed = self._routable = self._evenly = 0
         self._leave_out(permanent)
 
@@ -191,10 +191,9 @@ class ActivationLedger:
         if batch is not None and not batch.expired():
             return False
         known = self._held.get(key)
-        if known is not None and not known[0].expired():
+        if known is not None and not known.expired():
             return False
-        storage = tensor.untyped_storage()
-        self._held[key] = (StorageWeakRef(storage), storage.nbytes())
+        self._held[key] = StorageWeakRef(tensor.untyped_storage())
         return True
 
     @_counting
@@ -233,8 +232,10 @@ class ActivationLedger:
     @_counting
     def record(self, action: Action, host_bytes: int = 0) -> None:
         """Note what is held now that ``action`` has ended, and what is away."""
-        self._held = {key: known for key, known in self._held.items() if not known[0].expired()}
-        held = sum(nbytes for _, nbytes in self._held.values())
+        # A checkpoint without output empties storages that autograd keeps, and fills them again in the backward.
+        sizes = {key: _size(known) for key, known in self._held.items()}
+        self._held = {key: known for key, known in self._held.items() if sizes[key] is not None}
+        held = sum(filter(None, sizes.values()))
         routing = self._routed, self._routable, self._evenly
         self.entries.append(LedgerEntry(action, held, host_bytes, *routing, self.tokens_of(action)))
         self._routed = self._routable = self._evenly = 0
@@ -286,6 +287,12 @@ def data_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     parts = tensor.get_data_tensors() if hasattr(tensor, "get_data_tensors") else (tensor,)
     listed = (parts,) if isinstance(parts, torch.Tensor) else parts
     return tuple(part for part in listed if part is not None and part.untyped_storage().nbytes())
+
+
+def _size(storage: StorageWeakRef) -> int | None:
+    """Return the bytes that a storage has now; ``None`` if it is gone."""
+    found = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+    return None if found is None else found.nbytes()
 
 
 def storage_key(tensor: torch.Tensor) -> int:

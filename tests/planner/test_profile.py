@@ -216,6 +216,10 @@ def test_measured_profile_has_the_same_bytes_and_real_seconds(lane):
     assert min(measured.layer.seconds.forward, measured.layer.seconds.input, measured.layer.seconds.weight) > 0
 
 
+def again(*modules: str) -> Execution:
+    return Execution(recompute="selective", recompute_modules=modules)
+
+
 EXECUTIONS = {
     "plain": Execution(),
     "tp2": Execution(micro_batch=3, tp=2),
@@ -266,6 +270,17 @@ CROSSED = {
     "odd experts": (ODD, Execution(ep=2)),
     **{f"hybrid {name}": (HYBRID, EXECUTIONS[name]) for name in ("plain", "tp2-sp")},
     **{f"fine {name}": (FINE, EXECUTIONS[name]) for name in ("plain", "tp2-sp", "full")},
+    **{
+        f"fine {'+'.join(modules)}": (FINE, again(*modules))
+        for modules in (
+            ("mla_up_proj",),
+            ("moe",),
+            ("shared_experts",),
+            ("mlp",),
+            ("mla_up_proj", "mlp", "shared_experts"),
+        )
+    },
+    "fine tp2-sp moe": (FINE, replace(again("moe"), tp=2, sequence_parallel=True)),
 }
 
 
@@ -290,6 +305,8 @@ def test_what_cannot_be_profiled_is_refused(lane):
         (GPT, Execution(cp=2, attention="unfused"), "cp 1"),
         (GPT, Execution(recompute="selective", recompute_modules=("mlp",)), "never ends"),
         (GPT, Execution(recompute="selective", recompute_modules=("activation",)), "no flag"),
+        (FINE, again("moe_act"), "grouped products"),
+        (GPT, again("mla_up_proj"), "no latent attention"),
         (GPT, Execution(tp=8), "does not divide"),
         (replace(GPT, pattern="M-*-M-"), Execution(), "mamba_ssm"),
     ):

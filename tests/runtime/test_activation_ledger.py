@@ -174,3 +174,17 @@ def test_a_tensor_that_cannot_be_counted_ends_the_count_and_nothing_else(caplog)
     assert "NotImplementedError" in ledger.failure and ledger.continued([]).failure == ledger.failure
     assert len(caplog.records) == 1 and "cannot count activations any more" in caplog.text
     assert ActivationLedger([torch.eye(2).to_sparse()]).failure is not None
+
+
+def test_a_storage_counts_for_what_it_has_now():
+    """A checkpoint without output empties its storages after F, and fills them in the backward."""
+    ledger, kept = ActivationLedger(), torch.ones(8)
+    ledger.hold(kept)
+    ledger.record(Action(Kind.F, 0, 0))
+    kept.untyped_storage().resize_(0)
+    ledger.record(Action(Kind.F, 0, 1))
+    kept.untyped_storage().resize_(32)
+    ledger.record(Action(Kind.B, 0, 0))
+    del kept
+    ledger.record(Action(Kind.B, 0, 1))
+    assert [entry.bytes for entry in ledger.entries] == [32, 0, 32, 0]
