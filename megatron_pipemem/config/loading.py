@@ -173,12 +173,13 @@ def locate(name: str, kind: type, user: Path | None = None, key: str | None = No
     Raises:
         ConfigError: there is no such file.
     """
-    path = (user.parent if user else Path()) / name
+    path, folder = (user.parent if user else Path()) / name, getattr(kind, "config_folder", None)
     if name.endswith((".yaml", ".yml")):
         if path.is_file():
             return path
-        raise ConfigError(_absence(path), key=key, file=user)
-    folder = getattr(kind, "config_folder", None)
+        brought = folder and not path.exists() and (SHIPPED / folder / path.name).is_file()
+        also = f", or the name {path.stem!r} of one that the package brings" if brought else ""
+        raise ConfigError(f"{_absence(path)}{also}", key=key, file=user)
     if folder is None:
         raise ConfigError(f"{name!r} is no file; give a path that ends in .yaml, or a mapping", key=key, file=user)
     beside = [user.parent, user.parent.parent] if user else [Path("configs"), Path()]

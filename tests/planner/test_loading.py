@@ -11,6 +11,7 @@ import pytest
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import SHIPPED, load
 from megatron_pipemem.config.model import Execution, Model
+from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner.counts import layer_parameters
 
@@ -62,6 +63,15 @@ def test_names_bases_and_overrides(write):
     assert train.engine == Engine(5, shape=((1, 2), (3,)))
     assert train.spare == Engine(6, "wood", ((1, 2), (3,)))
     assert train.flags == {"a": 1, "b": ["x"], "c": {"d": 1000.0}}
+
+
+def test_a_path_of_the_repository_names_what_the_package_brings(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load("tiny-cpu", Run).parallelism.pp == 4
+    with pytest.raises(ConfigError, match="no file configs/runs/tiny-cpu.yaml; .*, or the name 'tiny-cpu'"):
+        load("configs/runs/tiny-cpu.yaml", Run)
+    with pytest.raises(ConfigError, match="YAML file$"):
+        load("configs/runs/mine.yaml", Run)
 
 
 def test_a_file_changes_parts_of_its_base(write):
