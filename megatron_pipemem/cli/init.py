@@ -27,13 +27,13 @@ from megatron_pipemem.planner.space import OF_REPLICAS
 from megatron_pipemem.schedule.options import STOCK
 
 _MICROBATCHES = 8  # per pipeline rank
-_COMMENTS = {
-    "parallelism": "what pipemem plan chooses",
-    "schedule": f"see pipemem schedules; {STOCK} is Megatron's own",
-    "training": "data: the prefix of a Megatron dataset (PREFIX.bin and PREFIX.idx), or mock",
-    "megatron": "any other flag of the training script",
-    "output": "of reports, timelines and checkpoints",
-}
+_COMMENTS = dict(
+    parallelism="what pipemem plan chooses",
+    schedule=f"see pipemem schedules; {STOCK} is Megatron's own",
+    training="data: the prefix of a Megatron dataset (PREFIX.bin and PREFIX.idx), or mock",
+    megatron="any other flag of the training script",
+    output="of reports, timelines and checkpoints",
+)
 
 
 def init(
@@ -68,17 +68,18 @@ def init(
         raise UnsupportedError(f"{path} is there already; choose another --output")
     cut: dict[str, Any] = {"tp": tp, "pp": devices, "dp": dp, **({"ep": ep} if ep > 1 else {}), "micro_batch": 1}
     cut |= {"global_batch": _MICROBATCHES * devices * dp, "sequence_parallel": tp > 1}
-    raw = {
-        "model": _name(model, path),
-        "cluster": _name(cluster, path),
-        "precision": "bf16",
-        "parallelism": cut,
-        "schedule": {"name": schedule if devices > 1 else STOCK},
-        "training": {"iterations": 20, "save_interval": 0, "data": "mock"},
-        "megatron": {"lr": 1e-4},
-        "output": f"out/runs/{path.stem}",
-    }
-    run = _completed(raw, load(model, Model), load(cluster, Cluster))
+    flags: dict[str, Any] = {"lr": 1e-4}
+    raw: dict[str, Any] = dict(
+        model=_name(model, path),
+        cluster=_name(cluster, path),
+        precision="bf16",
+        parallelism=cut,
+        schedule={"name": schedule if devices > 1 else STOCK},
+        training={"iterations": 20, "save_interval": 0, "data": "mock"},
+        megatron=flags,
+        output=f"out/runs/{path.stem}",
+    )
+    run = _completed(raw, flags, load(model, Model), load(cluster, Cluster))
     reason = feasible(run)
     write_whole(path, _text(raw, path))
     if as_json:
@@ -94,20 +95,20 @@ def _name(given: str, path: Path) -> str:
     return os.path.relpath(given, path.parent) if given.endswith((".yaml", ".yml")) else given
 
 
-def _completed(raw: dict[str, Any], model: Model, cluster: Cluster) -> Run:
-    """Add the keys that depend on the model and the cluster, and return the run."""
+def _completed(raw: dict[str, Any], flags: dict[str, Any], model: Model, cluster: Cluster) -> Run:
+    """Add the keys and flags that depend on the model and the cluster, and return the run."""
     if cluster.backend == "gloo":
         raw["precision"] = "fp32"
     else:
-        raw["megatron"] |= OF_REPLICAS
+        flags |= OF_REPLICAS
     run = typed(raw | {"model": settings_of(model), "cluster": settings_of(cluster)}, Run)
     nodes = min_nodes(run)
     if nodes != cluster.nodes:
         raw["cluster"] = {"base": raw["cluster"], "nodes": nodes}
         run = replace(run, cluster=replace(cluster, nodes=nodes))
     stages = schedule_of(run, request_of(run)).placement.model_stages
-    raw["megatron"] |= layout.flags(model, layout.even(model, stages))  # where Megatron has to be told
-    return replace(run, megatron=raw["megatron"])
+    flags |= layout.flags(model, layout.even(model, stages))  # where Megatron has to be told
+    return replace(run, megatron=flags)
 
 
 def _text(raw: dict[str, Any], path: Path) -> str:

@@ -21,6 +21,7 @@ from megatron_pipemem.launch import slurm
 from megatron_pipemem.launch.command import Command, Nodes, command, min_nodes, ranks_per_node
 from megatron_pipemem.launch.devices import check_devices
 from megatron_pipemem.launch.feasibility import check_data, feasible
+from megatron_pipemem.mcore import INSTALL, is_installed
 
 Set = Annotated[
     list[str] | None,
@@ -93,6 +94,8 @@ def launch(
         raise UnsupportedError(f"{run_file}: {reason}")
     if launcher != "slurm" and not (print_only or as_json):
         check_devices(run)
+        if run.script is None and not is_installed():
+            raise UnsupportedError(INSTALL)
     check_script_flags(run)
     if nodes is not None and nodes < 1:
         raise UnsupportedError(f"--nodes {nodes}: give at least 1, or leave it out for as few as the ranks fill")

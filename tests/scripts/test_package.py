@@ -169,6 +169,9 @@ def test_an_empty_environment_starts_runs(bare: Path, tmp_path: Path) -> None:
     printed = call(bare / "pipemem", "launch", "llama3-70b.yaml", "--print", cwd=tmp_path)
     (script,) = re.findall(r"run (\S+/pretrain_gpt\.py)", printed)
     assert Path(script).is_relative_to(bare.parent) and Path(script).with_name("gpt_pretraining.py").is_file()
+    started = [bare / "pipemem", "launch", "tiny-cpu"]
+    done = subprocess.run(started, cwd=tmp_path, env=OUTSIDE, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "pip install 'megatron-pipemem[megatron]'" in done.stderr.splitlines()[-1]
     submitted = ("grid", "tiny-cpu", "--launcher", "slurm", "--print", "--json")
     batch_file = Path(json.loads(call(bare / "pipemem", *submitted, cwd=tmp_path))["script"])
     assert batch_file.read_text() == (ROOT / "scripts" / "slurm" / "grid.sbatch").read_text()
