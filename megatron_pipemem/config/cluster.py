@@ -66,7 +66,8 @@ class Cluster(Limited):
         memory_gib: of one device.
         reserved_gib: of that, what the driver, the context and communication libraries take.
         tflops: dense bf16 peak of one device, 10^12 per second.
-        achieved: the part of ``tflops`` that a transformer layer's matrix products reach.
+        fp8_tflops: dense peak of 8-bit matrix products; ``None`` if the device has none.
+        achieved: the part of ``tflops``, and of ``fp8_tflops``, that a transformer layer's matrix products reach.
         memory_gb_per_s: of a device's own memory, for what is bound by it (optimizer, norms).
         intra_node: between two devices of a node.
         inter_node: between two devices of different nodes, all devices of a node sending at once.
@@ -89,6 +90,7 @@ class Cluster(Limited):
     nodes: Devices = 1
     devices_per_node: Devices = 8
     reserved_gib: float = 0.0
+    fp8_tflops: Amount | None = None
     achieved: Part = 0.6
     memory_gb_per_s: Amount = 1000.0
     switches: tuple[tuple[int, ...], ...] = ()
@@ -115,6 +117,17 @@ class Cluster(Limited):
     def flops(self) -> float:
         """Per second that one device achieves."""
         return self.tflops * 1e12 * self.achieved
+
+    @property
+    def fp8_flops(self) -> float:
+        """Per second that one device achieves with 8-bit numbers.
+
+        Raises:
+            ConfigError: the cluster does not say.
+        """
+        if self.fp8_tflops is None:
+            raise ConfigError("is not given, and the run multiplies 8-bit numbers; give it", key="cluster.fp8_tflops")
+        return self.fp8_tflops * 1e12 * self.achieved
 
     @property
     def memory_bytes(self) -> float:

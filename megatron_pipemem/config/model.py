@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import ceil
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from megatron_pipemem.config.limits import Amount, Count, CountOrZero, Limit, Limited
 from megatron_pipemem.errors import ConfigError
@@ -249,6 +249,12 @@ Recomputable = Literal["core_attn", "layernorm", "mlp", "activation", "mla_up_pr
 """What ``recompute: selective`` can name."""
 
 
+Fp8 = Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"]
+"""Recipes of 8-bit matrix products."""
+_SCALES = {"blockwise": 4 / 128, "mxfp8": 1 / 32}
+"""Bytes per element of a quantised tensor's scales, of recipes with scales of blocks."""
+
+
 @dataclass(frozen=True)
 class Execution(Limited):
     """Describe how a microbatch runs on one rank: the part of Megatron's flags that its costs depend on.
@@ -266,6 +272,7 @@ class Execution(Limited):
             experts), ``moe_act`` (the experts' activation), ``shared_experts``.
         attention: ``flash`` never keeps the scores, ``unfused`` keeps them as Megatron's local implementation does.
         precision: of parameters and activations.
+        fp8: the recipe by which the layers' linear layers multiply 8-bit numbers; attention and the head do not.
         fused: whether biases, activations and dropout run in Megatron's fused forms, as they do by default.
         implementation: whose linear layers and norms; they differ in what waits for W.
         expert_load: tokens that the experts of a rank get at most, over an even share: above 1 for uneven routing.
@@ -282,6 +289,7 @@ class Execution(Limited):
     recompute_modules: tuple[Recomputable, ...] = ("core_attn",)
     attention: Literal["flash", "unfused"] = "flash"
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    fp8: Fp8 = "none"
     fused: bool = True
     implementation: Literal["local", "transformer_engine"] = "local"
     expert_load: Amount = 1.0
@@ -297,6 +305,11 @@ class Execution(Limited):
     def element(self) -> int:
         """Bytes of an activation's element."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def product_element(self) -> float:
+        """Bytes of an element that a linear layer multiplies, with its share of the scales: what waits for W."""
+        return self.element if self.fp8 == "none" else 1 + _SCALES.get(self.fp8, 0.0)
 
     @property
     def sequence_ranks(self) -> int:
@@ -347,6 +360,10 @@ class Execution(Limited):
                 raise ConfigError(f"{ranks} does not divide {count} {what}", key=key)
         if model.experts and self.tp > 1 and not self.sequence_parallel:
             raise ConfigError("is needed where tensor-parallel ranks share experts", key="sequence_parallel")
+        if self.fp8 not in get_args(Fp8):
+            raise ConfigError(f"is {self.fp8!r}; give one of {', '.join(get_args(Fp8))}", key="fp8")
+        if self.fp8 != "none" and (self.precision == "fp32" or self.implementation == "local"):
+            raise ConfigError("needs Transformer Engine's layers and 16-bit activations", key="fp8")
         if self.recomputes("mla_up_proj") and model.kv_lora_rank is None:
             raise ConfigError("has mla_up_proj, and the model has no latent attention", key="recompute_modules")
         if self.ep > 1 and not model.experts:

@@ -285,6 +285,7 @@ class Run:
             recompute_modules=choice.recompute_modules,
             attention="unfused" if self.on_cpu else "flash",
             precision=self.precision,
+            fp8=str(self.flags.get("fp8-recipe", "delayed")) if self.flags.get("fp8-format") else "none",
             implementation=self.implementation,
             expert_load=self._expert_load(),
             **{name: choice.name == STOCK and bool(self.flags.get(flag)) for name, flag in STOCK_OVERLAPS.items()},

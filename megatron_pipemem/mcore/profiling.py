@@ -93,6 +93,10 @@ def device_name() -> str:
 
 def _check(model: Model, execution: Execution, fake: bool) -> None:
     execution.check(model)
+    if execution.fp8 != "none":
+        raise UnsupportedError(
+            "8-bit products run in Transformer Engine's layers, and profiling builds local ones; give --formulas"
+        )
     if execution.cp > 1 and (not fake or execution.attention == "unfused"):
         raise UnsupportedError(
             "attention over a sequence shared by context-parallel ranks needs those ranks: profile with cp 1, or count bytes "

@@ -10,7 +10,7 @@ that two operations keep counts once. With 16-bit elements and no dropout a GPT 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_pipemem.config.model import Block, Execution, Model, Summed
@@ -60,7 +60,12 @@ def layer_tensors(model: Model, execution: Execution, kind: str | None = None) -
         execution: how a microbatch of it runs on one rank.
         kind: the blocks of the layer; by default as the model's first layer.
     """
-    return tuple(each for block in kind or model.kinds[0] for each in _block_tensors(model, execution, Block(block)))
+    shrinks = execution.product_element / execution.element
+    return tuple(
+        each if each.needed == "I" else replace(each, nbytes=each.nbytes * shrinks)
+        for block in kind or model.kinds[0]
+        for each in _block_tensors(model, execution, Block(block))
+    )
 
 
 def _block_tensors(model: Model, execution: Execution, block: Block) -> Iterable[Saved]:
@@ -70,7 +75,8 @@ def _block_tensors(model: Model, execution: Execution, block: Block) -> Iterable
     between = message_bytes(model, execution)
     yield Saved("input", between, "I")
     yield _statistics("norm's statistics", model, execution, ("layernorm",))
-    waits = block is not Block.EXPERTS or model.shared_expert_ffn  # the router's weight gradient does not
+    # The router's weight gradient does not wait, and its input is never quantised.
+    waits = block is not Block.EXPERTS or (model.shared_expert_ffn and execution.fp8 == "none")
     yield Saved("norm's output", between, "W" if waits else "I", ("layernorm",))
     yield from _WITHIN[block](model, execution)
     if model.dropout:
@@ -94,6 +100,7 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     output = n * model.qkv_width * e / (1 if model.key_heads < tp else tp)
     rotated = model.position == "rope"
     yield Saved("attention's output", heads, "W")
+    yield from _unquantised_output(execution, heads)
     if rotated:
         yield _rotations(model, execution, model.channels)
     yield from _score_tensors(model, execution)
@@ -115,6 +122,12 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
         yield Saved("rotated or normal queries and keys", heads + keys, "I")
     elif model.heads / tp > groups > 1:  # of a single group they are a view
         yield Saved("queries of all groups", heads, "I")
+
+
+def _unquantised_output(execution: Execution, nbytes: float) -> Iterable[Saved]:
+    """List what the backward of attention needs of its output, where the projection behind it keeps that in 8 bits."""
+    if execution.fp8 != "none" and execution.attention == "flash":
+        yield Saved("attention's output in 16 bits", nbytes, "I", ("core_attn",))
 
 
 def _rotations(model: Model, execution: Execution, channels: int, recompute: tuple[str, ...] = ()) -> Saved:
@@ -162,6 +175,7 @@ def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     yield Saved("queries and keys", 2 * heads * model.latent_query_channels, "I", ("mla_up_proj",))
     yield Saved("values", heads * model.v_head_dim, "I", ("mla_up_proj",))
     yield Saved("attention's output", heads * model.v_head_dim, "W")
+    yield from _unquantised_output(execution, heads * model.v_head_dim)
 
 
 def _ffn_tensors(model: Model, execution: Execution, width: int, within: tuple[str, ...]) -> Iterable[Saved]:
@@ -299,7 +313,7 @@ def _gradient_bytes(model: Model, execution: Execution, kind: str) -> float:
         for each in matrices(model, execution, block)
         if each.waits
     )
-    return execution.element * execution.tokens(model) * widths
+    return execution.product_element * execution.tokens(model) * widths
 
 
 def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
@@ -321,4 +335,4 @@ def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) 
         for each in matrices(model, execution, block)
         if each.cut == "columns" and each.copies == 1  # experts get their tokens from a dispatcher
     )
-    return inputs * execution.tokens(model) * execution.element * (1 - 1 / execution.sequence_ranks)
+    return inputs * execution.tokens(model) * execution.product_element * (1 - 1 / execution.sequence_ranks)

@@ -5,6 +5,8 @@ Formulas, with ``n`` tokens of a microbatch on the rank and ``e`` bytes per elem
 * matrix products: FLOPs of ``planner.model`` over the speed that the cluster achieves on large ones. Tiles are computed in
   waves over the device's multiprocessors, of which the last is half empty on average, so a product of ``n`` by ``k`` and
   ``k`` by ``c`` takes as long as one with ``_HALF_WAVE`` results more than ``n c``: small microbatches and slices are slower;
+* with an fp8 recipe, linear layers run at ``fp8_tflops``, and quantising what they multiply moves its bytes. Attention and the
+  head stay in 16 bits;
 * norms, activations, residuals: F writes and reads every tensor that the layer could keep once, I does that twice, at the
   speed of the device's memory;
 * tensor parallelism: two all-reduces of ``n h e`` bytes in F and in I, or with sequence parallelism as many bytes in gathers
@@ -54,6 +56,7 @@ class Price(Summed):
         moved: bytes of them that offload moves each way.
         parameters: on the rank.
         experts: of them, those of experts, which fewer ranks share the optimizer of.
+        cached: bytes of 8-bit copies of weights, by rows and by columns.
     """
 
     seconds: Passes = Passes()
@@ -63,6 +66,7 @@ class Price(Summed):
     moved: float = 0.0
     parameters: int = 0
     experts: int = 0
+    cached: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -102,19 +106,22 @@ def layer(
     everything_again = execution.recompute == "full"
     repeated = sum(sum(seconds) for block, seconds in of_blocks if execution.recomputes(*_REPEATS.get(block, ())))
     repeated += everything_again * (messages + ring)
-    shown = _shown_messages(execution, [seconds for _, seconds in of_blocks], plain * (1 / cluster.flops))
+    tails = _tails(model, execution, kind)
+    products = _product_seconds(execution, cluster, plain, tails)
+    shown = _shown_messages(execution, [seconds for _, seconds in of_blocks], products)
     # Backward, the ring passes keys and values again, and their gradients, behind twice the products.
     communication = shown + Passes(ring, 2 * ring + repeated)
-    again = (flops.input - plain.input) / cluster.flops + everything_again * moving
+    again = products.forward + moving
+    if not everything_again:
+        more = flops.input - plain.input
+        core = min(more, (plain.forward - plain.weight) * execution.recomputes("core_attn"))
+        again = core / cluster.flops + (more - core) / _rate(execution, cluster)
     if execution.recompute == "selective":
         # What is made again is written, from about as much that is read.
         dropped = activations.layer_bytes(model, replace(execution, recompute="none"), kind).saved
         dropped -= activations.layer_bytes(model, execution, kind).saved
         again += 2 * max(0.0, dropped) / (cluster.memory_gb_per_s * 1e9)
-    tails = _tails(model, execution, kind)
-    computing = (plain + tails) * (1 / cluster.flops) + Passes(moving, 2 * moving)
-    if everything_again:
-        again += tails.forward / cluster.flops
+    computing = products + Passes(moving, 2 * moving) + _quantising_seconds(model, execution, cluster, kind)
     computing = each_pass(operator.mul, computing, pace)
     again = again * pace.input + repeated
     return Price(
@@ -125,6 +132,7 @@ def layer(
         moved=activations.moved_bytes(model, execution, kind),
         parameters=counts.layer_parameters(model, execution, kind),
         experts=counts.expert_parameters(model, execution, kind),
+        cached=_cached_bytes(model, execution, kind),
     )
 
 
@@ -254,6 +262,46 @@ def _tails(model: Model, execution: Execution, kind: str) -> Passes:
     products = [each for block in kind for each in counts.matrices(model, execution, block) if each.waits]
     forward, backward = sum(each.depth(tp) for each in products), sum(each.width(tp) for each in products)
     return Passes(forward, backward, len(products) * n) * (2 * _HALF_WAVE)
+
+
+def _cached_bytes(model: Model, execution: Execution, kind: str) -> float:
+    if execution.fp8 == "none":
+        return 0.0
+    matrices = (each for block in kind for each in counts.matrices(model, execution, block) if each.waits)
+    return 2 * execution.product_element * sum(each.parameters(execution.tp) for each in matrices)
+
+
+def _product_seconds(execution: Execution, cluster: Cluster, flops: Passes, tails: Passes) -> Passes:
+    """Return the seconds of matrix products, of which attention's are never of 8-bit numbers.
+
+    Args:
+        execution: says what linear layers multiply.
+        cluster: has the speeds.
+        flops: of a layer. W has linear layers alone, and F and I have as many of theirs.
+        tails: of ``_tails``.
+    """
+    linear = Passes(flops.weight, flops.weight, flops.weight)
+    return (linear + tails) * (1 / _rate(execution, cluster)) + (flops + linear * -1) * (1 / cluster.flops)
+
+
+def _rate(execution: Execution, cluster: Cluster) -> float:
+    """Return the FLOPs per second of linear layers."""
+    return cluster.flops if execution.fp8 == "none" else cluster.fp8_flops
+
+
+def _quantising_seconds(model: Model, execution: Execution, cluster: Cluster, kind: str) -> Passes:
+    """Return the seconds in which inputs and output gradients of linear layers are read, and written in 8 bits twice: by
+    rows for one product, by columns for the other.
+    """
+    if execution.fp8 == "none":
+        return Passes()
+    products = [each for block in kind for each in counts.matrices(model, execution, block) if each.waits]
+    moved = execution.tokens(model) * (execution.element + 2 * execution.product_element)
+    inputs, outputs = (
+        moved * sum(side(each, execution.tp) * each.visits for each in products)
+        for side in (counts.Matrix.depth, counts.Matrix.width)
+    )
+    return Passes(inputs, outputs) * (1 / (cluster.memory_gb_per_s * 1e9))
 
 
 def _shown_messages(execution: Execution, messages: Sequence[tuple[float, float]], products: Passes) -> Passes:
