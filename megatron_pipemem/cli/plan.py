@@ -13,7 +13,7 @@ import typer
 from megatron_pipemem.cli.checks import check_output, check_seconds
 from megatron_pipemem.cli.common import console, print_json
 from megatron_pipemem.cli.launch import Set
-from megatron_pipemem.cli.options import Json, Yes
+from megatron_pipemem.cli.options import Json
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
@@ -28,7 +28,6 @@ from megatron_pipemem.planner.variants import PLAIN
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.core.memory_cap import parse_bytes
 from megatron_pipemem.schedule.core.slices import FLOPS
-from megatron_pipemem.schedule.size import check_affordable
 from megatron_pipemem.schedule.stream import LEAST_GAIN
 
 _REASONS = 12
@@ -58,7 +57,6 @@ def plan_command(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE.yaml", help="Write the best as a run for `pipemem launch`.")
     ] = None,
-    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Choose tensor, pipeline and data parallelism, microbatch, schedule and recompute for a run, and rank what fits.
@@ -84,9 +82,6 @@ def plan_command(
     check_output(output, (".yaml", ".yml"), "a run")
     check_seconds("--search-seconds", search_seconds)
     limits, nbytes = _limits(only or ()), None if memory is None else parse_bytes("--memory", memory)
-    if not yes:
-        longest, batch = min(run.cluster.num_devices, run.model.layers + 2), run.parallelism.global_batch
-        check_affordable(longest, batch, 1, f"a global batch of {batch} on up to {longest} pipeline ranks makes")
     pace = None if profile is None else _pace(profile, run)
     with showing("planning"):
         answer = plan(run, nbytes, limits, top, search_seconds, pace)

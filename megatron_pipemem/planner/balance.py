@@ -18,12 +18,14 @@ from megatron_pipemem.config import hybrid, layout
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.planner.memory import request_of, schedule_of
-from megatron_pipemem.planner.replay import Replay, extended, lengths
+from megatron_pipemem.planner.replay import Price, Replay, Timing, priced, shortest
 from megatron_pipemem.planner.step import Step, loads_of, price
 from megatron_pipemem.planner.variants import vocabulary_step
 from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.progress import tell
+from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.options import AUTO
@@ -127,12 +129,21 @@ class _Scale:
         self._barriers = request.barriers
         # A schedule file has its own number of microbatches, and the passes of a vocabulary are fitted to all of them.
         whole = request.file is not None or self._barriers
-        counts = (cut.microbatches,) if whole else lengths(cut.pp, cut.microbatches)
-        self._orders = [schedule_of(_with_microbatches(run, count), request) for count in counts]
-        self._replays = [] if self._barriers else [Replay(order) for order in self._orders]
-        self.placement = self._orders[0].placement
+        self._count = cut.microbatches if whole else shortest(cut.pp, cut.microbatches)
+        self._order = self._order_of(self._count)
+        self._replays = {} if self._barriers else {self._count: Replay(self._order)}
+        self.placement = self._order.placement
         self.stages = self.placement.model_stages
         self._loads, self._stays = loads_of(run, self.placement, bool(self._barriers))
+
+    def _order_of(self, microbatches: int) -> Schedule:
+        return schedule_of(_with_microbatches(self.run, microbatches), self._request)
+
+    def _replay(self, microbatches: int) -> Replay:
+        """Return the replay of a step, which all layouts share."""
+        if microbatches not in self._replays:
+            self._replays[microbatches] = Replay(self._order_of(microbatches))
+        return self._replays[microbatches]
 
     def layout(self, name: str, layers: tuple[int, ...]) -> Layout:
         """Return what comes of layers per stage.
@@ -143,13 +154,23 @@ class _Scale:
         """
         step = self._step(layers)
         if self._barriers:
-            shape = Shape(self.placement.num_devices, None, self._orders[0].num_microbatches)
-            whole = resolve(replace(self._request, file=self._orders[0]), shape, Knowledge(step.costs)).schedule
+            shape = Shape(self.placement.num_devices, None, self._order.num_microbatches)
+            whole = resolve(replace(self._request, file=self._order), shape, Knowledge(step.costs)).schedule
             timeline = simulate(whole, step.costs)
             seconds, peaks = timeline.makespan, timeline.peaks
         else:
-            seconds, peaks = extended(self._replays, self.run.parallelism.microbatches, step.costs)
+            seconds, peaks = self._price(step.costs)
         return Layout(name, layers, step, seconds + step.outside, step.held(peaks))
+
+    def _price(self, costs: Costs) -> Price:
+        if self._request.file is not None:
+            return self._replay(self._count).timing(costs).price
+
+        def timing(count: int) -> Timing:
+            return self._replay(count).timing(costs)
+
+        cut = self.run.parallelism
+        return priced(timing, cut.pp, cut.microbatches)
 
     def best(self) -> tuple[int, ...]:
         """Return the layers of every stage with which a step is shortest, of those that were tried."""
@@ -203,13 +224,16 @@ class _Scale:
             left -= 1
             tell(partial(_standing, left))
             seconds = self._short(step)
-            if seconds < shortest * (1 - _TOLERANCE) and max(step.held(self._replays[0].peaks(step.costs))) <= most:
+            if (
+                seconds < shortest * (1 - _TOLERANCE)
+                and max(step.held(self._replay(self._count).peaks(step.costs))) <= most
+            ):
                 best, slowest, shortest, tried = layers, max(step.work), seconds, 0
         return self.layout("", best)
 
     def _short(self, step: Step) -> float:
         """Return the seconds of a step, or of one with fewer microbatches that tells as much."""
-        return self._replays[0].makespan(step.costs)
+        return self._replay(self._count).makespan(step.costs)
 
     def _may_replace(self, best: tuple[int, ...], layers: tuple[int, ...], source: int) -> bool:
         """Return whether stages can hold these layers, with one piece less on ``source`` than those of ``best``."""

@@ -15,7 +15,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -25,23 +25,30 @@ from megatron_pipemem.errors import PipememError
 from megatron_pipemem.planner.asynchronous import asynchronous
 from megatron_pipemem.planner.plans import Answer, Base, Entry, Group, Plan
 from megatron_pipemem.planner.prices import MeasuredSlowdown
-from megatron_pipemem.planner.replay import family_schedule, lengths, measured, same_passes
+from megatron_pipemem.planner.replay import (
+    MOST_ACTIONS,
+    Price,
+    Timing,
+    family_schedule,
+    measured,
+    priced,
+    same_passes,
+    shortest,
+)
 from megatron_pipemem.planner.slices import sliced_step
 from megatron_pipemem.planner.space import SEARCHED, Limits, Order, cuts, hides_messages, orders
 from megatron_pipemem.planner.step import Step, least_seconds, least_static, price
 from megatron_pipemem.planner.variants import PLAIN, Variant, variants
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.bounds import lower_bound
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap, loosened
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap
 from megatron_pipemem.schedule.core.progress import doing, rare_collection, tell
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.request import Request
 from megatron_pipemem.schedule.resolve import resolve
-from megatron_pipemem.schedule.stream import stream
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +113,7 @@ class _Planner:
         self.queue: list[Entry] = []
         self.aside: list[Entry] = []
         self._effort: float = _EFFORT
-        self._times: dict[object, tuple[float, tuple[float, ...]]] = {}
+        self._times: dict[object, Price] = {}
         for cut in cuts(run, limits, self.rejected):
             if least_static(cut) > memory:
                 self.rejected[TOO_MUCH_STATIC] += 1
@@ -131,7 +138,7 @@ class _Planner:
             elif isinstance(entry, Base):
                 self._vary(entry, _short(entry.group.run))
             elif isinstance(entry, Plan):
-                self._run_in_full(entry)
+                self._vary(entry.base, entry.run.parallelism.microbatches)
             else:
                 self._price(entry)
         return found
@@ -195,7 +202,7 @@ class _Planner:
         if run.schedule.overlap_steps or _slices(run) > 1 or hides_messages(run):
             return
         for base, makespan, peaks in asynchronous(run, self.limits, self._pace, self.rejected):
-            self._wait(self._plan(base, None, makespan, peaks))
+            self._wait(self._plan(base, None, Price(makespan, peaks)))
 
     def _bound(self, run: Run, step: Step, found: list[Order], variant: Variant | None) -> None:
         room = step.room(self._memory)
@@ -242,34 +249,23 @@ class _Planner:
         else:
             self._put(made.seconds, made)
 
-    def _run_in_full(self, plan: Plan) -> None:
-        """Let a plan whose step was extended from shorter ones wait with what all its microbatches take."""
-        cut = plan.run.parallelism
-        if plan.base.group.variant is not None:
-            self._vary(plan.base, cut.microbatches)
-            return
-        passes = (plan.schedule, cut.pp, cut.microbatches, cut.chunks, plan.step.costs)
-        makespan, peaks = measured(*passes, in_full=True, overlaps=plan.run.schedule.overlap_steps)
-        made = replace(plan, makespan=makespan, peaks=plan.step.held(peaks), extended=False)
-        self._wait(made if made.peak <= self._memory else None)
-
     def _run_order(self, group: Group, order: Order) -> Plan | None:
         """``None`` where it does not fit."""
-        cut, costs, slices = group.run.parallelism, group.step.costs, _slices(group.run)
-        if slices > 1:
-            sliced = family_schedule(order.name, cut.pp, cut.microbatches, order.chunks, slices=slices)
-            found = self._found(Base(group, order), sliced)
-            return None if found is None else replace(found, order=None)  # which its name and the slices stand for
-        if "costs" in family(order.name).options:
-            fitted = family_schedule(order.name, cut.pp, cut.microbatches, order.chunks, costs)
-            return self._found(Base(group, order), fitted)
-        seconds, peaks = self._measured(group, order)
-        if not self._may_fit(group, peaks):
-            return None
-        return replace(_plan(Base(group, order), None, seconds, peaks), extended=_extended(group.run))
+        cut, slices = group.run.parallelism, _slices(group.run)
+        if slices == 1 and "costs" not in family(order.name).options:
+            return self._plan(Base(group, order), None, self._measured(group, order))
 
-    def _measured(self, group: Group, order: Order) -> tuple[float, tuple[float, ...]]:
-        """Return seconds and peaks of an order alone, which offload and both ways to cut the vocabulary start from."""
+        def build(count: int) -> Schedule:
+            costs = None if slices > 1 else group.step.costs
+            return family_schedule(order.name, cut.pp, count, order.chunks, costs, slices)
+
+        found = self._built(Base(group, order), build, cut.microbatches)
+        if found is None or slices == 1:
+            return found
+        return replace(found, order=None)  # which its name and the slices stand for
+
+    def _measured(self, group: Group, order: Order) -> Price:
+        """Return the price of an order alone, which offload and both ways to cut the vocabulary start from."""
         cut, costs = group.run.parallelism, group.step.costs
         key = (order, cut.pp, cut.microbatches, same_passes(costs))
         if key not in self._times:
@@ -282,7 +278,7 @@ class _Planner:
         seconds, peaks = self._measured(group, order)
         if variant.frees_memory and self._fits(group, peaks):
             self.rejected[f"{variant.name}: the order fits without"] += 1
-        elif not variant.frees_memory and not self._may_fit(group, peaks):
+        elif not variant.frees_memory and not self._fits(group, peaks):
             self.rejected[TOO_HIGH] += 1
         else:
             self._put(max(group.bound, seconds + group.step.outside), Base(group, order))
@@ -307,9 +303,13 @@ class _Planner:
         rest = base.group.run.parallelism.microbatches - microbatches
         group, order, variant = base.group, base.order, base.group.variant
         assert variant is not None
+
+        def build(count: int) -> Schedule:
+            alone = family_schedule(order.name, group.run.parallelism.pp, count, order.chunks)
+            return variant.apply(alone, group.step, group.step.room(self._memory))
+
         try:
-            alone = family_schedule(order.name, group.run.parallelism.pp, microbatches, order.chunks)
-            found = self._found(base, variant.apply(alone, group.step, group.step.room(self._memory)))
+            found = self._built(base, build, microbatches)
         except PipememError as error:
             self.rejected[f"{variant.name} cannot be had with {order.name}: {error}"] += 1
             return
@@ -318,31 +318,31 @@ class _Planner:
             found = replace(found, order=None, makespan=makespan, extended=True)
         self._wait(found)
 
+    def _built(self, base: Base, build: Callable[[int], Schedule], microbatches: int) -> Plan | None:
+        """Return a plan for an order that is built for its costs, if it fits. The plan has no order if that is too long."""
+        run, step = base.group.run, base.group.step
+        if 3 * microbatches * _slices(run) * step.placement.num_stages <= MOST_ACTIONS:
+            return self._found(base, build(microbatches))
+        overlaps = run.schedule.overlap_steps
+
+        def timing(count: int) -> Timing:
+            return Timing.simulated(build(count), step.costs, overlaps)
+
+        return self._plan(base, None, priced(timing, run.parallelism.pp, microbatches))
+
     def _found(self, base: Base, schedule: Schedule) -> Plan | None:
         """Return a plan for an order that no family's name stands for, if it fits."""
-        timeline = simulate(schedule, base.group.step.costs)
-        seconds = timeline.makespan
-        if base.group.run.schedule.overlap_steps:
-            seconds = stream(schedule, timeline.costs, steps=1).period
-        return self._plan(base, schedule, seconds, timeline.peaks)
+        timing = Timing.simulated(schedule, base.group.step.costs, base.group.run.schedule.overlap_steps)
+        return self._plan(base, schedule, timing.price)
 
-    def _plan(self, base: Base, schedule: Schedule | None, makespan: float, peaks: Sequence[float]) -> Plan | None:
+    def _plan(self, base: Base, schedule: Schedule | None, price: Price) -> Plan | None:
         """Return a plan, if it fits."""
-        return _plan(base, schedule, makespan, peaks) if self._fits(base.group, peaks) else None
+        if not self._fits(base.group, price.peaks):
+            return None
+        return Plan(_configured(base), base, schedule, price.seconds, base.group.step.held(price.peaks))
 
     def _fits(self, group: Group, peaks: Sequence[float]) -> bool:
         return max(group.step.held(peaks)) <= self._memory
-
-    def _may_fit(self, group: Group, peaks: Sequence[float]) -> bool:
-        """Return whether an order may fit. An extended peak is rounded: one that is over by a hair is judged when all
-        microbatches have been run.
-        """
-        most = loosened(self._memory) if _extended(group.run) else self._memory
-        return max(group.step.held(peaks)) <= most
-
-
-def _plan(base: Base, schedule: Schedule | None, makespan: float, peaks: Sequence[float]) -> Plan:
-    return Plan(_configured(base), base, schedule, makespan, base.group.step.held(peaks))
 
 
 def _standing(found: int, count: int, waiting: int, bound: float) -> str:
@@ -351,12 +351,7 @@ def _standing(found: int, count: int, waiting: int, bound: float) -> str:
 
 def _short(run: Run) -> int:
     """Return microbatches of the shortest step that tells of a whole one."""
-    return lengths(run.parallelism.pp, run.parallelism.microbatches)[0]
-
-
-def _extended(run: Run) -> bool:
-    """Return whether seconds and peaks of its step come from shorter ones at first."""
-    return len(lengths(run.parallelism.pp, run.parallelism.microbatches)) > 1
+    return shortest(run.parallelism.pp, run.parallelism.microbatches)
 
 
 def _slices(run: Run) -> int:

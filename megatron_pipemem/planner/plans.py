@@ -31,7 +31,7 @@ class Plan:
         order: the passes, where no family's name stands for them.
         makespan: seconds of the schedule alone; from step to step where no barrier stands between steps.
         peaks: bytes per pipeline rank, everything included.
-        extended: from shorter steps, until it is run in full.
+        extended: a bound, from a shorter step, until all microbatches are priced.
     """
 
     run: Run = field(repr=False)
@@ -75,7 +75,7 @@ class Plan:
         cut, costs = self.run.parallelism, self.step.costs
         if self.order is not None:
             return Replay(self.order).makespan(costs) / self.makespan
-        return measured(self.schedule, cut.pp, cut.microbatches, cut.chunks, costs, in_full=True)[0] / self.makespan
+        return measured(self.schedule, cut.pp, cut.microbatches, cut.chunks, costs).seconds / self.makespan
 
     @property
     def peak(self) -> float:

@@ -1,24 +1,147 @@
-"""Compute the makespan of one order under many costs.
+"""Price long steps by what repeats in them, and one order under many costs.
 
 A planner prices the same order again and again: other tensor parallelism, other microbatches, the same sequence of passes. What
 every pass waits for is worked out once; a replay is then one sweep over the passes and agrees with ``simulate``.
+
+The middle of a long step repeats. A device that starts at times ``x`` with the microbatches in flight ends its part of them at
+``A(x)``, where adding a constant to all of ``x`` adds it to ``A(x)``. So if all of the devices' passes end later by the same
+time in a step that is longer by some microbatches, they do so again for as many microbatches more: the price of a step of any
+length follows from two short ones. If passes end later by different times, the step has not come to its rhythm, and twice as
+many microbatches are tried.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
+from math import isclose, lcm
+from typing import NamedTuple
 
 from megatron_pipemem.schedule.core.action import PLAIN
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import peaks
+from megatron_pipemem.schedule.core.simulator import peaks, simulate
 from megatron_pipemem.schedule.core.walk import Times
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.stream import until_they_repeat
+from megatron_pipemem.schedule.stream import stream, until_they_repeat
 
-_LONG = 4  # a step of more microbatches per device than this is two shorter ones, extended
+_SHORT = 3  # microbatches per device of the shortest step that may have come to its rhythm
+_LONGEST_RHYTHM = 8  # microbatches per device
+_SHORT_REPLAYS, _LONG_REPLAYS = 256, 4  # that are kept
+MOST_ACTIONS = 300_000
+"""Of a step that is built; a longer one is priced by shorter ones."""
+
+
+class Price(NamedTuple):
+    """Say what a step takes.
+
+    Args:
+        seconds: of the step; from step to step if no barrier stands between steps.
+        peaks: of every device, the most that it holds.
+    """
+
+    seconds: float
+    peaks: tuple[float, ...]
+
+
+class Timing(NamedTuple):
+    """Say how a step of a schedule goes.
+
+    Args:
+        schedule: that is run.
+        price: of the step.
+        ends: per device, when every action of its order ends.
+    """
+
+    schedule: Schedule
+    price: Price
+    ends: Sequence[Sequence[float]]
+
+    @classmethod
+    def simulated(cls, schedule: Schedule, costs: Costs, overlaps: bool = False) -> Timing:
+        """Return the timing of any schedule.
+
+        Args:
+            schedule: of a step.
+            costs: what actions take, in seconds, and hold.
+            overlaps: whether no barrier stands between steps.
+        """
+        timeline = simulate(schedule, costs)
+        seconds = stream(schedule, costs, steps=1).period if overlaps else timeline.makespan
+        return cls(schedule, Price(seconds, timeline.peaks), [[end for _, end in spans] for spans in timeline.spans])
+
+
+def priced(run: Callable[[int], Timing], num_devices: int, num_microbatches: int) -> Price:
+    """Return the price of a step of any length.
+
+    A step of up to some eight microbatches per device, or whose middle never comes to a rhythm, is run as a whole; one that is
+    too long for that is extended from the longest that was run.
+
+    Args:
+        run: returns the timing of a step of so many microbatches.
+        num_devices: pipeline ranks.
+        num_microbatches: of the step.
+    """
+    rhythm, count = _rhythm(num_devices), shortest(num_devices, num_microbatches)
+    while 2 * (count + rhythm) < num_microbatches:
+        shorter, longer = run(count), run(count + rhythm)
+        actions = sum(map(len, longer.schedule.orders))
+        if _repeats(shorter, longer) or 2 * actions > MOST_ACTIONS:
+            return _extended(shorter, longer, num_microbatches)
+        count = _congruent(2 * count, num_microbatches, rhythm)
+    return run(num_microbatches).price
+
+
+def shortest(num_devices: int, num_microbatches: int) -> int:
+    """Return the microbatches of the shortest step that tells of a long one.
+
+    Args:
+        num_devices: pipeline ranks.
+        num_microbatches: of the long one.
+    """
+    rhythm = _rhythm(num_devices)
+    short = _congruent(_SHORT * num_devices, num_microbatches, rhythm)
+    return short if 2 * (short + rhythm) < num_microbatches else num_microbatches
+
+
+def _congruent(least: int, number: int, modulus: int) -> int:
+    """Return the least number from ``least`` on that differs from ``number`` by a multiple of ``modulus``."""
+    return least + (number - least) % modulus
+
+
+def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> Price:
+    """Return the price of a step that goes on like the longer one. Peaks stay, unless all microbatches are held at once."""
+    (before, held_before), (after, held_after) = shorter.price, longer.price
+    few, many = shorter.schedule.num_microbatches, longer.schedule.num_microbatches
+    seconds = after + (num_microbatches - many) / (many - few) * (after - before)
+    held = (
+        b * num_microbatches / many if isclose(b * few, a * many) else b
+        for a, b in zip(held_before, held_after, strict=True)
+    )
+    return Price(seconds, tuple(held))
+
+
+def _rhythm(num_devices: int) -> int:
+    """Return a number of microbatches in which the groups of all families are whole: groups of ``p``, or of half as many."""
+    whole = lcm(num_devices, -(-num_devices // 2))
+    return whole if whole <= _LONGEST_RHYTHM * num_devices else num_devices
+
+
+def _repeats(shorter: Timing, longer: Timing) -> bool:
+    """Return whether the second halves of two steps have the same passes, and the longer ends all of them later by the same."""
+    later, rounding = longer.price.seconds - shorter.price.seconds, 1e-9 * longer.price.seconds
+    if longer.price.peaks != shorter.price.peaks:
+        return False
+    for a, b, ends, later_ends in zip(
+        shorter.schedule.orders, longer.schedule.orders, shorter.ends, longer.ends, strict=True
+    ):
+        pairs = zip(reversed(a), reversed(b), reversed(ends), reversed(later_ends), strict=False)
+        for mine, other, end, later_end in islice(pairs, len(a) // 2):
+            if mine[:2] != other[:2] or not isclose(later_end - end, later, rel_tol=0.0, abs_tol=rounding):
+                return False
+    return True
 
 
 class Replay:
@@ -40,27 +163,48 @@ class Replay:
 
     def makespan(self, costs: Costs) -> float:
         """Return the makespan in seconds."""
-        return max(self._run(costs)((0.0,) * self.schedule.num_devices))
+        return max(self._run(costs)(self._idle).free)
 
     def period(self, costs: Costs) -> float:
         """Return the seconds from step to step without a barrier between steps."""
-        run = self._run(costs)
-        idle = (0.0,) * self.schedule.num_devices
-        period, _ = until_they_repeat(self.schedule.name, lambda _, begins: run(begins), idle)
-        return period
+        return self._repeated(costs)[0]
 
-    def _run(self, costs: Costs) -> Callable[[Sequence[float]], list[float]]:
-        """Return what tells when devices end a step, from when they begin it."""
+    def timing(self, costs: Costs, overlaps: bool = False) -> Timing:
+        """Return the timing of a step.
+
+        Args:
+            costs: what actions take, in seconds, and hold.
+            overlaps: whether no barrier stands between steps; the seconds are then from step to step.
+        """
+        seconds, begins = self._repeated(costs) if overlaps else (None, self._idle)
+        times = self._run(costs)([begin - min(begins) for begin in begins])
+        lanes = self._found.lanes[: self.schedule.num_devices]
+        ends = [times.ends[nodes.start : nodes.stop] for nodes in lanes]
+        price = Price(max(times.free) if seconds is None else seconds, self.peaks(costs))
+        return Timing(self.schedule, price, ends)
+
+    @property
+    def _idle(self) -> tuple[float, ...]:
+        return (0.0,) * self.schedule.num_devices
+
+    def _repeated(self, costs: Costs) -> tuple[float, tuple[float, ...]]:
+        """Return the seconds from step to step without a barrier, and when the devices begin a step once steps repeat."""
+        run, devices = self._run(costs), self.schedule.num_devices
+        period, ends = until_they_repeat(self.schedule.name, lambda _, begins: run(begins).free[:devices], self._idle)
+        return period, ends[-1]
+
+    def _run(self, costs: Costs) -> Callable[[Sequence[float]], Times]:
+        """Return a function that runs a step, from when the devices begin it."""
         costs.require_alike("a replay")
         found, seconds = self._found, costs.seconds(self.schedule.placement)
         prices = [seconds[kind][stage] for kind, stage in found.kinds]
         lags = [costs.link_seconds(*link) for link in found.links]
 
-        def run(begins: Sequence[float]) -> list[float]:
+        def run(begins: Sequence[float]) -> Times:
             times = Times(found.graph, prices, lags, 0.0)
             times.free[: len(begins)] = begins
             times.run(self._steps)
-            return times.free[: len(begins)]
+            return times
 
         return run
 
@@ -69,7 +213,6 @@ class Replay:
         return peaks(self.schedule, costs)
 
 
-@lru_cache(maxsize=256)
 def replay(name: str, num_devices: int, num_microbatches: int, chunks: int | None) -> Replay:
     """Return a replay of a family's schedule.
 
@@ -82,7 +225,15 @@ def replay(name: str, num_devices: int, num_microbatches: int, chunks: int | Non
     Raises:
         PipememError: the family cannot be built so.
     """
+    kept = _short_replay if num_microbatches <= 3 * _SHORT * num_devices else _long_replay
+    return kept(name, num_devices, num_microbatches, chunks)
+
+
+def _replay(name: str, num_devices: int, num_microbatches: int, chunks: int | None) -> Replay:
     return Replay(family_schedule(name, num_devices, num_microbatches, chunks))
+
+
+_short_replay, _long_replay = (lru_cache(size)(_replay) for size in (_SHORT_REPLAYS, _LONG_REPLAYS))
 
 
 def family_schedule(
@@ -107,15 +258,6 @@ def family_schedule(
     return build_schedule(name, num_devices=p, num_microbatches=m, costs=costs, **options)
 
 
-def lengths(num_devices: int, num_microbatches: int) -> tuple[int, ...]:
-    """Return how many microbatches to run instead of all of a step: all, or two shorter steps to extend."""
-    whole = num_devices * _LONG
-    if num_microbatches <= whole + 3 * num_devices:
-        return (num_microbatches,)
-    longer = whole + num_microbatches % num_devices
-    return longer - num_devices, longer
-
-
 def same_passes(costs: Costs) -> tuple[object, ...]:
     """Return what a replay depends on: it is equal for costs that differ in transfers or in the vocabulary's passes
     only.
@@ -126,15 +268,9 @@ def same_passes(costs: Costs) -> tuple[object, ...]:
 
 
 def measured(
-    name: str,
-    num_devices: int,
-    num_microbatches: int,
-    chunks: int | None,
-    costs: Costs,
-    in_full: bool = False,
-    overlaps: bool = False,
-) -> tuple[float, tuple[float, ...]]:
-    """Return seconds and peaks of a family's step.
+    name: str, num_devices: int, num_microbatches: int, chunks: int | None, costs: Costs, overlaps: bool = False
+) -> Price:
+    """Return the price of a family's step.
 
     Args:
         name: of the family.
@@ -142,30 +278,10 @@ def measured(
         num_microbatches: of one step.
         chunks: stages per device; ``None`` where the family has no choice.
         costs: what actions take, in seconds, and hold.
-        in_full: run all microbatches, however many.
         overlaps: whether no barrier stands between steps; the seconds are then from step to step.
     """
-    counts = (num_microbatches,) if in_full else lengths(num_devices, num_microbatches)
-    return extended([replay(name, num_devices, count, chunks) for count in counts], num_microbatches, costs, overlaps)
 
+    def run(count: int) -> Timing:
+        return replay(name, num_devices, count, chunks).timing(costs, overlaps)
 
-def extended(
-    steps: Sequence[Replay], num_microbatches: int, costs: Costs, overlaps: bool = False
-) -> tuple[float, tuple[float, ...]]:
-    """Return seconds and peaks of a step: its own, or those of two shorter ones, extended.
-
-    Args:
-        steps: of as many microbatches as ``lengths`` says.
-        num_microbatches: of the whole step.
-        costs: what actions take, in seconds, and hold.
-        overlaps: whether no barrier stands between steps; the seconds are then from step to step.
-    """
-    seconds_of = Replay.period if overlaps else Replay.makespan
-    if len(steps) == 1:
-        return seconds_of(steps[0], costs), steps[0].peaks(costs)
-    shorter, longer = (each.schedule.num_microbatches for each in steps)
-    a, b = steps
-    more = (num_microbatches - longer) / (longer - shorter)
-    seconds = seconds_of(b, costs)
-    held = zip(a.peaks(costs), b.peaks(costs), strict=True)
-    return seconds + more * (seconds - seconds_of(a, costs)), tuple(y + more * (y - x) for x, y in held)
+    return priced(run, num_devices, num_microbatches)

@@ -85,7 +85,6 @@ def test_no_command_takes_sizes_of_0(refuses, name):
         (("convert", "1f1b", "x.csv", "-p", 4, "-m", 100_000_000), "actions"),
         (("pareto", "-p", 4, "-m", 100_000_000), "actions"),
         (("check", "FILE", "-m", 100_000_000), "actions"),
-        (("plan", TINY, "--set", "parallelism.global_batch=100000000"), "a global batch of 100000000 on up to 8"),
         (("launch", TINY, "--set", "parallelism.global_batch=100000000"), "a global batch of 100000000 on 4"),
     ],
 )
@@ -96,6 +95,14 @@ def test_what_takes_long_is_asked_about(refuses, tmp_path, arguments, says):
     line = refuses(*(file if each == "FILE" else each for each in arguments))
     assert says in line and line.endswith("or go on with --yes"), line
     assert time.process_time() - began < 20
+
+
+def test_a_plan_is_never_too_large(pipemem):
+    limits = ("--only", "tp=1", "--only", "pp=4", "--only", "micro_batch=1", "--search-seconds", 0, "--json")
+    done = pipemem("plan", TINY, "--set", "parallelism.global_batch=100000000", *limits)
+    assert done.exit_code == 0, done.output
+    best = json.loads(done.stdout)["plans"][0]
+    assert best["microbatches"] == 50_000_000 and best["bubble_rate"] < 1e-6
 
 
 def test_with_yes_it_goes_on(pipemem, monkeypatch):

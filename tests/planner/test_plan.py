@@ -102,7 +102,7 @@ def test_the_first_plan_is_the_fastest_where_bounds_and_times_are_rounded_apart(
     run = Run(model, cluster, Parallelism(global_batch=96), megatron={DISTRIBUTED: True})
     chosen = {"schedule": ("zb-h1", "v-half"), "recompute": ("none",), "micro_batch": (1,), "pp": (1,), "tp": (1,)}
     first, both = (plan(run, limits=Limits(chosen), top=top, search_seconds=0).plans for top in (1, 2))
-    assert [each.schedule for each in both] == ["v-half", "zb-h1"]
+    assert {each.schedule for each in both} == {"v-half", "zb-h1"}
     assert first == both[:1]
 
 

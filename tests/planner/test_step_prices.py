@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_pipemem.config import layout
@@ -15,8 +15,10 @@ from megatron_pipemem.config.cluster import GIB, Cluster, HostChannel, Link
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.config.runs import Parallelism, ScheduleChoice
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.command import script_flags
 from megatron_pipemem.launch.feasibility import feasible
+from megatron_pipemem.planner import replay as replay_module
 from megatron_pipemem.planner.activations import head_bytes, layer_bytes
 from megatron_pipemem.planner.memory import held
 from megatron_pipemem.planner.prices import all_reduce, embedding, head, layer
@@ -28,7 +30,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
+from megatron_pipemem.schedule.registry import build_schedule, families, synchronous_schedules
 from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
 
 
@@ -130,14 +132,53 @@ def test_a_replay_is_a_simulation(devices, microbatches, seed):
         assert found.peaks(costs) == timeline.peaks
 
 
+LONG = [each.name for each in families() if not each.asynchronous and each.slices == 1 and "costs" not in each.options]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(LONG),
+    st.integers(2, 6),
+    st.integers(4, 20),
+    st.integers(0, 5),
+    st.sampled_from([0.0, 0.05, 0.5]),
+    st.sampled_from([0.1, 0.9, 1.0]),
+    st.integers(0, 2**32),
+)
+def test_the_price_of_a_long_step_is_that_of_its_simulation(name, p, times, more, p2p, least, seed):
+    """From equal stages to those that differ ten times, with groups of microbatches that are whole and that are not."""
+    rng, m = random.Random(seed), times * p + more
+    try:
+        schedule = build_schedule(name, num_devices=p, num_microbatches=m)
+    except UnsupportedError:
+        assume(False)
+    f, i, w = ([rng.uniform(least, 1.0) for _ in range(schedule.placement.model_stages)] for _ in range(3))
+    costs = Costs(f, i, w, p2p=p2p)
+    timeline = simulate(schedule, costs)
+    price = measured(name, p, m, None, costs)
+    assert price.seconds == pytest.approx(timeline.makespan, rel=0.005)
+    assert price.peaks == pytest.approx(timeline.peaks)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("microbatches", [48, 51])
-def test_long_steps_are_extended(name, microbatches):
-    costs = Costs(1.0, 1.2, 0.8, p2p=0.05)
-    timeline = simulate(build_schedule(name, num_devices=4, num_microbatches=microbatches), costs)
-    seconds, peaks = measured(name, 4, microbatches, None, costs)
-    assert seconds == pytest.approx(timeline.makespan, rel=0.01)
-    assert peaks == pytest.approx(timeline.peaks)
+def test_a_step_that_is_too_long_to_build_is_priced_by_shorter_ones(name, monkeypatch):
+    """A stage in the middle that is a little slower than the ends: it takes long until all devices keep its time."""
+    built = []
+
+    def family_schedule(name, p, m, *rest):
+        built.append(m)
+        return build_schedule(name, num_devices=p, num_microbatches=m)
+
+    stages = build_schedule(name, num_devices=4, num_microbatches=4).num_stages
+    seconds = [1.0 + 0.05 * (stage == stages // 2) for stage in range(stages)]
+    costs = Costs(seconds, seconds, seconds, p2p=0.05)
+    whole = simulate(build_schedule(name, num_devices=4, num_microbatches=1024), costs)
+    monkeypatch.setattr(replay_module, "family_schedule", family_schedule)
+    monkeypatch.setattr(replay_module, "MOST_ACTIONS", 10_000)
+    replay_module._long_replay.cache_clear()
+    price = measured(name, 4, 1024, None, costs)
+    assert price.seconds == pytest.approx(whole.makespan, rel=0.005) and price.peaks == pytest.approx(whole.peaks)
+    assert max(built, default=0) < 512
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(sum))

@@ -11,6 +11,8 @@ from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.core.placement import Placement
 
+_MOST_TRIED = 4096  # ways to share a cap between two kinds of work; with more, parts of passes change next to nothing
+
 
 def lower_bound(
     placement: Placement,
@@ -204,7 +206,7 @@ def _most(shares: Sequence[Share], cap: float, whole: bool = True) -> float:
             total += seconds * min(count, left)
             left -= min(count, left)
         return total
-    if whole and len(shares) == 2:
+    if whole and len(shares) == 2 and shares[0][2] <= _MOST_TRIED:
         (seconds, memory, count), other = shares
         return total + max(
             n * seconds + _most([other], cap - n * memory) for n in range(min(count, int(loosened(cap / memory))) + 1)
