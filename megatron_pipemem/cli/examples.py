@@ -7,6 +7,7 @@ from textwrap import indent
 from typing import Any, Literal
 
 from rich.console import Console
+from typer import BadParameter
 from typer.core import TyperCommand
 
 _LEAST_COLUMNS = 80
@@ -36,7 +37,12 @@ class CommandWithExamples(TyperCommand):
     # Contexts are those of click, which typer has taken in and does not export.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.obj = list(args)  # as typed
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except BadParameter as error:
+            if not error.message and self.examples:  # an argument is missing
+                error.message = f"For example: {self.examples[0][0]}"
+            raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self.rich_markup_mode = markup()

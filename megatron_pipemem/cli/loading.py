@@ -24,7 +24,7 @@ from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary, head_on_last_stage
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
-from megatron_pipemem.schedule.options import AUTO, OFF, check_recompute, parse_options, slice_counts
+from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, check_recompute, parse_options, slice_counts
 from megatron_pipemem.schedule.registry import check_options, family
 from megatron_pipemem.schedule.request import SEARCH_OPTIONS, Request, check_search_options
 from megatron_pipemem.schedule.resolve import ChosenSchedule, resolve, vocabulary_ways
@@ -32,6 +32,15 @@ from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.size import is_fitted
 from megatron_pipemem.schedule.text.csv_format import LETTERS, Table, read_schedule_file, read_table
 from megatron_pipemem.schedule.text.lint import find_obstacle
+
+
+def named(name: str, chunks: int | None) -> str:
+    """Return the family behind a name: for ``stock``, the order that Megatron itself runs with so many chunks, with a note."""
+    if name != STOCK:
+        return name
+    own = "1f1b" if (chunks or 1) == 1 else "interleaved"
+    report_note(f"{STOCK} is the order of Megatron itself: {own}, with --chunks {chunks or 1}")
+    return own
 
 
 @dataclass(frozen=True)

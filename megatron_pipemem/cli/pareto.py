@@ -90,6 +90,9 @@ def pareto(
         out.print(picture.table([point for point in points if show_all or not point.dominated]))
         for trade in cheap:
             out.print(str(trade), soft_wrap=True, markup=False)
+        if layers is None:
+            allowed = f"up to {most} chunks per device are allowed, since the number of layers is unknown"
+            out.print(f"{allowed}; --layers N allows as many as N layers have", soft_wrap=True, markup=False)
         hidden = len(found) - len(front)
         if hidden and not show_all:
             out.print(f"{hidden} dominated schedules are not listed; --all lists them", soft_wrap=True, markup=False)

@@ -10,7 +10,7 @@ import typer
 from megatron_pipemem.cli.checks import check_output, check_steps
 from megatron_pipemem.cli.common import console, print_json, report_note
 from megatron_pipemem.cli.completion import complete_schedules
-from megatron_pipemem.cli.loading import check_attention, load_and_simulate
+from megatron_pipemem.cli.loading import check_attention, load_and_simulate, named
 from megatron_pipemem.cli.options import NAME_HELP, Json, Question, takes_group
 from megatron_pipemem.cli.prices import price_layers
 from megatron_pipemem.cli.progress import showing
@@ -44,6 +44,7 @@ def show(
         pipemem show zbv -p 8 -m 16 --output zbv.json
     """
     check_output(output, SUFFIXES, "a picture")
+    names = [named(name, asked.chunks) for name in names]
     prices, timelines = price_layers(names, asked), []
     for name in names:
         with showing(f"building, proving and simulating {name}"):

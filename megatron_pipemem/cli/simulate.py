@@ -13,7 +13,7 @@ import typer
 from megatron_pipemem.cli.checks import check_steps
 from megatron_pipemem.cli.common import console, print_facts, print_json
 from megatron_pipemem.cli.completion import complete_schedules
-from megatron_pipemem.cli.loading import Loaded, check_attention, load_and_simulate
+from megatron_pipemem.cli.loading import Loaded, check_attention, load_and_simulate, named
 from megatron_pipemem.cli.options import NAME_HELP, Json, Question, takes_group
 from megatron_pipemem.cli.prices import price_layers
 from megatron_pipemem.cli.progress import showing
@@ -87,6 +87,7 @@ def simulate(
         # a large vocabulary
         pipemem simulate 1f1b -p 8 -m 32 --vocab-parallel auto --head-cost 2.5layers --layers 32
     """
+    name = named(name, asked.chunks)
     prices = price_layers([name], asked)
     with showing(f"building, proving and simulating {name}"):
         loaded, timeline, reason = load_and_simulate(name, asked, prices)

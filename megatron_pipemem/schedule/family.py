@@ -10,6 +10,7 @@ from typing import Any
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.brief import brief
 from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import peaks, simulate
 
 _SIZES = ((4, 8), (4, 4), (2, 4), (8, 16), (3, 6), (1, 2))
 """Devices and microbatches of a family's example: the first that it takes."""
@@ -48,10 +49,15 @@ PEAK_OF_SLICES = Formula("(p+n-1)/(pn)", lambda p, m, n, **_: min(p + n - 1, m *
 
 
 class _Fact:
-    """A field of ``Family`` that is found out, by its example, unless it was declared."""
+    """A field of ``Family`` that is found out, by its example, unless it was declared.
 
-    def __init__(self, found: Callable[[Family], object]) -> None:
-        self.found = found
+    Args:
+        found: finds it out.
+        checked: whether a declared value must be the one that the example has. A formula for all sizes need not be.
+    """
+
+    def __init__(self, found: Callable[[Family], object], checked: bool = True) -> None:
+        self.found, self.checked = found, checked
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -66,18 +72,27 @@ class _Fact:
         family.__dict__[self._name] = declared
 
 
-def _fact[T](found: Callable[[Family], T]) -> T:
+def _fact[T](found: Callable[[Family], T], checked: bool = True) -> T:
     """Return a ``_Fact`` for a field, typed as what the field gives (as ``dataclasses.field`` is)."""
-    fact: Any = _Fact(found)
+    fact: Any = _Fact(found, checked)
     return fact
+
+
+def _size_of_example(family: Family) -> str:
+    return f"p={family.example.num_devices}, m={family.example.num_microbatches}"
+
+
+def _idle_seconds(family: Family) -> float:
+    timeline = simulate(family.example)
+    return timeline.makespan - timeline.ideal
 
 
 @dataclass(frozen=True)
 class Family:
     """A row of the schedule table.
 
-    From ``placement`` on, what is left out is found out: a schedule is built when somebody asks. What is declared is checked
-    by ``check``.
+    ``peak``, ``bubble`` and the fields from ``placement`` on are found out if they are left out: a schedule is built on
+    demand. A declared field is checked by ``check``.
 
     Args:
         name: what the user types.
@@ -85,7 +100,7 @@ class Family:
             with the options below only.
         summary: one sentence for the user who chooses.
         peak: highest activation memory of any device, in activation units, for many microbatches; a ``Formula``, or a text
-            that no test can check.
+            that no test can check. Measured on the example by default.
         bubble: idle time of a step, for many microbatches; likewise.
         source: arXiv number and section.
         min_devices: fewest devices it works with.
@@ -105,9 +120,9 @@ class Family:
     name: str
     build: Callable[..., Schedule]
     summary: str
-    peak: str
-    bubble: str
-    source: str
+    peak: str = _fact(lambda f: f"{max(peaks(f.example)):.4g} ({_size_of_example(f)})", checked=False)
+    bubble: str = _fact(lambda f: f"{_idle_seconds(f):.4g} ({_size_of_example(f)}, F=I=W=1)", checked=False)
+    source: str = ""
     min_devices: int = 1
     options: Mapping[str, str] = field(default_factory=dict)
     needs: str = ""
@@ -153,7 +168,7 @@ class Family:
             UnsupportedError: the family builds nothing, or something else than it declares.
         """
         for name, fact in vars(Family).items():
-            if not isinstance(fact, _Fact):
+            if not isinstance(fact, _Fact) or not fact.checked:
                 continue
             declared, found = self.__dict__[name], fact.found(self)
             if declared is None or declared == found or (name, found) == ("chunks", None):

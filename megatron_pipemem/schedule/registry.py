@@ -55,6 +55,9 @@ def register_schedule(family: Family, *, replace: bool = False) -> Family:
     return family
 
 
+_LISTED = 8  # names in place of an unknown one
+
+
 def family(name: str) -> Family:
     """Return the family of that name.
 
@@ -71,7 +74,11 @@ def family(name: str) -> Family:
     known = sorted({*table, *offered})
     near = get_close_matches(name.lower().replace("_", "-"), known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise UnknownScheduleError(f"unknown schedule {name!r}; {hint}known: {', '.join(known)}")
+    listed = get_close_matches(name.lower(), known, n=_LISTED, cutoff=0.0)
+    raise UnknownScheduleError(
+        f"unknown schedule {name!r}; {hint}known: {', '.join(listed)} and {len(known) - len(listed)} more, which "
+        "`pipemem schedules` lists"
+    )
 
 
 def families() -> tuple[Family, ...]:

@@ -125,6 +125,7 @@ def test_pareto_says_what_caps_nothing_fits(pipemem):
     said = pipemem("pareto", "-p", 2, "-m", 4, "--caps", "0.01,1", "--seconds", 1)
     assert said.exit_code == 0
     assert said.stderr.splitlines() == ["note: no schedule was found that fits a memory cap of 0.01"]
+    assert "up to 8 chunks per device" in said.stdout and "--layers" in said.stdout
 
 
 def test_pareto_refuses_caps_that_are_none(refuses):

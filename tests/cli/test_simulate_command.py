@@ -414,3 +414,16 @@ def test_the_head_of_slices_has_its_part_in_each(pipemem_json):
     whole = pipemem_json("simulate", "seq1f1b", "-o", "slices=1", *one)
     cut = pipemem_json("simulate", "seq1f1b", "-o", "slices=4", *one, "--attention-share", 0.3)
     assert cut["ideal"] == pytest.approx(whole["ideal"])
+
+
+@pytest.mark.parametrize(("chunks", "own"), [((), "1f1b"), (("-v", 2), "interleaved")])
+def test_stock_is_megatrons_own_order(pipemem, chunks, own):
+    asked, ours = (pipemem("simulate", name, "-p", 4, "-m", 8, *chunks, "--json") for name in ("stock", own))
+    assert json.loads(asked.stdout) == json.loads(ours.stdout)
+    assert own in asked.stderr and not ours.stderr
+
+
+def test_a_missing_argument_is_shown_by_example(pipemem):
+    for command, example in (("simulate", "pipemem simulate v-half"), ("plan", "pipemem plan")):
+        done = pipemem(command)
+        assert done.exit_code == 2 and example in done.stderr

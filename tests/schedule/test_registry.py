@@ -63,11 +63,13 @@ def test_unknown_names_suggest_the_nearest(asked: str, suggested: str) -> None:
     with pytest.raises(UnknownScheduleError, match=f"did you mean '{suggested}'") as raised:
         build_schedule(asked, num_devices=4, num_microbatches=8)
     assert str(raised.value).startswith(f"unknown schedule '{asked}'; ")
-    assert all(each.name in str(raised.value) for each in families())
+    listed = str(raised.value).partition("known: ")[2].partition(" and ")[0].split(", ")
+    assert len(set(listed)) == 8 and set(listed) <= {each.name for each in families()} and suggested in listed
 
 
 def test_a_name_like_no_other_gets_the_list_only() -> None:
-    with pytest.raises(UnknownScheduleError, match="unknown schedule 'xylophone'; known: "):
+    more = len(families()) - 8
+    with pytest.raises(UnknownScheduleError, match=f"unknown schedule 'xylophone'; known: .* and {more} more"):
         family("xylophone")
 
 
@@ -254,6 +256,15 @@ def test_an_installed_package_may_register_its_family_itself(ask, tmp_path: Path
     monkeypatch.syspath_prepend(tmp_path)
     assert ask()[-1].summary == "registers itself"
     assert family("mine") is sys.modules[name].FAMILY
+
+
+def test_a_peak_and_a_bubble_that_nobody_declares_are_measured() -> None:
+    plain = Family("mine", family("gpipe").build, "three lines are enough")
+    p, m = plain.example.num_devices, plain.example.num_microbatches
+    assert plain.peak.startswith(f"{m / p:.4g} (p={p}, m={m}")
+    assert plain.bubble.startswith(f"{3 * (p - 1)} (p={p}, m={m}")
+    plain.check()
+    assert replace(plain, peak="7").peak == "7"
 
 
 def test_what_is_not_declared_is_found_out() -> None:

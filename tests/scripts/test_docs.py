@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_pipemem.cli.app import load_commands
+from megatron_pipemem.config.refusals import SCHEDULES, refuse
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.flags import flag_parser
 from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, SELECTIVE_SECONDS, Costs
@@ -18,6 +20,7 @@ from megatron_pipemem.schedule.core.single_queue import run_single_queues
 from megatron_pipemem.schedule.features.windows import family_window, steady
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
+from megatron_pipemem.schedule.stream import stream
 
 ROOT = Path(__file__).parents[2]
 UNEQUAL = Costs(1, 1.5, 0.5)
@@ -128,6 +131,31 @@ def test_offload():
     assert f"is the paper's `10 / (3 (6h + s)) C / B`: {10 / (3 * 7 * 4096) * 220 / 15 * 1e3:.3f}" in text(
         "docs/planning.md"
     )
+
+
+def test_steps_without_a_barrier():
+    found = stream(build_schedule("zbv", num_devices=8, num_microbatches=16), steps=8)
+    step, period, gain = f"{found.synchronous:.4g}", f"{found.period:.4g}", f"{found.gain:.3f}"
+    assert f"a step {step}, period {period}, gain {gain}" in text("docs/steps-without-barrier.md")
+    assert f"makespan {step}, period {period}: {gain} times as fast" in text("docs/how-it-works.md")
+    other = stream(build_schedule("zbv", num_devices=8, num_microbatches=16), Costs(1, 1.2, 0.8))
+    assert f"gain {other.gain:.3f}" in text("docs/steps-without-barrier.md")
+    assert "--pipemem-overlap-steps" in text("docs/how-it-works.md")
+
+
+def test_no_page_sends_cuda_graphs_or_user_buffers_to_a_schedule():
+    """Every schedule refuses both."""
+    rows = (ROOT / "docs" / "when-not-to-use.md").read_text(encoding="utf-8").splitlines()
+    for flag, setting in (("cuda_graph_impl", "local"), ("tp_comm_overlap", True)):
+        with pytest.raises(UnsupportedError):
+            refuse({flag: setting}.get, SCHEDULES)
+        told = [row for row in rows if flag.replace("_", "-") in row]
+        assert len(told) == 1 and told[0].endswith("| stock Megatron |")
+    assert sum("CUDA graphs" in row or "user buffers" in row for row in rows) == 1
+
+
+def test_the_readme_counts_no_schedules():
+    assert not re.search(r"[Aa]ll \d+ schedules", text("README.md"))
 
 
 def test_when_not_to_use():
