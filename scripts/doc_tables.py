@@ -12,15 +12,21 @@ import argparse
 import io
 import json
 import re
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import quickstart
 from rich.console import Console
 
 from megatron_pipemem.config import refusals
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.loading import load, typed
+from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.planner.profile import from_formulas
+from megatron_pipemem.schedule.baseline import share_of_1f1b
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.registry import build_schedule, families
@@ -41,6 +47,10 @@ COSTS = {"1 : 1 : 1": Costs(1, 1, 1), "1 : 1.5 : 0.5": Costs(1, 1.5, 0.5)}
 COMPARED = ("1f1b", "v-half", "v-min", "zbv")
 SEARCHES = {"`auto`, cap 0.625, two chunks as `v-half`": 2, "`auto`, cap 0.625, up to eight chunks": 8}
 CAP = 0.625
+SEQUENCE, TENSOR_RANKS = 4096, 8
+LAYERS = {"TE": "transformer_engine", "local": "local"}
+"""Whose layers the bytes are of: both with sequence parallelism, of Llama-70B in bf16."""
+PEAKS = ("units", *(f"bytes, {name}" for name in LAYERS))
 SLICES = (1, 2, 4, 8)
 SLICED = ("seq1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
 
@@ -48,16 +58,30 @@ SLICED = ("seq1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
 def table_of_costs() -> str:
     rows = {f"`{name}`": [_family(name, costs) for costs in COSTS.values()] for name in COMPARED}
     rows |= {what: [_found(chunks, costs) for costs in COSTS.values()] for what, chunks in SEARCHES.items()}
-    return "\n".join(
-        [
-            f"| schedule | peak memory | {' | '.join(f'bubble at F : I : W = {ratio}' for ratio in COSTS)} |",
-            f"|---|---|{'---|' * len(COSTS)}",
-            *(
-                f"| {name} | {max(run.peak for run in runs):.3f} | {' | '.join(f'{run.bubble_rate:.1%}' for run in runs)} |"
-                for name, runs in rows.items()
-            ),
-        ]
-    )
+    lines = [["schedule", *PEAKS, *(f"bubble at F : I : W = {ratio}" for ratio in COSTS)]]
+    for name, runs in rows.items():
+        peaks = [f"{max(each):.{digits}f}" for digits, *each in zip((3, 2, 2), *map(_peaks, runs), strict=True)]
+        lines.append([name, *peaks, *(f"{run.bubble_rate:.1%}" for run in runs)])
+    return _rows(lines)
+
+
+@cache
+def _memory(implementation: str) -> Costs:
+    """The bytes of the layers, embedding and head of Llama-70B."""
+    model, cluster = replace(load("llama3-70b", Model), sequence=SEQUENCE), load("h100-80g", Cluster)
+    cut = {"tp": TENSOR_RANKS, "sequence_parallel": True, "implementation": implementation}
+    return Costs(memory=from_formulas(model, typed(cut, Execution), cluster).costs().memory)
+
+
+def _peaks(run: Timeline) -> list[float]:
+    """The peak in activation units, and as a share of 1F1B's bytes with either's layers."""
+    shares = [share_of_1f1b(simulate(run.schedule, _memory(each))) for each in LAYERS.values()]
+    return [run.peak, *(share for share in shares if share is not None)]
+
+
+def _rows(lines: Sequence[Sequence[str]]) -> str:
+    head, *rows = lines
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)).replace(" --- ", "---")
 
 
 def _family(name: str, costs: Costs, **options: int) -> Timeline:
@@ -73,14 +97,16 @@ def _found(chunks: int, costs: Costs) -> Timeline:
 
 
 def table_of_schedules() -> str:
-    rows = ["| name | placement | peak | bubble | messages | from |", "|---|---|---|---|---|---|"]
+    lines = [["name", "placement", *PEAKS, "bubble", "messages", "from"]]
     for family in families():
         run = _family(family.name, Costs())
-        rows.append(
-            f"| `{family.name}` | {family.placement} | {run.peak:.3f} | {run.bubble_rate:.1%} "
-            f"| {run.messages} | {family.source.split(';')[0]} |"
+        units, *in_bytes = _peaks(run)
+        peaks = [f"{units:.3f}", *(f"{share:.2f}" for share in in_bytes)]
+        source = family.source.split(";")[0]
+        lines.append(
+            [f"`{family.name}`", family.placement, *peaks, f"{run.bubble_rate:.1%}", str(run.messages), source]
         )
-    return "\n".join(rows)
+    return _rows(lines)
 
 
 def table_of_slices() -> str:

@@ -175,7 +175,8 @@ def gallery_page(runs: dict[str, Timeline]) -> str:
         "# Gallery",
         "",
         "Every schedule on four devices with eight microbatches, where F, I and W take equally long and messages take no time.",
-        "A peak of 1 is what 1F1B's first device holds. Drag to move, press + and - to zoom, and point at an action.",
+        "A peak of 1 is what 1F1B's first device holds (equal stages, W free).",
+        "Drag to move, press + and - to zoom, and point at an action.",
         "`pipemem show NAME -p 4 -m 8` draws the same.",
     ]
     for each in families():

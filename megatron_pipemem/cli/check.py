@@ -21,6 +21,7 @@ from megatron_pipemem.cli.loading import read_schedule
 from megatron_pipemem.cli.options import DIALECT_HELP, Dialect, Json, MemoryCapText, Yes, at_least_one
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.report.run import UNITS
 from megatron_pipemem.schedule.core.action import SENDS
 from megatron_pipemem.schedule.core.memory_cap import parse_caps
 from megatron_pipemem.schedule.core.schedule import Schedule
@@ -88,7 +89,7 @@ def check(
             if name != "file"
         ),
     )
-    out.print("(bubble and peak with F = I = W; 1 is the peak of 1F1B)", style="dim", soft_wrap=True)
+    out.print(f"(bubble with F = I = W; peak in {UNITS})", style="dim", soft_wrap=True)
 
 
 def _cap(text: str | None) -> float | tuple[float, ...] | None:

@@ -16,10 +16,13 @@ from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report import pareto as picture
 from megatron_pipemem.report.picture import SUFFIXES
+from megatron_pipemem.schedule.baseline import in_shares_of_1f1b
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import peaks
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.options import OFF
 from megatron_pipemem.schedule.pareto import Choice, bound_line, choices, trades, useful_caps
 from megatron_pipemem.schedule.search import MAX_CHUNKS
 from megatron_pipemem.schedule.search.cache import ResultCache
@@ -42,6 +45,9 @@ def pareto(
 ) -> None:
     """Compare bubble and peak memory of all families and of searched schedules; only the front is a choice.
 
+    Peaks are shares of 1F1B's bytes for the same model where ``--costs FILE`` has bytes (``pipemem profile``), otherwise in
+    activation units: equal stages, and nothing more held from I to W than from F to I.
+
     With ``--vocab-parallel auto`` all of them stand there three times: with the head on the last stage, and cut over all
     devices by either algorithm. Asynchronous families and those with two replicas of the weights are left out: they
     train, or hold, something else.
@@ -56,7 +62,11 @@ def pareto(
     check_output(output, SUFFIXES, "bubble against peak")
     check_seconds("--seconds", seconds)
     check_layers(asked.layers, devices)
-    prices = replace(parse_costs(asked.costs, asked.p2p), memory=None)
+    prices = parse_costs(asked.costs, asked.p2p)
+    if asked.vocab_parallel != OFF:  # shards of the head hold bytes that no costs say
+        prices = replace(prices, memory=None)
+    prices = in_shares_of_1f1b(prices, devices, microbatches)
+    in_bytes = prices.memory is not None
     wanted = useful_caps(devices) if caps is None else _parse_caps(caps)
     switch = asked.vocab_parallel
     barriers = {"off": (0,), "auto": (0, 1, 2)}.get(switch) or (BARRIERS_OF_ALGORITHM[int(switch)],)
@@ -80,14 +90,14 @@ def pareto(
     if as_json:
         print_json(
             {
-                "choices": [_facts(choice) for choice in found if show_all or not choice.dominated],
+                "choices": [_facts(choice, in_bytes) for choice in found if show_all or not choice.dominated],
                 "trades": [str(trade) for trade in cheap],
                 "output": None if output is None else str(output),
             }
         )
     else:
         out = console()
-        out.print(picture.table([point for point in points if show_all or not point.dominated]))
+        out.print(picture.table([point for point in points if show_all or not point.dominated], in_bytes))
         for trade in cheap:
             out.print(str(trade), soft_wrap=True, markup=False)
         if layers is None:
@@ -99,7 +109,7 @@ def pareto(
     if output is not None:
         title = f"p = {devices}, m = {microbatches}, costs {asked.costs}"
         with showing(f"working out the bound, and drawing {output}"):
-            picture.save_pareto(points, output, bound_line(found, prices, priced), title)
+            picture.save_pareto(points, output, bound_line(found, prices, priced), title, in_bytes)
         if not as_json:
             console().print(str(output), soft_wrap=True, markup=False)
 
@@ -134,14 +144,15 @@ def _point(choice: Choice, work: float) -> picture.Point:
     )
 
 
-def _facts(choice: Choice) -> dict[str, object]:
+def _facts(choice: Choice, in_bytes: bool) -> dict[str, object]:
     return {
         "schedule": choice.schedule.name,
         "memory_cap": choice.cap,
         "vocabulary_barriers": choice.schedule.vocabulary_barriers,
         "placement": choice.schedule.placement.name,
         "chunks": choice.schedule.placement.num_chunks,
-        "peak_activation": choice.peak,
+        "peak_activation": max(peaks(choice.schedule)),
+        "share_of_1f1b": choice.peak if in_bytes else None,
         "makespan": choice.makespan,
         "bubble_rate": choice.bubble_rate,
         "dominated": choice.dominated,

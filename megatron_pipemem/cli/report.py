@@ -80,7 +80,12 @@ def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
         chosen = {point.index for point in front(points)}
         rows = [
             asdict(result)
-            | {"peak_bytes": result.peak_bytes, "peaks_agree": result.peaks_agree, "front": result.index in chosen}
+            | {
+                "peak_bytes": result.peak_bytes,
+                "share_of_1f1b": result.share_of_1f1b,
+                "peaks_agree": result.peaks_agree,
+                "front": result.index in chosen,
+            }
             for result in results
             if result is not None
         ]

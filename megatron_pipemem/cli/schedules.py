@@ -13,6 +13,7 @@ from megatron_pipemem.cli.options import Devices, Json, Microbatches, ScheduleMo
 from megatron_pipemem.cli.prices import with_channel
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report import TerminalTimeline
+from megatron_pipemem.report.run import UNITS
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.simulator import simulate
@@ -38,8 +39,9 @@ def schedules(
 ) -> None:
     """List every schedule: what it holds at its peak, how long it idles, what it needs; or explain one, with a picture.
 
-    Peaks are in activation units: 1 is what 1F1B's first device holds. Bubbles are for many microbatches, with F, I, W,
-    B the seconds of one device's share of the model, p devices, m microbatches and v chunks. Asynchronous schedules
+    Peaks are in activation units: 1 is what 1F1B's first device holds, with equal stages and with nothing more held from I
+    to W than from F to I. Bubbles are for many microbatches, with F, I, W, B the seconds of one device's share of the model,
+    p devices, m microbatches and v chunks. Asynchronous schedules
     update weights in the middle of a step, so they train differently from all others.
 
     Examples:
@@ -93,7 +95,7 @@ def _facts(chosen: Family) -> Iterator[tuple[str, str]]:
     chunks = "" if chosen.chunks is None else f", {chosen.chunks} chunk{'s' if chosen.chunks > 1 else ''} per device"
     yield "placement", f"{chosen.placement}{chunks}"
     yield "backward", _backward(chosen)
-    yield "peak", f"{chosen.peak} (1 is what 1F1B's first device holds)"
+    yield "peak", f"{chosen.peak} {UNITS}"
     yield "bubble", chosen.bubble
     yield "source", chosen.source
     for need in _needs(chosen):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
+from megatron_pipemem.report.run import UNITS
 from megatron_pipemem.report.timeline import (
     IDLE,
     KIND_NAMES,
@@ -37,7 +38,7 @@ def page(timelines: Sequence[Timeline]) -> str:
     parts = {
         "@TITLE@": escape(", ".join(timeline.schedule.name for timeline in timelines)),
         "@FACTS@": escape("; ".join(run.headline for run in runs)) + ".",
-        "@UNITS@": " Memory is in activation units: 1 (dashed) is the peak of 1F1B." if in_units else "",
+        "@UNITS@": f" Memory is in {UNITS}; 1 is dashed." if in_units else "",
         "@DATA@": text.replace("</", "<\\/"),  # "</" would end the script element that holds the data
         "@STYLE@": _part("page.css"),
         "@SCRIPT@": _part("page.js"),

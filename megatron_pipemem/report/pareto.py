@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report.picture import axes_for_points, figure_of, write_picture
+from megatron_pipemem.report.run import UNITS
 from megatron_pipemem.report.tables import FittingTable
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Point:
     Args:
         name: its name, with the options that tell it from others of its family.
         placement: where its stages are; one colour and marker each.
-        peak: the most a device holds, in activation units (1 is the peak of 1F1B).
+        peak: the most a device holds, as a share of the peak of 1F1B.
         bubble_rate: part of the makespan that the busiest device idles, from 0 to 1; where points share the work among
             devices in different ways, that of the most even way for all, so that the faster point is the lower.
         dominated: whether another one is no worse in both and better in one.
@@ -49,10 +50,15 @@ class Point:
     is_search: bool = False
 
 
-def table(points: Sequence[Point]) -> FittingTable:
-    """Return the points by peak, a rich renderable; those on the front are marked, dominated ones dim."""
+def table(points: Sequence[Point], in_bytes: bool = False) -> FittingTable:
+    """Return the points by peak, a rich renderable; those on the front are marked, dominated ones dim.
+
+    Args:
+        points: one per schedule.
+        in_bytes: whether peaks are shares of 1F1B's bytes, and not in activation units.
+    """
     columns = ("front", "schedule", "placement", "peak", "bubble")
-    rows = FittingTable(columns, text=("front", "schedule", "placement"))
+    rows = FittingTable(columns, text=("front", "schedule", "placement"), caption=f"peak: in {_unit(in_bytes)}")
     for point in sorted(points, key=_by_peak):
         rows.add_row(
             "" if point.dominated else "*",
@@ -66,7 +72,11 @@ def table(points: Sequence[Point]) -> FittingTable:
 
 
 def save_pareto(
-    points: Sequence[Point], path: str | Path, bound: Sequence[tuple[float, float]] = (), title: str = ""
+    points: Sequence[Point],
+    path: str | Path,
+    bound: Sequence[tuple[float, float]] = (),
+    title: str = "",
+    in_bytes: bool = False,
 ) -> Path:
     """Draw the points with their front; the suffix of ``path`` chooses PNG or SVG. Folders are made as needed.
 
@@ -75,15 +85,22 @@ def save_pareto(
         path: the file.
         bound: ``(memory, bubble rate)`` by memory: what no schedule with no more than that can beat.
         title: above the picture.
+        in_bytes: whether peaks are shares of 1F1B's bytes, and not in activation units.
 
     Raises:
         UnsupportedError: the suffix is neither, there are no points, or matplotlib is missing.
         OutputError: the file cannot be written.
     """
-    return write_picture(lambda: draw(points, bound, title), path, "bubble against peak")
+    return write_picture(lambda: draw(points, bound, title, in_bytes), path, "bubble against peak")
 
 
-def draw(points: Sequence[Point], bound: Sequence[tuple[float, float]] = (), title: str = "") -> Figure:
+def _unit(in_bytes: bool) -> str:
+    return "shares of 1F1B's bytes, for the same model" if in_bytes else UNITS
+
+
+def draw(
+    points: Sequence[Point], bound: Sequence[tuple[float, float]] = (), title: str = "", in_bytes: bool = False
+) -> Figure:
     """Draw bubble (up) against peak (right): the front as a staircase, dominated points hollow, searched ones as stars.
 
     Args:
@@ -91,6 +108,7 @@ def draw(points: Sequence[Point], bound: Sequence[tuple[float, float]] = (), tit
         bound: pairs ``(memory, bubble rate)`` by memory: what no schedule with no more memory can beat. Empty draws
             none.
         title: above the picture.
+        in_bytes: whether peaks are shares of 1F1B's bytes, and not in activation units.
     """
     from matplotlib.lines import Line2D
     from matplotlib.ticker import PercentFormatter
@@ -99,9 +117,7 @@ def draw(points: Sequence[Point], bound: Sequence[tuple[float, float]] = (), tit
 
     if not points:
         raise UnsupportedError("no schedule is left to draw; ask for fewer conditions")
-    axes = axes_for_points(
-        (11, 6.4), title, "peak memory of the fullest device (activation units, 1F1B = 1)", "bubble rate"
-    )
+    axes = axes_for_points((11, 6.4), title, f"peak of the fullest device, in {_unit(in_bytes)}", "bubble rate")
     figure = figure_of(axes)
     placements = list(dict.fromkeys(point.placement for point in sorted(points, key=_by_peak)))
     if bound:

@@ -7,13 +7,14 @@ a stage of 1F1B are joined, so both are the same model and cut.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from megatron_pipemem.schedule.core.action import MESSAGES, RECOMPUTE, Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, held_after, peaks
-from megatron_pipemem.schedule.core.stage_prices import PartPrices
+from megatron_pipemem.schedule.core.stage_prices import PartPrices, Price
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 
@@ -48,6 +49,29 @@ def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, sli
     changes = costs.memory_changes(placement, slices=slices)
     memory = {kind: tuple(_joined(changes[kind], placement)) for kind in (Kind.F, Kind.B) if kind in changes}
     return max(peaks(same, Costs(memory=memory, microbatch=costs.microbatch)))
+
+
+def in_shares_of_1f1b(costs: Costs, num_devices: int, num_microbatches: int) -> Costs:
+    """Return the costs with memory in shares of 1F1B's bytes; in activation units if they say no bytes.
+
+    Args:
+        costs: of any model.
+        num_devices: pipeline ranks.
+        num_microbatches: of a step.
+
+    Raises:
+        CostsError: their bytes are of stages, and not of one stage per device.
+    """
+    whole = bytes_of_1f1b(costs, Placement.linear(num_devices), num_microbatches)
+    if costs.memory is None or not whole:
+        return replace(costs, memory=None)
+    shares: dict[Kind, Price] = {}
+    for kind, each in costs.memory.items():
+        if isinstance(each, PartPrices):
+            shares[kind] = each * (1 / whole)
+        else:
+            shares[kind] = tuple(value / whole for value in each) if isinstance(each, Sequence) else each / whole
+    return replace(costs, memory=shares)
 
 
 def counted_bytes_of_1f1b(schedule: Schedule, changes: _Changes, peak: int) -> int | None:

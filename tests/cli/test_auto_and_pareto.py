@@ -56,9 +56,8 @@ def test_auto_takes_placement_chunks_and_seed(pipemem_json, refuses):
 
 def test_a_cap_in_bytes(pipemem, pipemem_json, refuses, byte_costs):
     size = ("-p", 4, "-m", 8, "--costs", byte_costs)
-    found = pipemem("simulate", "auto", *size, "--memory-cap", "2500B", "-o", "seconds=1").stdout
-    (line,) = [line for line in found.splitlines() if line.startswith("peak memory")]
-    assert max(float(part.split()[0]) for part in line.removeprefix("peak memory").split(",")) <= 2500
+    found = pipemem_json("simulate", "auto", *size, "--memory-cap", "2500B", "-o", "seconds=1")
+    assert 0 < max(found["peak_bytes"]) <= 2500
     assert "over the memory cap of 2500" in refuses("simulate", "1f1b", *size, "--memory-cap", "2500B", code=1)
     assert "say nothing of bytes" in refuses("simulate", "auto", "-p", 4, "-m", 12, "--memory-cap", "2GiB")
     assert "no positive number" in refuses("simulate", "auto", *size, "--memory-cap", "much")
@@ -119,6 +118,22 @@ def test_with_heads_here_and_there_the_faster_schedule_has_the_smaller_bubble(pi
     assert len(shown) == len(makespans) > 10
     rates = sorted(zip(makespans, (float(rate.rstrip("%")) for rate in shown), strict=True))
     assert [rate for _, rate in rates] == sorted(rate for _, rate in rates)
+
+
+def test_with_bytes_pareto_compares_shares_of_1f1b(pipemem, pipemem_json, tmp_path):
+    """Twice as much waits for W as F kept, so zb-h1 is no longer where 1F1B is."""
+    path = tmp_path / "costs.json"
+    path.write_text('{"memory": {"F": 1024, "I": 1024, "W": -2048}}', encoding="utf-8")
+    size = ("pareto", "-p", 4, "-m", 8, "--caps", "0.75", "--seconds", 1, "--all")
+    choices = pipemem_json(*size, "--costs", path)["choices"]
+    found = {each["schedule"]: each for each in choices if not each["memory_cap"]}
+    shares = {name: found[name]["share_of_1f1b"] for name in ("1f1b", "zb-h1")}
+    assert shares == {"1f1b": 1, "zb-h1": 2} and found["zb-h1"]["peak_activation"] == 1
+    searched = [each for each in choices if each["memory_cap"]]
+    assert searched and all(each["memory_cap"] == 0.75 >= each["share_of_1f1b"] for each in searched)
+    assert {each["share_of_1f1b"] for each in pipemem_json(*size)["choices"]} == {None}
+    assert "shares of 1F1B's bytes" in " ".join(pipemem(*size, "--costs", path).stdout.split())
+    assert "activation units" in " ".join(pipemem(*size).stdout.split())
 
 
 def test_pareto_says_what_caps_nothing_fits(pipemem):

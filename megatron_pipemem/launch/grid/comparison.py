@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MIB = 1 << 20
-_FIGURES = ("tokens/s", "s/step", "predicted\npeak", "counted\npeak", "planned\nbubble", "measured\nbubble")
+_FIGURES = ("tokens/s", "s/step", "predicted\npeak", "counted\npeak", "of\n1F1B", "planned\nbubble", "measured\nbubble")
 _AGREEMENT = {True: "=", False: "≠", None: " "}
 
 
@@ -39,7 +39,8 @@ def table(points: Sequence[Result]) -> FittingTable:
         ("#", *columns, *_FIGURES),
         text=("#", *columns),
         caption="Peaks: activation MiB of the fullest rank, counted in the run; = where every rank held to the byte what was "
-        "predicted.\nBubble: of the rank that idles least, planned and measured. *: no other run is faster with less.",
+        "predicted.\nOf 1F1B: as a share of 1F1B's bytes for the same model and cut.\n"
+        "Bubble: of the rank that idles least, planned and measured. *: no other run is faster with less.",
     )
     for point in sorted(points, key=lambda point: (-_speed(point), point.index)):
         rows.add_row(
@@ -49,6 +50,7 @@ def table(points: Sequence[Result]) -> FittingTable:
             f"{point.seconds_per_step:.4g}",
             "-" if point.predicted_peak is None else f"{point.predicted_peak / _MIB:.4g}",
             f"{_peak(point) / _MIB:.4g} {_AGREEMENT[point.peaks_agree]}",
+            "-" if point.share_of_1f1b is None else f"{point.share_of_1f1b:.2f}",
             *(_rate(busiest(rates)) for rates in (point.predicted_bubble_rate, point.measured_bubble_rate)),
             style="" if point.index in chosen else "dim",
         )

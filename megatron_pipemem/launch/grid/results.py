@@ -39,6 +39,7 @@ class Result:
         tokens_per_second: over all devices.
         predicted_peak_bytes: of activations, one for each rank; ``None`` where the schedule is not ours.
         counted_peak_bytes: likewise, as autograd held them.
+        bytes_of_1f1b: the peak that 1F1B would have of the model; ``None`` if it is not known.
         predicted_bubble_rate: of each rank.
         measured_bubble_rate: of each rank.
         losses: of every step since the last start; ``None`` where one was no finite number.
@@ -54,6 +55,7 @@ class Result:
     tokens_per_second: float | None = None
     predicted_peak_bytes: tuple[int | None, ...] = ()
     counted_peak_bytes: tuple[int | None, ...] = ()
+    bytes_of_1f1b: int | None = None
     predicted_bubble_rate: tuple[float | None, ...] = ()
     measured_bubble_rate: tuple[float | None, ...] = ()
     losses: tuple[float | None, ...] = ()
@@ -66,6 +68,11 @@ class Result:
     def peak_bytes(self) -> int | None:
         """Counted bytes of the rank that holds most."""
         return max((peak for peak in self.counted_peak_bytes if peak is not None), default=None)
+
+    @property
+    def share_of_1f1b(self) -> float | None:
+        """Return the counted peak as a share of 1F1B's bytes."""
+        return self.peak_bytes / self.bytes_of_1f1b if self.peak_bytes and self.bytes_of_1f1b else None
 
     @property
     def predicted_peak(self) -> int | None:
@@ -121,7 +128,7 @@ def report_of(path: Path) -> Iterator[Any]:
         raise ConfigError(f"is no report of a run, {error}; train again", file=path) from error
 
 
-def _report(path: Path) -> dict[str, tuple]:
+def _report(path: Path) -> dict[str, Any]:
     """Return what a result takes from the report of its run.
 
     Raises:
@@ -129,7 +136,8 @@ def _report(path: Path) -> dict[str, tuple]:
     """
     keys = ("predicted_peak_bytes", "counted_peak_bytes", "predicted_bubble_rate", "measured_bubble_rate")
     with report_of(path) as report:
-        return {key: tuple(rank[key] for rank in report["ranks"]) for key in keys} | {"losses": tuple(report["losses"])}
+        of_run = {"losses": tuple(report["losses"]), "bytes_of_1f1b": report.get("bytes_of_1f1b")}
+        return {key: tuple(rank[key] for rank in report["ranks"]) for key in keys} | of_run
 
 
 def step_seconds(log: str) -> float | None:
