@@ -16,7 +16,7 @@ from megatron_pipemem.cli.launch import Set
 from megatron_pipemem.cli.options import Json
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.runs import Run
+from megatron_pipemem.config.runs import STOCK_OVERLAPS, Run
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.planner.planning import plan
@@ -85,6 +85,7 @@ def plan_command(
     pace = None if profile is None else _pace(profile, run)
     with showing("planning"):
         answer = plan(run, nbytes, limits, top, search_seconds, pace)
+        overlaps = any(run.flags.get(flag) for flag in STOCK_OVERLAPS.values())
         kept = [each for each in answer.plans if each.hides_messages]
         other = [each for each in answer.plans if not each.hides_messages]
         if kept and not other:
@@ -94,7 +95,7 @@ def plan_command(
         print_json(
             {
                 "plans": [facts(each) for each in answer.plans],
-                "without_overlap": facts(other[0]) if kept and other else None,
+                "without_overlap": facts(other[0]) if overlaps and other else None,
                 "rejected": dict(answer.rejected.most_common()),
                 "considered": answer.considered,
                 "seconds": answer.seconds,
@@ -102,7 +103,7 @@ def plan_command(
             }
         )
     else:
-        _print(answer, _worth_of_overlap(kept[0], other[0]) if kept and other else None)
+        _print(answer, _worth_of_overlap(next(iter(kept), None), other[0]) if overlaps and other else None)
     for path, text in files.items():
         write_whole(path, text)
         if not as_json:
@@ -198,15 +199,17 @@ def _table(plans: Sequence[Plan]) -> FittingTable:
     return table
 
 
-def _worth_of_overlap(kept: Plan, other: Plan) -> str:
+def _worth_of_overlap(kept: Plan | None, other: Plan) -> str:
     """Return what Megatron's overlap is worth, in words.
 
     Args:
-        kept: the fastest plan that has it.
+        kept: the fastest plan that has it; ``None`` if none of those listed has it.
         other: the fastest that gives it up.
     """
     shown = other.losses["messages within layers"] / other.seconds
     text = f"without Megatron's overlap, messages within layers take {shown:.0%} of a step of {other.schedule}"
+    if kept is None:
+        return f"{text}; none of the plans listed keeps it"
     if kept.seconds <= other.seconds:
         return f"{text}: stay with stock, which is {other.seconds / kept.seconds - 1:.1%} faster"
     return f"{text}, which is {kept.seconds / other.seconds - 1:.1%} faster than stock all the same"
