@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -85,17 +85,13 @@ def plan_command(
     pace = None if profile is None else _pace(profile, run)
     with showing("planning"):
         answer = plan(run, nbytes, limits, top, search_seconds, pace)
-        overlaps = any(run.flags.get(flag) for flag in STOCK_OVERLAPS.values())
-        kept = [each for each in answer.plans if each.hides_messages]
-        other = [each for each in answer.plans if not each.hides_messages]
-        if kept and not other:
-            other = [*plan(without_overlap(run), nbytes, limits, 1, 0.0, pace).plans]
+        kept, other = _with_and_without(run, answer, lambda bare: plan(bare, nbytes, limits, 1, 0.0, pace))
     files = run_files(answer.plans[0], output) if output is not None and answer.plans else {}
     if as_json:
         print_json(
             {
                 "plans": [facts(each) for each in answer.plans],
-                "without_overlap": facts(other[0]) if overlaps and other else None,
+                "without_overlap": other and facts(other),
                 "rejected": dict(answer.rejected.most_common()),
                 "considered": answer.considered,
                 "seconds": answer.seconds,
@@ -103,7 +99,7 @@ def plan_command(
             }
         )
     else:
-        _print(answer, _worth_of_overlap(next(iter(kept), None), other[0]) if overlaps and other else None)
+        _print(answer, other and _worth_of_overlap(kept, other))
     for path, text in files.items():
         write_whole(path, text)
         if not as_json:
@@ -197,6 +193,21 @@ def _table(plans: Sequence[Plan]) -> FittingTable:
             each.binds,
         )
     return table
+
+
+def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) -> tuple[Plan | None, Plan | None]:
+    """Return the fastest plan with Megatron's overlap and the fastest without it; no plan without it if the run has none.
+
+    Args:
+        run: as it was given.
+        answer: what was planned for it.
+        again: plans another run for its fastest way alone.
+    """
+    if not any(run.flags.get(flag) for flag in STOCK_OVERLAPS.values()):
+        return None, None
+    kept = next((each for each in answer.plans if each.hides_messages), None)
+    others = [each for each in answer.plans if not each.hides_messages] or [*again(without_overlap(run)).plans]
+    return kept, next(iter(others), None)
 
 
 def _worth_of_overlap(kept: Plan | None, other: Plan) -> str:

@@ -18,7 +18,6 @@ from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.stage_prices import even_layers
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.vocabulary.choice import head_on_last_stage
 from megatron_pipemem.schedule.options import AUTO, OFF
 from megatron_pipemem.schedule.registry import family
@@ -152,11 +151,8 @@ def priced_head(asked: Prices, costs: Costs, schedule: Schedule, barriers: int) 
     seconds = head_seconds(asked, costs, schedule)
     if seconds is None:
         return costs
-    alone = costs.without_ends()
-    if not barriers:
-        if asked.head_cost is None:  # it is in the costs
-            return costs
-        return head_on_last_stage(alone, schedule.placement, seconds, slices=schedule.slices)
-    embedding = 0.0 if costs.part_prices is None else costs.part_prices.embedding
-    vocabulary = VocabularyCosts.of_head(seconds, schedule.num_devices, barriers, embedding=embedding)
-    return replace(alone, vocabulary=vocabulary)
+    if barriers:
+        return costs.with_cut_head(seconds, schedule.num_devices, barriers)
+    if asked.head_cost is None:  # it is in the costs
+        return costs
+    return head_on_last_stage(costs.without_ends(), schedule.placement, seconds, slices=schedule.slices)

@@ -180,9 +180,8 @@ class _Cut:
     def static(self, part: Price) -> float:
         """Return the bytes of parameters, gradients and optimizer on one rank, and of what is kept of them to roll back to."""
         element, optimizer = self.execution.element, _OPTIMIZER[self.execution.precision]
-        kept = _ROLLBACK * (self.rollback == "device")
         held = part.parameters * (element + self.gradients * GRADIENT) + part.cached
-        return held + (optimizer + kept) * self.updated(part)
+        return held + (optimizer + _ROLLBACK * (self.rollback == "device")) * self.updated(part)
 
     def updated(self, part: Price) -> float:
         """Return the number of parameters in the rank's shard of the optimizer."""

@@ -24,6 +24,7 @@ from megatron_pipemem.mcore.vocabulary.batches import share_batch  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.choice import choose_barriers, head_in_layers, layers_in  # noqa: E402
 from megatron_pipemem.schedule.core.costs import Costs  # noqa: E402
 from megatron_pipemem.schedule.core.simulator import simulate  # noqa: E402
+from megatron_pipemem.schedule.core.stage_prices import PartPrices  # noqa: E402
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts  # noqa: E402
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary  # noqa: E402
 from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
@@ -244,6 +245,12 @@ def test_auto_believes_the_costs_it_is_given():
     # A last device that has less to do than others has time for its head.
     assert chosen("1f1b", 4, 16, 0.5, costs=Costs((1, 1, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1))) == 2
     assert chosen("1f1b", 4, 16, 0.5, costs=Costs((1, 1, 1, 0.5), (1, 1, 1, 0.5), (1, 1, 1, 0.5))) == 0
+
+
+def test_auto_takes_the_head_from_prices_of_parts():
+    for head, expected in ((20.0, 1), (0.01, 0)):
+        prices = PartPrices((1.0,) * 32, last=head)
+        assert chosen("1f1b", 8, 64, 0.01, costs=Costs(prices, prices, prices)) == expected
 
 
 def test_auto_keeps_a_layout_where_moving_layers_is_best_and_cutting_little_better(caplog):

@@ -84,6 +84,13 @@ def test_without_embedding_and_head_layers_are_left() -> None:
     assert alone.memory_changes(Placement.linear(3)) == costs_of().memory_changes(Placement.linear(3))
 
 
+def test_a_cut_head_is_in_the_passes_and_nowhere_else() -> None:
+    cut = costs_of().with_cut_head(24, 3, 1)
+    passes = cut.vocabulary.seconds(3)
+    assert sum(map(sum, passes.values())) == pytest.approx(24.5)  # and the embedding's half
+    assert cut.seconds(Placement.linear(3))[Kind.F] == (1, 10, 10)
+
+
 def test_every_family_runs_with_one_file() -> None:
     for schedule in synchronous_schedules(2, 4, costs_of()):
         work = sum(costs_of().seconds(Placement.linear(1))[kind][0] for kind in (Kind.F, Kind.B))

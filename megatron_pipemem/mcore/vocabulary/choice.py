@@ -63,12 +63,15 @@ def choose_barriers(model: Any, layout: Sequence[float], costs: Costs, schedules
     Args:
         model: a chunk, built and not yet cut.
         layout: layers of every stage, see ``layers_in``.
-        costs: of the layers alone. If they price passes, the head takes as long as these on all devices; else it takes so
-            many layers' time as it has FLOPs. In single numbers, every layer takes the same.
+        costs: of all parts of the model, or of the layers alone. If these price passes, the head takes as long as they do on
+            all devices; else it takes so many layers' time as it has FLOPs. In single numbers, every layer takes the same.
         schedules: what would run, per number of barriers; what is not allowed is missing, but 0 is not.
     """
     placement, slices = schedules[0].placement, schedules[0].slices
-    if costs.vocabulary is None:
+    parts = costs.part_prices
+    if costs.vocabulary is None and parts is not None:
+        head, costs = parts.head, costs.without_ends()
+    elif costs.vocabulary is None:
         seconds = costs.seconds(placement, slices)
         head = head_in_layers(model) * sum(map(sum, (seconds[kind] for kind in (Kind.F, Kind.B)))) / sum(layout)
     else:

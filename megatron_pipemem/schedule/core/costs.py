@@ -147,6 +147,18 @@ class Costs:
         }
         return replace(self, **alone)
 
+    def with_cut_head(self, head: float, num_devices: int, barriers: int) -> Costs:
+        """Return the costs with embedding and head cut over all devices.
+
+        Args:
+            head: seconds of forward and backward of the whole head.
+            num_devices: pipeline ranks.
+            barriers: of the passes, 1 or 2.
+        """
+        embedding = 0.0 if self.part_prices is None else self.part_prices.embedding
+        vocabulary = VocabularyCosts.of_head(head, num_devices, barriers, embedding=embedding)
+        return replace(self.without_ends(), vocabulary=vocabulary)
+
     def require_alike(self, who: str) -> None:
         """Raise a CostsError in the name of whoever cannot take microbatches that have weights."""
         if self.microbatch is not None:
