@@ -99,7 +99,7 @@ def plan_command(
             }
         )
     else:
-        _print(answer, other and _worth_of_overlap(kept, other))
+        _print(answer, None if other is None else _worth_of_overlap(kept, other))
     for path, text in files.items():
         write_whole(path, text)
         if not as_json:

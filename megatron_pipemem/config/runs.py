@@ -14,11 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.limits import MOST_DEVICES, Amount, Count, CountOrZero, Devices, Limited
-from megatron_pipemem.config.model import Execution, Model, Recomputable, Recompute
+from megatron_pipemem.config.model import Execution, Fp8, Model, Recomputable, Recompute
 from megatron_pipemem.errors import ConfigError, PipememError
 from megatron_pipemem.schedule.core.slices import TOKENS, SliceCut
 from megatron_pipemem.schedule.options import (
@@ -285,7 +285,7 @@ class Run:
             recompute_modules=choice.recompute_modules,
             attention="unfused" if self.on_cpu else "flash",
             precision=self.precision,
-            fp8=str(self.flags.get("fp8-recipe", "delayed")) if self.flags.get("fp8-format") else "none",
+            fp8=cast(Fp8, self.flags.get("fp8-recipe", "delayed") if self.flags.get("fp8-format") else "none"),
             implementation=self.implementation,
             expert_load=self._expert_load(),
             **{name: choice.name == STOCK and bool(self.flags.get(flag)) for name, flag in STOCK_OVERLAPS.items()},

@@ -36,7 +36,7 @@ from megatron_pipemem.config.model import Block, Execution, Model, Passes, Summe
 from megatron_pipemem.planner import activations, counts
 
 _HALF_WAVE = 2**20  # results: half of some 120 multiprocessors times a tile of 128 x 128
-_REPEATS = {Block.FFN: ("mlp",), Block.EXPERTS: ("moe",)}
+_REPEATS: dict[str, tuple[str, ...]] = {Block.FFN: ("mlp",), Block.EXPERTS: ("moe",)}
 """Modules that, recomputed, send a block's messages of F once more."""
 _AS_MODELLED = Passes(1.0, 1.0, 1.0)
 _LOGIT = 4  # bytes: the loss is computed in fp32

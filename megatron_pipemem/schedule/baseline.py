@@ -47,7 +47,9 @@ def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, sli
     if not _can_join(placement):
         return None
     changes = costs.memory_changes(placement, slices=slices)
-    memory = {kind: tuple(_joined(changes[kind], placement)) for kind in (Kind.F, Kind.B) if kind in changes}
+    memory: dict[Kind, Price] = {
+        kind: tuple(_joined(changes[kind], placement)) for kind in (Kind.F, Kind.B) if kind in changes
+    }
     return max(peaks(same, Costs(memory=memory, microbatch=costs.microbatch)))
 
 
