@@ -62,10 +62,7 @@ def pareto(
     check_output(output, SUFFIXES, "bubble against peak")
     check_seconds("--seconds", seconds)
     check_layers(asked.layers, devices)
-    prices = parse_costs(asked.costs, asked.p2p)
-    if asked.vocab_parallel != OFF:  # shards of the head hold bytes that no costs say
-        prices = replace(prices, memory=None)
-    prices = in_shares_of_1f1b(prices, devices, microbatches)
+    prices = _in_shares(parse_costs(asked.costs, asked.p2p), asked, devices, microbatches)
     in_bytes = prices.memory is not None
     wanted = useful_caps(devices) if caps is None else _parse_caps(caps)
     switch = asked.vocab_parallel
@@ -112,6 +109,13 @@ def pareto(
             picture.save_pareto(points, output, bound_line(found, prices, priced), title, in_bytes)
         if not as_json:
             console().print(str(output), soft_wrap=True, markup=False)
+
+
+def _in_shares(costs: Costs, asked: Prices, devices: int, microbatches: int) -> Costs:
+    """Return the costs with memory in shares of 1F1B's bytes, or in activation units."""
+    if asked.vocab_parallel != OFF:  # shards of the head hold bytes that no costs say
+        costs = replace(costs, memory=None)
+    return in_shares_of_1f1b(costs, devices, microbatches)
 
 
 def _parse_caps(text: str) -> list[float]:
