@@ -57,6 +57,7 @@ class Run:
         plans: of the report; they hold measured times, so equal runs may differ in them.
         ranks: of the report, for the same reason.
         last_step: of the report, likewise.
+        bytes_of_1f1b: of the report.
         layers: kinds of layers of Transformer Engine, per rank.
         gradients: of the first step, whole, by the parameter's name in checkpoints and its layer; ``None`` where nobody
             asked for them.
@@ -73,6 +74,7 @@ class Run:
     plans: list[dict] = field(compare=False)
     ranks: list[dict] = field(compare=False)
     last_step: dict | None = field(compare=False)
+    bytes_of_1f1b: int | None = field(compare=False)
     layers: list[list[str]] = field(compare=False)
     gradients: dict[tuple, torch.Tensor] | None = field(compare=False)
     scalars: list[tuple[str, int, float]] = field(compare=False)
@@ -176,6 +178,7 @@ class Trainer:
             report["plans"],
             report["ranks"],
             report.get("last_step"),
+            report.get("bytes_of_1f1b"),
             [each["layers"] for each in seen],
             _whole_gradients(noted) if gradients else None,
             seen[-1]["scalars"],

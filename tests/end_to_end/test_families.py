@@ -66,7 +66,8 @@ def test_peak_bytes_are_foretold(train, name, embeddings):
 def test_the_last_step_is_explained(train, name):
     """Of the runs above: idle time splits up, and the run's own schedule, simulated with its times, holds about as much."""
     run = train(name, *FLAGS.get(name, ()), *ITERATIONS)
-    case = case_of_report({"plans": run.plans, "last_step": run.last_step})
+    case = case_of_report({"plans": run.plans, "last_step": run.last_step, "ranks": run.ranks})
+    assert case.bubble_rate == min(run.of_ranks("measured_bubble_rate"))
     for each in idle_causes(case.step):
         assert sum(each.causes.values()) == each.idle > 0
     layers = sum(case.layers)
@@ -74,6 +75,14 @@ def test_the_last_step_is_explained(train, name):
     if name in ("1f1b", "stock", "zb-h1"):
         # Messages come and go within the action that they are counted with.
         assert abs(case.own.peak - max(run.counted_peaks)) <= 4 * BOUNDARY_BYTES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_run_knows_the_bytes_of_1f1b(train, name):
+    """Where 1F1B's stages have other layers, each of the first stage lacks a mask that those behind it make."""
+    run, same = train(name, *FLAGS.get(name, ()), *ITERATIONS), train("1f1b", *ITERATIONS)
+    linear = run.plans[-1]["chunks"] == 1
+    assert run.bytes_of_1f1b == pytest.approx(max(same.counted_peaks), rel=0 if linear else 0.02)
 
 
 STOCK_TWINS = {"1f1b": (), "interleaved": ("--num-virtual-stages-per-pipeline-rank", "2")}
