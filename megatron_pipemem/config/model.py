@@ -248,7 +248,6 @@ Recompute = Literal["none", "selective", "full"]
 Recomputable = Literal["core_attn", "layernorm", "mlp", "activation", "mla_up_proj", "moe", "moe_act", "shared_experts"]
 """What ``recompute: selective`` can name."""
 
-
 Fp8 = Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"]
 """Recipes of 8-bit matrix products."""
 _SCALES = {"blockwise": 4 / 128, "mxfp8": 1 / 32}
@@ -257,7 +256,7 @@ _SCALES = {"blockwise": 4 / 128, "mxfp8": 1 / 32}
 
 @dataclass(frozen=True)
 class Execution(Limited):
-    """Describe how a microbatch runs on one rank: the part of Megatron's flags that its costs depend on.
+    """Describe how a microbatch runs on one rank: the flags that its costs depend on.
 
     Args:
         micro_batch: sequences per microbatch.
@@ -267,17 +266,18 @@ class Execution(Limited):
         ep: expert-parallel ranks.
         recompute: ``selective`` recomputes ``recompute_modules`` in the backward, ``full`` whole layers.
         recompute_modules: what ``selective`` recomputes: ``core_attn`` (all of attention between its projections),
-            ``layernorm``, ``mlp`` (of dense layers), ``activation`` (of the FFN, with dropout's masks; Megatron has no such
-            module), ``mla_up_proj`` (latent attention from its latents to its core), ``moe`` (router, experts and shared
-            experts), ``moe_act`` (the experts' activation), ``shared_experts``.
+            ``layernorm``, ``mlp`` (of dense layers), ``activation`` (of the FFN, with dropout's masks; no module of Megatron),
+            ``mla_up_proj`` (latent attention from its latents to its core), ``moe`` (router, all experts), ``moe_act`` (the
+            experts' activation), ``shared_experts``.
         attention: ``flash`` never keeps the scores, ``unfused`` keeps them as Megatron's local implementation does.
         precision: of parameters and activations.
         fp8: the recipe by which the layers' linear layers multiply 8-bit numbers; attention and the head do not.
         fused: whether biases, activations and dropout run in Megatron's fused forms, as they do by default.
-        implementation: whose linear layers and norms; they differ in what waits for W.
+        implementation: whose linear layers and norms.
         expert_load: tokens that the experts of a rank get at most, over an even share: above 1 for uneven routing.
         tp_overlap: whether tensor-parallel messages run beside the matrix products that make or take them.
         ep_overlap: whether tokens go to experts and back while another microbatch computes.
+        weight_inputs: what waits for W of tensors that sequence parallelism gathers.
     """
 
     micro_batch: Count = 1
@@ -295,6 +295,7 @@ class Execution(Limited):
     expert_load: Amount = 1.0
     tp_overlap: bool = False
     ep_overlap: bool = False
+    weight_inputs: Literal["sharded", "gathered"] = "sharded"
 
     def __post_init__(self) -> None:
         super().__post_init__()

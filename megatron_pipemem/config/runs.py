@@ -23,13 +23,16 @@ from megatron_pipemem.errors import ConfigError, PipememError
 from megatron_pipemem.schedule.core.slices import TOKENS, SliceCut
 from megatron_pipemem.schedule.options import (
     AUTO,
+    GATHERED,
     OFF,
     OVERLAP_AFTER,
+    SHARDED,
     STOCK,
     Offload,
     RandomStreams,
     Rollback,
     VocabularyCut,
+    WeightInputs,
 )
 from megatron_pipemem.schedule.registry import family, register_module
 from megatron_pipemem.schedule.request import FILE_SUFFIX
@@ -118,6 +121,8 @@ class ScheduleChoice(Limited):
         vocab_parallel: ``off``, Algorithm ``1`` or ``2`` of arXiv 2411.05288, or ``auto``.
         microbatch_costs: what microbatches cost that are not alike: ``tokens``, ``FLOPs``, a JSON file of weights, or
             ``module:function``.
+        weight_inputs: what waits for W of tensors that sequence parallelism gathers: ``sharded``, ``gathered``, or ``auto`` for
+            ``sharded`` where the tensor-parallel ranks are of one node.
         recompute: which forwards run again before their backward, see ``Execution``.
         recompute_modules: what ``selective`` runs again; ``BY_ACTION`` are run again by an action of the schedule, where it is
             not Megatron's own.
@@ -137,6 +142,7 @@ class ScheduleChoice(Limited):
     offload: Offload = OFF
     random: RandomStreams = STOCK
     vocab_parallel: VocabularyCut = OFF
+    weight_inputs: WeightInputs = AUTO
     microbatch_costs: str | None = None
     recompute: Recompute = "none"
     recompute_modules: tuple[Recomputable, ...] = ("core_attn",)
@@ -289,7 +295,13 @@ class Run:
             implementation=self.implementation,
             expert_load=self._expert_load(),
             **{name: choice.name == STOCK and bool(self.flags.get(flag)) for name, flag in STOCK_OVERLAPS.items()},
+            weight_inputs=self._weight_inputs(),
         )
+
+    def _weight_inputs(self) -> Literal["sharded", "gathered"]:
+        if self.schedule.weight_inputs == AUTO:
+            return SHARDED if self.parallelism.tp <= self.cluster.devices_per_node else GATHERED
+        return self.schedule.weight_inputs
 
     def _expert_load(self) -> float:
         """Return the most tokens that the experts of a rank get, over an even share: as the run says, and not above the

@@ -16,6 +16,7 @@ from megatron_pipemem.schedule.options import (
     RECOMPUTE,
     ROLLBACK,
     VOCABULARY,
+    WEIGHT_INPUTS,
 )
 
 _FLAGS: dict[str, dict[str, Any]] = {
@@ -59,6 +60,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
         metavar="N",
         type=int,
         help="compute the cut head's logits for N tokens at a time, which bounds what they take in fp32 (default: all)",
+    ),
+    "--pipemem-weight-inputs": dict(
+        metavar="|".join(WEIGHT_INPUTS),
+        help="what waits for W of tensors that sequence parallelism gathers: sharded: this rank's shards, which W gathers "
+        "again; gathered: the whole tensors; auto (default): sharded where the tensor-parallel ranks are of one node",
     ),
     "--pipemem-single-queue": dict(
         action="store_true",

@@ -46,6 +46,7 @@ from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, watch_b
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.patching import PatchSet
 from megatron_pipemem.mcore.step.observation import observe
+from megatron_pipemem.mcore.step.split_backward import sharded_replacements
 from megatron_pipemem.mcore.symbols import DISPATCH, LINEAR
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.runtime.executor import Executor
@@ -106,6 +107,7 @@ def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
         )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         patches.install([(LINEAR, linear.split_linear)])
+        patches.install(sharded_replacements(execution.weight_inputs))
         if fake:
             patches.install([(DISPATCH, _evenly)])
             # It compares and sets the states of random generators, which are never fake.

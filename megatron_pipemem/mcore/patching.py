@@ -61,7 +61,7 @@ class Symbol:
         missing = set(self.parameters) - set(inspect.signature(function).parameters)
         if missing:
             raise UpstreamError(
-                f"{self} has no parameter {', '.join(sorted(missing))} in megatron-core {megatron_version()}; {_tested()}"
+                f"{self} has no parameter {', '.join(sorted(missing))} in {self._installed()}; {self._tested()}"
             )
         return function
 
@@ -69,7 +69,21 @@ class Symbol:
         try:
             return getattr(owner, attribute)
         except AttributeError:
-            raise UpstreamError(f"megatron-core {megatron_version()} has no {self}; {_tested()}") from None
+            raise UpstreamError(f"{self._installed()} has no {self}; {self._tested()}") from None
+
+    def _installed(self) -> str:
+        if self._is_of_te:
+            return f"transformer_engine {importlib.import_module('transformer_engine').__version__}"
+        return f"megatron-core {megatron_version()}"
+
+    def _tested(self) -> str:
+        if self._is_of_te:
+            return "install a version of the support matrix, or pass --pipemem-weight-inputs gathered, which needs none of it"
+        return f"megatron_pipemem is tested with megatron-core {', '.join(TESTED_VERSIONS)}; install one of these"
+
+    @property
+    def _is_of_te(self) -> bool:
+        return self.module.startswith("transformer_engine.")
 
 
 Replacements = list[tuple[Symbol, Callable]]
@@ -113,9 +127,10 @@ class PatchSet:
                 owner, attribute = symbol.owner()
                 original = getattr(owner, attribute)  # which another replacement may have put there
                 replacement = _in_place_of(original, act)
-                setattr(owner, attribute, replacement)
+                held = vars(owner).get(attribute, original)
+                setattr(owner, attribute, staticmethod(replacement) if isinstance(held, staticmethod) else replacement)
                 self._symbols.append(symbol)
-                self._originals.append((owner, attribute, original))
+                self._originals.append((owner, attribute, held))
                 if symbol.by_name:
                     self._by_name.append((original, replacement))
             _rebind(self._by_name)
@@ -190,7 +205,3 @@ def version_told() -> str:
     """Return the version of megatron-core in words: which ones were tested where this is none of them."""
     version = megatron_version().partition("+")[0]  # without the commit that it was built from
     return version if version in TESTED_VERSIONS else f"{version} (tested are {', '.join(TESTED_VERSIONS)})"
-
-
-def _tested() -> str:
-    return f"megatron_pipemem is tested with megatron-core {', '.join(TESTED_VERSIONS)}; install one of these"

@@ -20,6 +20,7 @@ from megatron_pipemem.schedule.options import (
     RANDOM,
     RECOMPUTE,
     STOCK,
+    WEIGHT_INPUTS,
 )
 from megatron_pipemem.schedule.overlap import check_overlap, check_overlaps
 from megatron_pipemem.schedule.registry import register_module
@@ -117,6 +118,7 @@ class Settings:
             model's sizes and layout, ``costs`` and ``memory_cap``.
         vocab_piece_tokens: compute the logits of a cut head for so many tokens at a time, which bounds what they take in fp32;
             ``None`` for all tokens of a microbatch.
+        weight_inputs: what waits for W of tensors that sequence parallelism gathers, see ``options.WEIGHT_INPUTS``.
         single_queue: order what ranks launch for one hardware queue each, also where ``CUDA_DEVICE_MAX_CONNECTIONS`` is not 1.
         random: what first weights and dropout depend on: ``stock`` for Megatron's streams of every rank, or ``layerwise``
             for the seed, the iteration, the microbatch and the layer alone, so that every schedule trains the same from step 0.
@@ -148,6 +150,7 @@ class Settings:
     offload_options: Mapping[str, Any] = field(default_factory=dict)
     vocab_parallel: str = OFF
     vocab_piece_tokens: int | None = None
+    weight_inputs: str = AUTO
     single_queue: bool = False
     random: str = STOCK
     message_shapes: str = "step"
@@ -184,7 +187,12 @@ class Settings:
             register_module(self.schedule_module)
         offload = self.offload_settings
         check_vocab_parallel(self.vocab_parallel, self.vocab_piece_tokens)
-        for name, allowed in (("random", RANDOM), ("message_shapes", MESSAGE_SHAPES), ("slice_cut", SLICE_CUTS)):
+        for name, allowed in (
+            ("random", RANDOM),
+            ("message_shapes", MESSAGE_SHAPES),
+            ("slice_cut", SLICE_CUTS),
+            ("weight_inputs", WEIGHT_INPUTS),
+        ):
             if getattr(self, name) not in allowed:
                 raise UnsupportedError(f"{name} {getattr(self, name)!r} is none of {', '.join(allowed)}")
         if self.schedule != STOCK:

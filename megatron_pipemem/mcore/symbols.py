@@ -113,6 +113,20 @@ LANGUAGE_MODULE = Symbol(
     "megatron.core.models.common.language_module.language_module", "LanguageModule.__init__", ("self", "config")
 )
 DDP = Symbol(_DDP, "DistributedDataParallel.__init__", ("self", "config", "ddp_config", "module"))
+# Keeping shards for W.
+GATHER_GRADIENT = Symbol(
+    "megatron.core.tensor_parallel.mappings", "_ReduceScatterToSequenceParallelRegion.backward", ("ctx", "grad_output")
+)
+TRANSFORMER_ENGINE = (
+    Symbol(
+        "transformer_engine.pytorch.distributed",
+        "gather_along_first_dim",
+        ("inp", "process_group", "async_op", "quantizer"),
+        by_name=True,
+    ),
+    Symbol("transformer_engine.pytorch.module._common", "WeightGradStore.put", ("self", "tensor_list", "func")),
+)
+"""How its modules gather, and how they keep what waits for W. It need not be installed."""
 
 # The losses of multi-token prediction, where the head is cut over the pipeline.
 PROCESS_MTP_LOSS = tuple(

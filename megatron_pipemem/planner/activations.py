@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_pipemem.config.model import Block, Execution, Model, Summed
-from megatron_pipemem.planner.counts import matrices
+from megatron_pipemem.planner.counts import Matrix, MatrixCut, matrices
 
 _AHEAD = "next token's embedding"
 _SUM = 4  # bytes of a statistic, a softmax's sum, or a logit's exponential: always fp32
@@ -305,10 +305,10 @@ def message_bytes(model: Model, execution: Execution) -> float:
 def _gradient_bytes(model: Model, execution: Execution, kind: str) -> float:
     """Return gradients of the outputs of all linear layers, which wait with their inputs for W.
 
-    Sequence parallelism gathers the gradients of what it scatters, hence all channels of them.
+    Sequence parallelism gathers the gradients of what it scatters: of layers whose inputs are cut.
     """
     widths = sum(
-        each.width(execution.tp) * each.visits
+        each.width(execution.tp) * each.visits / (execution.sequence_ranks if _output_is_shard(each, execution) else 1)
         for block in kind
         for each in matrices(model, execution, block)
         if each.waits
@@ -320,19 +320,49 @@ def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) 
     """Return by how much the inputs of one layer's linear layers grow in I, where they wait for W.
 
     With sequence parallelism a layer whose output is cut gets a part of the sequence and computes on all of it. Transformer
-    Engine gathers the parts in I and keeps them so; Megatron's own layers, split by us, gather them again in W.
+    Engine gathers the parts in I, and keeps them so unless W is to gather them again, as Megatron's own layers do.
 
     Args:
         model: its shape.
         execution: how a microbatch of it runs on one rank.
         kind: the blocks of the layer; by default as the model's first layer.
     """
-    if execution.implementation != "transformer_engine" or not execution.sequence_parallel:
-        return 0.0
     inputs = sum(
         each.inputs
         for block in kind or model.kinds[0]
         for each in matrices(model, execution, block)
-        if each.cut == "columns" and each.copies == 1  # experts get their tokens from a dispatcher
+        if _is_gathered(each, "columns") and not _input_is_shard(each, execution)
     )
     return inputs * execution.tokens(model) * execution.product_element * (1 - 1 / execution.sequence_ranks)
+
+
+def gathered_in_weight(model: Model, execution: Execution, layers: Iterable[Matrix]) -> list[float]:
+    """Return the bytes of every tensor that W gathers.
+
+    Args:
+        model: its shape.
+        execution: how a microbatch of it runs on one rank.
+        layers: the linear layers whose weight gradients are computed.
+    """
+    if not execution.sequence_parallel:
+        return []
+    layers = list(layers)
+    widths = [each.inputs for each in layers if _input_is_shard(each, execution)]
+    widths += [each.outputs for each in layers if _output_is_shard(each, execution)]
+    return [width * execution.tokens(model) * execution.product_element for width in widths]
+
+
+def _input_is_shard(matrix: Matrix, execution: Execution) -> bool:
+    """Return whether W gathers the input. Megatron's own layers, split by us, always do so."""
+    kept = execution.weight_inputs == "sharded" or execution.implementation == "local"
+    return kept and _is_gathered(matrix, "columns")
+
+
+def _output_is_shard(matrix: Matrix, execution: Execution) -> bool:
+    """Return whether W gathers the output's gradient. One that is quantised while it is gathered stays gathered."""
+    return execution.weight_inputs == "sharded" and execution.fp8 == "none" and _is_gathered(matrix, "rows")
+
+
+def _is_gathered(matrix: Matrix, cut: MatrixCut) -> bool:
+    """Return whether a matrix is cut so, and sequence parallelism gathers for it."""
+    return matrix.cut == cut and matrix.waits and not matrix.routed

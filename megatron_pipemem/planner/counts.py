@@ -33,6 +33,7 @@ class Matrix:
         bias: whether it has one.
         copies: how many a rank holds: its experts.
         visits: how often a token of the rank meets it or one of its copies.
+        routed: whether a dispatcher brings its tokens, whole sequences of them.
         waits: whether its weight gradient is computed in W. The router's is not.
         recompute: which of ``Recomputable`` would run its F again.
     """
@@ -43,6 +44,7 @@ class Matrix:
     bias: bool = False
     copies: int = 1
     visits: float = 1.0
+    routed: bool = False
     waits: bool = True
     recompute: tuple[str, ...] = ()
 
@@ -93,16 +95,19 @@ def _latent_attention(model: Model, execution: Execution) -> Iterable[Matrix]:
 
 
 def _ffn(
-    model: Model, width: int, recompute: tuple[str, ...], copies: int = 1, visits: float = 1.0
+    model: Model, width: int, recompute: tuple[str, ...], copies: int = 1, visits: float = 1.0, routed: bool = False
 ) -> Iterable[Matrix]:
     bias = model.bias == "all"
-    yield Matrix(model.hidden, (model.projections - 1) * width, "columns", bias, copies, visits, recompute=recompute)
-    yield Matrix(width, model.hidden, "rows", bias, copies, visits, recompute=recompute)
+    yield Matrix(
+        model.hidden, (model.projections - 1) * width, "columns", bias, copies, visits, routed, recompute=recompute
+    )
+    yield Matrix(width, model.hidden, "rows", bias, copies, visits, routed, recompute=recompute)
 
 
 def _experts(model: Model, execution: Execution) -> Iterable[Matrix]:
     yield Matrix(model.hidden, model.experts, "none", model.bias == "all", waits=False, recompute=("moe",))
-    yield from _ffn(model, model.expert_width, ("moe",), model.experts // execution.ep, execution.expert_visits(model))
+    copies, visits = model.experts // execution.ep, execution.expert_visits(model)
+    yield from _ffn(model, model.expert_width, ("moe",), copies, visits, routed=True)
     if model.shared_expert_ffn:
         yield from _ffn(model, model.shared_expert_ffn, ("moe", "shared_experts"))
 

@@ -10,7 +10,7 @@ Formulas, with ``n`` tokens of a microbatch on the rank and ``e`` bytes per elem
 * norms, activations, residuals: F writes and reads every tensor that the layer could keep once, I does that twice, at the
   speed of the device's memory;
 * tensor parallelism: two all-reduces of ``n h e`` bytes in F and in I, or with sequence parallelism as many bytes in gathers
-  and scatters. What W gathers again is hidden behind the products of I, as in Megatron;
+  and scatters. Gathers of W start early enough to run beside its products, so W takes as long as the longer of the two;
 * context parallelism: keys and values go round the ring in F, and once more with their gradients in I (arXiv 2310.01889);
   hidden behind the attention where that takes longer;
 * expert parallelism: two all-to-all in F and in I of the tokens that leave the rank;
@@ -123,9 +123,11 @@ def layer(
         again += 2 * max(0.0, dropped) / (cluster.memory_gb_per_s * 1e9)
     computing = products + Passes(moving, 2 * moving) + _quantising_seconds(model, execution, cluster, kind)
     computing = each_pass(operator.mul, computing, pace)
+    gathers = _shown_gathers(model, execution, cluster, kind, computing.weight)
+    communication += Passes(weight=gathers)
     again = again * pace.input + repeated
     return Price(
-        seconds=computing + shown + Passes(ring, 2 * ring + again),
+        seconds=computing + shown + Passes(ring, 2 * ring + again, gathers),
         communication=communication,
         again=again,
         kept=activations.layer_bytes(model, execution, kind),
@@ -241,6 +243,14 @@ def gather(nbytes: float, ranks: int, link: Link) -> float:
         link: between neighbours.
     """
     return link.seconds(nbytes * (ranks - 1) / ranks) if ranks > 1 else 0.0
+
+
+def _shown_gathers(model: Model, execution: Execution, cluster: Cluster, kind: str, products: float) -> float:
+    """Return the seconds of W that its gathers take beyond the products beside which they run."""
+    layers = [each for block in kind for each in counts.matrices(model, execution, block)]
+    gathered = activations.gathered_in_weight(model, execution, layers)
+    gathers = sum(gather(nbytes, execution.tp, cluster.link(execution.tp)) for nbytes in gathered)
+    return max(0.0, gathers - products)
 
 
 def all_reduce(nbytes: float, ranks: int, link: Link) -> float:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 MESSAGE_CTAS = 4
 """Thread blocks that NCCL may take for one group of messages. Receives are posted ahead, and a kernel that waits for its
 message keeps its multiprocessors from the computation: NCCL's default is up to 32 of them."""
+
+
+@functools.cache
+def within_node(group: dist.ProcessGroup) -> bool:
+    """Return whether all ranks of a group are of one node, where nodes have consecutive ranks."""
+    ranks, size = (
+        dist.get_process_group_ranks(group),
+        int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count())),
+    )
+    return min(ranks) // size == max(ranks) // size
 
 
 def new_groups(

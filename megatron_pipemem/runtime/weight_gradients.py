@@ -7,7 +7,7 @@ running autograd twice over a retained graph.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -15,6 +15,11 @@ import torch
 
 GRADIENT_READY = "_pipemem_gradient_ready"
 """Set on a weight to what wants to be told when a microbatch's gradient of it is complete."""
+
+
+_AHEAD = 2
+"""How many GEMMs before its own a gather starts. A projection's GEMM is shorter than the gather for the next layer, and the
+long GEMMs of the MLP hide both."""
 
 
 def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -68,17 +73,18 @@ class WeightGradientQueue:
         pending, self._pending = self._pending, []
         pending.reverse()
         uses = Counter(id(work.weight) for work in pending)
+        begun: deque[DeferredWeightGradient] = deque()
         with torch.no_grad():
-            for work in pending[-1:]:
-                work.begin()
-            while pending:
-                work = pending.pop()
-                for following in pending[-1:]:
-                    following.begin()
+            while pending or begun:
+                while pending and len(begun) <= _AHEAD:
+                    begun.append(pending.pop())
+                    begun[-1].begin()
+                work = begun.popleft()
                 work.run()
                 uses[id(work.weight)] -= 1
                 if work.weight is not None and not uses[id(work.weight)]:
                     _report(work.weight)
+                del work  # and what it has gathered, before the next gather
 
 
 class ImmediateWeightGradients(WeightGradientQueue):
@@ -127,3 +133,8 @@ class collecting:
 def current_queue() -> WeightGradientQueue | None:
     """Return the queue of the action that is running, or ``None`` when its backward is not split."""
     return _collecting
+
+
+def defers() -> bool:
+    """Return whether the weight gradients of the action that is running wait for a W."""
+    return _collecting is not None and not isinstance(_collecting, ImmediateWeightGradients)

@@ -28,6 +28,12 @@ RANDOM: tuple[RandomStreams, ...] = get_args(RandomStreams)
 """What first weights and dropout depend on: as in Megatron on the rank and the order of its forwards, or on the layer."""
 MESSAGE_SHAPES = ("step", "message")
 """How ranks learn shapes that differ: all of a step at its start, or each from a header before its message."""
+SHARDED: Final = "sharded"
+GATHERED: Final = "gathered"
+WeightInputs = Literal["auto", "sharded", "gathered"]
+WEIGHT_INPUTS: tuple[WeightInputs, ...] = get_args(WeightInputs)
+"""What waits for W of a tensor that sequence parallelism gathers: this rank's shard, or all of it. ``auto`` keeps shards where
+the tensor-parallel ranks are of one node, whose links gather them again while W computes."""
 Rollback = Literal["auto", "device", "host"]
 ROLLBACK: tuple[Rollback, ...] = get_args(Rollback)
 """Where the state waits that an optimizer's step without a barrier is rolled back to: wherever it fits, on the device, on the

@@ -217,26 +217,25 @@ def train(tmp_path_factory, text) -> Iterator[Trainer]:
 
 @pytest.fixture(scope="module")
 def train_with_transformer_engine(tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
-    """``train`` a GPT of Transformer Engine's layers, of the newest ``version`` unless it is given.
+    """``train`` a GPT of Transformer Engine's layers, of the newest ``version`` and on four ranks unless they are given.
 
-    There are ranks of one version at a time: ask for everything of a version before you ask for another. They also find
+    There are ranks of one version and number at a time: ask for everything of these before you ask for others. They also find
     ``mamba_ssm`` as ``tests/mamba`` computes it.
     """
-    trainers: dict[str, Trainer] = {}
+    trainers: dict[tuple[str, int], Trainer] = {}
     layers = ("--transformer-impl", "transformer_engine", "--attention-backend", "unfused")
 
     def stop() -> None:
-        for version in list(trainers):
-            trainers.pop(version).ranks.stop()
+        for kind in list(trainers):
+            trainers.pop(kind).ranks.stop()
 
-    def call(schedule: str, *flags: str, version: str = packages.NEWEST, **how) -> Run:
-        if version not in trainers:
+    def call(schedule: str, *flags: str, version: str = packages.NEWEST, size: int = 4, **how) -> Run:
+        if (version, size) not in trainers:
             stop()
             folder = tmp_path_factory.mktemp("transformer_engine")
-            trainers[version] = Trainer(
-                ConductedRanks("training", folder, [*packages.folders(version), MAMBA]), folder, text
-            )
-        return trainers[version](schedule, *layers, *flags, **how)
+            ranks = ConductedRanks("training", folder, [*packages.folders(version), MAMBA], size)
+            trainers[version, size] = Trainer(ranks, folder, text)
+        return trainers[version, size](schedule, *layers, *flags, **how)
 
     yield call
     stop()

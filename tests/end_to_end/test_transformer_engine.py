@@ -15,15 +15,20 @@ DEFAULTS = (*FUSION, *OVERLAP)  # what users start with, beside bias
 NO_BIAS = "--disable-bias-linear"
 PP2 = ("--pipeline-model-parallel-size", "2")
 TP2 = (*PP2, "--tensor-model-parallel-size", "2")
+TP2_SEQUENCE = (*TP2, "--sequence-parallel")
 LANES = {
     "pp4": (),
-    "tp2": (*TP2, "--sequence-parallel"),
+    "tp2": TP2_SEQUENCE,
     "dp2": (*PP2, "--use-distributed-optimizer"),
 }
 LLAMA = (
     *("--swiglu", "--normalization", "RMSNorm", NO_BIAS, "--no-bias-swiglu-fusion"),
     *("--untie-embeddings-and-output-weights", "--position-embedding-type", "rope"),
     *("--group-query-attention", "--num-query-groups", "2"),
+)
+LATENT = (
+    *("--multi-latent-attention", "--q-lora-rank", "32", "--kv-lora-rank", "16", "--qk-head-dim", "16"),
+    *("--qk-pos-emb-head-dim", "8", "--v-head-dim", "16", "--normalization", "RMSNorm", "--qk-layernorm"),
 )
 GROUPED_EXPERTS = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-layer-freq", "[1,0,1,0,0,1,1,1]", "--moe-grouped-gemm"),
@@ -108,6 +113,11 @@ MODELS = {
     "recompute-full": (*DEFAULTS, *RECOMPUTE),
     "llama": (*DEFAULTS, *LLAMA),
     "further-tokens": (*DEFAULTS, *LLAMA, "--mtp-num-layers", "1"),
+    "llama-tp2": (*DEFAULTS, *LLAMA, *TP2_SEQUENCE),
+    "latent-tp2": (*DEFAULTS, NO_BIAS, *LATENT, *TP2_SEQUENCE),
+    "further-tokens-tp2": (*DEFAULTS, *LLAMA, *TP2_SEQUENCE, "--mtp-num-layers", "1"),
+    "recompute-full-tp2": (*DEFAULTS, *RECOMPUTE, *TP2_SEQUENCE),
+    "grouped-experts-tp2": (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, *TP2_SEQUENCE),
     "grouped-experts": (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS),
     "grouped-experts-bias": (*DEFAULTS, *GROUPED_EXPERTS),
     "grouped-experts-ep2": (

@@ -144,7 +144,7 @@ def events(monkeypatch) -> list[str]:
 
 
 def sequence_parallel_layers(queue) -> list[torch.nn.Parameter]:
-    weights = [torch.nn.Parameter(torch.full((4, 4), 0.1 * number)) for number in (1, 2, 3)]
+    weights = [torch.nn.Parameter(torch.full((4, 4), 0.1 * number)) for number in (1, 2, 3, 4)]
     y = torch.ones(3, 2, 4, requires_grad=True)
     with collecting(queue):
         for weight in weights:
@@ -153,18 +153,18 @@ def sequence_parallel_layers(queue) -> list[torch.nn.Parameter]:
     return weights
 
 
-def test_w_gathers_one_layer_ahead_of_its_gemms(events):
+def test_w_gathers_two_layers_ahead_of_its_gemms(events):
     queue = WeightGradientQueue()
     sequence_parallel_layers(queue)
-    assert events[6:] == ["scatter", "has scatter"] * 3
+    assert events[8:] == ["scatter", "has scatter"] * 4
     events.clear()
     queue.run()
-    assert events == ["gather", "gather", "has gather", "W", "gather", "has gather", "W", "has gather", "W"]
+    assert events == [*["gather"] * 3, "has gather", "W", "gather", *["has gather", "W"] * 3]
 
 
 def test_a_backward_that_is_not_split_communicates_beside_its_gemms(events):
     weights = sequence_parallel_layers(ImmediateWeightGradients())
-    assert events[6:] == ["gather", "scatter", "has gather", "W", "has scatter"] * 3
+    assert events[8:] == ["gather", "scatter", "has gather", "W", "has scatter"] * 4
     split = sequence_parallel_layers(queue := WeightGradientQueue())
     queue.run()
     assert all(torch.equal(one.grad, other.grad) for one, other in zip(weights, split, strict=True))

@@ -15,6 +15,11 @@ from megatron_pipemem.mcore import refusals  # noqa: E402
 from megatron_pipemem.mcore.model import transformer_engine  # noqa: E402
 from megatron_pipemem.mcore.model.transformer_engine import DelayedWeightGradient, delayed_modules  # noqa: E402
 from megatron_pipemem.mcore.symbols import DDP, LANGUAGE_MODULE  # noqa: E402
+from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
+    ImmediateWeightGradients,
+    WeightGradientQueue,
+    collecting,
+)
 
 
 def waiting(requires_grad: bool = True) -> torch.nn.Linear:
@@ -58,6 +63,85 @@ def test_only_the_modules_that_really_wait_are_found():
     forwarding.backward_dw = lambda: None
     assert delayed_modules(forwarding) == (forwarding[0],)
     assert delayed_modules(torch.nn.Linear(2, 2)) == ()
+
+
+class Quantized:
+    """As a quantised tensor of Transformer Engine shows itself."""
+
+    def __init__(self, rows: torch.Tensor):
+        self.rows, self.columnwise = rows, False
+
+    def get_data_tensors(self):
+        return (self.rows,)
+
+    def update_usage(self, columnwise_usage):
+        self.columnwise = columnwise_usage
+
+
+class Quantizer:
+    """One whose usages are changed between I and W."""
+
+    rowwise_usage = columnwise_usage = None
+
+    def set_usage(self, rowwise, columnwise):
+        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """``kept(tensors, queue)``: what a module keeps for W of tensors gathered like this, given as ``(shard, quantizer)``."""
+    monkeypatch.setattr(transformer_engine, "get_te_version", lambda: Version("2.20.2"))
+    (_, gather), (_, keep) = transformer_engine.sharded_replacements(lambda group: True)
+    usages = []
+
+    def twice(shard, group, async_op=False, quantizer=None):
+        """Gather over two ranks whose shards are alike."""
+        if quantizer is not None:
+            usages.append((quantizer.rowwise_usage, quantizer.columnwise_usage))
+        if isinstance(shard, Quantized):
+            return Quantized(torch.cat([shard.rows] * 2)), None
+        whole = torch.cat([shard] * 2)
+        return (whole if quantizer is None else Quantized(whole)), None
+
+    def of_module(gathers, queue):
+        stored = []
+        with collecting(queue):
+            tensors = [gather(twice, shard, "group", quantizer=quantizer)[0] for shard, quantizer in gathers]
+            keep(lambda store, tensors, func: stored.append(tensors), None, [*tensors, ("experts",)], None)
+        return stored[0], tensors, usages
+
+    return of_module
+
+
+def delayed_work(kept: list) -> DelayedWeightGradient:
+    module = torch.nn.Identity()
+    module.backward_dw = lambda: None
+    return DelayedWeightGradient(module, {}, kept)
+
+
+def test_shards_wait_and_are_gathered_again(kept):
+    plain, quantized, quantizer = torch.arange(4.0), Quantized(torch.arange(2.0)), Quantizer()
+    quantizer.set_usage(True, False)
+    found, _, usages = kept([(plain, None), (quantized, quantizer)], WeightGradientQueue())
+    work = delayed_work(found)
+    assert [each.data_ptr() for each in work.tensors] == [plain.data_ptr(), quantized.rows.data_ptr()]
+    quantizer.set_usage(False, True)
+    work.begin()
+    work.run()
+    assert usages == [(True, False)] * 2
+    assert torch.equal(found[0], torch.cat([plain] * 2)) and found[2] == ("experts",)
+    assert torch.equal(found[1].rows, torch.cat([quantized.rows] * 2)) and found[1].columnwise
+
+
+@pytest.mark.parametrize("queue", [WeightGradientQueue(), ImmediateWeightGradients(), None], ids=type)
+def test_other_tensors_stay_gathered(kept, queue):
+    """Of a gather that quantises, and where W does not wait."""
+    quantizer = Quantizer()
+    gathers = [(torch.arange(4.0), quantizer)]
+    if type(queue) is not WeightGradientQueue:
+        gathers.append((torch.arange(4.0), None))
+    found, gathered, _ = kept(gathers, queue)
+    assert found[:-1] == gathered
 
 
 def config_of(**settings) -> SimpleNamespace:

@@ -137,8 +137,9 @@ def cases() -> Iterator[tuple[str, Callable[..., None], tuple]]:
     yield "the stage's input does not wait for W", _input_goes, ()
     for delayed in (False, True):
         yield f"counting what is saved, {'delayed' if delayed else 'not delayed'}", _counted, (delayed,)
-    for sequence_parallel in (False, True):
-        yield f"bytes that the planner foretells, sequence parallel {sequence_parallel}", _planned, (sequence_parallel,)
+    for sequence_parallel, kept in ((False, "sharded"), (True, "sharded"), (True, "gathered")):
+        name = f"bytes that the planner predicts, sequence parallel {sequence_parallel}, {kept}"
+        yield name, _planned, (sequence_parallel, kept)
 
 
 def _ddp(overlap: bool | None) -> str:
@@ -197,11 +198,15 @@ def _counted(delayed: bool) -> None:
     same(found, gradients(build(True, False, True, False), None))
 
 
-def _planned(sequence_parallel: bool) -> None:
+def _planned(sequence_parallel: bool, kept: str) -> None:
     """What one layer keeps for W, on one of two tensor-parallel ranks."""
     model = Model(layers=1, hidden=64, heads=4, sequence=32, vocabulary=512, dropout=0.0)
     execution = Execution(
-        tp=2, sequence_parallel=sequence_parallel, attention="unfused", implementation="transformer_engine"
+        tp=2,
+        sequence_parallel=sequence_parallel,
+        attention="unfused",
+        implementation="transformer_engine",
+        weight_inputs=kept,
     )
     spec_of, config_of = lone_stage.get_gpt_decoder_block_spec, lone_stage._config
 

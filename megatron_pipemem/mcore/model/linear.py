@@ -18,12 +18,14 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.utils import get_tensor_model_parallel_group_if_none, prepare_input_tensors_for_wgrad_compute
 
 from megatron_pipemem.runtime.activation_ledger import saved_as_is
+from megatron_pipemem.runtime.sharded import Arriving, Shard, gather_rows, remember, shard_of
 from megatron_pipemem.runtime.weight_gradients import (
     GRADIENT_READY,
     DeferredWeightGradient,
     ImmediateWeightGradients,
     WeightGradientQueue,
     current_queue,
+    defers,
 )
 
 logger = logging.getLogger(__name__)
@@ -116,43 +118,23 @@ class _Call:
     sequence_parallel: bool
     tp_group: dist.ProcessGroup
 
-    def gather(self, input: torch.Tensor) -> _Underway:
+    def gather(self, input: torch.Tensor) -> Arriving:
         """Return the whole sequence of an input sharded by sequence parallelism: ``[s/t, b, h] -> [s, b, h]``."""
-        if not self.sequence_parallel:
-            return _Underway(input)
-        input = input.contiguous()
-        whole = torch.empty(
-            (input.size(0) * self.tp_group.size(), *input.shape[1:]), dtype=input.dtype, device=input.device
-        )
-        return _Underway(whole, dist.all_gather_into_tensor(whole, input, group=self.tp_group, async_op=True), input)
+        return gather_rows(input, self.tp_group) if self.sequence_parallel else Arriving(input)
 
-    def reduce(self, grad_input: torch.Tensor) -> _Underway:
+    def reduce(self, grad_input: torch.Tensor) -> Arriving:
         """Return the sum of the input's gradient over the tensor-parallel ranks, this rank's share with sequence
         parallelism.
         """
         if self.sequence_parallel:
             size = (grad_input.size(0) // self.tp_group.size(), *grad_input.shape[1:])
             shard = torch.empty(size, dtype=grad_input.dtype, device=grad_input.device)
-            return _Underway(
+            return Arriving(
                 shard, dist.reduce_scatter_tensor(shard, grad_input, group=self.tp_group, async_op=True), grad_input
             )
         if self.allreduce_dgrad:
-            return _Underway(grad_input, dist.all_reduce(grad_input, group=self.tp_group, async_op=True))
-        return _Underway(grad_input)
-
-
-@dataclass(frozen=True)
-class _Underway:
-    """A tensor that may be arriving. What it is made from stays alive until then."""
-
-    tensor: torch.Tensor
-    work: dist.Work | None = None
-    source: torch.Tensor | None = None
-
-    def wait(self) -> torch.Tensor:
-        if self.work is not None:
-            self.work.wait()
-        return self.tensor
+            return Arriving(grad_input, dist.all_reduce(grad_input, group=self.tp_group, async_op=True))
+        return Arriving(grad_input)
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -172,9 +154,11 @@ class _SplitLinear(torch.autograd.Function):
     def backward(ctx, grad_output: torch.Tensor):
         (input,) = ctx.saved_tensors
         call = ctx.call
-        # Detached: the saved input still has its graph, which would keep the chunk's input and gradient until W.
-        work = _LinearWeightGradient(call.weight, call, input.detach(), grad_output.detach())
         at_once = ctx.needs_input_grad[1]
+        # Detached: the saved input still has its graph, which would keep the chunk's input and gradient until W.
+        whole = Shard(grad_output.detach(), Arriving)
+        output_gradient = whole if at_once else shard_of(grad_output) or whole
+        work = _LinearWeightGradient(call.weight, call, Shard(input.detach(), call.gather), output_gradient)
         if at_once:
             work.begin()
         reduced = call.reduce(grad_output.matmul(call.weight))
@@ -190,20 +174,20 @@ class _SplitLinear(torch.autograd.Function):
 
 @dataclass
 class _LinearWeightGradient(DeferredWeightGradient):
-    """``grad_output^T @ input`` of one layer and microbatch. Holds the input sharded and gathers it again when it runs."""
+    """``grad_output^T @ input`` of one layer and microbatch. Holds shards where there are some, and gathers them again."""
 
     weight: torch.Tensor = field()  # always given, unlike what it inherits
     call: _Call = field()
-    input: torch.Tensor = field()
-    grad_output: torch.Tensor = field()
-    _gathered: _Underway | None = None
+    input: Shard = field()
+    grad_output: Shard = field()
+    _arriving: tuple[Arriving, Arriving] | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.input, self.grad_output
+        return self.input.tensor, self.grad_output.tensor
 
     def begin(self) -> None:
-        self._gathered = self.call.gather(self.input)
+        self._arriving = self.grad_output.begin(), self.input.begin()
 
     def run(self) -> None:
         add_gradient(self.weight, self.gradient())
@@ -211,8 +195,8 @@ class _LinearWeightGradient(DeferredWeightGradient):
     def gradient(self) -> torch.Tensor:
         """Return what autograd would be given; with fusion the gradient is in ``main_grad``, and this is none."""
         weight: Any = self.weight  # with Megatron's attributes
-        assert self._gathered is not None, "begin() comes first"
-        grad_output, total_input = prepare_input_tensors_for_wgrad_compute(self.grad_output, self._gathered.wait())
+        assert self._arriving is not None, "begin() comes first"
+        grad_output, total_input = prepare_input_tensors_for_wgrad_compute(*(each.wait() for each in self._arriving))
         if self.call.fused:
             accumulate = (
                 layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
@@ -227,6 +211,24 @@ class _LinearWeightGradient(DeferredWeightGradient):
                 gradient.zero_()
             return gradient
         return grad_output.t().matmul(total_input)
+
+
+def sharded_gradients(keeps: Callable[[dist.ProcessGroup], bool]) -> Callable:
+    """Return the gather of a row-parallel layer's output gradient that remembers the shard.
+
+    Args:
+        keeps: whether to keep the shards of a group of ranks.
+    """
+
+    def backward(original: Callable, ctx, grad_output: torch.Tensor) -> tuple:
+        gradients = original(ctx, grad_output)
+        # Uneven shards are gathered for experts, and the global buffer is written again before W.
+        even = ctx.input_split_sizes is None and not ctx.use_global_buffer
+        if even and defers() and ctx.group.size() > 1 and keeps(ctx.group):
+            remember(gradients[0], Shard(grad_output.detach(), functools.partial(gather_rows, group=ctx.group)))
+        return gradients
+
+    return backward
 
 
 def add_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.refusals import check_model
-from megatron_pipemem.mcore.symbols import DDP, LANGUAGE_MODULE
-from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue
+from megatron_pipemem.mcore.symbols import DDP, LANGUAGE_MODULE, TRANSFORMER_ENGINE
+from megatron_pipemem.runtime.sharded import Arriving, Shard, remember, shard_of
+from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue, defers
 
 MARKS_THE_PARAMETER = "2.20.2"
 
@@ -110,23 +112,35 @@ def defer(modules: tuple[torch.nn.Module, ...], queue: WeightGradientQueue) -> N
         queue.put(DelayedWeightGradient(module, *_left_by_backward(module)))
 
 
-@dataclass(frozen=True)
+@dataclass
 class DelayedWeightGradient(DeferredWeightGradient):
     """The weight gradients of one TE module for one microbatch.
 
     Args:
         module: keeps the work, and computes the oldest it has.
         gradients: what autograd has found already: above all of biases that Megatron adds itself.
-        kept: what the work keeps alive beside these.
+        kept: the list of tensors that Transformer Engine keeps for this work. Some may be shards.
     """
 
     module: Any
     gradients: dict[torch.nn.Parameter, torch.Tensor]
-    kept: tuple[torch.Tensor, ...]
+    kept: list
+    _arriving: list[tuple[int, Arriving]] = field(default_factory=list)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (*self.kept, *self.gradients.values())
+        return (*_tensors_in(self.kept), *self.gradients.values())
+
+    def begin(self) -> None:
+        self._arriving = [(place, each.begin()) for place, each in enumerate(self.kept) if isinstance(each, Shard)]
+
+    def _make_whole(self) -> None:
+        """Replace the shards in Transformer Engine's list by the tensors that ``begin`` has started to gather."""
+        while self._arriving:
+            place, arriving = self._arriving.pop()
+            self.kept[place] = arriving.wait()
+            if _is_quantized(self.kept[place]):
+                self.kept[place].update_usage(columnwise_usage=True)  # as Transformer Engine's backward does
 
     @torch.no_grad()
     def run(self) -> None:
@@ -139,6 +153,7 @@ class DelayedWeightGradient(DeferredWeightGradient):
                     parameter.grad = _zero(parameter.dtype, parameter.device).expand(parameter.shape)
             elif parameter.grad is not None:
                 earlier[parameter], parameter.grad = parameter.grad, None
+        self._make_whole()
         self.module.backward_dw()
         for parameter, gradient in earlier.items():
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
@@ -150,9 +165,7 @@ def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=dtype, device=device)
 
 
-def _left_by_backward(
-    module: Any,
-) -> tuple[dict[torch.nn.Parameter, torch.Tensor], tuple[torch.Tensor, ...]]:
+def _left_by_backward(module: Any) -> tuple[dict[torch.nn.Parameter, torch.Tensor], list]:
     gradients = {}
     for name, parameter in _hooked_by_module(module):
         if parameter.grad is None or not hasattr(parameter, "main_grad"):
@@ -163,10 +176,49 @@ def _left_by_backward(
         parameter.grad = None
     queue = module.wgrad_store.context.queue
     if not queue:
-        return gradients, ()
+        return gradients, []
     # A saved input comes with the graph that computed it, which would keep the stage's input, and its gradient, until W.
-    queue[-1][0] = _without_graph(queue[-1][0])
-    return gradients, tuple(_tensors_in(queue[-1][0]))
+    queue[-1][0] = kept = _without_graph(list(queue[-1][0]))
+    return gradients, kept
+
+
+def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacements:
+    """Let modules keep the shards of gathered tensors for their W.
+
+    Transformer Engine's backward gathers the input of a column-parallel layer and the output gradient of a row-parallel one.
+    Of a quantised tensor the shard is kept if it was quantised before it was gathered. A gather that quantises would choose
+    other scaling factors in W, so its result stays gathered.
+
+    Args:
+        keeps: whether to keep the shards of a group of ranks.
+    """
+
+    def gather(original: Callable, inp: Any, process_group, async_op: bool = False, quantizer: Any = None, **others):
+        whole, work = original(inp, process_group, async_op=async_op, quantizer=quantizer, **others)
+        known = whole is not inp and not others and (quantizer is None or _is_quantized(inp))
+        if known and defers() and keeps(process_group):
+            usage = () if quantizer is None else (quantizer.rowwise_usage, quantizer.columnwise_usage)
+
+            def again(shard: Any) -> Arriving:
+                if usage:
+                    quantizer.set_usage(rowwise=usage[0], columnwise=usage[1])
+                return Arriving(*original(shard, process_group, async_op=True, quantizer=quantizer), shard)
+
+            remember(whole, Shard(_without_graph(inp), again))
+        return whole, work
+
+    def keep(original: Callable, store, tensor_list: list, func: Callable) -> None:
+        if defers():
+            # Experts have several tensors together, which nothing gathers.
+            tensor_list = [each if isinstance(each, (list, tuple)) else shard_of(each) or each for each in tensor_list]
+        original(store, tensor_list, func)
+
+    return list(zip(TRANSFORMER_ENGINE, (gather, keep), strict=True)) if get_te_version().release[0] else []
+
+
+def _is_quantized(kept: object) -> bool:
+    """Return whether this is a quantised tensor, which consists of several."""
+    return hasattr(kept, "get_data_tensors")
 
 
 def _is_computed(module: Any, name: str) -> bool:
@@ -178,14 +230,16 @@ def _is_computed(module: Any, name: str) -> bool:
     return module.apply_bias and not getattr(module, "gemm_bias_unfused_add", False)
 
 
-def _without_graph(kept: object) -> object:
+def _without_graph(kept: Any) -> Any:
     if isinstance(kept, (list, tuple)):
         return type(kept)(map(_without_graph, kept))
     return kept.detach() if isinstance(kept, torch.Tensor) and kept.grad_fn is not None else kept
 
 
-def _tensors_in(kept: object) -> Iterator[torch.Tensor]:
-    if hasattr(kept, "get_data_tensors"):  # a quantized tensor is several
+def _tensors_in(kept: Any) -> Iterator[torch.Tensor]:
+    if isinstance(kept, Shard):
+        kept = kept.tensor
+    if _is_quantized(kept):
         kept = kept.get_data_tensors()
     if isinstance(kept, torch.Tensor):
         yield kept

@@ -9,16 +9,30 @@ import torch
 
 from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.model import transformer_engine
-from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, countable_linear, split_linear
+from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, countable_linear, sharded_gradients, split_linear
 from megatron_pipemem.mcore.model.multi_token import split_embedding
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.symbols import LINEAR, LOOKUP
+from megatron_pipemem.mcore.symbols import GATHER_GRADIENT, LINEAR, LOOKUP
 from megatron_pipemem.runtime.executor import StepFeature
+from megatron_pipemem.runtime.groups import within_node
 from megatron_pipemem.runtime.weight_gradients import GRADIENT_READY
+from megatron_pipemem.schedule.options import AUTO, GATHERED
 from megatron_pipemem.schedule.request import Request
 
 logger = logging.getLogger(__name__)
+
+
+def sharded_replacements(weight_inputs: str) -> Replacements:
+    """Let what waits for W be shards of gathered tensors.
+
+    Args:
+        weight_inputs: see ``options.WEIGHT_INPUTS``.
+    """
+    if weight_inputs == GATHERED:
+        return []
+    keeps = within_node if weight_inputs == AUTO else lambda group: True
+    return [(GATHER_GRADIENT, sharded_gradients(keeps)), *transformer_engine.sharded_replacements(keeps)]
 
 
 class SplitBackward(Extension):
@@ -27,14 +41,16 @@ class SplitBackward(Extension):
     Args:
         request: for the run's schedules.
         counted: whether bytes may be counted.
+        weight_inputs: of gathered tensors that wait for W, whether to keep shards, see ``options.WEIGHT_INPUTS``.
 
     Attributes:
         has_run_delayed: whether modules of Transformer Engine have left their weight gradients to this.
     """
 
-    def __init__(self, request: Request, counted: bool):
+    def __init__(self, request: Request, counted: bool, weight_inputs: str = AUTO):
         self._request = request
         self._counted = counted
+        self._weight_inputs = weight_inputs
         self._hooked: list[torch.nn.Parameter] = []
         self.has_run_delayed = False
 
@@ -47,6 +63,7 @@ class SplitBackward(Extension):
             replaced.append((LINEAR, countable_linear))
         if self._request.may_split:
             replaced.append((LOOKUP, split_embedding))
+            replaced += sharded_replacements(self._weight_inputs)
         return replaced
 
     def prepare(self, step: Step) -> None:

@@ -1,0 +1,168 @@
+"""What waits for W as shards, against the gathered tensors: bytes of schedules, and seconds of W.
+
+Claim: with shards, `zb-h1`, `zbv`, `v-half` and `v-min` hold the shares of 1F1B's bytes that the papers give, and W takes as
+long as without gathers where the link of the tensor-parallel ranks is NVLink. The model is Llama-70B, sequence 4096, on 8
+tensor-parallel ranks with sequence parallelism and Transformer Engine's layers.
+
+    python benchmarks/weight_inputs.py               # bytes, by the planner's formulas
+    python benchmarks/weight_inputs.py --emulated    # seconds: the queue of W on a device and a link that sleep
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.model import Execution, Model
+from megatron_pipemem.files import write_whole
+from megatron_pipemem.planner.activations import gathered_in_weight, layer_bytes
+from megatron_pipemem.planner.counts import matrices
+from megatron_pipemem.planner.prices import gather
+from megatron_pipemem.planner.profile import from_formulas
+from megatron_pipemem.report.tables import FittingTable
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import peaks
+from megatron_pipemem.schedule.registry import build_schedule
+
+TP, SEQUENCE = 8, 4096
+SCHEDULES = ("1f1b", "zb-h1", "zbv", "v-half", "v-min")
+MODEL = replace(load("llama3-70b", Model), sequence=SEQUENCE)
+CLUSTER = load("h100-80g", Cluster)
+SHARDS = Execution(tp=TP, sequence_parallel=True, implementation="transformer_engine")
+EXECUTIONS = {
+    "gathered": replace(SHARDS, weight_inputs="gathered"),
+    "shards": SHARDS,
+    "no sequence parallelism": replace(SHARDS, sequence_parallel=False),
+}
+COLUMNS = ("schedule", "p", "units", *EXECUTIONS)
+
+
+def shares(schedule: str, devices: int) -> list[float]:
+    """Return the peak of a schedule over that of 1F1B: in activation units, and in bytes of the three executions."""
+    found = []
+    for execution in (None, *EXECUTIONS.values()):
+        costs = None if execution is None else from_formulas(MODEL, execution, CLUSTER).costs()
+        ours, first = (max(peaks(build(name, devices), costs)) for name in (schedule, "1f1b"))
+        found.append(ours / first)
+    return found
+
+
+def build(schedule: str, devices: int) -> Schedule:
+    return build_schedule(schedule, num_devices=devices, num_microbatches=2 * devices)
+
+
+def rows() -> list[tuple[str, ...]]:
+    return [
+        (f"`{name}`", str(devices), *(f"{share:.2f}" for share in shares(name, devices)))
+        for devices in (4, 8)
+        for name in SCHEDULES
+    ]
+
+
+@dataclass
+class PretendedProduct:
+    """The weight gradient of one layer, whose gather and whose product sleep.
+
+    Args:
+        gather: starts the gather.
+        product: seconds.
+    """
+
+    gather: Callable[[], Future]
+    product: float
+    weight: None = None
+
+    def begin(self) -> None:
+        self.arriving = self.gather()
+
+    def run(self) -> None:
+        self.arriving.result()
+        time.sleep(self.product)
+
+
+def measure(link: str, layers: int, layer_seconds: float, repeats: int) -> dict[str, float | str]:
+    """Return seconds of W with gathers over a link, over those without gathers: as measured, and as the planner prices them.
+
+    Args:
+        link: ``intra_node`` or ``inter_node`` of the cluster.
+        layers: of the stage.
+        layer_seconds: that the products of a layer sleep.
+        repeats: of which the fastest counts.
+    """
+    from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue
+
+    kind, between = MODEL.main_kind, getattr(CLUSTER, link)
+    products = [each for block in kind for each in matrices(MODEL, SHARDS, block)]
+    seconds = [2 * MODEL.sequence * each.inputs * each.outputs / TP / CLUSTER.flops for each in products]
+    widths = [gathered_in_weight(MODEL, SHARDS, [each]) for each in products]
+    gathers = [sum(gather(nbytes, TP, between) for nbytes in each) for each in widths]
+    scale = layer_seconds / sum(seconds)
+
+    def run(with_gathers: bool) -> float:
+        with ThreadPoolExecutor(1) as wire:
+            queue = WeightGradientQueue()
+            for _ in range(layers):
+                for product, arrives in zip(reversed(seconds), reversed(gathers), strict=True):
+                    waits = arrives * scale * with_gathers
+                    queue.put(PretendedProduct(lambda waits=waits: wire.submit(time.sleep, waits), product * scale))
+            begin = time.perf_counter()
+            queue.run()
+            return time.perf_counter() - begin
+
+    pairs = [(run(True), run(False)) for _ in range(repeats)]
+    return {
+        "link": link,
+        "gathers_ms": 1e3 * sum(gathers),
+        "products_ms": 1e3 * sum(seconds),
+        "measured": min(one for one, _ in pairs) / min(other for _, other in pairs),
+        "planned": max(1.0, sum(gathers) / sum(seconds)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--emulated", action="store_true", help="measure W on a device that sleeps")
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--layer-ms", type=float, default=200.0, help="length of the products of a layer")
+    parser.add_argument("--repeats", type=int, default=3)
+    asked, console = parser.parse_args(), Console()
+    if asked.emulated:
+        links = ("intra_node", "inter_node")
+        found = [measure(link, asked.layers, asked.layer_ms / 1e3, asked.repeats) for link in links]
+        lines = [[f"{value:.2f}" if isinstance(value, float) else value for value in each.values()] for each in found]
+        show(console, tuple(found[0]), lines)
+    else:
+        found = {name: layer_bytes(MODEL, execution) for name, execution in EXECUTIONS.items()}
+        show(
+            console,
+            ("MiB of a layer", *found),
+            [
+                ("after F", *(f"{each.saved / 2**20:.0f}" for each in found.values())),
+                ("from I to W", *(f"{each.after_input / 2**20:.0f}" for each in found.values())),
+            ],
+        )
+        show(console, COLUMNS, rows())
+        found = rows()
+    path = Path("out/benchmarks") / f"weight_inputs{'_emulated' if asked.emulated else ''}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(found, indent=1))
+
+
+def show(console: Console, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+    table = FittingTable(tuple(columns))
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
