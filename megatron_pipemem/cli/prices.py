@@ -133,10 +133,11 @@ def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | Non
         )
     if not asked.head_cost.endswith("layers"):
         return amount
-    if asked.layers is None:
+    layers = asked.layers if costs.part_prices is None else len(costs.part_prices.layers)
+    if layers is None:
         raise UnsupportedError(f"--head-cost {asked.head_cost} counts layers; say with --layers how many the model has")
-    seconds = costs.seconds(schedule.placement, schedule.slices)
-    return amount * sum(map(sum, (seconds[Kind.F], seconds[Kind.B]))) / asked.layers
+    seconds = costs.without_ends().seconds(schedule.placement, schedule.slices)
+    return amount * sum(map(sum, (seconds[Kind.F], seconds[Kind.B]))) / layers
 
 
 def priced_head(asked: Prices, costs: Costs, schedule: Schedule, barriers: int) -> Costs:

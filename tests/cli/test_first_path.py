@@ -62,6 +62,15 @@ def test_the_head_of_a_profile_is_cut_over_all_devices(pipemem_json, costs):
     pipemem_json("simulate", "v-half", "-p", 4, "-m", 8, "--costs", costs, "--vocab-parallel", "auto")
 
 
+def test_a_typed_head_takes_the_place_of_that_of_the_profile(pipemem_json, costs):
+    layer = Costs.from_json(costs).part_prices.layers[0]
+    size = ("-p", 4, "-m", 8, "--costs", costs)
+    in_layers, in_seconds = (
+        pipemem_json("simulate", "1f1b", *size, "--head-cost", f"{each}") for each in ("2layers", 2 * layer)
+    )
+    assert in_layers["makespan"] == pytest.approx(in_seconds["makespan"])
+
+
 def test_a_file_of_an_earlier_version_prices_its_own_cut(tmp_path, pipemem_json, refuses):
     path = tmp_path / "old.json"
     path.write_text(
