@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.model import transformer_engine
@@ -31,7 +32,7 @@ def sharded_replacements(weight_inputs: str) -> Replacements:
     """
     if weight_inputs == GATHERED:
         return []
-    keeps = within_node if weight_inputs == AUTO else lambda group: True
+    keeps: Callable[[dist.ProcessGroup], bool] = within_node if weight_inputs == AUTO else lambda group: True
     return [(GATHER_GRADIENT, sharded_gradients(keeps)), *transformer_engine.sharded_replacements(keeps)]
 
 

@@ -1,0 +1,24 @@
+"""Shares of 1F1B's bytes with shards waiting for W: as docs/gpu.md has them, and no more than the papers' schedules promise."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARK = runpy.run_path(str(ROOT / "benchmarks" / "weight_inputs.py"))
+MOST = {"zb-h1": 1.05, "zbv": 1.05, "v-half": 0.655, "v-min": 0.55}
+
+
+@pytest.mark.parametrize("schedule", MOST)
+def test_eight_devices_hold_what_the_schedule_promises(schedule):
+    _, gathered, shards, _ = BENCHMARK["shares"](schedule, 8)
+    assert shards <= MOST[schedule] < gathered
+
+
+def test_the_documents_table_is_what_the_command_prints():
+    shown = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").splitlines()
+    for cells in (BENCHMARK["COLUMNS"], *BENCHMARK["rows"]()):
+        assert f"| {' | '.join(cells)} |" in shown
