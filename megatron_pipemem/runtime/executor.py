@@ -258,7 +258,7 @@ class Executor:
         stage = self._stages[key[0]]
         input = None
         if each.receive is not None:
-            input = self._transport.wait(each.receive)
+            input = self._received(each)
         elif each.from_here:
             input = self.handed_inputs.pop(key)
         if input is not None:
@@ -278,6 +278,13 @@ class Executor:
             return
         if self._has_backward and not recomputed:
             stage.release_output(output)
+
+    def _received(self, each: Instruction) -> torch.Tensor:
+        assert each.receive is not None
+        tensor = self._transport.wait(each.receive)
+        for sent in each.settles:
+            self._transport.settle(sent)
+        return tensor
 
     def _recompute(self, each: Instruction) -> None:
         stage = self._stages[each.action.stage]
@@ -321,11 +328,9 @@ class Executor:
         key = each.key
         output_gradient = None
         if each.receive is not None:
-            output_gradient = self._transport.wait(each.receive)
+            output_gradient = self._received(each)
         elif each.from_here:
             output_gradient = self.handed_gradients.pop(key)
-        if each.settles is not None:
-            self._transport.settle(each.settles)
         backward = self._stages[key[0]].backward
         input, output = self._inputs.pop(key), self._outputs.pop(key)
         if each.split:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.action import SENDS, Action, Kind
+from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Program
 
 Key = tuple[int, int]
@@ -13,6 +14,12 @@ Key = tuple[int, int]
 
 _FORWARDS = frozenset((Kind.F, Kind.R, Kind.RS))
 _BACKWARDS = frozenset((Kind.I, Kind.B))
+_COUNTERPARTS = {
+    Kind.SEND_F: Kind.RECV_F,
+    Kind.RECV_F: Kind.SEND_F,
+    Kind.SEND_I: Kind.RECV_I,
+    Kind.RECV_I: Kind.SEND_I,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +35,7 @@ class Instruction:
         send: for a forward or backward, the message that takes its result away; ``None`` if none does.
         to_here: the key of the neighbour's forward or backward on this device that takes the result, or ``None``. Embedding and
             head stand before the first stage and behind the last one.
-        settles: for a backward, the message with its forward's output, which has arrived by then.
+        settles: the messages to the sender of ``receive`` that it had used when it sent.
         split: whether the backward of this forward is split.
         again: by which action the forward runs again, ``None`` if it does not.
         offloaded: whether activations of the stage leave the device.
@@ -40,7 +47,7 @@ class Instruction:
     from_here: bool = False
     send: Action | None = None
     to_here: Key | None = None
-    settles: Action | None = None
+    settles: tuple[Action, ...] = ()
     split: bool = False
     again: Kind | None = None
     offloaded: bool = False
@@ -64,6 +71,47 @@ class RankProgram:
 )  # a run has a few programs: training, evaluation, and what they were before they were planned again
 def settle(program: Program, device: int) -> RankProgram:
     """Return what this device runs. Programs are told apart by identity."""
+    settles = _settles(program, device)
+    instructions = tuple(
+        replace(each, settles=settles[each.receive]) if each.receive in settles else each
+        for each in _instructions(program, device)
+    )
+    return RankProgram(instructions, any(each.action.kind in _BACKWARDS for each in instructions))
+
+
+def _settles(program: Program, device: int) -> dict[Action, tuple[Action, ...]]:
+    """Return, for every message to this device, the messages that its sender had got from here and used before.
+
+    Their memory can go when that message has arrived, and no host has to ask a device whether they have left.
+    """
+    placement, found = program.placement, dict[Action, tuple[Action, ...]]()
+    neighbours = {placement.previous_stage, placement.next_stage}
+    peers = {
+        placement.devices[other]
+        for stage in placement.stages[device]
+        for neighbour in neighbours
+        if (other := neighbour(stage)) is not None
+    }
+    for peer in peers - {device}:
+        used: list[Action] = []
+        for each in _instructions(program, peer):
+            if each.receive is not None and _end(placement, each.receive)[0] == device:
+                used.append(_end(placement, each.receive)[1])
+            elif each.action.kind in SENDS and _end(placement, each.action)[0] == device:
+                found[_end(placement, each.action)[1]], used = tuple(used), []
+    return found
+
+
+def _end(placement: Placement, message: Action) -> tuple[int, Action]:
+    """Return the device at the other end of a message, and the action there."""
+    upward = message.kind in (Kind.SEND_F, Kind.RECV_I)
+    other = (placement.next_stage if upward else placement.previous_stage)(message.stage)
+    assert other is not None, f"{message} has no neighbour"
+    return placement.devices[other], Action(_COUNTERPARTS[message.kind], other, message.microbatch)
+
+
+@lru_cache(maxsize=128)
+def _instructions(program: Program, device: int) -> tuple[Instruction, ...]:
     actions = program.actions[device]
     split = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.I}
     again = {(a.stage, a.microbatch): a.kind for a in actions if a.kind in (Kind.R, Kind.RS)}
@@ -91,10 +139,9 @@ def settle(program: Program, device: int) -> RankProgram:
                 from_here=from_here,
                 send=None if after is None or here else Action(send, *key),
                 to_here=(beyond if after is None else after, microbatch) if here else None,
-                settles=Action(Kind.SEND_F, *key) if not forward and before is not None else None,
                 split=key in split,
                 again=again.get(key),
                 offloaded=stage in offloaded,
             )
         )
-    return RankProgram(tuple(instructions), any(action.kind in _BACKWARDS for action in actions))
+    return tuple(instructions)

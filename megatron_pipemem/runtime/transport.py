@@ -24,6 +24,7 @@ from megatron_pipemem.runtime.groups import new_groups
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.messages import Edge, Router
 from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Program
 
 _MAX_DIMS = 8
 
@@ -147,6 +148,27 @@ class MessageFormat:
             )
 
 
+SHAPES, DEPARTURES, TRANSFERS = "shapes of messages", "departures of messages", "transfers to the host"
+
+
+def host_queries(program: Program, message: MessageFormat) -> frozenset[str]:
+    """Return the questions to its device for which a host stops in the middle of a step; none on a linear placement that trains
+    with messages of one shape.
+
+    Args:
+        program: of the step.
+        message: format of its messages.
+    """
+    placement, schedule = program.placement, program.schedule
+    is_linear = placement.num_chunks == 1 and not schedule.vocabulary_barriers
+    trains = any(action.kind in (Kind.I, Kind.B) for order in schedule.orders for action in order)
+    asked = {TRANSFERS} if schedule.offloads else set()
+    if message.shape is None and message.shapes is None:
+        asked.add(SHAPES)
+    # Messages of an evaluation, and those of one stage of a device, may never be answered: their memory would pile up.
+    return frozenset(asked if is_linear and trains else asked | {DEPARTURES})
+
+
 @dataclass(slots=True)
 class _Receive:
     tensor: torch.Tensor | None
@@ -174,11 +196,14 @@ class Transport:
         message: format of all messages.
         in_sequence: learn shapes that headers tell where receives are posted and not where their tensors are needed, for
             programs whose order is one for everything.
+        polls: ask the device after every send which messages have left, and let go of their memory. Otherwise a message is let
+            go when ``settle`` or ``finish`` says so, without a question.
     """
 
     pipeline: Pipeline
     message: MessageFormat
     in_sequence: bool = False
+    polls: bool = True
     _sends: dict[Action, list[tuple[dist.Work, torch.Tensor]]] = field(default_factory=dict)
     _arrived: dict[Action, torch.Tensor] = field(default_factory=dict)
     _channels: dict[Edge, _Channel] = field(init=False)
@@ -207,7 +232,8 @@ class Transport:
         works.append((group.send([tensor], peer, 0), tensor))
         self._sends[action] = works
         channel.leaving.append(action)
-        self._reap()  # last: the receiver is waiting
+        if self.polls:
+            self._reap()  # last: the receiver is waiting
 
     def blank(self, action: Action) -> torch.Tensor:
         """Return what can be sent as that message where nobody will look at it."""

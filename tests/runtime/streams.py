@@ -36,6 +36,8 @@ TOUCHES_NOTHING = {
     "aten::set_",
 }
 
+BRINGS_A_VALUE = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal"}
+
 # The engine sums the gradients of a tensor between nodes, with events between the streams.
 SUMS_OF_GRADIENTS = {"aten::add", "aten::add_"}
 
@@ -68,9 +70,11 @@ class Event:
         merge((stream or Streams.active.current).clock, self.clock)
 
     def query(self) -> bool:
+        Streams.active.asked["events"] += 1
         return False
 
     def synchronize(self) -> None:
+        Streams.active.asked["synchronisation"] += 1
         merge(Streams.active.host, self.clock)
 
     def elapsed_time(self, later: Event) -> float:
@@ -101,6 +105,7 @@ class Stream:
         self.clock[self] = self.clock.get(self, 0) + 1
 
     def synchronize(self) -> None:
+        Streams.active.asked["synchronisation"] += 1
         merge(Streams.active.host, self.clock)
 
     def __repr__(self) -> str:
@@ -145,6 +150,7 @@ class Streams(TorchDispatchMode):
 
     Attributes:
         found: number of times of every ``(kind, description, place in our code)``.
+        asked: number of times that the host has asked for a value or a state of the device, by what it has asked for.
     """
 
     active: Streams
@@ -153,6 +159,7 @@ class Streams(TorchDispatchMode):
         super().__init__()
         Streams.active = self
         self.found: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
+        self.asked: Counter[str] = Counter()
         self.streams: list[Stream] = []
         self.host: Clock = {}
         self.compute = self.current = Stream(name="compute")
@@ -176,6 +183,13 @@ class Streams(TorchDispatchMode):
         for name, value in replaced.items():
             self._patches.enter_context(mock.patch.object(torch.cuda, name, value))
         self._patches.enter_context(mock.patch.object(torch.Tensor, "record_stream", self._record_stream))
+        tolist = torch.Tensor.tolist
+
+        def asked_tolist(tensor: torch.Tensor) -> list:
+            self.asked["values"] += 1
+            return tolist(tensor)
+
+        self._patches.enter_context(mock.patch.object(torch.Tensor, "tolist", asked_tolist))
         engine = BackwardEngine(self, torch.autograd.Variable._execution_engine)
         self._patches.enter_context(mock.patch.object(torch.autograd.Variable, "_execution_engine", engine))
         self._patches.enter_context(BackwardStreams())
@@ -205,6 +219,8 @@ class Streams(TorchDispatchMode):
         before = {key_of(tensor) for tensor in inputs}
         result = function(*args, **kwargs)
         name = function._schema.name
+        if name in BRINGS_A_VALUE:
+            self.asked["values"] += 1
         written = {
             key_of(tensor)
             for argument, value in zip(function._schema.arguments, args, strict=False)
@@ -356,6 +372,7 @@ class Work:
         self._held = []
 
     def is_completed(self) -> bool:
+        Streams.active.asked["departures of messages"] += 1
         return False
 
 

@@ -16,10 +16,20 @@ from megatron_pipemem.runtime import transport  # noqa: E402
 from megatron_pipemem.runtime.offload.cuda_channel import CudaChannel  # noqa: E402
 from megatron_pipemem.runtime.offload.engine import OffloadEngine  # noqa: E402
 from megatron_pipemem.runtime.offload.host_pool import HostPool  # noqa: E402
-from megatron_pipemem.runtime.transport import Pipeline, edges  # noqa: E402
+from megatron_pipemem.runtime.transport import (  # noqa: E402
+    DEPARTURES,
+    SHAPES,
+    TRANSFERS,
+    MessageFormat,
+    Pipeline,
+    edges,
+    host_queries,
+)
 from megatron_pipemem.runtime.vocabulary import collectives  # noqa: E402
 from megatron_pipemem.runtime.vocabulary.head import HeadOptions  # noqa: E402
+from megatron_pipemem.schedule.family import Family  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
+from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
 
 DEVICES = 4
 ALL = list(range(2 * DEVICES))
@@ -40,16 +50,18 @@ def engine_on_streams(**options) -> OffloadEngine:
     return OffloadEngine(channel, HostPool(1 << 24, channel.host_memory, 1 << 20), min_bytes=1, **options)
 
 
-def run_device(device: int, case: dict) -> None:
-    """Two steps of one device; its messages bring zeros."""
+def runs_here(family: Family) -> bool:
+    return not (family.asynchronous or family.slices > 1) and family.replicas == 1
+
+
+def run_device(device: int, case: dict, variable: str = "", steps: int = 2) -> None:
+    """Steps of one device, whose messages bring whatever their memory holds."""
     schedule = toy.make_schedule({"microbatches": 6} | case, DEVICES)
     channels = {edge: Group(f"edge {edge}") for edge in edges(schedule.placement) if device in edge}
     pipeline = Pipeline(None, schedule.placement, device, range(DEVICES), channels)
-    engine = engine_on_streams() if case.get("offload") else None
-    for _ in range(2):
-        toy.run_step(lower(schedule), pipeline, engine)
-    if engine is not None:
-        engine.close()
+    engine = engine_on_streams() if schedule.offloads else None
+    for _ in range(steps):
+        toy.run_step(lower(schedule), pipeline, engine, variable=variable)
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +73,53 @@ def own_ranks(monkeypatch):
 def test_a_device_has_no_race_and_frees_nothing_early(gpu, name, case):
     for device in range(DEVICES):
         run_device(device, {"schedule": name} | CASES[case])
+
+
+# What the sanitizer calls the questions that a step declares.
+DECLARED = {SHAPES: "values", DEPARTURES: "departures of messages", TRANSFERS: "events"}
+ASKING = [
+    *((family.name, "") for family in families() if runs_here(family)),
+    *product(("1f1b", "v-half"), ("step", "message")),
+]
+
+
+@pytest.mark.parametrize(("name", "variable"), ASKING)
+def test_a_host_asks_its_device_only_what_the_step_declares(monkeypatch, name, variable):
+    asked = set()
+    program = lower(build_schedule(name, num_devices=DEVICES, num_microbatches=6))
+    message = MessageFormat(None if variable else (1,), torch.float32, 0, [(1,)] * 6 if variable == "step" else None)
+    declared = {DECLARED[question] for question in host_queries(program, message)}
+    if program.placement.num_chunks == 1 and variable != "message":
+        assert not declared
+    monkeypatch.setattr(toy, "rows_of", lambda microbatch, variable: toy.ROWS)
+    recv = Group.recv
+    monkeypatch.setattr(Group, "recv", lambda group, tensors, *ends: recv(group, with_header(tensors), *ends))
+    for device in range(DEVICES):
+        with Streams() as gpu:
+            run_device(device, {"schedule": name}, variable, steps=1)
+        asked |= set(gpu.asked)
+        assert not gpu.found
+    assert asked <= declared
+
+
+def test_an_undeclared_question_is_found(monkeypatch):
+    forward = toy.Runner.forward
+    monkeypatch.setattr(toy.Runner, "forward", lambda runner, *args, **kwargs: asks(forward(runner, *args, **kwargs)))
+    with Streams() as gpu:
+        run_device(1, {"schedule": "1f1b"})
+    assert gpu.asked["values"] == 2 * 6
+
+
+def asks(output: torch.Tensor) -> torch.Tensor:
+    output.sum().item()
+    return output
+
+
+def with_header(received: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A header says the shape that all messages of this test have."""
+    if received[0].dtype is torch.int64:
+        received[0][:3] = torch.tensor((2, toy.ROWS, toy.WIDTH))
+    return received
 
 
 def no_wait(*_) -> None:

@@ -82,7 +82,7 @@ def test_no_schedule_sticks_where_a_rank_serves_a_group_in_order(name):
 
 @pytest.mark.parametrize("name", ["gis", "gis-h", "po-h", "po-f", "interleaved", "looped-bfs"])
 def test_two_groups_one_per_direction_would_stick(name):
-    program = lower(build_schedule(name, num_devices=3, num_microbatches=1))
+    program = lower(build_schedule(name, num_devices=4, num_microbatches=2))
     assert sticks(program, {edge: int(edge[0] > edge[1]) for edge in edges(program.placement)})
 
 

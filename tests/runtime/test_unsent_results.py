@@ -24,6 +24,8 @@ MESSAGE = toy.ROWS * toy.WIDTH * 4
 ACTIONS = (
     "1RECV_F0 1RECV_F1 1F0 1F1 1SEND_F0 1SEND_F1 1RECV_I0 1RECV_I1 1I0 1I1 1SEND_I0 1W0 1SEND_I1 1W1 1REDUCE_GRAD"
 ).split()
+# The device after it, which has used an output when it sends the gradient.
+NEXT = "2RECV_F0 2RECV_F1 2F0 2I0 2SEND_I0 2F1 2I1 2SEND_I1 2W0 2W1 2REDUCE_GRAD".split()
 
 
 class Neighbours:
@@ -79,8 +81,8 @@ class EndsInLinear(toy.Runner):
 def held(runner) -> dict[str, int]:
     """Bytes after every action, of a step of one stage in the middle."""
     schedule = build_schedule("zb-h1", num_devices=3, num_microbatches=2)
-    actions = tuple(map(Action.parse, ACTIONS))
-    program = Program(schedule, ((), actions, ()))
+    actions, following = (tuple(map(Action.parse, each)) for each in (ACTIONS, NEXT))
+    program = Program(schedule, ((), actions, following))
     ledger = ActivationLedger([runner.weight] if isinstance(runner, EndsInLinear) else runner.stage.parameters())
     Executor(program, 1, {1: runner}, Neighbours(), (), ledger).run()
     assert ledger.failure is None

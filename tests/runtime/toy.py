@@ -28,7 +28,7 @@ from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.offload.actions import OffloadActions
 from megatron_pipemem.runtime.selective import region
 from megatron_pipemem.runtime.trace import Trace
-from megatron_pipemem.runtime.transport import MessageFormat, Pipeline, Transport, connect
+from megatron_pipemem.runtime.transport import DEPARTURES, MessageFormat, Pipeline, Transport, connect, host_queries
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, current_queue
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
@@ -114,13 +114,13 @@ class Runner:
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.variable, self.fail_at = variable, fail_at
         self.engine = engine
-        self.losses: list[float] = []
+        self.losses: list[torch.Tensor] = []
         self.reductions = 0
 
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
         output = self._run(microbatch, input)
         if self.is_last:
-            self.losses.append(output.item())
+            self.losses.append(output.detach().clone())
         return output
 
     def recompute(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
@@ -181,7 +181,8 @@ def run_step(
         torch.device("cpu"),
         shapes if variable == "step" else None,
     )
-    transport = Transport(pipeline, message, in_sequence)
+    polls = DEPARTURES in host_queries(program, message)
+    transport = Transport(pipeline, message, in_sequence, polls)
     permanent = [p for runner in runners.values() for p in runner.stage.parameters()]
     ledger, trace = ActivationLedger(permanent, [(1, rows) for rows, _ in shapes]), Trace()
     with engine.step(permanent, lambda tensor: ledger.hold(tensor)) if engine else nullcontext():
@@ -213,7 +214,7 @@ def run_case(case: dict, device: int, devices: int, connections: dict, engine: O
         runners, ledger, trace = run_step(program, pipeline, engine, single_queue, variable=case.get("variable", ""))
     moved = engine.statistics()
     seen = {
-        "losses": [loss for runner in runners.values() for loss in runner.losses],
+        "losses": [loss.item() for runner in runners.values() for loss in runner.losses],
         "actions": [str(t.action) for t in trace.actions()],
         "reductions": {stage: runner.reductions for stage, runner in runners.items()},
         "left_bytes": ledger.entries[-1].bytes,

@@ -30,7 +30,7 @@ from megatron_pipemem.mcore.step.weighing import FullMicrobatch
 from megatron_pipemem.mcore.symbols import WITH_INTERLEAVING, WITHOUT_INTERLEAVING
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.groups import destroy_groups
-from megatron_pipemem.runtime.transport import MessageFormat, Pipeline, Transport, connect
+from megatron_pipemem.runtime.transport import DEPARTURES, MessageFormat, Pipeline, Transport, connect, host_queries
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.knowledge import Shape
 
@@ -250,7 +250,12 @@ class ForwardBackward(Feature):
             step.program,
             pipeline.device,
             step.stages,
-            Transport(pipeline, step.message, self.programs.single_queue),
+            Transport(
+                pipeline,
+                step.message,
+                self.programs.single_queue,
+                polls=DEPARTURES in host_queries(step.program, step.message),
+            ),
             features,
             ledger=step.observation.ledger,
             trace=step.observation.trace,
