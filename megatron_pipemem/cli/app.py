@@ -66,7 +66,7 @@ _ENTRIES = {
     ),
     "profile": _Entry(
         "profile.profile",
-        "Measure or compute what one layer, the embedding and the head take and keep, and what stages made of them cost.",
+        "Measure or compute what one layer, the embedding and the head take and keep.",
     ),
     "init": _Entry(
         "init.init",

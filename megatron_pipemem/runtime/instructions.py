@@ -35,7 +35,7 @@ class Instruction:
         send: for a forward or backward, the message that takes its result away; ``None`` if none does.
         to_here: the key of the neighbour's forward or backward on this device that takes the result, or ``None``. Embedding and
             head stand before the first stage and behind the last one.
-        settles: the messages to the sender of ``receive`` that it had used when it sent.
+        settles: the messages from here that the sender of ``receive`` had used when it sent it.
         split: whether the backward of this forward is split.
         again: by which action the forward runs again, ``None`` if it does not.
         offloaded: whether activations of the stage leave the device.
@@ -71,34 +71,51 @@ class RankProgram:
 )  # a run has a few programs: training, evaluation, and what they were before they were planned again
 def settle(program: Program, device: int) -> RankProgram:
     """Return what this device runs. Programs are told apart by identity."""
-    settles = _settles(program, device)
-    instructions = tuple(
-        replace(each, settles=settles[each.receive]) if each.receive in settles else each
-        for each in _instructions(program, device)
-    )
-    return RankProgram(instructions, any(each.action.kind in _BACKWARDS for each in instructions))
+    answers = _answers(program, device)
+    instructions = []
+    for each in _instructions(program, device):
+        answer = answers.get(each.receive) if each.receive is not None else None
+        # Messages ahead of an answer on its edge have been taken in, too.
+        settled = () if answer is None else tuple(sent for earlier in answer.take() for sent in earlier)
+        instructions.append(replace(each, settles=settled) if settled else each)
+    return RankProgram(tuple(instructions), any(each.action.kind in _BACKWARDS for each in instructions))
 
 
-def _settles(program: Program, device: int) -> dict[Action, tuple[Action, ...]]:
-    """Return, for every message to this device, the messages that its sender had got from here and used before.
+@dataclass
+class _Answer:
+    """The messages from here that a peer has used before it sends one of its own, which is number ``number`` on its edge."""
+
+    number: int
+    of_edge: list[tuple[Action, ...]]
+
+    def take(self) -> list[tuple[Action, ...]]:
+        """Return what this message and those ahead of it answer, once."""
+        taken = self.of_edge[: self.number + 1]
+        self.of_edge[: self.number + 1] = [()] * len(taken)
+        return taken
+
+
+def _answers(program: Program, device: int) -> dict[Action, _Answer]:
+    """Return, for every message to this device, the messages from here that its sender has used before.
 
     Their memory can go when that message has arrived, and no host has to ask a device whether they have left.
     """
-    placement, found = program.placement, dict[Action, tuple[Action, ...]]()
-    neighbours = {placement.previous_stage, placement.next_stage}
-    peers = {
-        placement.devices[other]
+    placement, found = program.placement, dict[Action, _Answer]()
+    neighbours = (
+        neighbour(stage)
         for stage in placement.stages[device]
-        for neighbour in neighbours
-        if (other := neighbour(stage)) is not None
-    }
-    for peer in peers - {device}:
+        for neighbour in (placement.previous_stage, placement.next_stage)
+    )
+    for peer in {placement.devices[stage] for stage in neighbours if stage is not None} - {device}:
         used: list[Action] = []
+        of_edge: list[tuple[Action, ...]] = []
         for each in _instructions(program, peer):
             if each.receive is not None and _end(placement, each.receive)[0] == device:
                 used.append(_end(placement, each.receive)[1])
             elif each.action.kind in SENDS and _end(placement, each.action)[0] == device:
-                found[_end(placement, each.action)[1]], used = tuple(used), []
+                found[_end(placement, each.action)[1]] = _Answer(len(of_edge), of_edge)
+                of_edge.append(tuple(used))
+                used = []
     return found
 
 
