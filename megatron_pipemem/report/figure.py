@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from megatron_pipemem.report.figure_rows import HELD, HELD_EDGE, LIMIT, QUIET, PicturedRun, Windows, draw_run
-from megatron_pipemem.report.timeline import IDLE, KIND_NAMES, TRANSFER_COLOURS, TRANSFER_NAMES, common_end
+from megatron_pipemem.report.figure_rows import HELD, HELD_EDGE, LIMIT, QUIET, PicturedRun, draw_run
+from megatron_pipemem.report.timeline import IDLE, KIND_NAMES, TRANSFER_COLOURS, TRANSFER_NAMES
 from megatron_pipemem.schedule.core.action import VOCABULARY, Kind
 from megatron_pipemem.schedule.core.simulator import Timeline
 
@@ -18,41 +17,33 @@ if TYPE_CHECKING:
 
 _LEFT, _RIGHT = 0.8, 0.75
 """Inches beside the time axis, for the devices' names and their peaks."""
-_GAP = 0.02
-"""Between two windows of a run, in parts of their width."""
 _NARROWEST, _WIDEST = 9.0, 24.0
-_COMFORTABLE, _CROWDED = 7.5, 2.5
-"""Points of the shortest action: enough for a two-digit label; too few to tell actions apart."""
+_COMFORTABLE = 7.5
+"""Points of the shortest action: enough for a two-digit label."""
 
 
 def draw(timelines: Sequence[Timeline]) -> Figure:
     """Draw for every device its actions, and below them what it holds; several runs under one another, on one scale of time
     and one of memory.
 
-    A run of more actions than a page has room for, or of more than twice the length of most, is drawn at its start and its
-    end, and the picture says so.
+    The whole of every run is drawn. Where a page has no room for labels, the picture says which are left out.
     """
     runs = [PicturedRun(timeline) for timeline in timelines]
-    shared = common_end([run.timeline for run in runs]) or 1.0
-    width, windows = _page([min(run.end, shared) for run in runs], min(run.shortest for run in runs))
-    stretches = [windows if run.end <= shared else _both_ends(run.end, windows) for run in runs]
-    points = _points_per_second(width, windows)
+    longest, shortest = max(run.end for run in runs), min(run.shortest for run in runs)
+    width = min(_WIDEST, max(_NARROWEST, longest / shortest * _COMFORTABLE / 72 + _LEFT + _RIGHT))
+    points = (width - _LEFT - _RIGHT) * 72 / longest
     heights = [_row_inches(len(run.rows), len(runs)) * len(run.rows) for run in runs]
-    figure, panels = _panels(width, heights, stretches)
+    figure, panels = _panels(width, heights)
     left_out = set()
-    for run, axes, stretch in zip(runs, panels, stretches, strict=True):
-        left_out |= draw_run(run, axes, stretch, points, run.memory_scale(runs))
-        axes[0].set_title(
+    for run, axes in zip(runs, panels, strict=True):
+        left_out |= draw_run(run, axes, longest, points, run.memory_scale(runs))
+        axes.set_title(
             _title(run, runs[0]), loc="left", fontsize=13 if len(runs) == 1 else 11, fontweight="bold", pad=7
         )
-    for panel in panels[-1] if len(set(stretches)) == 1 else chain.from_iterable(panels):
-        panel.tick_params(labelbottom=True)
+    panels[-1].tick_params(labelbottom=True)
     _label_time(figure, runs, width)
     _add_legend(figure, runs)
-    cuts = _cut_out(
-        [(run.timeline.schedule.name, run.end, stretch) for run, stretch in zip(runs, stretches, strict=True)]
-    )
-    _add_footnotes(figure, runs, [*cuts, *sorted(left_out)])
+    _add_footnotes(figure, runs, sorted(left_out))
     return figure
 
 
@@ -61,10 +52,8 @@ def _row_inches(devices: int, runs: int) -> float:
     return min(0.62, max(0.26, 7.0 / devices)) * (1 if runs == 1 else 0.85)
 
 
-def _panels(
-    width: float, heights: Sequence[float], stretches: Sequence[Windows]
-) -> tuple[Figure, list[tuple[Axes, ...]]]:
-    """Return, per run, the axes of its windows, side by side."""
+def _panels(width: float, heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
+    """Return the axes of every run."""
     from matplotlib.figure import Figure  # a Figure without pyplot draws with Agg and leaves no global state
 
     above, below, space = 0.5, 1.2 if width > 11 else 1.4, 0.5
@@ -79,12 +68,7 @@ def _panels(
         top=1 - above / height,
         bottom=below / height,
     )
-    panels = []
-    for index, windows in enumerate(stretches):
-        lengths = [end - start for start, end in windows]
-        row = rows[index].subgridspec(1, len(windows), width_ratios=lengths, wspace=_GAP)
-        panels.append(tuple(figure.add_subplot(row[column]) for column in range(len(windows))))
-    return figure, panels
+    return figure, [figure.add_subplot(rows[index]) for index in range(len(heights))]
 
 
 def _title(run: PicturedRun, first: PicturedRun) -> str:
@@ -156,41 +140,3 @@ def _add_footnotes(figure: Figure, runs: Sequence[PicturedRun], left_out: list[s
     for line, text in enumerate(lines):
         place = (0.28 - 0.16 * line) / figure.get_figheight()
         figure.text(0.5, place, text, ha="center", va="center", fontsize=8, color=QUIET)
-
-
-def _page(ends: Sequence[float], shortest: float) -> tuple[float, Windows]:
-    """Return inches of width, and the stretches of time that are drawn: all of it, or the two ends of a crowded run."""
-    longest = max(ends)
-    width = min(_WIDEST, max(_NARROWEST, longest / shortest * _COMFORTABLE / 72 + _LEFT + _RIGHT))
-    points = (width - _LEFT - _RIGHT) * 72
-    if longest / shortest * _CROWDED <= points:
-        return width, ((0.0, longest),)
-    length = points / 2 / _COMFORTABLE * shortest
-    last = min(longest - length, max(length, min(ends) - length / 3))  # an earlier end is seen too, if that is near
-    last = max(last, longest - 2 * length)
-    return width, ((0.0, length), (last, longest))
-
-
-def _both_ends(end: float, windows: Windows) -> Windows:
-    """Return the first and the last stretch of a long run, together as long as the stretches that others are drawn in."""
-    half = sum(stop - start for start, stop in windows) / (2 + (_GAP if len(windows) == 1 else 0))
-    return (0.0, half), (end - half, end)
-
-
-def _points_per_second(width: float, windows: Windows) -> float:
-    """Return the width of one second in points."""
-    return (width - _LEFT - _RIGHT) * 72 / sum(end - start for start, end in windows)
-
-
-def _cut_out(runs: Sequence[tuple[str, float, Windows]]) -> list[str]:
-    """Return the times that do not stand in the picture, from the names, ends and windows of its runs."""
-    gaps: dict[Windows, list[tuple[str, float]]] = {}
-    for name, end, windows in runs:
-        if len(windows) > 1 and windows[1][0] > windows[0][1]:
-            gaps.setdefault(windows, []).append((name, end))
-    notes = []
-    for windows, cut in gaps.items():
-        share = 1 - sum(stop - start for start, stop in windows) / max(end for _, end in cut)
-        of = "the run" if len(cut) == len(runs) else " and ".join(name for name, _ in cut)
-        notes.append(f"time {windows[0][1]:.5g} to {windows[1][0]:.5g} ({share:.0%} of {of})")
-    return notes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,6 @@ from megatron_pipemem.schedule.core.action import MEMORY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Window = tuple[float, float]
-Windows = tuple[Window, ...]
-"""Stretches of time that a picture shows of a run."""
 
 TEXT, QUIET = "#202124", "#5f6368"
 HELD, HELD_EDGE, LIMIT = "#c9d3df", "#5b6f86", "#b3261e"
@@ -52,22 +48,19 @@ class PicturedRun(DrawnRun):
     def shade(self, box: Box) -> str:
         return self.colour(box.action.kind, box.chunk)
 
-    def seen(self, window: Window) -> list[list[Box]]:
-        """Return the boxes of every row that a window shows."""
-        start, end = window
-        return [
-            [box for box in row if box.end >= start and box.start <= end and box.action.kind not in MEMORY]
-            for row in self.rows
-        ]
+    @cached_property
+    def boxes(self) -> list[list[Box]]:
+        """The boxes of every row that are drawn."""
+        return [[box for box in row if box.action.kind not in MEMORY] for row in self.rows]
 
 
-def draw_run(run: PicturedRun, panels: Sequence[Axes], windows: Windows, points: float, top: float) -> set[str]:
-    """Draw one run into the panels of its windows.
+def draw_run(run: PicturedRun, axes: Axes, end: float, points: float, top: float) -> set[str]:
+    """Draw one run into its axes.
 
     Args:
         run: what is drawn.
-        panels: the axes of its windows, from left to right.
-        windows: seconds from and to.
+        axes: of the run.
+        end: of the time that the axes show, in seconds.
         points: per second.
         top: the most memory that the scale shows, in units or bytes.
 
@@ -75,28 +68,24 @@ def draw_run(run: PicturedRun, panels: Sequence[Axes], windows: Windows, points:
         What was left out for want of room, in words.
     """
     left_out: set[str] = set()
-    row_points = panels[0].get_position().height * figure_of(panels[0]).get_figheight() * 72 / len(run.rows)
-    size = _number_size(run, windows, points, row_points)
-    if not size:
+    row_points = axes.get_position().height * figure_of(axes).get_figheight() * 72 / len(run.rows)
+    axes.set_xlim(0.0, end)
+    axes.set_ylim(len(run.rows), 0)
+    _draw_boxes(axes, run, points)
+    size = _number_size(run, points, row_points)
+    if size:
+        for box in (box for row in run.boxes for box in row):
+            number = str(box.action.microbatch)
+            _write(axes, box.device, (box.start, box.end), number, fontsize=size, color=ink(run.shade(box)))
+    else:
         left_out.add("microbatch numbers")
-    for panel, (start, end) in zip(panels, windows, strict=True):
-        panel.set_xlim(start, end)
-        panel.set_ylim(len(run.rows), 0)
-        seen = run.seen((start, end))
-        _draw_boxes(panel, run, seen, points)
-        if size:
-            for box in (box for row in seen for box in row):
-                number = str(box.action.microbatch)
-                _write(panel, box.device, (box.start, box.end), number, fontsize=size, color=ink(run.shade(box)))
-        left_out |= _draw_waits(panel, run, (start, end), points, row_points)
-        _draw_transfers(panel, run, (start, end))
-        _draw_held(panel, run, top)
-        if run.end < end:
-            panel.axvline(run.end, color=TEXT, linewidth=0.9, linestyle=(0, (4, 3)))
-        _frame(panel)
-    _name_devices(panels, run, row_points)
-    if len(panels) > 1:
-        _break(panels)
+    left_out |= _draw_waits(axes, run, points, row_points)
+    _draw_transfers(axes, run)
+    _draw_held(axes, run, top)
+    if run.end < end:
+        axes.axvline(run.end, color=TEXT, linewidth=0.9, linestyle=(0, (4, 3)))
+    _frame(axes)
+    _name_devices(axes, run, row_points)
     return left_out
 
 
@@ -115,54 +104,53 @@ def _write(axes: Axes, device: int, times: tuple[float, float], text: str, **loo
     axes.text(*place, text, ha="center", va="center_baseline", clip_on=True, **look)
 
 
-def _draw_boxes(axes: Axes, run: PicturedRun, rows: Sequence[Sequence[Box]], points: float) -> None:
+def _draw_boxes(axes: Axes, run: PicturedRun, points: float) -> None:
     shapes: defaultdict[str, list[tuple[int, float, float]]] = defaultdict(list)
-    for row in rows:
+    for row in run.boxes:
         for box in row:
             shapes[run.shade(box)].append((box.device, box.start, box.end))
-    _bars(axes, [(device, *axes.get_xlim()) for device in range(len(rows))], _ACTIONS, facecolors=IDLE)
+    _bars(axes, [(device, *axes.get_xlim()) for device in range(len(run.rows))], _ACTIONS, facecolors=IDLE)
     edge = 0.5 if run.shortest * points > 4 else 0.0
     for shade, spans in shapes.items():
         _bars(axes, spans, _ACTIONS, facecolors=shade, edgecolors="white", linewidths=edge)
 
 
-def _number_size(run: PicturedRun, windows: Windows, points: float, row_points: float) -> float:
+def _number_size(run: PicturedRun, points: float, row_points: float) -> float:
     """Return the size in points at which microbatch numbers fit the shortest box; 0 when they would be too small or too
     many.
     """
-    seen = {box for window in windows for row in run.seen(window) for box in row}
-    digits = len(str(max((box.action.microbatch or 0 for box in seen), default=0)))
+    boxes = [box for row in run.boxes for box in row]
+    digits = len(str(max((box.action.microbatch or 0 for box in boxes), default=0)))
     size = min(8.0, run.shortest * points / (0.62 * digits + 0.25), 0.8 * _ACTION_HEIGHT * row_points)
-    return size if size >= _LABEL_POINTS and len(seen) <= _MOST_NUMBERS else 0.0
+    return size if size >= _LABEL_POINTS and len(boxes) <= _MOST_NUMBERS else 0.0
 
 
-def _draw_waits(axes: Axes, run: PicturedRun, window: Window, points: float, row_points: float) -> set[str]:
+def _draw_waits(axes: Axes, run: PicturedRun, points: float, row_points: float) -> set[str]:
     """Write into every bubble what its device waits for, in as many words as fit."""
     left_out: set[str] = set()
     size = min(7.0, 0.62 * _ACTION_HEIGHT * row_points)
     for row in run.bubbles:
         for bubble in row:
-            start, end = max(bubble.start, window[0]), min(bubble.end, window[1])
-            if bubble.producer is None or start >= end:
+            if bubble.producer is None:
                 continue
             action, device = bubble.producer.action, bubble.producer.device
             forms = (f"waits for {action} of device {device}", f"waits for {action}", f"{action}")
-            room = (end - start) * points - 3
+            room = (bubble.end - bubble.start) * points - 3
             text = next((form for form in forms if 0.52 * size * len(form) < room), None)
             if text is None or size < _LABEL_POINTS:
                 left_out.add("what narrow bubbles wait for")
                 continue
-            _write(axes, bubble.device, (start, end), text, fontsize=size, color=QUIET, style="italic")
+            _write(axes, bubble.device, (bubble.start, bubble.end), text, fontsize=size, color=QUIET, style="italic")
     return left_out
 
 
-def _draw_transfers(axes: Axes, run: PicturedRun, window: Window) -> None:
+def _draw_transfers(axes: Axes, run: PicturedRun) -> None:
     for kind, shade in TRANSFER_COLOURS.items():
         spans = [
             (copy.device, copy.start, copy.end)
             for lane in run.host_transfers
             for copy in lane
-            if copy.action.kind is kind and copy.end >= window[0] and copy.start <= window[1]
+            if copy.action.kind is kind
         ]
         _bars(axes, spans, _LANE, facecolors=shade)
 
@@ -193,24 +181,13 @@ def _frame(axes: Axes) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _name_devices(panels: Sequence[Axes], run: PicturedRun, row_points: float) -> None:
+def _name_devices(axes: Axes, run: PicturedRun, row_points: float) -> None:
     """Write names on the left, peaks on the right."""
     size = min(9.0, 0.42 * row_points)
     left: dict[str, Any] = {"xytext": (-5, 0), "ha": "right", "va": "center", "fontsize": size, "color": TEXT}
     right: dict[str, Any] = {"xytext": (4, 0), "ha": "left", "va": "center", "fontsize": size, "color": HELD_EDGE}
     place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
     for device, peak in enumerate(run.timeline.peaks):
-        panels[0].annotate(f"device {device}", (0, device + sum(_ACTIONS) / 2), **place, **left)
-        panels[-1].annotate(run.memory_text(peak), (1, device + (_UPPER + _FLOOR) / 2), **place, **right)
-    panels[-1].annotate("peak", (1, 0), **place, **right | {"xytext": (4, 3), "va": "bottom", "fontsize": 8})
-
-
-def _break(panels: Sequence[Axes]) -> None:
-    """Draw a torn edge between the windows."""
-    teeth = round(panels[0].get_position().height * figure_of(panels[0]).get_figheight() * 8)
-    for panel, edge, inwards in zip(panels, (1, 0), (-0.003, 0.003), strict=True):
-        zigzag = [edge + inwards * (tooth % 2) for tooth in range(teeth + 1)]
-        panel.plot(
-            zigzag, [tooth / teeth for tooth in range(teeth + 1)], transform=panel.transAxes, clip_on=False,
-            color="white", linewidth=3,
-        )  # fmt: skip
+        axes.annotate(f"device {device}", (0, device + sum(_ACTIONS) / 2), **place, **left)
+        axes.annotate(run.memory_text(peak), (1, device + (_UPPER + _FLOOR) / 2), **place, **right)
+    axes.annotate("peak", (1, 0), **place, **right | {"xytext": (4, 3), "va": "bottom", "fontsize": 8})

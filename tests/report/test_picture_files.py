@@ -7,7 +7,7 @@ import re
 import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
@@ -75,15 +75,14 @@ def test_bubbles_say_what_their_device_waits_for(run, tmp_path):
     assert not any(text.startswith("Left out") for text in texts)
 
 
-def test_what_has_no_room_is_named(run, tmp_path):
-    """A crowded run is drawn at both ends, and the picture says which time lies between."""
+def test_labels_are_left_out_where_a_step_is_crowded_and_time_is_not(run, tmp_path):
     texts = texts_of(save_timeline(run("zb-h1", 8, 512), tmp_path / "run.svg"))
     (note,) = [text for text in texts if text.startswith("Left out for want of room")]
-    assert re.search(r"time [\d.]+ to [\d.]+ \(\d\d% of the run\)", note)
     assert "microbatch numbers" in note and "what narrow bubbles wait for" in note
-    ticks = [float(text) for text in texts if re.fullmatch(r"\d+", text)]
+    ticks = sorted(float(text) for text in texts if re.fullmatch(r"\d+", text))
     end = run("zb-h1", 8, 512).makespan
-    assert min(ticks) == 0 and max(ticks) > 0.95 * end and not [tick for tick in ticks if 0.3 * end < tick < 0.7 * end]
+    assert ticks[0] == 0 and ticks[-1] > 0.8 * end
+    assert max(later - earlier for earlier, later in pairwise(ticks)) < 0.3 * end, "nothing between is cut out"
 
 
 def test_memory_is_drawn_under_every_device(run, tmp_path):
