@@ -223,14 +223,14 @@ def test_bytes_that_full_backwards_keep_are_not_refused():
     """I takes output gradients, which wait for W in a split backward."""
     taken, messages = {Kind.F: (100, 100), Kind.I: (30, 30)}, {Kind.RECV_F: (0, 5), Kind.RECV_I: (5, 0)}
     changes = {**taken, **messages, Kind.W: (-135, -135)}
-    source = auto("110B", placement="linear")
+    source = auto("105B", placement="linear")
     source.measured(None, changes)
     plan = source.plan(Shape(2, 1, 6), "start")
     assert {action.kind for order in plan.schedule.orders for action in order} == {Kind.F, Kind.B}
     less = auto("104B", placement="linear")
     less.measured(None, changes)
-    # The next microbatch's input arrives while the last one's backward runs.
-    with pytest.raises(UnsupportedError, match="at least 110B"):
+    # The next microbatch's input depends on the last one's backward, and is received when that has run.
+    with pytest.raises(UnsupportedError, match="at least 105B"):
         less.plan(Shape(2, 1, 6), "start")
 
 

@@ -188,3 +188,16 @@ def test_our_own_transport_allows_what_a_shared_channel_does_not():
     """The reason why programs for torch are lowered differently."""
     schedule = build_schedule("1f1b", num_devices=2, num_microbatches=4)
     assert not meets(lower(schedule)) and meets(lower_paired(schedule))
+
+
+def test_receives_that_stand_early_are_no_fault_of_a_table():
+    """Its messages are posted by whoever runs it; here they are placed anew, where hosts may wait."""
+    orders = [*lower(build_schedule("1f1b", num_devices=2, num_microbatches=2)).actions]
+    first = [action for action in orders[0] if action.kind is Kind.RECV_I]
+    orders[0] = (*first, *(action for action in orders[0] if action not in first))
+    table = read_table(write_table(orders))
+    schedule = schedule_of(table, 2)
+    assert find_fault(table, schedule) is None
+    with pytest.raises(ScheduleError, match="a host that waits for its whole device"):
+        validate_program(Program(schedule, tuple(orders)))
+    validate_program(lower(schedule))
