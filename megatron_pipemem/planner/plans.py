@@ -15,9 +15,10 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.config.yaml_text import write_yaml
 from megatron_pipemem.planner.replay import Replay, measured
 from megatron_pipemem.planner.space import Order, hides_messages
-from megatron_pipemem.planner.step import Step, mfu
+from megatron_pipemem.planner.step import Step, mfu, price
 from megatron_pipemem.planner.variants import PLAIN, Variant
 from megatron_pipemem.schedule.baseline import bytes_of_1f1b
+from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 
 
@@ -83,12 +84,11 @@ class Plan:
 
     @cached_property
     def share_of_1f1b(self) -> float | None:
-        """Return the peak of its activations as a share of 1F1B's bytes for the same cut; ``None`` if the head is cut."""
-        step, slices = self.step, self.run.schedule.slices or 1
-        if step.costs.vocabulary is not None:
-            return None
-        whole = bytes_of_1f1b(step.costs, step.placement, self.run.parallelism.microbatches, slices)
-        besides = step.held((0.0,) * len(self.peaks))
+        """Return the peak of its activations as a share of the bytes of 1F1B, with the planner's layers of its stages."""
+        cut = self.run.parallelism
+        linear = Placement.linear(cut.pp)
+        whole = bytes_of_1f1b(price(self.run, linear).costs, linear, cut.microbatches)
+        besides = self.step.held((0.0,) * cut.pp)
         return max(peak - rest for peak, rest in zip(self.peaks, besides, strict=True)) / whole if whole else None
 
     @property
