@@ -1,5 +1,5 @@
 """Writes the tables of the documents: of schedules under two cost vectors, of all schedules, of sequence slices, of what
-Megatron's options are refused with, and of the quickstart's last run.
+Megatron's options are refused with, of who may wait for whom, and of the quickstart's last run.
 
     python scripts/doc_tables.py [--quickstart out/quickstart]
 
@@ -29,6 +29,9 @@ from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.schedule.baseline import share_of_1f1b
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
+from megatron_pipemem.schedule.core.single_queue import run_single_queues
+from megatron_pipemem.schedule.core.validator import validate_program
+from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.search import search_schedule
 
@@ -38,6 +41,7 @@ DOCUMENTS = {
     "schedules": "choosing-a-schedule.md",
     "slices": "choosing-a-schedule.md",
     "refusals": "troubleshooting.md",
+    "queues": "gpu.md",
     "quickstart": "quickstart.md",
 }
 """Where a table stands."""
@@ -132,6 +136,23 @@ def table_of_slices() -> str:
     return "\n".join(rows)
 
 
+def table_of_queues() -> str:
+    """Which models every family is proved in, proved here, and the price of its order for one hardware queue."""
+    rows = [
+        "| schedule | messages | any one host waits | price of both | one hardware queue | its price, at most |",
+        "|---|---|---|---|---|---|",
+    ]
+    costs = Costs(1, 1.5, 0.5, p2p=0.02)
+    for family in families():
+        schedule = build_schedule(family.name, num_devices=DEVICES, num_microbatches=MICROBATCHES, costs=costs)
+        usual, queued = (lower(schedule, single_queue=single_queue, costs=costs) for single_queue in (False, True))
+        validate_program(usual)
+        validate_program(queued, single_queue=True)
+        price = run_single_queues(queued, costs).makespan / simulate(schedule, costs).makespan - 1
+        rows.append(f"| `{family.name}` | proved | proved | 0 | proved | {price:.1%} |")
+    return "\n".join(rows)
+
+
 def table_of_refusals() -> str:
     rows = ["| is not supported | option | why, and what to do |", "|---|---|---|"]
     for each in vars(refusals).values():
@@ -173,6 +194,7 @@ def main() -> None:
         "schedules": table_of_schedules(),
         "slices": table_of_slices(),
         "refusals": table_of_refusals(),
+        "queues": table_of_queues(),
     }
     if arguments.quickstart:
         blocks["quickstart"] = table_of_quickstart(arguments.quickstart)

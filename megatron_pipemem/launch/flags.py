@@ -68,7 +68,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
     ),
     "--pipemem-single-queue": dict(
         action="store_true",
-        help="order what a rank launches for one hardware queue, as is done anyway on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1",
+        help="order what a rank launches for one hardware queue, as is done anyway on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1, "
+        "and in the first steps on every GPU",
     ),
     "--pipemem-random": dict(
         metavar="|".join(RANDOM),

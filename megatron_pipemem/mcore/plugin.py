@@ -36,6 +36,7 @@ from megatron_pipemem.mcore.step.losses import Losses
 from megatron_pipemem.mcore.step.markers import Markers
 from megatron_pipemem.mcore.step.offloading import Offloading
 from megatron_pipemem.mcore.step.programs import ProgramCache
+from megatron_pipemem.mcore.step.queues import LaunchOrders
 from megatron_pipemem.mcore.step.replica_steps import ReplicaSteps
 from megatron_pipemem.mcore.step.shapes import StepShapes
 from megatron_pipemem.mcore.step.split_backward import SplitBackward
@@ -125,7 +126,9 @@ class _Enabled:
             *layerwise,
             Markers(),
         ]
-        forward_backward = ForwardBackward(ProgramCache(source), chunk_placement, extensions, settings.single_queue)
+        forward_backward = ForwardBackward(
+            ProgramCache(source), chunk_placement, extensions, LaunchOrders(settings.single_queue)
+        )
         features = [forward_backward, chunk_placement, ReshardableState(), *extensions]
         return cls(settings, features, PatchSet(), forward_backward, ProgramChunks(chunk_placement), record)
 

@@ -84,8 +84,8 @@ class Source:
         piece_tokens: of a cut vocabulary's head, see ``HeadOptions``.
     """
 
-    single_queue = False
-    """Whether schedules are lowered for ranks that serve everything in one queue."""
+    queues: tuple[bool, ...] = (False,)
+    """The orders that schedules are lowered to, each as whether it is for ranks that serve everything in one queue."""
 
     def __init__(
         self,
@@ -299,7 +299,7 @@ class Source:
 
     def _known(self, placement: Placement | None) -> Knowledge:
         """With what the host can do, where anything is to be sent there. Every rank of the job asks at the same time."""
-        known = replace(self.knowledge, placement=placement, single_queue=self.single_queue)
+        known = replace(self.knowledge, placement=placement, queues=self.queues)
         host = self._host
         if host is None or self.request.offload == OFF:
             return known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.core.action import VOCABULARY, Kind
@@ -75,7 +76,7 @@ class Knowledge:
         links: per device, the way to its host as it was measured.
         switches: groups of devices that share a channel to the host.
         host_budget: the most host memory of a device, in the unit of the costs' memory.
-        single_queue: whether ranks serve everything in one hardware queue.
+        queues: the orders that steps run by, each as whether it is for ranks that serve everything in one hardware queue.
         with_passes: schedules with as many vocabulary passes as are asked for, which a search compares with what it finds;
             ``None`` for those of all families.
         cache: where finished searches are kept and looked up; ``None`` searches afresh.
@@ -91,7 +92,7 @@ class Knowledge:
     links: tuple[HostLink, ...] | None = None
     switches: tuple[tuple[int, ...], ...] = ()
     host_budget: float | None = None
-    single_queue: bool = False
+    queues: tuple[bool, ...] = (False,)
     with_passes: tuple[Schedule, ...] | None = None
     cache: ResultCache | None = None
 
@@ -168,9 +169,15 @@ class Knowledge:
             **{kind: self.changes[kind] for kind in (_MESSAGES | VOCABULARY) & set(self.changes)},
             **compute.memory_changes(schedule.placement, schedule.recomputed, schedule.slices),
         }
-        program = lower(schedule, single_queue=self.single_queue, costs=costs)
+        programs = (lower(schedule, single_queue=single_queue, costs=costs) for single_queue in self.queues)
         weights = unit_weights(schedule, costs)
-        return [max(held_after(actions, changes, weights, schedule.slices), default=0) for actions in program.actions]
+        return [
+            max(
+                chain.from_iterable(held_after(actions, changes, weights, schedule.slices) for actions in orders),
+                default=0,
+            )
+            for orders in zip(*(program.actions for program in programs), strict=True)
+        ]
 
     def excess(self, request: Request, schedule: Schedule, costs: Costs) -> tuple[float, ...]:
         """Return by how much every device of a schedule exceeds the cap, in the unit of the costs' memory.

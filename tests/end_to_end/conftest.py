@@ -62,6 +62,7 @@ class Run:
         gradients: of the first step, whole, by the parameter's name in checkpoints and its layer; ``None`` where nobody
             asked for them.
         scalars: names, iterations and values of what went to TensorBoard.
+        single_queues: per rank and step of a run as on GPUs, whether it ran by the order for one hardware queue.
     """
 
     losses: list[float]
@@ -78,6 +79,7 @@ class Run:
     layers: list[list[str]] = field(compare=False)
     gradients: dict[tuple, torch.Tensor] | None = field(compare=False)
     scalars: list[tuple[str, int, float]] = field(compare=False)
+    single_queues: list[list[bool]] = field(compare=False)
 
     def of_ranks(self, what: str) -> list:
         return [rank[what] for rank in self.ranks]
@@ -108,6 +110,7 @@ class Trainer:
         ranks: int | None = None,
         by_provider: bool = False,
         gradients: bool = False,
+        as_on_gpus: bool = False,
     ) -> Run:
         """A run of ``ITERATIONS`` steps on four ranks, PP4 unless ``flags`` say otherwise.
 
@@ -120,8 +123,10 @@ class Trainer:
             ranks: fewer than there are; the others idle.
             by_provider: the script builds the model and not Megatron.
             gradients: note those of the first step; for runs without data parallelism.
+            as_on_gpus: as if hosts waited for their device at every first launch.
         """
-        key = (schedule, flags, initialise, sabotage, emulate, ranks or self.ranks.size, by_provider, gradients)
+        size = ranks or self.ranks.size
+        key = (schedule, flags, initialise, sabotage, emulate, size, by_provider, gradients, as_on_gpus)
         if key not in self._runs:
             self._runs[key] = self._train(*key)
         return self._runs[key]
@@ -136,6 +141,7 @@ class Trainer:
         ranks: int,
         by_provider: bool,
         gradients: bool,
+        as_on_gpus: bool,
     ) -> Run:
         taken_away = {flag.removeprefix("+") for flag in flags if flag.startswith("+")}
         given = [flag for flag in flags if not flag.startswith("+")]
@@ -159,6 +165,7 @@ class Trainer:
             "ranks": ranks,
             "by_provider": by_provider,
             "gradients": str(noted) if gradients else None,
+            "as_on_gpus": as_on_gpus,
         }
         seen = self.ranks.run(case)
         for rank, result in enumerate(seen):
@@ -182,6 +189,7 @@ class Trainer:
             [each["layers"] for each in seen],
             _whole_gradients(noted) if gradients else None,
             seen[-1]["scalars"],
+            [each["single_queues"] for each in seen],
         )
 
     def _data(self) -> list[str]:

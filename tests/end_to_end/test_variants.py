@@ -60,6 +60,36 @@ def test_an_order_for_one_hardware_queue_computes_the_same(train, schedule, flag
     assert run.predicted_peaks == run.counted_peaks
 
 
+@pytest.mark.parametrize(
+    ("schedule", "flags", "single_queues"),
+    [
+        ("v-half", ("--train-iters", "4"), [True, True, False, False]),
+        ("1f1b", ("--pipemem-vocab-parallel", "2", UNTIED, "--train-iters", "3"), [True, True, False]),
+        ("po-f", ("--train-iters", "3"), [True, True, False]),
+        ("pipedream-2bw", ("--train-iters", "4"), [True, True, False, False]),
+        # Steps of 2, 2, 2, 4, 4 and 4 microbatches.
+        (
+            "zb-h1",
+            ("+--global-batch-size", "--step-batch-size-schedule", "0:2 384:4", "--train-iters", "6"),
+            [True, True, False, True, True, False],
+        ),
+        # Two training steps and two evaluations, twice: evaluation launches something new, and the third step does not.
+        ("zb-h1", (*EVALUATION, "--eval-interval", "2"), None),
+    ],
+)
+def test_what_launches_something_new_runs_for_one_hardware_queue(train, schedule, flags, single_queues):
+    """The order changes between steps, and neither the numbers nor the bytes that were foretold do."""
+    run, usual = train(schedule, *flags, as_on_gpus=True), train(schedule, *flags)
+    assert [loss.hex() for loss in run.losses] == [loss.hex() for loss in usual.losses] and len(set(run.losses)) > 1
+    assert (run.grad_norms, run.validation) == (usual.grad_norms, usual.validation)
+    assert run.predicted_peaks == run.counted_peaks
+    assert len({tuple(each) for each in run.single_queues}) == 1
+    if single_queues is not None:
+        assert run.single_queues[0] == single_queues
+    else:
+        assert run.single_queues[0][:4] == [True] * 4 and not all(run.single_queues[0])
+
+
 def test_evaluation_is_compared(train):
     assert len(train("v-half", *EVALUATION).validation) >= 2
 

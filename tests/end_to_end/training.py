@@ -25,6 +25,8 @@ from megatron.training import arguments, training
 
 from megatron_pipemem import disable
 from megatron_pipemem.mcore.launch import enable_from_command_line
+from megatron_pipemem.mcore.step import queues
+from megatron_pipemem.mcore.step.queues import LaunchOrders
 from megatron_pipemem.runtime.offload.channel import Direction
 from megatron_pipemem.runtime.offload.host_channel import HostChannel
 from megatron_pipemem.runtime.trace import Trace
@@ -71,13 +73,14 @@ def run(case: dict) -> dict:
             gets a value that depends on its name alone, so that runs with other placements start from the same model.
             With ``by_provider``, a function of the script builds the model, as older scripts have it, and not Megatron.
             ``gradients`` is a folder for the first step's. ``sabotage`` names one of ``SABOTAGE`` for rank 1. ``emulate``
-            has the arguments of ``emulate.emulated``.
+            has the arguments of ``emulate.emulated``. ``as_on_gpus`` lets hosts seem to wait for first launches.
 
     Returns:
         The plugin's ``report`` (``None`` where there is none), names iterations and values of the ``scalars`` that went to
         TensorBoard from this rank, a hash of the trained ``weights`` of every chunk, the ``validation`` losses that this rank
         knows, the ``vocabulary_rows`` of every shard that it has of embedding and head, the kinds of ``layers`` that are
-        Transformer Engine's, and the symbols of Megatron that are not the ``original`` ones afterwards.
+        Transformer Engine's, the ``single_queues`` of steps as on GPUs, and the symbols of Megatron that are not the
+        ``original`` ones afterwards.
     """
     _note_symbols()
     rows: list[int] = []
@@ -88,6 +91,7 @@ def run(case: dict) -> dict:
     emulation = emulated(*case["emulate"]) if case.get("emulate") else nullcontext()
     chunks: list[torch.nn.Module] = []
     weights: list[str] = []
+    single_queues: list[bool] = []
     try:
         with (
             _noted_evaluation(validation),
@@ -97,6 +101,7 @@ def run(case: dict) -> dict:
             _stand_in("torch.utils.tensorboard", SimpleNamespace(SummaryWriter=_Writer)),
             emulation,
             _model_by_provider() if case.get("by_provider") else nullcontext(),
+            _launching_as_on_gpus(single_queues) if case.get("as_on_gpus") else nullcontext(),
         ):
             entry.main()
         weights += map(_digest, chunks)
@@ -121,6 +126,7 @@ def run(case: dict) -> dict:
         "vocabulary_rows": rows,
         "weights": weights,
         "layers": sorted(layers),
+        "single_queues": single_queues,
         "replaced": [name for name, (space, key, original) in _originals.items() if space.get(key) is not original],
     }
 
@@ -139,6 +145,22 @@ def _model_by_provider() -> Iterator[None]:
         pretrain(config, *args, model_provider=provider, **named)
 
     with mock.patch.object(entry, "pretrain", with_provider):
+        yield
+
+
+@contextmanager
+def _launching_as_on_gpus(single_queues: list[bool]) -> Iterator[None]:
+    """Note for every step whether it runs by the order for one hardware queue."""
+    of = LaunchOrders.of
+
+    def noting(orders: LaunchOrders, *step) -> bool:
+        single_queues.append(of(orders, *step))
+        return single_queues[-1]
+
+    with (
+        mock.patch.object(queues, "waits_at_first_launch", lambda device: True),
+        mock.patch.object(LaunchOrders, "of", noting),
+    ):
         yield
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.mcore.source import Source
-from megatron_pipemem.mcore.step.observation import has_single_queue
-from megatron_pipemem.mcore.step.programs import ProgramCache
+from megatron_pipemem.mcore.step.programs import MeasurementUpdate, ProgramCache
+from megatron_pipemem.mcore.step.queues import LaunchKind, LaunchOrders
 from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.validator import validate_program
-from megatron_pipemem.schedule.knowledge import Shape
+from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.request import Request
 
 
@@ -71,19 +75,97 @@ def test_programs_for_a_single_queue_are_proved_for_it():
     usual = compile(programs)
     with pytest.raises(ScheduleError, match="where every device has one queue"):
         validate_program(usual, single_queue=True)
-    programs.single_queue = True
+    programs.queues = (True,)
     queued = compile(programs)
     assert queued.schedule == usual.schedule and queued.actions != usual.actions
     validate_program(queued, single_queue=True)
-    programs.single_queue = True
+    programs.queues = (True,)
     assert compile(programs) is queued
 
 
-def test_gpus_with_one_connection_have_a_single_queue(monkeypatch):
+def test_where_first_launches_wait_both_orders_are_compiled_and_agreed_on_at_once():
+    programs, digests = family("v-half"), []
+    alone = [compile(programs, agree=digests.append)]
+    programs.queues = (True,)
+    alone.append(compile(programs, agree=digests.append))
+    programs.queues = (False, True)
+    both = programs.compile(Shape(4, 2, 8), forward_only=False, agree=digests.append)
+    assert [both.order(False).actions, both.order(True).actions] == [each.actions for each in alone]
+    assert both.order(False).schedule is both.order(True).schedule and len(set(digests)) == len(digests) == 3
+    assert programs.compile(Shape(4, 2, 8), forward_only=False, agree=digests.append) is both
+    other = Source(Request.of("zb-h1")).plan(Shape(4, 1, 8), "test").schedule
+    asked = [programs.of_step(other, both, Costs(), single_queue) for single_queue in (False, True, False)]
+    assert asked[0] is asked[2] and asked[0].actions != asked[1].actions
+    assert programs.of_step(both.program.schedule, both, Costs(), True) is both.in_one_queue
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "single"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", True),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "8", False),
+        ("CUDA_LAUNCH_BLOCKING", "1", True),
+        ("CUDA_LAUNCH_BLOCKING", "0", False),
+        ("NCCL_LAUNCH_ORDER_IMPLICIT", "1", True),
+        ("NV_SANITIZER_INJECTION_PORT_BASE", "49152", True),
+        ("NV_SANITIZER_INJECTION_PORT_RANGE_BEGIN", "49152", True),
+    ],
+)
+def test_what_puts_all_launches_of_a_gpu_into_one_queue(monkeypatch, name, value, single):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    assert not has_single_queue(gpu) and has_single_queue(cpu, forced=True)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert has_single_queue(gpu) and not has_single_queue(cpu)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    assert not has_single_queue(gpu)
+    assert LaunchOrders().queues(gpu) == (False, True) and LaunchOrders(forced=True).queues(cpu) == (True,)
+    monkeypatch.setenv(name, value)
+    assert LaunchOrders().queues(gpu) == ((True,) if single else (False, True))
+    assert LaunchOrders().queues(cpu) == (False,)
+
+
+def test_the_first_two_steps_of_a_kind_run_for_one_queue():
+    orders, both = LaunchOrders(), (False, True)
+    usual = LaunchKind(False, False, Shape(4, 2, 8), (4, 1, 8), 0)
+
+    def ran(count, **kind):
+        told = []
+        for _ in range(count):
+            told.append(orders.of(both, usual._replace(**kind)))
+            orders.ended(usual._replace(**kind))
+        return told
+
+    first = [True, True, False]
+    kinds = (
+        {},
+        {"shape": Shape(4, 2, 5)},
+        {"message": (2, 1, 8)},
+        {"forward_only": True},
+        {"logits": True},
+        {"renewals": 1},
+    )
+    for kind in kinds:
+        assert ran(3, **kind) == first
+    assert ran(1) == [False]
+    assert ran(4, message=None) == [True] * 4, "another length in every step"
+    failed = usual._replace(shape=Shape(4, 2, 3))
+    assert [orders.of(both, failed) for _ in range(3)] == [True] * 3, (
+        "a step that did not end may not have launched all"
+    )
+    assert [orders.of((single,), usual._replace(renewals=2)) for single in (False, True)] == [False, True]
+
+
+def test_a_new_plan_may_launch_something_new():
+    programs = family("v-half")
+    programs.renew(MeasurementUpdate("costs measured", Costs(3.0), None, 0.0))
+    assert programs.renewals == 1
+
+
+def test_a_cap_holds_for_both_orders():
+    changes = {Kind.F: (4, 4), Kind.B: (-4, -4), Kind.RECV_F: (0, 3), Kind.RECV_I: (3, 0), Kind.SEND_F: (0, 0)}
+    changes |= {Kind.SEND_I: (0, -3), Kind.I: (0, 0), Kind.W: (-4, -4)}
+    known = replace(Knowledge(), changes=changes)
+    schedule = build_schedule("1f1b", num_devices=2, num_microbatches=6)
+    costs = known.counted_costs(schedule.placement, in_bytes=True)
+    held = {queues: known_of(known, queues).held(schedule, costs) for queues in ((False,), (True,), (False, True))}
+    assert list(held[False, True]) == [max(each) for each in zip(held[False,], held[True,], strict=True)]
+
+
+def known_of(known, queues):
+    return replace(known, queues=queues)

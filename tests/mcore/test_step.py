@@ -88,7 +88,12 @@ def test_extensions_are_asked_in_their_order_and_one_may_bring_the_program(funct
     function.extensions = tuple(extensions)
     config = SimpleNamespace(timers=None)
     step = SimpleNamespace(
-        forward_only=forward_only, context=SimpleNamespace(config=config), chunks=[], shape=None, pipeline=None
+        forward_only=forward_only,
+        context=SimpleNamespace(config=config),
+        chunks=[],
+        shape=None,
+        pipeline=None,
+        single_queue=False,
     )
     with pytest.raises(ArithmeticError):
         function._perform(step)

@@ -44,11 +44,12 @@ class Run:
             iterators=list(iterators),
             context=SimpleNamespace(order=None, config=SimpleNamespace(expert_model_parallel_size=1)),
             full_microbatch=FullMicrobatch(1, 8),
+            single_queue=False,
         )
 
     def begin(self, step: SimpleNamespace) -> list[list[float]]:
         """What every chunk's iterator yields."""
-        step.program, step.plan = self.extension.choose(step)
+        step.program, step.plan, *_ = self.extension.choose(step)
         self.extension.prepare(step)
         return [[next(iterator) for _ in range(step.shape.num_microbatches)] for iterator in step.iterators]
 
@@ -102,7 +103,7 @@ def test_programs_of_steps_are_kept_for_a_while():
     for m in range(1, 20):
         shape = Shape(4, 1, m)
         other = run.programs.compile(shape, forward_only=False, agree=_agree).program.schedule
-        run.programs.of_step(replace(other, name="another"), base, run.source.costs)
+        run.programs.of_step(replace(other, name="another"), base, run.source.costs, False)
     assert len(run.programs._of_steps) == 16 and first.program not in run.programs._of_steps.values()
 
 

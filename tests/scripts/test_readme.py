@@ -44,6 +44,10 @@ def test_the_table_of_refusals_is_current(tables):
     assert block("refusals", "docs/troubleshooting.md") == tables.table_of_refusals().split("\n"), WRITTEN
 
 
+def test_the_table_of_who_may_wait_for_whom_is_current(tables):
+    assert block("queues", "docs/gpu.md") == tables.table_of_queues().split("\n"), WRITTEN
+
+
 def test_what_the_readme_promises_was_measured(tables):
     said = {row[1].strip(): row[2].strip() for row in (line.split("|") for line in block("gains", "README.md")[2:])}
     rows = [line.split() for line in block("quickstart", QUICKSTART) if "%" in line]

@@ -180,7 +180,7 @@ class AsynchronousTraining(Extension):
         self._steps = 0
         # Tells schedules apart whose older weights mean different things.
         self._identity = f"{source.name} {sorted(source.request.options.items())}"
-        self._plans: dict[tuple[Shape, windows.Moment], WindowPlan] = {}
+        self._plans: dict[tuple[Shape, windows.Moment, bool], WindowPlan] = {}
         self._stream: _Stream | None = None
         self._optimizer = StageOptimizer()
         self._saved: SavedVersions | None = None
@@ -208,7 +208,7 @@ class AsynchronousTraining(Extension):
         far = windows.horizon(shape.num_devices, shape.num_microbatches)
         left = self._left(stream)
         moment = windows.Moment(min(stream.before, far), min(stream.done, far), far if left is None else min(left, far))
-        plan = self._plan(shape, moment, step.pipeline.group)
+        plan = self._plan(shape, moment, step.single_queue, step.pipeline.group)
         stream.weights.reserve(plan.window.versions_held[device])
         stream.weights.forget_updates()
         if self._delayed is not None:
@@ -352,9 +352,9 @@ class AsynchronousTraining(Extension):
             )
         return left
 
-    def _plan(self, shape: Shape, moment: windows.Moment, group: dist.ProcessGroup) -> WindowPlan:
+    def _plan(self, shape: Shape, moment: windows.Moment, single_queue: bool, group: dist.ProcessGroup) -> WindowPlan:
         source, size = self._source, (shape.num_devices, shape.num_microbatches)
-        if (shape, moment) not in self._plans:
+        if (shape, moment, single_queue) not in self._plans:
             windows.check_batch(source.name, *size)
             window = windows.family_window(
                 source.name,
@@ -362,7 +362,7 @@ class AsynchronousTraining(Extension):
                 moment,
                 memory_cap=source.request.cap_in_units,
                 costs=source.costs,
-                single_queue=source.single_queue,
+                single_queue=single_queue,
                 **source.request.options,
             )
             when = "start" if moment.before == 0 else "end" if moment.left == 0 else "no flush between steps"
@@ -370,8 +370,8 @@ class AsynchronousTraining(Extension):
             agree(digest_of(window.program), group)
             if not self._plans:
                 announce(plan)
-            self._plans[shape, moment] = plan
-        return self._plans[shape, moment]
+            self._plans[shape, moment, single_queue] = plan
+        return self._plans[shape, moment, single_queue]
 
     def close(self, orderly: bool) -> None:
         """Leave the model with its newest weights, and the loop with its optimizer."""

@@ -83,7 +83,7 @@ class OverlappedSteps(Extension):
             tell(logger, "steps go on waiting for each other: %s", obstacle, level=logging.WARNING)
             return False
         if not any(self._gains.values()):
-            optimizer.open(step.pipeline.group, on_host=step.programs.single_queue)
+            optimizer.open(step.pipeline.group, on_host=step.programs.queues == (True,))
         tell(logger, "steps follow each other without a barrier, which is planned to be %.3f times as fast", gain)
         return True
 

@@ -17,6 +17,7 @@ from megatron_pipemem.mcore.patching import Feature
 from megatron_pipemem.mcore.report.run_report import Overlap
 from megatron_pipemem.mcore.step.observation import Observation, permanent_tensors
 from megatron_pipemem.mcore.step.programs import Compiled, ProgramCache
+from megatron_pipemem.mcore.step.queues import LaunchKind, LaunchOrders
 from megatron_pipemem.mcore.step.weighing import FullMicrobatch
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, StepFeature
@@ -64,6 +65,7 @@ class Step:
         iterators: one data iterator per chunk. Extensions may put others in their places.
         finalizes: whether gradients are finalized behind the step.
         full_microbatch: sequences of a microbatch and tokens of a sequence, as the caller says, of all context-parallel ranks.
+        launches: knows which steps launch something for the first time.
     """
 
     context: StepContext
@@ -79,6 +81,7 @@ class Step:
     iterators: list[Iterator | None]
     finalizes: bool
     full_microbatch: FullMicrobatch
+    launches: LaunchOrders
 
     program: Program = field(init=False)
     plan: ChosenSchedule | None = field(init=False)
@@ -126,6 +129,21 @@ class Step:
     def forward_only(self) -> bool:
         """Whether the step evaluates, and trains nothing."""
         return self.context.forward_only
+
+    @cached_property
+    def single_queue(self) -> bool:
+        """Return whether the step runs by the order for one hardware queue per rank.
+
+        To be asked when it is known whether the run plans anew.
+        """
+        return self.launches.of(self.programs.queues, self.launch_kind)
+
+    @property
+    def launch_kind(self) -> LaunchKind:
+        """What the step launches, as far as steps differ in it."""
+        context = self.context
+        kind = context.forward_only, context.collect_non_loss_data
+        return LaunchKind(*kind, self.shape, self.message.shape, self.programs.renewals)
 
     @cached_property
     def permanent(self) -> list[torch.Tensor]:

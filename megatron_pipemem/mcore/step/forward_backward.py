@@ -24,8 +24,9 @@ from megatron_pipemem.mcore.model.whole_model import check_whole_model
 from megatron_pipemem.mcore.patching import Feature, Replacements
 from megatron_pipemem.mcore.refusals import check_chunks, check_config
 from megatron_pipemem.mcore.step.extension import Extension, Step, Trial
-from megatron_pipemem.mcore.step.observation import device_of, has_single_queue, observe
+from megatron_pipemem.mcore.step.observation import device_of, observe
 from megatron_pipemem.mcore.step.programs import ProgramCache
+from megatron_pipemem.mcore.step.queues import LaunchOrders
 from megatron_pipemem.mcore.step.weighing import FullMicrobatch
 from megatron_pipemem.mcore.symbols import WITH_INTERLEAVING, WITHOUT_INTERLEAVING
 from megatron_pipemem.runtime.executor import Executor
@@ -43,13 +44,13 @@ class ForwardBackward(Feature):
         programs: compiles the schedule for the number of microbatches at hand.
         chunk_placement: answers Megatron's questions about ranks.
         extensions: what the run's features add to every step, in this order.
-        single_queue: lower programs for one hardware queue per rank, whatever the device.
+        launches: knows which steps run by the order for one hardware queue per rank.
     """
 
     programs: ProgramCache
     chunk_placement: ChunkPlacement
     extensions: Sequence[Extension] = ()
-    single_queue: bool = False
+    launches: LaunchOrders = field(default_factory=LaunchOrders)
     _pipelines: dict[tuple[dist.ProcessGroup, Placement], Pipeline] = field(default_factory=dict)
     _known_models: WeakSet[torch.nn.Module] = field(default_factory=WeakSet)
     _in_step: bool = False
@@ -125,6 +126,7 @@ class ForwardBackward(Feature):
             iterators,
             finalizes=not forward_only,
             full_microbatch=FullMicrobatch(micro_batch_size, decoder_seq_length or seq_length),
+            launches=self.launches,
         )
         self._perform(step)
         self._in_step = False
@@ -189,6 +191,7 @@ class ForwardBackward(Feature):
             config.timers("forward-backward").stop()
         for extension in extensions:
             extension.after(step)
+        self.launches.ended(step.launch_kind)
 
     def _try(self, step: Step, trial: Trial, extensions: Sequence[Extension]) -> None:
         """Run the step's first actions, and make ready to run all of them again if they were in vain."""
@@ -202,7 +205,7 @@ class ForwardBackward(Feature):
 
     def _choose(self, step: Step, extensions: Sequence[Extension]) -> None:
         """Find the step's program."""
-        self.programs.single_queue = has_single_queue(device_of(step.chunks), self.single_queue)
+        self.programs.queues = self.launches.queues(device_of(step.chunks))
         chosen = None
         for extension in extensions:
             chosen = extension.choose(step) or chosen
@@ -210,7 +213,7 @@ class ForwardBackward(Feature):
             chosen = self.programs.compile(
                 step.shape, forward_only=step.forward_only, agree=lambda digest: agree(digest, step.pipeline.group)
             )
-        step.program, step.plan = chosen
+        step.program, step.plan = chosen.order(step.single_queue), chosen.plan
 
     def _prepare(self, step: Step, extensions: Sequence[Extension]) -> None:
         for extension in extensions:
@@ -253,7 +256,7 @@ class ForwardBackward(Feature):
             Transport(
                 pipeline,
                 step.message,
-                self.programs.single_queue,
+                step.single_queue,
                 polls=DEPARTURES in host_queries(step.program, step.message),
             ),
             features,

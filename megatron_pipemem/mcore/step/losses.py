@@ -154,11 +154,7 @@ class Losses(Extension):
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         """Where ranks do not wait for each other at the step's end, the last one does not wait for its losses either."""
-        if (
-            not step.overlaps
-            or step.programs.single_queue
-            or _ends(step.program.schedule).devices != [step.pipeline.device]
-        ):
+        if not step.overlaps or step.single_queue or _ends(step.program.schedule).devices != [step.pipeline.device]:
             return ()
         return [_SentEarly(step, self._carrier(step))]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,9 +12,6 @@ from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.offload import OffloadStatistics
 from megatron_pipemem.runtime.trace import Trace
-
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Megatron asks for 1 of them with tensor or context parallelism before Blackwell."""
 
 
 @dataclass
@@ -96,13 +92,3 @@ def device_of(chunks: list[torch.nn.Module]) -> torch.device:
     """Return where the model is; a rank without parameters has the host alone."""
     parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
-
-
-def has_single_queue(device: torch.device, forced: bool = False) -> bool:
-    """Return whether programs for this device are to be lowered for a single queue.
-
-    Args:
-        device: where the model is.
-        forced: lower for a single queue whatever the device.
-    """
-    return forced or (device.type == "cuda" and os.environ.get(CONNECTIONS) == "1")

@@ -42,15 +42,29 @@ class MeasurementUpdate:
 
 
 class Compiled(NamedTuple):
-    """A program, and the plan it came from; evaluation has none."""
+    """A program, and the plan it came from; evaluation has none.
+
+    Args:
+        program: of most steps.
+        plan: what was planned.
+        in_one_queue: the same actions in an order for one hardware queue per rank, if some steps need it.
+    """
 
     program: Program
     plan: ChosenSchedule | None
+    in_one_queue: Program | None = None
+
+    def order(self, single_queue: bool) -> Program:
+        """Return the program of a step that does or does not need the order for one hardware queue."""
+        return self.in_one_queue if single_queue and self.in_one_queue is not None else self.program
 
 
-def digest_of(program: Program) -> str:
-    """Return the hash of all that ranks must agree on before they run it."""
-    text = program.schedule.digest + "".join(f"{d}:{','.join(map(str, a))};" for d, a in enumerate(program.actions))
+def digest_of(*programs: Program) -> str:
+    """Return the hash of all that ranks must agree on before they run these programs."""
+    text = "".join(
+        program.schedule.digest + "".join(f"{d}:{','.join(map(str, a))};" for d, a in enumerate(program.actions))
+        for program in programs
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -59,30 +73,36 @@ class ProgramCache:
 
     Args:
         source: makes the schedules.
+
+    Attributes:
+        renewals: how often training has been planned anew.
     """
 
     def __init__(self, source: Source):
         self._source = source
+        self.renewals = 0
         self._training: dict[Shape, Compiled] = {}
         self._evaluation: dict[Shape, Compiled] = {}
         self._outdated: dict[Shape, Compiled] = {}
         self._update: MeasurementUpdate | None = None
-        self._of_steps: dict[Schedule, Program] = {}
+        self._of_steps: dict[tuple[Schedule, bool], Program] = {}
 
     @property
     def name(self) -> str:
         return self._source.name
 
     @property
-    def single_queue(self) -> bool:
-        """Whether programs are lowered for ranks that serve everything in one queue, and proved to end there."""
-        return self._source.single_queue
+    def queues(self) -> tuple[bool, ...]:
+        """The orders that schedules are lowered to, each as whether it is for one hardware queue per rank, and proved to
+        end there. ``Compiled.program`` has the first one.
+        """
+        return self._source.queues
 
-    @single_queue.setter
-    def single_queue(self, single: bool) -> None:
-        if single != self._source.single_queue:
+    @queues.setter
+    def queues(self, queues: tuple[bool, ...]) -> None:
+        if queues != self._source.queues:
             self.clear()
-            self._source.single_queue = single
+            self._source.queues = queues
 
     def compile(self, shape: Shape, *, forward_only: bool, agree: Callable[[str], None]) -> Compiled:
         """Return the validated program of one step.
@@ -100,28 +120,30 @@ class ProgramCache:
         if shape not in programs:
             before = None if forward_only else self._outdated.get(shape)
             compiled = self._build(shape, forward_only) if before is None else self._build_again(shape, before)
-            agree(digest_of(compiled.program))
+            agree(digest_of(*filter(None, (compiled.program, compiled.in_one_queue))))
             programs[shape] = compiled
             self._outdated.pop(shape, None)
             if compiled.plan is not None and compiled is not before:
                 announce(compiled.plan)
         return programs[shape]
 
-    def of_step(self, schedule: Schedule, base: Compiled, costs: Costs) -> Program:
+    def of_step(self, schedule: Schedule, base: Compiled, costs: Costs, single_queue: bool) -> Program:
         """Return the validated program of a schedule that was made for one step, from memory where it has run of late.
 
         Args:
             schedule: the same on every rank.
             base: what steps of this shape run otherwise.
             costs: what the places of messages in single queues are chosen for.
+            single_queue: whether the step needs the order for one hardware queue per rank.
 
         Raises:
             ScheduleError: the schedule or its lowering is wrong; it is never executed.
         """
         if schedule == base.program.schedule:
-            return base.program
-        program = self._of_steps.pop(schedule, None) or self._proved(schedule, costs)
-        self._of_steps[schedule] = program
+            return base.order(single_queue)
+        key = schedule, single_queue
+        program = self._of_steps.pop(key, None) or self._proved(schedule, costs, single_queue)
+        self._of_steps[key] = program
         if len(self._of_steps) > _KEPT:
             del self._of_steps[next(iter(self._of_steps))]
         return program
@@ -130,6 +152,7 @@ class ProgramCache:
         """Plan again, with what is known now, whatever training steps come."""
         self._source.measured(update.costs, update.changes)
         self._update = update
+        self.renewals += 1
         self._outdated |= self._training
         self._training.clear()
 
@@ -170,9 +193,11 @@ class ProgramCache:
         return before
 
     def _compiled(self, schedule: Schedule, plan: ChosenSchedule | None) -> Compiled:
-        return Compiled(self._proved(schedule, self._source.costs if plan is None else plan.costs), plan)
+        costs = self._source.costs if plan is None else plan.costs
+        program, *others = (self._proved(schedule, costs, single_queue) for single_queue in self.queues)
+        return Compiled(program, plan, *others)
 
-    def _proved(self, schedule: Schedule, costs: Costs) -> Program:
-        program = lower(schedule, single_queue=self.single_queue, costs=costs)
-        validate_program(program, single_queue=self.single_queue)
+    def _proved(self, schedule: Schedule, costs: Costs, single_queue: bool) -> Program:
+        program = lower(schedule, single_queue=single_queue, costs=costs)
+        validate_program(program, single_queue=single_queue)
         return program

@@ -94,7 +94,7 @@ class UnequalMicrobatches(Extension):
         try:
             if isinstance(found, Exception):
                 raise found
-            program = step.programs.of_step(found.schedule, base, costs)
+            program = step.programs.of_step(found.schedule, base, costs, step.single_queue)
         except Exception as error:  # alike on every rank: a step that runs in arrival order must not end for it
             self._warn(error)
             return base
