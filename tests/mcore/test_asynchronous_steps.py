@@ -38,6 +38,7 @@ class Steps:
             chunks=self.chunks,
             shape=Shape(2, 1, 4),
             pipeline=SimpleNamespace(device=0, group=None),
+            single_queue=False,
         )
         self.training.choose(step)
         return self.training._call
