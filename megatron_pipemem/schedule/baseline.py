@@ -76,16 +76,19 @@ def in_shares_of_1f1b(costs: Costs, num_devices: int, num_microbatches: int) -> 
     return replace(costs, memory=shares)
 
 
-def counted_bytes_of_1f1b(schedule: Schedule, changes: _Changes, peak: int) -> int | None:
+def counted_bytes_of_1f1b(
+    schedule: Schedule, changes: _Changes, peak: int, layers: Sequence[int] | None = None
+) -> int | None:
     """Return the most bytes that a rank of 1F1B holds after any action, messages included.
 
-    ``None`` if the counted bytes do not say: the ranks hold shards of the LM head, sequences are cut into slices, or messages
-    were not counted.
+    ``None`` if the counted bytes do not say: the ranks hold shards of the LM head, sequences are cut into slices, messages were
+    not counted, or 1F1B's stages would have unequal layers.
 
     Args:
         schedule: the schedule that ran.
         changes: by how many bytes its actions change what their rank holds, one value per stage, as counted.
         peak: the most bytes that a rank held.
+        layers: of every stage, if they are known.
     """
     inner, same = schedule.num_devices - 1, _as_1f1b(schedule.num_devices, schedule.num_microbatches)
     if schedule.orders == same.orders:
@@ -93,6 +96,10 @@ def counted_bytes_of_1f1b(schedule: Schedule, changes: _Changes, peak: int) -> i
     needed = {Kind.F, *MESSAGES} if inner else {Kind.F}
     is_known = changes.keys() >= needed and _can_join(schedule.placement)
     if schedule.vocabulary_barriers or schedule.slices > 1 or not is_known:
+        return None
+    is_joined = schedule.placement.model_stages > schedule.num_devices
+    counts = _joined(layers, schedule.placement) if layers is not None and is_joined else [0]
+    if max(counts) - min(counts) > max(1, _UNEVEN * max(counts)):
         return None
     kept = [changes[kind] for kind in (Kind.F, *RECOMPUTE) if kind in changes]
     stages = {Kind.F: _joined([*map(sum, zip(*kept, strict=True))], schedule.placement)}
@@ -104,6 +111,8 @@ def counted_bytes_of_1f1b(schedule: Schedule, changes: _Changes, peak: int) -> i
     return int(max(max(held_after(actions, stages)) for actions in lower(same).actions))
 
 
+_UNEVEN = 0.1
+"""Part of its layers that a stage of 1F1B may have more than another one."""
 _MESSAGES = ((Kind.RECV_F, True, 1), (Kind.SEND_F, False, -1), (Kind.RECV_I, False, 1), (Kind.SEND_I, True, -1))
 """Whether a message is exchanged at the start of a stage, and whether its rank then holds more or less."""
 

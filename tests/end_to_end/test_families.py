@@ -82,6 +82,9 @@ def test_every_run_knows_the_bytes_of_1f1b(train, name):
     """Where 1F1B's stages have other layers, each of the first stage lacks a mask that those behind it make."""
     run, same = train(name, *FLAGS.get(name, ()), *ITERATIONS), train("1f1b", *ITERATIONS)
     linear = run.plans[-1]["chunks"] == 1
+    if name in FLAGS:
+        assert run.bytes_of_1f1b is None, "its stages do not make even ones"
+        return
     assert run.bytes_of_1f1b == pytest.approx(max(same.counted_peaks), rel=0 if linear else 0.02)
 
 

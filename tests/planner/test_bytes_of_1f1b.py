@@ -90,6 +90,11 @@ def test_what_does_not_say_the_bytes_of_1f1b_has_no_share():
     passes = with_barriers(schedule, 1, Costs())
     assert share_of_1f1b(simulate(passes, costs_of(schedule.placement))) is None, "the head is on all devices"
     assert counted_bytes_of_1f1b(passes, changes_of(schedule.placement), 0) is None
+    cut, changes = built("zbv"), changes_of(built("zbv").placement)
+    even, uneven = (counted_bytes_of_1f1b(cut, changes, 0, layers) for layers in ((6,) * 8, (4, 4, *(6,) * 4, 8, 8)))
+    assert even == bytes_of(built("1f1b")) and uneven is None, "1F1B would not have 8 layers before 16"
+    linear = counted_bytes_of_1f1b(built("zb-h1"), changes_of(Placement.linear(DEVICES)), 0, (8, 12, 12, 16))
+    assert linear == even, "the same cut"
     stock, changes = built("interleaved"), changes_of(built("interleaved").placement)
     assert counted_bytes_of_1f1b(stock, {Kind.F: changes[Kind.F]}, 0) is None, "messages of stock are not counted apart"
     sliced = built("seq1f1b", slices=2)

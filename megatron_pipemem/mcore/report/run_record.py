@@ -34,7 +34,6 @@ from megatron_pipemem.runtime.activation_ledger import (
 )
 from megatron_pipemem.runtime.bytes_by_tokens import BytesByTokens
 from megatron_pipemem.runtime.trace import TracedAction
-from megatron_pipemem.schedule.baseline import counted_bytes_of_1f1b
 from megatron_pipemem.schedule.core.action import Action, Kind, place
 from megatron_pipemem.schedule.core.schedule import Program
 from megatron_pipemem.schedule.core.simulator import Timeline
@@ -267,8 +266,7 @@ class RunRecord:
             with self.guarded(STEPS):
                 if self.last_plan is not None and self.is_whole:
                     memory = run_report.memory_of(pipeline)
-                    peak = max((each.measured.counted_peak_bytes for each in pipeline if each.measured), default=0)
-                    report["bytes_of_1f1b"] = counted_bytes_of_1f1b(self.last_plan.schedule, memory, peak)
+                    report["bytes_of_1f1b"] = run_report.bytes_of_1f1b(pipeline, self.last_plan, memory)
                     report["last_step"] = self._last_step(pipeline, self.last_plan, memory) if self._together else None
             written = []
             if self.report is not None:

@@ -15,6 +15,7 @@ from megatron_pipemem.report.run import bubble_of_steps, peak_activation, typica
 from megatron_pipemem.runtime.offload import OffloadStatistics
 from megatron_pipemem.runtime.offload.channel import Direction
 from megatron_pipemem.runtime.trace import TracedAction
+from megatron_pipemem.schedule.baseline import counted_bytes_of_1f1b
 from megatron_pipemem.schedule.core.action import COMPUTE, Action, Kind
 from megatron_pipemem.schedule.core.simulator import Measured, Timeline, count_messages
 from megatron_pipemem.schedule.resolve import ChosenSchedule
@@ -286,6 +287,23 @@ def memory_of(pipeline: Sequence[Summary]) -> dict[Kind, list[int]]:
             known = found.get(kind, changes)
             found[kind] = [max(pair, key=abs) for pair in zip(known, changes, strict=True)]
     return found
+
+
+def bytes_of_1f1b(
+    pipeline: Sequence[Summary], plan: ChosenSchedule, memory: Mapping[Kind, Sequence[int]]
+) -> int | None:
+    """Return the peak that 1F1B would have of the model of a run; ``None`` if it is not known.
+
+    Args:
+        pipeline: its ranks.
+        plan: that its last step followed.
+        memory: as ``memory_of`` returns it.
+    """
+    peak = max((each.measured.counted_peak_bytes for each in pipeline if each.measured), default=0)
+    layers = {stage: count for each in pipeline for stage, count in each.layers.items()}
+    stages = range(plan.schedule.placement.num_stages)
+    counts = [layers[stage] for stage in stages] if layers.keys() >= {*stages} else None
+    return counted_bytes_of_1f1b(plan.schedule, memory, peak, counts)
 
 
 def last_step(
