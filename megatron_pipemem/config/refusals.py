@@ -71,7 +71,6 @@ SCHEDULES = Refusals(
         "num_microbatches_with_partial_activation_checkpoints": "partial checkpointing is defined by the stock warm-up; "
         "recompute fully or selectively on every microbatch instead",
         "hybrid_context_parallel": "hybrid context parallelism brings its own schedule; drop --hybrid-context-parallel",
-        "tp_comm_overlap": "Transformer Engine cannot delay weight gradients with user buffers; drop --tp-comm-overlap",
         "gtp_weight_remat_size": f"{_SHARDED}--tensor-parallel-num-weight-shards",
         "expert_gtp_weight_remat_size": f"{_SHARDED}--expert-tensor-parallel-num-weight-shards",
         # Of Megatron versions to come.
@@ -254,6 +253,8 @@ SPLIT_BACKWARD = Refusals(
         "drop --use-transformer-engine-op-fuser",
         "overlap_dispatch_backward_with_experts_wgrad": "the experts' weight gradients would run within I, and not in W; drop "
         "--overlap-dispatch-backward-with-experts-wgrad",
+        "tp_comm_overlap": "the next layer overwrites the user buffers that W would read; drop --tp-comm-overlap, or take a "
+        "schedule that does not split, like 1f1b or interleaved",
         "mtp_use_repeated_layer": "its layers run once per depth and W would compute the weight gradients of one of them; drop "
         "--mtp-use-repeated-layer, or pass --transformer-impl local",
     },

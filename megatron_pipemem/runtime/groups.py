@@ -63,7 +63,8 @@ def new_groups(
         options = nccl_options(theirs.options, messages) if is_nccl else None
         return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=description)
 
-    if messages and theirs.name() == dist.Backend.NCCL and dist.group.WORLD.bound_device_id is None:
+    world: Any = dist.group.WORLD
+    if messages and theirs.name() == dist.Backend.NCCL and world.bound_device_id is None:
         return [create(ranks) for ranks in _joined(everyones)][: len(ours)]
     created = {each: [create(ranks) for ranks in each] for each in sorted({*everyones})}
     return created[ours]

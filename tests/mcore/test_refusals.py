@@ -43,7 +43,6 @@ def test_an_ordinary_configuration_passes():
         ("moe_paged_stash", True, "--moe-paged-stash"),
         ("num_microbatches_with_partial_activation_checkpoints", 2, "recompute fully or selectively"),
         ("hybrid_context_parallel", True, "--hybrid-context-parallel"),
-        ("tp_comm_overlap", True, "--tp-comm-overlap"),
         ("cpu_offloading", True, "--pipemem-offload in place of --cpu-offloading-num-layers"),
         ("gtp_weight_remat_size", 2, "drop --tensor-parallel-num-weight-shards"),
         ("expert_gtp_weight_remat_size", 2, "drop --expert-tensor-parallel-num-weight-shards"),

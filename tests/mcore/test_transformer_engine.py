@@ -191,6 +191,7 @@ def test_a_transformer_engine_that_hides_what_it_keeps_is_refused(installed):
     [
         ("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser"),
         ("overlap_dispatch_backward_with_experts_wgrad", "--overlap-dispatch-backward-with-experts-wgrad"),
+        ("tp_comm_overlap", "--tp-comm-overlap"),
     ],
 )
 def test_gradients_that_are_kept_elsewhere_are_refused(attribute, flag):

@@ -20,6 +20,7 @@ from megatron_pipemem.schedule.core.single_queue import run_single_queues
 from megatron_pipemem.schedule.features.windows import family_window, steady
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
+from megatron_pipemem.schedule.request import Request
 from megatron_pipemem.schedule.stream import stream
 
 ROOT = Path(__file__).parents[2]
@@ -143,15 +144,16 @@ def test_steps_without_a_barrier():
     assert "--pipemem-overlap-steps" in text("docs/how-it-works.md")
 
 
-def test_no_page_sends_cuda_graphs_or_user_buffers_to_a_schedule():
-    """Every schedule refuses both."""
+def test_no_page_sends_cuda_graphs_or_user_buffers_to_a_schedule_that_refuses_them():
     rows = (ROOT / "docs" / "when-not-to-use.md").read_text(encoding="utf-8").splitlines()
-    for flag, setting in (("cuda_graph_impl", "local"), ("tp_comm_overlap", True)):
-        with pytest.raises(UnsupportedError):
-            refuse({flag: setting}.get, SCHEDULES)
-        told = [row for row in rows if flag.replace("_", "-") in row]
-        assert len(told) == 1 and told[0].endswith("| stock Megatron |")
-    assert sum("CUDA graphs" in row or "user buffers" in row for row in rows) == 1
+    graphs, buffers = ([row for row in rows if words in row] for words in ("CUDA graphs", "user buffers"))
+    with pytest.raises(UnsupportedError):
+        refuse({"cuda_graph_impl": "local"}.get, SCHEDULES)
+    assert len(graphs) == 1 and graphs[0].endswith("| stock Megatron |")
+    refuse({"tp_comm_overlap": True}.get, SCHEDULES)
+    (row,) = buffers
+    named = re.findall(r"`([\w-]+)`", row.split("|")[3])
+    assert named and not any(Request.of(name).may_split for name in named)
 
 
 def test_the_readme_counts_no_schedules():
