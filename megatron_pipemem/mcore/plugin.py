@@ -16,6 +16,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.asynchronous.delayed import DelayedOptimizer, DelayedSteps
 from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining
+from megatron_pipemem.mcore.layers_of_stages import LayersOfStages
 from megatron_pipemem.mcore.layerwise import LayerwiseRandom
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.program_chunks import ProgramChunks
@@ -102,6 +103,8 @@ class _Enabled:
             settings.schedule,
         )
         extensions: list[Extension] = [offloading]
+        if source.costs.part_prices is not None:
+            extensions.append(LayersOfStages(source))
         profiles = settings.costs == PROFILE or source.needs_seconds
         if profiles or source.needs_bytes:
             extensions.append(Replanner(source, profiles))

@@ -232,6 +232,11 @@ class Source:
             layout = layout_of(chunks, placement, pg_collection.pp)
             barriers = choose_barriers(model, layout, self.costs, self._ways(placement, len(chunks)))
             self.request = self.request.decided(barriers)
+        parts = self.costs.part_prices
+        if self.request.barriers and parts is not None and self.costs.vocabulary is None:
+            costs = self.costs.with_cut_head(parts.head, placement.num_devices, self.request.barriers)
+            self.knowledge = replace(self.knowledge, costs=costs)
+            self._answers.clear()
         if self.request.barriers:
             cut_vocabulary(chunks, placement, pg_collection, self.request.barriers, self._piece_tokens)
 

@@ -7,7 +7,7 @@ optimizer its states.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -112,16 +112,22 @@ def cut_vocabulary(
     models[0].add_module(NAME, VocabularyShards(partition, index, embedding, head, options))
 
 
-def layout_of(chunks: list[torch.nn.Module], placement: Placement, pipeline: dist.ProcessGroup) -> tuple[float, ...]:
-    """Return the number of layers of every stage as they were built (``choice.layers_in``). Every rank calls this.
+def layout_of(
+    chunks: list[torch.nn.Module],
+    placement: Placement,
+    pipeline: dist.ProcessGroup,
+    count: Callable[[Any], float] = layers_in,
+) -> tuple[float, ...]:
+    """Return the number of layers of every stage as they were built. Every rank calls this.
 
     Args:
         chunks: of this rank.
         placement: of the stages.
         pipeline: its process group.
+        count: returns the layers of a chunk.
     """
     models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
-    everyones = gather([layers_in(model) for model in models], pipeline)
+    everyones = gather([count(model) for model in models], pipeline)
     layout = [0.0] * placement.num_stages
     for stages, layers in zip(placement.stages, everyones, strict=True):
         for stage, held in zip(stages, layers, strict=True):

@@ -1,0 +1,32 @@
+"""Price the stages of a run by the layers that they were built with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_pipemem.mcore.source import Source
+from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.mcore.vocabulary.build import layout_of
+
+
+class LayersOfStages(Extension):
+    """Tell the source of schedules how the model is cut, before the first step is planned.
+
+    Args:
+        source: has the prices of layers, embedding and head.
+    """
+
+    def __init__(self, source: Source):
+        self._source = source
+        self._is_known = False
+
+    def choose(self, step: Step) -> None:
+        if not self._is_known:
+            placement = step.pipeline.placement
+            layout = layout_of(step.chunks, placement, step.groups.pp, _layers)
+            self._source.cut_is(tuple(map(int, layout[: placement.model_stages])))
+            self._is_known = True
+
+
+def _layers(model: Any) -> int:
+    return len(model.decoder.layers)

@@ -1,0 +1,69 @@
+"""The documented first path on this machine: measure a model, compare schedules by it, run one with the same file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from ranks import CaseFailed
+
+MODEL = """
+layers: 8
+hidden: 64
+heads: 4
+vocabulary: 1000
+sequence: 64
+position: learned
+"""
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory):
+    """The file of a real measurement."""
+    folder = tmp_path_factory.mktemp("measured")
+    (folder / "model.yaml").write_text(MODEL)
+    pipemem("profile", "--model", folder / "model.yaml", "--cluster", "cpu", "--precision", "fp32", "--repeats", 1,
+            "--output", folder / "costs.json")  # fmt: skip
+    return folder / "costs.json"
+
+
+def pipemem(*arguments: object) -> str:
+    command = [sys.executable, "-m", "megatron_pipemem", *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_profile_then_pareto_then_run(train, assert_same_training, costs):
+    found = json.loads(pipemem("pareto", "-p", 4, "-m", 6, "--costs", costs, "--caps", "1", "--seconds", 1, "--json"))
+    assert {each["placement"] for each in found["choices"]} & {"v", "wave"}
+    run = train("v-half", "--pipemem-costs", str(costs))
+    assert_same_training(run, train("stock"))
+    simulated = json.loads(pipemem("simulate", "v-half", "-p", 4, "-m", 6, "--costs", costs, "--json"))
+    (plan,) = run.plans
+    assert plan["planned_makespan"] == pytest.approx(simulated["makespan"])
+
+
+def test_auto_searches_for_the_stages_that_the_run_has(train, costs):
+    cut = ("--pipeline-model-parallel-layout", "Et|tt|tt|tttL")
+    run = train("auto", *cut, "--pipemem-costs", str(costs), "--pipemem-option", "seconds=1")
+    (plan,) = run.plans
+    assert plan["placement"] == "linear"
+    parts = json.loads(costs.read_text())["parts"]
+    layer = sum(parts["layers"]["*-"]["seconds"].values())
+    # The rank with three layers and the head is the busiest.
+    assert plan["planned_makespan"] >= 6 * (3 * layer + sum(parts["last"]["seconds"].values()))
+
+
+def test_the_head_of_the_file_is_cut_with_the_vocabulary(train, costs):
+    run = train("v-half", "--pipemem-vocab-parallel", "1", "--pipemem-costs", str(costs))
+    (plan,) = run.plans
+    layer = sum(json.loads(costs.read_text())["parts"]["layers"]["*-"]["seconds"].values())
+    head = sum(json.loads(costs.read_text())["parts"]["last"]["seconds"].values())
+    assert plan["planned_makespan"] >= 6 * (2 * layer + head / 4)
+
+
+def test_a_file_of_another_model_is_refused_on_every_rank(train, costs):
+    with pytest.raises(CaseFailed) as error:
+        train("1f1b", "--num-layers", "4", "--pipemem-costs", str(costs))
+    assert str(error.value).count("stages of 1, 1, 1, 1 layers are not the 8 layers of the costs") == 4
