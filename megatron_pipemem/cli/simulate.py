@@ -225,7 +225,7 @@ def _text(key: str, fact: Any) -> str:
     if isinstance(fact, list):
         return ", ".join(bytes_text(each) if key == "peak_bytes" else f"{each:.4g}" for each in fact)
     if key == "peak_activation":
-        return f"{fact:.4g} {UNITS}"
+        return f"{fact:.6g} {UNITS}"
     if key == "share_of_1f1b":
         return f"{fact:.3g} of its bytes, for the same model and cut"
     if key.endswith("rate"):

@@ -17,6 +17,7 @@ from megatron_pipemem.launch.grid.config import load_points
 from megatron_pipemem.launch.grid.results import Result
 from megatron_pipemem.launch.grid.store import Store
 from megatron_pipemem.report.tables import FittingTable
+from megatron_pipemem.report.timeline import bytes_text
 
 GIB, MIB = 1 << 30, 1 << 20
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
@@ -77,6 +78,7 @@ def trained_grid(folder: Path) -> None:
         predicted, counted = (12_345 + index) * MIB, (12_345 + index**2) * MIB
         rates = {"predicted_bubble_rate": (0.1234, 0.2), "measured_bubble_rate": (0.2345, 0.3)}
         sizes = {"predicted_peak_bytes": (predicted, 1), "counted_peak_bytes": (counted, 1)}
+        sizes |= {"bytes_of_1f1b": 23_456 * MIB}
         speed = {"seconds_per_step": 12.34 + index, "tokens_per_second": 1_234_567.8 * (index + 1)}
         result = Result(index, settings, "done", exit_code=0, devices=4, **rates, **sizes, **speed)
         (store.place(index) / "result.json").write_text(json.dumps(asdict(result)))
@@ -103,6 +105,7 @@ def numbers(name: str, found: object) -> Iterator[str]:
             yield from (f"{each['tokens_per_second']:,.0f}", f"{each['seconds_per_step']:.4g}")
             yield from (f"{max(each[key]) / MIB:.4g}" for key in ("predicted_peak_bytes", "counted_peak_bytes"))
             yield from (f"{min(each[key]):.1%}" for key in ("predicted_bubble_rate", "measured_bubble_rate"))
+            yield f"{each['share_of_1f1b']:.2f}"
     elif name == "profile":
         for layer in found["profile"]["layers"].values():
             yield from (f"{1e3 * seconds:.3f}" for seconds in layer["seconds"].values())
@@ -123,6 +126,7 @@ def numbers(name: str, found: object) -> Iterator[str]:
             "replicas",
             "slices",
         )
+        yield from (bytes_text(each).split()[0] for each in found.pop("peak_bytes", None) or ())
         for key, fact in found.items():
             for number in fact if isinstance(fact, list) else [fact]:
                 if isinstance(number, int | float) and (key not in left_out or number > 1):
