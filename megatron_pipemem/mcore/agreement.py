@@ -104,5 +104,5 @@ def agree(digest: str, group: dist.ProcessGroup) -> None:
     if different:
         raise UnsupportedError(
             f"pipeline ranks {different} built another schedule than rank 0; start every rank with the same "
-            "--pipemem flags, package versions and number of microbatches"
+            "--pipemem flags, CUDA and NCCL variables, package versions and number of microbatches"
         )

@@ -84,3 +84,14 @@ def test_a_step_that_failed_is_still_to_come():
     with pytest.raises(ArithmeticError):
         steps.run(fails=True)
     assert [steps.run(), steps.run()] == [1, 0]
+
+
+def test_ranks_that_need_other_orders_do_not_agree(monkeypatch):
+    """The first steps have one order everywhere. Ranks with another environment are refused then, and not at the third."""
+    told = []
+    monkeypatch.setattr(training, "agree", lambda digest, group: told.append(digest))
+    for queues in ((False, True), (True,)):
+        steps = Steps(2)
+        steps.training._source.queues = queues
+        steps.run()
+    assert told[0] != told[1]

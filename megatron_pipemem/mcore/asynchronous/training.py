@@ -367,7 +367,7 @@ class AsynchronousTraining(Extension):
             )
             when = "start" if moment.before == 0 else "end" if moment.left == 0 else "no flush between steps"
             plan = WindowPlan(window.schedule, source.costs, source.knowledge.priced_by, when, window=window)
-            agree(digest_of(window.program), group)
+            agree(f"{source.queues} {digest_of(window.program)}", group)
             if not self._plans:
                 announce(plan)
             self._plans[shape, moment, single_queue] = plan
