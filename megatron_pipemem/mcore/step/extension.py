@@ -140,7 +140,7 @@ class Step:
 
     @property
     def launch_kind(self) -> LaunchKind:
-        """What the step launches, as far as steps differ in it."""
+        """Return the key of steps that launch the same kernels."""
         context = self.context
         kind = context.forward_only, context.collect_non_loss_data
         return LaunchKind(*kind, self.shape, self.message.shape, self.programs.renewals)

@@ -22,7 +22,7 @@ _ONE_QUEUE = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "NCCL_LAUNC
 """With the value 1 they put all launches of a rank, or all of its messages, into one order. Megatron asks for one connection
 with tensor or context parallelism before Blackwell."""
 _SANITIZER = "NV_SANITIZER_INJECTION"
-"""Begins what compute-sanitizer sets in the process that it watches, whose hosts wait for every kernel."""
+"""The start of the variables that compute-sanitizer sets in the process that it watches. Its hosts wait for every kernel."""
 
 
 def has_single_queue(device: torch.device) -> bool:
@@ -63,7 +63,7 @@ class LaunchOrders:
     """Know which steps launch something new.
 
     Args:
-        forced: whether all steps run by the order for one hardware queue, whatever the device.
+        forced: whether all steps run by the order for one hardware queue, on every device.
     """
 
     def __init__(self, forced: bool = False) -> None:

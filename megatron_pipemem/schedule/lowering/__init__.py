@@ -27,7 +27,7 @@ def lower(schedule: Schedule, *, single_queue: bool = False, costs: Costs | None
         costs: what the places of messages in single queues are chosen for; unit costs by default.
 
     Raises:
-        ScheduleError: the schedule is incomplete or waits for ever; ``validate`` says what is missing.
+        ScheduleError: the schedule is incomplete or deadlocks; ``validate`` says where.
         CostsError: the costs do not fit the placement.
     """
     horizons = None

@@ -30,10 +30,10 @@ from megatron_pipemem.schedule.core.schedule import Order, Schedule
 
 
 class Horizons:
-    """Say how far the other devices must have come before a device gets to a place in its order.
+    """Count the actions of other devices that must run before a device gets to a place in its order.
 
     Raises:
-        ScheduleError: some action waits for ever; ``validate`` says why.
+        ScheduleError: the schedule deadlocks; ``validate`` says where.
     """
 
     def __init__(self, schedule: Schedule) -> None:
