@@ -107,7 +107,7 @@ def numbers(name: str, found: object) -> Iterator[str]:
             yield from (f"{min(each[key]):.1%}" for key in ("predicted_bubble_rate", "measured_bubble_rate"))
             yield f"{each['share_of_1f1b']:.2f}"
     elif name == "profile":
-        for layer in found["profile"]["layers"].values():
+        for layer in found["parts"]["layers"].values():
             yield from (f"{1e3 * seconds:.3f}" for seconds in layer["seconds"].values())
             yield f"{layer['parameters']:,}"
     elif name == "layout":
