@@ -16,8 +16,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from megatron_pipemem.config.cluster import Cluster
@@ -29,6 +31,7 @@ from megatron_pipemem.planner.counts import matrices
 from megatron_pipemem.planner.prices import gather
 from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.report.tables import FittingTable
+from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import peaks
 from megatron_pipemem.schedule.registry import build_schedule
@@ -69,7 +72,7 @@ def rows() -> list[tuple[str, ...]]:
 
 
 @dataclass
-class PretendedProduct:
+class PretendedProduct(DeferredWeightGradient):
     """The weight gradient of one layer, whose gather and whose product sleep.
 
     Args:
@@ -79,7 +82,10 @@ class PretendedProduct:
 
     gather: Callable[[], Future]
     product: float
-    weight: None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return ()
 
     def begin(self) -> None:
         self.arriving = self.gather()
@@ -98,8 +104,6 @@ def measure(link: str, layers: int, layer_seconds: float, repeats: int) -> dict[
         layer_seconds: that the products of a layer sleep.
         repeats: of which the fastest counts.
     """
-    from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue
-
     kind, between = MODEL.main_kind, getattr(CLUSTER, link)
     products = [each for block in kind for each in matrices(MODEL, SHARDS, block)]
     seconds = [2 * MODEL.sequence * each.inputs * each.outputs / TP / CLUSTER.flops for each in products]
@@ -113,7 +117,7 @@ def measure(link: str, layers: int, layer_seconds: float, repeats: int) -> dict[
             for _ in range(layers):
                 for product, arrives in zip(reversed(seconds), reversed(gathers), strict=True):
                     waits = arrives * scale * with_gathers
-                    queue.put(PretendedProduct(lambda waits=waits: wire.submit(time.sleep, waits), product * scale))
+                    queue.put(PretendedProduct(partial(wire.submit, time.sleep, waits), product * scale))
             begin = time.perf_counter()
             queue.run()
             return time.perf_counter() - begin
@@ -135,26 +139,24 @@ def main() -> None:
     parser.add_argument("--layer-ms", type=float, default=200.0, help="length of the products of a layer")
     parser.add_argument("--repeats", type=int, default=3)
     asked, console = parser.parse_args(), Console()
+    written: object
     if asked.emulated:
         links = ("intra_node", "inter_node")
-        found = [measure(link, asked.layers, asked.layer_ms / 1e3, asked.repeats) for link in links]
+        written = found = [measure(link, asked.layers, asked.layer_ms / 1e3, asked.repeats) for link in links]
         lines = [[f"{value:.2f}" if isinstance(value, float) else value for value in each.values()] for each in found]
         show(console, tuple(found[0]), lines)
     else:
-        found = {name: layer_bytes(MODEL, execution) for name, execution in EXECUTIONS.items()}
-        show(
-            console,
-            ("MiB of a layer", *found),
-            [
-                ("after F", *(f"{each.saved / 2**20:.0f}" for each in found.values())),
-                ("from I to W", *(f"{each.after_input / 2**20:.0f}" for each in found.values())),
-            ],
-        )
-        show(console, COLUMNS, rows())
-        found = rows()
+        kept = {name: layer_bytes(MODEL, execution) for name, execution in EXECUTIONS.items()}
+        after = [
+            ("after F", *(f"{each.saved / 2**20:.0f}" for each in kept.values())),
+            ("from I to W", *(f"{each.after_input / 2**20:.0f}" for each in kept.values())),
+        ]
+        show(console, ("MiB of a layer", *kept), after)
+        written = shown = rows()
+        show(console, COLUMNS, shown)
     path = Path("out/benchmarks") / f"weight_inputs{'_emulated' if asked.emulated else ''}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(found, indent=1))
+    write_whole(path, json.dumps(written, indent=1))
 
 
 def show(console: Console, columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:

@@ -16,6 +16,7 @@ NO_BIAS = "--disable-bias-linear"
 PP2 = ("--pipeline-model-parallel-size", "2")
 TP2 = (*PP2, "--tensor-model-parallel-size", "2")
 TP2_SEQUENCE = (*TP2, "--sequence-parallel")
+TP4_SEQUENCE = (*PP2, "--tensor-model-parallel-size", "4", "--sequence-parallel")
 LANES = {
     "pp4": (),
     "tp2": TP2_SEQUENCE,
@@ -154,6 +155,47 @@ def test_recomputes_and_offloads_as_stock(train_with_transformer_engine, assert_
     train = train_with_transformer_engine
     run = train(schedule, *DEFAULTS, *flags)
     assert_same_training(run, train("stock", *DEFAULTS))
+    assert run.predicted_peaks == run.counted_peaks
+
+
+@pytest.mark.parametrize(("way", "schedule"), [("gathered", "zb-h1"), *(("offload", schedule) for schedule in SPLIT)])
+def test_shards_wait_unless_told_otherwise(train_with_transformer_engine, assert_same_training, way, schedule):
+    """And also where activations were on the host in between."""
+    flags = (*DEFAULTS, *LLAMA, *TP2_SEQUENCE)
+    more = {
+        "gathered": ("--pipemem-weight-inputs", "gathered"),
+        "offload": ("--pipemem-offload", "full", "--pipemem-host-memory", "1GiB"),
+    }
+    train = train_with_transformer_engine
+    run, shards = train(schedule, *flags, *more[way]), train(schedule, *flags)
+    assert_same_training(run, train("stock", *flags))
+    assert run.predicted_peaks == run.counted_peaks
+    if way == "gathered":
+        # Where the most waits for W.
+        assert run.counted_peaks[-1] > 1.05 * shards.counted_peaks[-1]
+
+
+@pytest.mark.parametrize("layers", ["transformer_engine", "local"])
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_four_tensor_parallel_ranks_train_as_stock(
+    train_with_transformer_engine, assert_same_training, schedule, layers
+):
+    flags = (*TP4_SEQUENCE, "--transformer-impl", layers)
+    run, stock = (train_with_transformer_engine(name, *flags, size=8) for name in (schedule, "stock"))
+    assert_same_training(run, stock)
+    assert run.predicted_peaks == run.counted_peaks
+
+
+# The most of 1F1B's bytes on four ranks. In units it is 1, 1, .75 and .5; the head makes the rest.
+SHARES = {"zb-h1": 1.05, "zbv": 1.05, "v-half": 0.8, "v-min": 0.55}
+
+
+@pytest.mark.parametrize("schedule", SHARES)
+def test_schedules_hold_their_share_of_1f1bs_bytes(train_with_transformer_engine, schedule):
+    sizes = ("--hidden-size", "128", "--vocab-size", "300")
+    flags = (*DEFAULTS, *LLAMA, *sizes, "--tensor-model-parallel-size", "2", "--sequence-parallel")
+    run, first = (train_with_transformer_engine(name, *flags, size=8) for name in (schedule, "1f1b"))
+    assert max(run.counted_peaks) <= SHARES[schedule] * max(first.counted_peaks)
     assert run.predicted_peaks == run.counted_peaks
 
 

@@ -199,12 +199,13 @@ def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacem
         if known and defers() and keeps(process_group):
             usage = () if quantizer is None else (quantizer.rowwise_usage, quantizer.columnwise_usage)
 
-            def again(shard: Any) -> Arriving:
+            def gather_again(shard: Any) -> Arriving:
                 if usage:
                     quantizer.set_usage(rowwise=usage[0], columnwise=usage[1])
-                return Arriving(*original(shard, process_group, async_op=True, quantizer=quantizer), shard)
+                again, arrival = original(shard, process_group, async_op=True, quantizer=quantizer)
+                return Arriving(again, arrival, shard)
 
-            remember(whole, Shard(_without_graph(inp), again))
+            remember(whole, Shard(_without_graph(inp), gather_again))
         return whole, work
 
     def keep(original: Callable, store, tensor_list: list, func: Callable) -> None:
