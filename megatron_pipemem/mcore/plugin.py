@@ -33,6 +33,7 @@ from megatron_pipemem.mcore.slices.step import SequenceSlices
 from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.extension import Extension
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
+from megatron_pipemem.mcore.step.gradient_reductions import GradientReductions
 from megatron_pipemem.mcore.step.losses import Losses
 from megatron_pipemem.mcore.step.markers import Markers
 from megatron_pipemem.mcore.step.offloading import Offloading
@@ -120,10 +121,13 @@ class _Enabled:
         # An asynchronous step runs forwards of the next one, whose shapes nobody knows.
         if settings.message_shapes == "step" and not request.is_asynchronous:
             extensions.append(StepShapes(chunk_placement))
+        # A step of an asynchronous schedule updates weights between its actions, and a check must come before that.
+        reductions = [] if request.is_asynchronous else [GradientReductions()]
         extensions += [
             ReplicaSteps(),
             SequenceSlices(settings.slice_cut),
             VocabularySteps(),
+            *reductions,
             Losses(),
             *recording,
             *layerwise,

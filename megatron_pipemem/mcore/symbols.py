@@ -159,6 +159,13 @@ DECIDE_EXIT = Symbol(_TRAINING, "checkpoint_and_decide_exit", ("optimizer", "ite
 SIGNALS = Symbol("megatron.training.dist_signal_handler", "DistributedSignalHandler.signals_received", ("self",))
 ALL_OF_PIPELINE = Symbol(_TRAINING, "logical_and_across_model_parallel_group", ("input", "group"))
 MOST_OF_PIPELINE = Symbol(_TRAINING, "reduce_max_stat_across_model_parallel_group", ("stat", "group"))
+_BUCKET_GROUP = "megatron.core.distributed.param_and_grad_buffer"
+GRADIENT_IS_READY = Symbol(
+    _BUCKET_GROUP, "_ParamAndGradBucketGroup.register_grad_ready", ("self", "param", "force_all_reduce")
+)
+CHECK_GRADIENTS = Symbol(
+    _BUCKET_GROUP, "_ParamAndGradBucketGroup.check_grads", ("self", "check_for_nan_or_inf", "check_for_large")
+)
 ZERO_GRAD_BUFFER = Symbol(_DDP, "DistributedDataParallel.zero_grad_buffer", ("self",))
 
 # Where models and their layers begin to draw random numbers.
@@ -200,9 +207,8 @@ USED = (
     Symbol("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler.set_loss_scale", ("scale",)),
     Symbol(_OPTIMIZERS, "Float16OptimizerWithFloat16Params._copy_main_params_to_model_params"),
     Symbol(_DISTRIBUTED, "DistributedOptimizer._copy_main_params_to_model_params"),
-    Symbol(
-        "megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_param_sync", ("force_sync",)
-    ),
+    Symbol(_BUCKET_GROUP, "_ParamAndGradBucketGroup.start_param_sync", ("force_sync",)),
+    Symbol(_BUCKET_GROUP, "_ParamAndGradBucketGroup.start_grad_sync", ("force_all_reduce",)),
     Symbol(_DDP, "DistributedDataParallel.start_param_sync", ("force_sync",)),
     Symbol("megatron.core.optimizer.clip_grads", "multi_tensor_applier"),
     Symbol("megatron.core.optimizer.clip_grads", "l2_norm_impl"),

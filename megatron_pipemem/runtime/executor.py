@@ -131,6 +131,7 @@ class Executor:
         ledger: as given.
         handed_inputs: inputs of stages that have been made on this device, by the stage and microbatch that take them.
         handed_gradients: gradients of outputs, likewise.
+        queues: weight gradients that wait for their W, by its stage and microbatch.
         host_bytes: returns how many bytes of activations are away on the host.
         at_end: called when all actions have run and all messages have left.
     """
@@ -161,7 +162,7 @@ class Executor:
         self._outputs: dict[Key, torch.Tensor] = {}
         self.handed_inputs: dict[Key, torch.Tensor] = {}
         self.handed_gradients: dict[Key, torch.Tensor] = {}
-        self._queues: dict[Key, WeightGradientQueue] = {}
+        self.queues: dict[Key, WeightGradientQueue] = {}
         self._recorders: dict[Key, Recorder] = {}
         # With every result that has not been sent yet, whether only that makes the ledger count it.
         self._outbox: dict[Action, tuple[torch.Tensor, bool]] = {}
@@ -306,7 +307,7 @@ class Executor:
         key, selective = each.key, each.again is Kind.RS
         queue = None
         if each.split:
-            queue = self._queues[key] = WeightGradientQueue()
+            queue = self.queues[key] = WeightGradientQueue()
         elif each.offloaded or selective:
             # Stock's linear layers hand their weight to autograd beside their input, and it must come back as it is.
             queue = ImmediateWeightGradients()
@@ -334,7 +335,7 @@ class Executor:
         backward = self._stages[key[0]].backward
         input, output = self._inputs.pop(key), self._outputs.pop(key)
         if each.split:
-            queue = self._queues[key]
+            queue = self.queues[key]
             with self.measured(each.action), collecting(queue):
                 gradient = backward(key[1], input, output, output_gradient)
             if self.ledger is not None:
@@ -356,7 +357,7 @@ class Executor:
             self.handed_gradients[each.to_here] = self._held(gradient)
 
     def _weight_gradients(self, each: Instruction) -> None:
-        queue = self._queues.pop(each.key)
+        queue = self.queues.pop(each.key)
         if self.ledger is not None:
             # Gone when this action ends, but the threads of a backend that gathers them let go a moment later.
             for tensor in queue.tensors():

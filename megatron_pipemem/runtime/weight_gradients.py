@@ -41,6 +41,11 @@ class DeferredWeightGradient(Protocol):
     """Whose ``grad`` the GEMM adds to, when others may follow; ``None`` when the work is complete by itself."""
 
     @property
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        """Return the parameters whose gradients are complete only after this work."""
+        return () if self.weight is None else (self.weight,)
+
+    @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Return what the work keeps alive, for the activation ledger."""
 
@@ -64,6 +69,10 @@ class WeightGradientQueue:
     def tensors(self) -> Iterator[torch.Tensor]:
         for work in self._pending:
             yield from work.tensors
+
+    def parameters(self) -> set[torch.Tensor]:
+        """Return the parameters whose gradients are complete only after ``run``."""
+        return {parameter for work in self._pending for parameter in work.parameters}
 
     def run(self) -> None:
         """Run and drop everything pending. Saved inputs carry ``requires_grad``, hence no grad mode.

@@ -128,6 +128,10 @@ class DelayedWeightGradient(DeferredWeightGradient):
     _arriving: list[tuple[int, Arriving]] = field(default_factory=list)
 
     @property
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        return tuple(parameter for _, parameter in _hooked_by_module(self.module))
+
+    @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (*_tensors_in(self.kept), *self.gradients.values())
 

@@ -1,0 +1,230 @@
+"""Start the sums of a chunk's gradients bucket by bucket, and check the gradients of a step with one question to the host."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.patching import Replacements
+from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.mcore.symbols import CHECK_GRADIENTS, GRADIENT_IS_READY
+from megatron_pipemem.runtime.executor import Executor, Handlers, StepFeature
+from megatron_pipemem.runtime.instructions import Instruction
+from megatron_pipemem.schedule.core.action import COMPLETING, Action, Kind
+
+Listener = Callable[[Any, torch.Tensor], None]
+"""Takes a bucket group of Megatron's, and the parameter in it whose gradient a microbatch has completed."""
+
+
+class GradientReductions(Extension):
+    """Starts each bucket's sum over the data-parallel ranks as soon as no later action adds to its gradients.
+
+    ``--overlap-grad-reduce`` decides whether anything starts early, as in Megatron. Programs for one hardware queue choose
+    the place of the sums themselves, and replicas are summed before: there all buckets start at ``REDUCE_GRAD``.
+
+    Megatron's check for NaN asks the host twice per bucket, right before its sum. Here the norms stay on the device until
+    the gradients are finalized. One question then covers all of them. Only after a bad answer, or where Megatron compares
+    results of several runs of a step, its own check judges each norm.
+    """
+
+    only_trains = True
+
+    def __init__(self) -> None:
+        self._norms: list[tuple[Callable, list[torch.Tensor]]] | None = None
+        """of this step, with Megatron's check; ``None`` between steps"""
+        self._listener: Listener | None = None
+
+    def replacements(self) -> Replacements:
+        return [(CHECK_GRADIENTS, self._check), (GRADIENT_IS_READY, self._ready)]
+
+    def extend_executor(self, step: Step) -> Sequence[StepFeature]:
+        if step.single_queue or step.pipeline.placement.replicas > 1:
+            return ()
+        actions = step.program.actions[step.pipeline.device]
+        last = {action.stage: action for action in actions if action.kind in COMPLETING}
+        early = [
+            action
+            for action in last.values()
+            if action.kind in (Kind.W, Kind.B) and _overlaps(step.stages[action.stage].model)
+        ]
+        return [_EarlyStarts(step, early, self.listening)] if early else ()
+
+    @contextmanager
+    def around(self, step: Step) -> Iterator[None]:
+        self._norms = []
+        try:
+            yield
+        except BaseException:
+            self._norms = None
+            raise
+
+    def after(self, step: Step) -> None:
+        kept, self._norms = self._norms, None
+        norms = [norm.float() for _, of_group in kept or () for norm in of_group]
+        if norms and (_judges_all() or not torch.stack(norms).isfinite().all()):
+            for check, of_group in kept or ():
+                check(_with_norms(of_group), check_for_nan_or_inf=True, check_for_large=False)
+
+    @contextmanager
+    def listening(self, listener: Listener) -> Iterator[None]:
+        self._listener = listener
+        try:
+            yield
+        finally:
+            self._listener = None
+
+    def _check(self, original: Callable, group, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
+        if self._norms is None or check_for_large:
+            original(group, check_for_nan_or_inf=check_for_nan_or_inf, check_for_large=check_for_large)
+        else:
+            self._norms.append((original, [bucket.grad_data.norm(p=2) for bucket in group.buckets]))
+
+    def _ready(self, original: Callable, group, param: torch.Tensor, *args, **kwargs) -> None:
+        original(group, param, *args, **kwargs)
+        if self._listener is not None:
+            self._listener(group, param)
+
+
+def _overlaps(model) -> bool:
+    return getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False)
+
+
+def _judges_all() -> bool:
+    """Return whether Megatron wants every result: it counts, compares or spoils them when it runs a step again."""
+    machine = get_rerun_state_machine()
+    if machine.mode is RerunMode.DISABLED:
+        return False
+    is_first_run = machine.mode is RerunMode.VALIDATE_RESULTS and machine.state is RerunState.INITIAL_RUN
+    return not is_first_run or machine.error_injector.should_inject_errors
+
+
+def _with_norms(norms: Sequence[torch.Tensor]) -> SimpleNamespace:
+    """Return a bucket group, as Megatron's check reads it, whose buckets have these norms."""
+    return SimpleNamespace(
+        buckets=[SimpleNamespace(grad_data=SimpleNamespace(norm=lambda p, norm=norm: norm)) for norm in norms]
+    )
+
+
+class _EarlyStarts(StepFeature):
+    """Starts sums during the last action that adds to the gradients of a stage.
+
+    In a last W, exactly the weights of its queue are still to come. In a last B, a parameter is complete when it has
+    reported as often as in any earlier B of the step; one that has not reported before waits for ``REDUCE_GRAD``.
+
+    Args:
+        step: the step that runs.
+        last: the last W or B of each stage whose sums overlap.
+        listening: hands the reports of parameters to a listener.
+    """
+
+    def __init__(self, step: Step, last: Sequence[Action], listening: Callable):
+        self._step, self._listening = step, listening
+        self._last = frozenset(last)
+        self._counted = {action.stage for action in last if action.kind is Kind.B}
+        self._reports: dict[int, Counter[torch.Tensor]] = defaultdict(Counter)
+        self._closing: dict[int, _BucketStarts] = {}
+
+    def extend(self, executor: Executor) -> Handlers:
+        weight_gradients, backward, reduce = (executor.handlers[k] for k in (Kind.W, Kind.B, Kind.REDUCE_GRAD))
+
+        def run_weight_gradients(each: Instruction) -> None:
+            if each.action in self._last:
+                pending = dict.fromkeys(executor.queues[each.key].parameters(), 1.0)
+                with self._starting(each.action.stage, pending):
+                    weight_gradients(each)
+            else:
+                weight_gradients(each)
+
+        def run_backward(each: Instruction) -> None:
+            stage = each.action.stage
+            if each.action in self._last:
+                with self._starting(stage, self._expected(stage)):
+                    backward(each)
+            elif stage in self._counted:
+                reports: Counter[torch.Tensor] = Counter()
+                with self._listening(lambda _, param: reports.update((param,))):
+                    backward(each)
+                self._reports[stage] |= reports
+            else:
+                backward(each)
+
+        def start_rest(each: Instruction) -> None:
+            starts = self._closing.pop(each.action.stage, None)
+            reduce(each) if starts is None else starts.start_all()
+
+        return {Kind.W: run_weight_gradients, Kind.B: run_backward, Kind.REDUCE_GRAD: start_rest}
+
+    def _expected(self, stage: int) -> dict[torch.Tensor, float]:
+        reports = self._reports[stage]
+        return {param: reports.get(param, math.inf) for param in self._step.stages[stage].model.parameters()}
+
+    @contextmanager
+    def _starting(self, stage: int, pending: Mapping[torch.Tensor, float]) -> Iterator[None]:
+        starts = self._closing[stage] = _BucketStarts(
+            self._step.stages[stage].model, pending, self._step.context.force_all_reduce
+        )
+        with self._listening(starts.report):
+            starts.start_complete()
+            yield
+
+
+class _BucketStarts:
+    """The bucket groups of a chunk whose sums have not started.
+
+    They start in Megatron's order. All ranks of a process group must post its collectives in one order, and the reports
+    of parameters may differ between ranks.
+
+    Args:
+        model: the chunk, wrapped by Megatron's DDP.
+        pending: how often parameters are still to report. Others are complete.
+        force_all_reduce: as in Megatron.
+    """
+
+    def __init__(self, model: Any, pending: Mapping[torch.Tensor, float], force_all_reduce: bool):
+        self._model, self._force_all_reduce = model, force_all_reduce
+        self._orders = [deque(model.bucket_groups), deque(model.expert_parallel_bucket_groups)]
+        self._pending = {
+            group: {param: pending[param] for param in group.params if param in pending}
+            for order in self._orders
+            for group in order
+        }
+
+    def report(self, group: Any, param: torch.Tensor) -> None:
+        """Take a report, and start the groups that it completes.
+
+        Raises:
+            UnsupportedError: the sum of the group has started, and has missed this gradient.
+        """
+        pending = self._pending.get(group)
+        if pending is None:
+            name = next(name for name, each in self._model.named_parameters() if each is param)
+            raise UnsupportedError(
+                f"{name} got a gradient after the reduction of its bucket had started, because "
+                "a microbatch reached it more often than the ones before; drop --overlap-grad-reduce"
+            )
+        pending[param] = pending.get(param, 0) - 1
+        if pending[param] <= 0:
+            del pending[param]
+            self.start_complete()
+
+    def start_complete(self) -> None:
+        for order in self._orders:
+            while order and not self._pending[order[0]]:
+                self._start(order.popleft())
+
+    def start_all(self) -> None:
+        for order in self._orders:
+            while order:
+                self._start(order.popleft())
+
+    def _start(self, group: Any) -> None:
+        del self._pending[group]
+        group.start_grad_sync(force_all_reduce=self._force_all_reduce)
