@@ -4,6 +4,9 @@ A tiny GPT trains two steps under every synchronous schedule, with a cut vocabul
 reduction. NCCL (2.30 and later) lets ranks share a GPU with ``NCCL_MULTI_RANK_GPU_ENABLE=1``. All of it is repeated with
 ``CUDA_DEVICE_MAX_CONNECTIONS`` of 1 and 8, and with the default process group bound to the device.
 
+The process of a rank runs all cases of a setting, so kernels are loaded early. ``FRESH`` schedules run once more in ranks of
+their own, where every kernel is launched for the first time among posted messages.
+
 Claims: every case ends, and its losses are stock 1F1B's to the bit (to 1e-5 where sums have another order).
 
     python benchmarks/gpu/four_ranks.py [--rehearse]
@@ -30,6 +33,7 @@ RANKS, MICROBATCHES, STEPS = 4, 8, 2
 FIRST_SECONDS, CASE_SECONDS = 120, 30
 """How long the ranks may take to start and run their first case, and for each further one, before they count as stuck."""
 OTHER_ORDER = 1e-5
+FRESH = ("dualpipe", "gis", "v-half", "1f1b")
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,17 @@ class Case:
     pipelines: int = 1
     exact: bool = True
     layers: str = "local"
+    fresh: bool = False
+
+    @property
+    def peers(self) -> tuple[int, str]:
+        """Cases with the same losses, as far as sums have one order."""
+        return self.pipelines, self.layers
 
     def __str__(self) -> str:
         cut = "" if self.vocabulary == "off" else f", vocabulary {self.vocabulary}"
         name = self.schedule if self.layers == "local" else f"{self.schedule} of {self.layers} layers"
+        cut += ", fresh ranks" if self.fresh else ""
         return f"{name}{cut}" + (f", DP{self.pipelines} overlapped" if self.pipelines > 1 else "")
 
 
@@ -62,20 +73,21 @@ class Setting:
 
 def cases(rehearse: bool) -> list[Case]:
     """Stock first: the others are compared with it."""
-    from megatron_pipemem.schedule.registry import chunks_per_device, family, synchronous_families
+    from megatron_pipemem.schedule.registry import chunks_per_device, families
 
     if rehearse:
         return [
             Case("stock"),
-            Case("v-half", 2),
+            Case("dualpipe", exact=False, fresh=True),
             Case("v-half", 2, vocabulary="2", exact=False),
             _data_parallel("stock"),
         ]
     found = [Case("stock")]
-    for each in synchronous_families():
-        chunks = chunks_per_device(each.name)
-        copies = family(each.name).replicas
-        found.append(Case(each.name, chunks // copies, exact=copies == 1))
+    for each in families():
+        if not (each.offloads or each.slices > 1 or each.asynchronous):
+            chunks = chunks_per_device(each.name) // each.replicas
+            found.append(Case(each.name, chunks, exact=each.replicas == 1))
+    found[1:1] = [replace(case, fresh=True) for name in FRESH for case in found if case.schedule == name]
     found += [Case("v-half", 2, vocabulary=algorithm, exact=False) for algorithm in ("1", "2")]
     found += [_data_parallel("stock"), _data_parallel("1f1b"), _data_parallel("zb-h1"), _data_parallel("v-half", 2)]
     if "te" in proof.kinds_of_layers():
@@ -99,14 +111,27 @@ def main() -> int:
         return run_rank(json.loads(sys.argv[sys.argv.index("--rank") + 1]))
     options = proof.arguments(__doc__, "four-ranks")
     report = proof.Report(options.output, options.rehearse)
+    if not proof.can_share_gpu(report):
+        return 1
     for setting in settings(options.rehearse):
         reference: dict[tuple[int, str], list[str]] = {}
-        for case, losses, seconds, failure in run_cases(cases(options.rehearse), setting, options.rehearse):
-            stock = reference.setdefault((case.pipelines, case.layers), losses)
-            missed = [failure] if failure else _compare(case, losses, stock)
+        left = missing(cases(options.rehearse), setting, report)
+        for case, losses, seconds, failure in run_cases(left, setting, options.rehearse):
+            if case.schedule == "stock":
+                reference[case.peers] = losses
+            if report.has(f"{case}, {setting}"):
+                continue
+            missed = [failure] if failure else _compare(case, losses, reference[case.peers])
             report.add(f"{case}, {setting}", {"seconds": seconds, "last_loss": _last(losses)}, missed)
             proof.say(f"{case}, {setting}: {'; '.join(missed) or 'equal'}")
     return report.finish()
+
+
+def missing(all_cases: list[Case], setting: Setting, report: proof.Report) -> list[Case]:
+    """The cases that an earlier call has not run, and stock's among them that these are compared with."""
+    left = [case for case in all_cases if not report.has(f"{case}, {setting}")]
+    peers = {case.peers for case in left}
+    return [case for case in all_cases if case in left or (case.schedule == "stock" and case.peers in peers)]
 
 
 def _last(losses: list[str]) -> float | None:
@@ -114,6 +139,8 @@ def _last(losses: list[str]) -> float | None:
 
 
 def _compare(case: Case, losses: list[str], reference: list[str]) -> list[str]:
+    if not reference:
+        return ["stock has no losses to compare with"]
     if losses == reference:
         return []
     worst = max(abs(float.fromhex(a) - float.fromhex(b)) for a, b in zip(losses, reference, strict=True))
@@ -123,16 +150,26 @@ def _compare(case: Case, losses: list[str], reference: list[str]) -> list[str]:
 
 
 def run_cases(all_cases: list[Case], setting: Setting, rehearse: bool):
-    """Every case with its losses, seconds and, instead of losses, what went wrong. New ranks after one that did."""
-    waiting = list(all_cases)
+    """Every case with its losses, seconds and, instead of losses, what went wrong. New ranks after one that did.
+
+    The first case, stock's, comes first, then those that want fresh ranks.
+    """
+    fresh = [case for case in all_cases if case.fresh]
+    for together in (all_cases[:1], *([case] for case in fresh), [c for c in all_cases[1:] if not c.fresh]):
+        yield from run_together(together, setting, rehearse)
+
+
+def run_together(waiting: list[Case], setting: Setting, rehearse: bool):
+    """As ``run_cases``, in the same ranks."""
     while waiting:
         with tempfile.TemporaryDirectory() as folder:
-            ranks = _start(waiting, setting, rehearse, Path(folder))
+            plan = {"cases": [asdict(case) for case in waiting], "bound": setting.bound, "rehearse": rehearse}
+            ranks = start(Path(__file__), plan, setting, Path(folder))
             try:
                 done = 0
                 while done < len(waiting):
                     begin = time.monotonic()
-                    result = _await(Path(folder) / str(done), ranks, CASE_SECONDS if done else FIRST_SECONDS)
+                    result = await_result(Path(folder) / str(done), ranks, CASE_SECONDS if done else FIRST_SECONDS)
                     seconds = time.monotonic() - begin
                     if isinstance(result, str):
                         yield waiting[done], [], seconds, result
@@ -141,14 +178,19 @@ def run_cases(all_cases: list[Case], setting: Setting, rehearse: bool):
                     yield waiting[done], result["losses"], result["seconds"], None
                     done += 1
             finally:
-                for rank in ranks:
-                    rank.kill()
-                for rank in ranks:
-                    rank.wait()
+                stop(ranks)
             waiting = waiting[done:]
 
 
-def _start(waiting: list[Case], setting: Setting, rehearse: bool, folder: Path) -> list[subprocess.Popen]:
+def stop(ranks: list[subprocess.Popen]) -> None:
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.wait()
+
+
+def start(program: Path, plan: dict, setting: Setting, folder: Path) -> list[subprocess.Popen]:
+    """Start four ranks of a program that takes a plan, which leave their results in a folder."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -161,22 +203,16 @@ def _start(waiting: list[Case], setting: Setting, rehearse: bool, folder: Path) 
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
         "NCCL_MAX_CTAS": "1",
     }
-    plan = {
-        "cases": [asdict(case) for case in waiting],
-        "bound": setting.bound,
-        "rehearse": rehearse,
-        "folder": str(folder),
-    }
     ranks = []
     for rank in range(RANKS):
         with (folder / f"log-{rank}").open("w") as log:
             own = environment | {"RANK": str(rank), "LOCAL_RANK": "0"}
-            command = [sys.executable, __file__, "--rank", json.dumps(plan)]
+            command = [sys.executable, str(program), "--rank", json.dumps(plan | {"folder": str(folder)})]
             ranks.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
     return ranks
 
 
-def _await(result: Path, ranks: list[subprocess.Popen], seconds: float) -> dict | str:
+def await_result(result: Path, ranks: list[subprocess.Popen], seconds: float) -> dict | str:
     """The result, or what happened instead."""
     deadline = time.monotonic() + seconds
     while not result.exists():
@@ -199,6 +235,8 @@ def run_rank(plan: dict) -> int:
     import torch
     import torch.distributed as dist
 
+    from megatron_pipemem.runtime.groups import destroy_groups
+
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.cuda.set_device(0)
     bound: dict[str, Any] = {"device_id": torch.device("cuda:0")} if plan["bound"] else {}
@@ -206,6 +244,8 @@ def run_rank(plan: dict) -> int:
     for number, fields in enumerate(plan["cases"]):
         begin = time.perf_counter()
         losses = train(Case(**fields))
+        # Megatron forgets its groups and does not close them, and the communicators of all cases would pile up.
+        destroy_groups([group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD])
         everyones: list[list[str] | None] = [None] * RANKS
         dist.all_gather_object(everyones, losses)
         if dist.get_rank() == 0:

@@ -10,8 +10,10 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
+import megatron_pipemem
 from megatron_pipemem.mcore.model.fused_kernels import FlashAttention
 
 
@@ -97,6 +99,25 @@ def builder(size: Size, config: TransformerConfig, layers: str) -> Callable[...,
         return model.to(size.dtype)
 
     return build
+
+
+def training(size: Size, layers: str, devices: int, chunks: int, microbatches: int) -> Callable[[], None]:
+    """Build this rank's chunks for the schedule that is enabled, and return what runs a step of one pipeline on them."""
+    open_pipelines(devices, chunks)
+    config = make_config(size, devices, chunks, layers)
+    models = megatron_pipemem.build_model_chunks(builder(size, config, layers))
+    data = [batches(size) for _ in models]
+
+    def step() -> None:
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data if chunks > 1 else data[0],
+            model=models if chunks > 1 else models[0],
+            num_microbatches=microbatches,
+            **size.message,
+        )
+
+    return step
 
 
 def batches(size: Size, step: int = 0) -> Iterator[dict[str, torch.Tensor | None]]:

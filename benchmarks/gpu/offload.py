@@ -420,23 +420,31 @@ def main() -> int:
     machine = Machine(settings)
     name = proof.machine(options.rehearse)
     proof.say(f"{name}\n")
-    bandwidths = measure_bandwidths(machine, settings)
+    earlier = proof.unfinished(options.output, options.rehearse)
+    bandwidths = [Bandwidth(**row) for row in earlier.get("bandwidths", ())] or measure_bandwidths(machine, settings)
     proof.say(bandwidth_table(bandwidths) + "\n")
-    layers: list[LayerCost] = []
-    loops: list[LoopCost] = []
+    loops = [LoopCost(**row) for row in earlier.get("loops", ())]
+    done = {(loop.shape, loop.recompute) for loop in loops}
+    layers = [each for row in earlier.get("layers", ()) if ((each := LayerCost(**row)).shape, each.recompute) in done]
+
+    def write(complete: bool) -> None:
+        result = {"machine": name, "rehearsal": options.rehearse, "complete": complete}
+        result |= {"rows": [_row(loop, machine.is_gpu) for loop in loops]}
+        result |= {"bandwidths": bandwidths, "layers": layers, "loops": loops}
+        write_whole(options.output, json.dumps(result, default=asdict, indent=1) + "\n")
+
+    write(complete=False)
     for shape in settings.shapes:
         for recompute in (True, False):
+            if (str(shape), recompute) in done:
+                continue
             try:
                 layers.append(measure_layer(machine, settings, shape, recompute, bandwidths[-1]))
                 loops.append(measure_loop(machine, settings, shape, layers[-1]))
             except torch.OutOfMemoryError:
                 proof.say(f"{shape}{'' if recompute else ' without recompute'}: does not fit into this GPU, left out\n")
-            # Written as it grows: a run that is cut short keeps what it has.
-            result = {"machine": name, "rehearsal": options.rehearse, "complete": False}
-            result |= {"rows": [_row(loop, machine.is_gpu) for loop in loops]}
-            result |= {"bandwidths": bandwidths, "layers": layers, "loops": loops}
-            write_whole(options.output, json.dumps(result, default=asdict, indent=1) + "\n")
-    write_whole(options.output, json.dumps(result | {"complete": True}, default=asdict, indent=1) + "\n")
+            write(complete=False)  # a run that is cut short keeps what it has
+    write(complete=True)
     proof.say(layer_table(layers) + "\n")
     proof.say(loop_table(loops) + "\n")
     missed = failures(loops, with_speed=machine.is_gpu)

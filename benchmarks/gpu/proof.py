@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_pipemem.files import write_whole
 
@@ -32,7 +33,7 @@ class Row:
 
 @dataclass
 class Report:
-    """The rows of one experiment, in a file that is whole after every row: a run that is cut short keeps what it has.
+    """The rows of one experiment, in a file that is whole after every row. A later run goes on with the rows that are missing.
 
     Args:
         path: JSON file.
@@ -43,6 +44,22 @@ class Report:
     rehearsal: bool
     rows: list[Row] = field(default_factory=list)
     complete: bool = False
+
+    def __post_init__(self) -> None:
+        earlier = unfinished(self.path, self.rehearsal).get("rows", [])
+        self.rows += [Row(row["case"], row["values"], tuple(row["missed"])) for row in earlier]
+
+    def has(self, case: str) -> bool:
+        """Return whether an earlier run that was cut short has measured the case on this machine."""
+        return any(row.case == case for row in self.rows)
+
+    def measure(self, case: str, work: Callable[[], tuple[Mapping[str, object], list[str]]]) -> None:
+        """Add a case that is missing. ``work`` returns the values and what was missed."""
+        if self.has(case):
+            say(f"{case}: done already")
+        else:
+            say(case)
+            self.add(case, *work())
 
     def add(self, case: str, values: Mapping[str, object], missed: list[str] | tuple[str, ...] = ()) -> None:
         self.rows.append(Row(case, values, tuple(missed)))
@@ -57,6 +74,12 @@ class Report:
     def _write(self) -> None:
         data = {"machine": machine(self.rehearsal), "rehearsal": self.rehearsal, "complete": self.complete}
         write_whole(self.path, json.dumps(data | {"rows": [asdict(row) for row in self.rows]}, indent=1) + "\n")
+
+
+def unfinished(path: Path, rehearsal: bool) -> dict[str, Any]:
+    """Return the results of an earlier run on this machine that did not end, or nothing."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found if found.get("machine") == machine(rehearsal) and not found["complete"] else {}
 
 
 def machine(rehearsal: bool) -> str:
@@ -91,6 +114,33 @@ def arguments(description: str | None, experiment: str) -> argparse.Namespace:
         sys.stderr.write("no CUDA GPU here, so there is nothing to measure; --rehearse runs the program on CPU\n")
         sys.exit(2)
     return options
+
+
+NCCL_NEEDED = (2, 30)
+"""The first NCCL that lets ranks share a GPU."""
+
+
+def nccl_fault(version: tuple[int, ...]) -> str | None:
+    """Return why this NCCL cannot run several ranks on one GPU, and what to do; ``None`` if it can."""
+    if version[:2] >= NCCL_NEEDED:
+        return None
+    return (
+        f"NCCL {'.'.join(map(str, version))} refuses ranks that share a GPU, 2.30 takes them: "
+        "pip install --no-deps --target nccl 'nvidia-nccl-cu13>=2.30', "
+        "then LD_PRELOAD=$PWD/nccl/nvidia/nccl/lib/libnccl.so.2; without a network build NCCL there with "
+        "make -j src.build NVCC_GENCODE=-gencode=arch=compute_90,code=sm_90"
+    )
+
+
+def can_share_gpu(report: Report) -> bool:
+    """Return whether NCCL lets ranks share the GPU. If not, add a row that says what to do."""
+    import torch
+
+    fault = None if report.rehearsal else nccl_fault(torch.cuda.nccl.version())
+    if fault is not None:
+        report.add("NCCL", {}, [fault])
+        say(fault)
+    return fault is None
 
 
 def kinds_of_layers() -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -42,48 +43,62 @@ def main() -> int:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
         for name, layers in itertools.product(SCHEDULES, proof.kinds_of_layers()):
             case = f"{name}, p = {devices}, m = {microbatches * devices}, {layers} layers"
-            proof.say(case)
-            try:
-                # The backend answers for the other ranks with what this one says, so the model cannot look whole.
-                with mock.patch("megatron_pipemem.mcore.step.forward_backward.check_whole_model"):
-                    values, missed = play(name, layers, size, devices, microbatches * devices)
-            except torch.OutOfMemoryError as error:
-                values, missed = {"error": str(error).splitlines()[0]}, ["it does not fit into this GPU"]
-            report.add(case, values, missed)
-            gc.collect()
-            torch.cuda.empty_cache()
+            report.measure(case, partial(play, name, layers, size, devices, microbatches * devices))
         dist.destroy_process_group()
     return report.finish()
 
 
-def play(name: str, layers: str, size, devices: int, microbatches: int, steps: int = 3) -> tuple[dict, list[str]]:
-    """The first rank's steps: what was predicted, counted and allocated, and what they took."""
+def play(name: str, layers: str, size, devices: int, microbatches: int) -> tuple[dict, list[str]]:
+    """The first rank's steps: what was predicted, counted and allocated, and what they took, with and without counting."""
     import torch
-    from gpt_chunks import batches, builder, forward_step, make_config, open_pipelines
+
+    missed = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        try:
+            counted = run_steps(name, layers, size, devices, microbatches, path)
+            plain = run_steps(name, layers, size, devices, microbatches, None)
+        except torch.OutOfMemoryError as error:
+            return {"error": str(error).splitlines()[0]}, ["it does not fit into this GPU"]
+        seen = json.loads(path.read_text())["ranks"][0]
+    predicted, allocated = seen["predicted_peak_bytes"], counted["allocated_bytes"]
+    if seen["counted_peak_bytes"] != predicted:
+        missed.append(f"the ledger counted {seen['counted_peak_bytes']} bytes, not {predicted}")
+    if torch.cuda.is_available() and 0 < allocated < predicted:
+        missed.append(f"the allocator never held the predicted {predicted} bytes, {allocated} at most")
+    values = {
+        "predicted_bytes": predicted,
+        "counted_bytes": seen["counted_peak_bytes"],
+        "allocated_bytes": allocated,
+        "reserved_bytes": counted["reserved_bytes"],
+        "host_stall_seconds": seen["stall_seconds"],
+        "step_seconds": plain["step_seconds"],
+        "host_microseconds_per_action": plain["host_microseconds_per_action"],
+        "host_microseconds_per_action_counting": counted["host_microseconds_per_action"],
+    }
+    return values, missed
+
+
+def run_steps(name: str, layers: str, size, devices: int, microbatches: int, path: Path | None, steps: int = 3) -> dict:
+    """Bytes and seconds of steps, after a first one.
+
+    Args:
+        path: of the run's report. Without it, nothing is counted or timed within the steps.
+    """
+    import torch
+    from gpt_chunks import training
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     import megatron_pipemem
 
+    gc.collect()
+    torch.cuda.empty_cache()  # of earlier runs
     chunks = SCHEDULES[name]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "report.json"
-        megatron_pipemem.enable(name, report=str(path))
+    megatron_pipemem.enable(name, report=None if path is None else str(path))
+    # The backend answers for the other ranks with what this one says, so the model cannot look whole.
+    with mock.patch("megatron_pipemem.mcore.step.forward_backward.check_whole_model"):
         try:
-            open_pipelines(devices, chunks)
-            config = make_config(size, devices, chunks, layers)
-            models = megatron_pipemem.build_model_chunks(builder(size, config, layers))
-            data = [batches(size) for _ in models]
-
-            def step() -> None:
-                get_forward_backward_func()(
-                    forward_step_func=forward_step,
-                    data_iterator=data if chunks > 1 else data[0],
-                    model=models if chunks > 1 else models[0],
-                    num_microbatches=microbatches,
-                    **size.message,
-                )
-
+            step = training(size, layers, devices, chunks, microbatches)
             step()  # allocates gradients and opens what opens at the first use
             torch.cuda.synchronize()
             permanent = torch.cuda.memory_allocated()
@@ -94,29 +109,17 @@ def play(name: str, layers: str, size, devices: int, microbatches: int, steps: i
             host = time.thread_time() - host
             torch.cuda.synchronize()
             seconds = (time.perf_counter() - begin) / steps
-            allocated = torch.cuda.max_memory_allocated() - permanent
-            reserved = torch.cuda.max_memory_reserved() - permanent
-            megatron_pipemem.write_report()
-            seen = json.loads(path.read_text())["ranks"][0]
+            if path is not None:
+                megatron_pipemem.write_report()
         finally:
             megatron_pipemem.disable()
             parallel_state.destroy_model_parallel()
-    predicted, counted = seen["predicted_peak_bytes"], seen["counted_peak_bytes"]
-    values = {
-        "predicted_bytes": predicted,
-        "counted_bytes": counted,
-        "allocated_bytes": allocated,
-        "reserved_bytes": reserved,
-        "host_stall_seconds": seen["stall_seconds"],
+    return {
+        "allocated_bytes": torch.cuda.max_memory_allocated() - permanent,
+        "reserved_bytes": torch.cuda.max_memory_reserved() - permanent,
         "step_seconds": seconds,
         "host_microseconds_per_action": host / steps / (2 * microbatches * chunks) * 1e6,
     }
-    missed = []
-    if counted != predicted:
-        missed.append(f"the ledger counted {counted} bytes, not {predicted}")
-    if torch.cuda.is_available() and 0 < allocated < predicted:
-        missed.append(f"the allocator never held the predicted {predicted} bytes, {allocated} at most")
-    return values, missed
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from functools import partial
 
 import proof
 
@@ -33,16 +34,20 @@ def main() -> int:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
     for size in sizes:
         for layers in proof.kinds_of_layers():
-            case = f"h = {size.hidden}, {layers} layers"
-            proof.say(case)
-            times = measure(size, layers, rounds)
-            ratio = (times["I"] + times["W"]) / times["B"]
-            missed = [f"I and W take {ratio:.2f} of B"] if ratio > LIMIT and not options.rehearse else []
-            values = {f"{name}_milliseconds": seconds * 1e3 for name, seconds in times.items()}
-            report.add(case, values | {"split_over_fused": ratio}, missed)
+            work = partial(compare, size, layers, rounds, None if options.rehearse else LIMIT)
+            report.measure(f"h = {size.hidden}, {layers} layers", work)
             torch.cuda.empty_cache()
     dist.destroy_process_group()
     return report.finish()
+
+
+def compare(size, layers: str, rounds: int, limit: float | None) -> tuple[dict, list[str]]:
+    """The times, and whether I and W are within the limit of B."""
+    times = measure(size, layers, rounds)
+    ratio = (times["I"] + times["W"]) / times["B"]
+    missed = [f"I and W take {ratio:.2f} of B"] if limit is not None and ratio > limit else []
+    values = {f"{name}_milliseconds": seconds * 1e3 for name, seconds in times.items()}
+    return values | {"split_over_fused": ratio}, missed
 
 
 def measure(size, layers: str, rounds: int) -> dict[str, float]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,12 +16,27 @@ pytest.importorskip("megatron.core")
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu" / "prove.py"
 # Experiment A has a test of its own: tests/runtime/test_offload_benchmark.py.
-EXPERIMENTS = {"B": "solo_rank", "C": "four_ranks", "D": "split_cost", "E": "head_passes"}
+EXPERIMENTS = {
+    "B": "solo_rank",
+    "C": "four_ranks",
+    "D": "split_cost",
+    "E": "head_passes",
+    "F": "device_waits",
+    "G": "waiting_hosts",
+}
 
 
 def prove(folder: Path, *more: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(PROGRAM), "--rehearse", "--output", str(folder), *more]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> SimpleNamespace:
+    """Modules of the experiments, and the play that the model of hosts is tested against."""
+    monkeypatch.syspath_prepend(PROGRAM.parent)
+    names = ("proof", "four_ranks", "waiting_hosts", "host_oracle")
+    return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +83,92 @@ def test_the_passes_of_the_head_are_counted_timed_and_precise(proved):
     assert errors["added_product_error"] < 1e-6
 
 
+def test_a_hosts_time_is_there_with_counting_and_without(proved):
+    for row in rows(proved, "solo_rank"):
+        assert row["values"]["host_microseconds_per_action"] > 0
+        assert row["values"]["host_microseconds_per_action_counting"] > 0
+
+
+def test_a_wait_for_the_device_hangs_where_the_model_says_so(proved):
+    hanging, others, shipped = (row["values"] for row in rows(proved, "waiting_hosts"))
+    assert hanging["hangs"]
+    assert others["steps_ended"] >= 4 and shipped["steps_ended"] >= 4
+
+
+def test_operations_are_told_apart_by_whether_they_wait(proved):
+    assert {row["case"]: row["values"]["waits"] for row in rows(proved, "device_waits")} == {
+        "synchronize()": True,
+        "a kernel that is loaded": False,
+    }
+
+
 def test_what_came_to_its_end_is_not_repeated(proved):
     again = prove(proved, "--only", "D")
     assert again.returncode == 0
     assert "done already" in again.stdout
+
+
+def test_rows_that_are_there_are_not_measured_again(proved, tmp_path):
+    """What an earlier call has measured stays to the digit, and only the missing row is new."""
+    data = json.loads((proved / "head_passes.json").read_text())
+    kept = data["rows"][:3]
+    (tmp_path / "head_passes.json").write_text(json.dumps(data | {"complete": False, "rows": kept}))
+    done = prove(tmp_path, "--only", "E")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert rows(tmp_path, "head_passes")[:3] == kept and len(rows(tmp_path, "head_passes")) == 4
+    assert done.stdout.count("done already") == 3
+
+
+def test_rows_of_another_machine_are_measured_again(gpu, tmp_path):
+    path = tmp_path / "rows.json"
+    report = gpu.proof.Report(path, rehearsal=True)
+    report.add("a", {"n": 1})
+    assert gpu.proof.Report(path, rehearsal=True).has("a")
+    path.write_text(path.read_text().replace("CPU", "another GPU"))
+    assert not gpu.proof.Report(path, rehearsal=True).has("a")
+
+
+def test_time_that_is_over_is_no_failure(tmp_path):
+    """The experiment is stopped, and the status says that another call goes on."""
+    done = prove(tmp_path, "--only", "D", "E", "--minutes", "0.01")
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "stopped after" in done.stdout and not (tmp_path / "head_passes.json").exists()
+
+
+def test_an_nccl_that_refuses_to_share_a_gpu_is_named_before_ranks_start(gpu):
+    assert gpu.proof.nccl_fault((2, 30, 7)) is None and gpu.proof.nccl_fault((3, 0, 1)) is None
+    for version in ((2, 28, 9), (2, 29, 7)):
+        fault = gpu.proof.nccl_fault(version)
+        assert ".".join(map(str, version)) in fault and "LD_PRELOAD" in fault
+
+
+def test_every_case_of_four_ranks_has_a_name_and_four_start_in_fresh_ranks(gpu):
+    found = gpu.four_ranks.cases(rehearse=False)
+    assert len({*map(str, found)}) == len(found)
+    assert sorted(case.schedule for case in found if case.fresh) == ["1f1b", "dualpipe", "gis", "v-half"]
+    assert found[0].schedule == "stock" and all(case.fresh for case in found[1:5])
+
+
+def test_a_call_that_goes_on_runs_stock_again_only_to_compare(gpu, tmp_path):
+    case, setting = gpu.four_ranks.Case, gpu.four_ranks.Setting(1, bound=False)
+    every = [case("stock"), case("1f1b"), case("zb-h1"), case("stock", pipelines=2), case("1f1b", pipelines=2)]
+    report = gpu.proof.Report(tmp_path / "rows.json", rehearsal=True)
+    for each in (every[0], every[1], every[3], every[4]):
+        report.add(f"{each}, {setting}", {})
+    assert gpu.four_ranks.missing(every, setting, report) == [every[0], every[2]]
+
+
+@pytest.mark.parametrize(("name", "hanging"), [("v-half", 1), ("gpipe", 3)])
+def test_the_places_that_must_hang_are_those_of_an_independent_play(gpu, name, hanging):
+    program = gpu.waiting_hosts.program_of(name, early=True)
+    computing = {
+        (device, position)
+        for device, actions in enumerate(program.actions)
+        for position, action in enumerate(actions)
+        if action.kind.value in ("F", "I", "W", "B")
+    }
+    model, unsafe = gpu.waiting_hosts.predict(program), gpu.host_oracle.unsafe(program) & computing
+    assert {*model.hanging} == unsafe and len(unsafe) == hanging
+    assert {*model.safe} == computing - unsafe
+    shipped = gpu.waiting_hosts.program_of(name, early=False)
+    assert gpu.waiting_hosts.predict(shipped).hanging == () and gpu.host_oracle.unsafe(shipped) == set()

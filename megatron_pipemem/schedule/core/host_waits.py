@@ -57,11 +57,21 @@ def check_host_waits(program: Program, found: Dependencies, messages: Iterable[M
     Raises:
         ScheduleError: the first post after which a host must not wait.
     """
+    for end, other, later in refused_waits(program, found, messages):
+        raise _fault(found, end, other, later)
+
+
+def refused_waits(program: Program, found: Dependencies, messages: Iterable[Message]) -> Iterator[tuple[int, int, int]]:
+    """Yield the posts after which a host must not wait for its device, see ``check_host_waits`` for the arguments.
+
+    Each comes with another post that completes together with it and the later action of its own device that this one needs, all
+    by their nodes. The host must not wait after its post and before the later action.
+    """
     needed, lane_of = last_needed(found), found.graph.lane_of
     for end, other in _pairs(program, found, messages):
         later = needed[other][lane_of[end]]
         if later > end:
-            raise _fault(found, end, other, later)
+            yield end, other, later
 
 
 def _pairs(program: Program, found: Dependencies, messages: Iterable[Message]) -> Iterator[tuple[int, int]]:
