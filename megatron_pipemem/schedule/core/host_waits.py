@@ -62,10 +62,15 @@ def check_host_waits(program: Program, found: Dependencies, messages: Iterable[M
 
 
 def refused_waits(program: Program, found: Dependencies, messages: Iterable[Message]) -> Iterator[tuple[int, int, int]]:
-    """Yield the posts after which a host must not wait for its device, see ``check_host_waits`` for the arguments.
+    """Yield the posts after which a host must not wait for its device.
 
     Each comes with another post that completes together with it and the later action of its own device that this one needs, all
     by their nodes. The host must not wait after its post and before the later action.
+
+    Args:
+        program: with matching messages.
+        found: its dependencies, in which all devices come to the ends of their lists.
+        messages: all of the program.
     """
     needed, lane_of = last_needed(found), found.graph.lane_of
     for end, other in _pairs(program, found, messages):
