@@ -1,6 +1,6 @@
 """Experiment C: every family on four NCCL ranks that share one GPU.
 
-A tiny GPT trains two steps under every synchronous schedule, with a cut vocabulary, and on DP2 x PP2 with overlapped gradient
+A tiny GPT trains four steps under every synchronous schedule, with a cut vocabulary, and on DP2 x PP2 with overlapped gradient
 reduction. NCCL (2.30 and later) lets ranks share a GPU with ``NCCL_MULTI_RANK_GPU_ENABLE=1``. All of it is repeated with
 ``CUDA_DEVICE_MAX_CONNECTIONS`` of 1 and 8, and with the default process group bound to the device.
 
@@ -29,7 +29,8 @@ import proof
 
 from megatron_pipemem.files import write_whole
 
-RANKS, MICROBATCHES, STEPS = 4, 8, 2
+RANKS, MICROBATCHES, STEPS = 4, 8, 4
+"""On a GPU the first two steps run by the order for one hardware queue."""
 FIRST_SECONDS, CASE_SECONDS = 120, 30
 """How long the ranks may take to start and run their first case, and for each further one, before they count as stuck."""
 OTHER_ORDER = 1e-5

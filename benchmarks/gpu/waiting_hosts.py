@@ -3,8 +3,9 @@
 A message that has been posted is a kernel that runs until the other end has come. ``schedule.core.host_waits`` says before
 which actions a host must then not wait for its device. Four NCCL ranks on one GPU run a program whose receives are posted one
 compute action ahead, whatever their messages depend on, and the program as it is shipped. One rank waits for its device
-(``torch.cuda.synchronize()``) before one compute action. Two steps without a wait come first, so that all kernels are loaded
-and all communicators are open. To rehearse on CPU, a rank waits for all receives that it has posted.
+(``torch.cuda.synchronize()``) before one compute action. Steps without a wait come first, two of them in the order for one
+hardware queue, so that all kernels are loaded and all communicators are open. To rehearse on CPU, a rank waits for all receives
+that it has posted.
 
 Claims: each wait that the model refuses hangs, in fresh ranks; every other wait ends, in both programs.
 
@@ -37,7 +38,7 @@ from megatron_pipemem.schedule.registry import build_schedule
 
 SCHEDULES = {"v-half": 2, "gpipe": 1}
 """Names and chunks per rank."""
-MICROBATCHES, WARM = 8, 2
+MICROBATCHES, WARM = 8, 3
 START_SECONDS, STEP_SECONDS = 120, 15
 
 Place = tuple[int, int]
