@@ -101,13 +101,21 @@ def operations(rehearse: bool) -> dict[str, Callable[[], object]]:
         "the first matrix product": lambda: matrix @ matrix,
         "a matrix product of another shape": lambda: matrix[:, :8] @ matrix[:8],
         "device memory: 512 MiB that are not cached": lambda: torch.empty(512 * MIB, dtype=torch.uint8, device="cuda"),
-        "device memory: 64 MiB given back": lambda: (cached.clear(), torch.cuda.empty_cache()),
+        "device memory: 64 MiB given back": partial(give_back, cached),
         "device memory: the allocator retries": retry,
         "256 MiB of pinned memory": lambda: torch.empty(256 * MIB, dtype=torch.uint8, pin_memory=True),
         "a copy to pageable memory": lambda: x[:1].cpu(),
     }
     torch.cuda.synchronize()
     return found
+
+
+def give_back(cached: list) -> None:
+    """Free blocks and return their memory to the device."""
+    import torch
+
+    cached.clear()
+    torch.cuda.empty_cache()
 
 
 def retry() -> None:

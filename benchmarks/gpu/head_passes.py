@@ -19,6 +19,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import proof
@@ -45,13 +46,17 @@ def main() -> int:
     report = proof.Report(options.output, options.rehearse)
     for barriers in (1, 2):
         case = f"bytes per logit, {barriers} barrier{'s' * (barriers > 1)}"
-        report.measure(case, lambda barriers=barriers: (bytes_per_logit(REAL, barriers), []))
+        report.measure(case, partial(count_bytes, barriers))
     size, rounds = (Size(64, 16, 96), 2) if options.rehearse else (REAL, 15)
     proof.say(f"{size.tokens} tokens, hidden size {size.hidden}, {size.rows} rows")
     inputs = inputs_of(size, torch.cuda.current_device())
     report.measure("times", lambda: compare_times(inputs, rounds, None if options.rehearse else LIMIT))
     report.measure("errors against fp64", lambda: compare_errors(inputs))
     return report.finish()
+
+
+def count_bytes(barriers: int) -> tuple[dict[str, float], list[str]]:
+    return bytes_per_logit(REAL, barriers), []
 
 
 def compare_times(inputs, rounds: int, limit: float | None) -> tuple[dict[str, float], list[str]]:

@@ -180,20 +180,19 @@ class Sabotage:
 
         if self.place is None:
             return Executor(program, device, stages, transport, *more, **named)
-        executor = Executor(self.program, device, stages, transport, *more, **named)
-        run, (waiting, position) = executor.run, self.place
+        (waiting, position), on_host = self.place, self.on_host
 
-        def sabotaged() -> None:
-            run(position)
-            if self.on_host:
-                transport.arrived(transport.take_in())
-            else:
-                torch.cuda.synchronize()
-            run()
+        class Waiting(Executor):
+            def run(self, until: int | None = None) -> None:
+                super().run(position)
+                if on_host:
+                    transport.arrived(transport.take_in())
+                else:
+                    torch.cuda.synchronize()
+                super().run(until)
 
-        if device == waiting:
-            executor.run = sabotaged
-        return executor
+        kind = Waiting if device == waiting else Executor
+        return kind(self.program, device, stages, transport, *more, **named)
 
 
 def run_rank(plan: dict) -> int:
