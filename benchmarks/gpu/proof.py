@@ -138,7 +138,7 @@ def can_share_gpu(report: Report) -> bool:
 
     fault = None if report.rehearsal else nccl_fault(torch.cuda.nccl.version())
     if fault is not None:
-        report.add("NCCL", {}, [fault])
+        report.measure("NCCL", lambda: ({}, [fault]))
         say(fault)
     return fault is None
 

@@ -142,6 +142,15 @@ def test_an_nccl_that_refuses_to_share_a_gpu_is_named_before_ranks_start(gpu):
         assert ".".join(map(str, version)) in fault and "LD_PRELOAD" in fault
 
 
+def test_an_old_nccl_is_one_row_however_often_the_program_is_called(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu.proof, "machine", lambda rehearsal: "a GPU")
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 7))
+    for _ in range(2):
+        report = gpu.proof.Report(tmp_path / "rows.json", rehearsal=False)
+        assert not gpu.proof.can_share_gpu(report)
+    assert [row.case for row in report.rows] == ["NCCL"]
+
+
 def test_every_case_of_four_ranks_has_a_name_and_four_start_in_fresh_ranks(gpu):
     found = gpu.four_ranks.cases(rehearse=False)
     assert len({*map(str, found)}) == len(found)
