@@ -39,9 +39,11 @@ def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, sli
         num_microbatches: of a step.
         slices: sequence slices of a microbatch, whose bytes 1F1B holds together.
     """
-    same = _as_1f1b(placement.num_devices, num_microbatches)
     if costs.memory is None:
         return None
+    # Of equal microbatches, 1F1B never holds more than one per device.
+    needed = min(num_microbatches, 2 * placement.num_devices) if costs.microbatch is None else num_microbatches
+    same = _as_1f1b(placement.num_devices, needed)
     if any(isinstance(each, PartPrices) for each in costs.memory.values()):
         return max(peaks(same, costs))
     if not _can_join(placement):
