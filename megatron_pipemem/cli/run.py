@@ -68,6 +68,8 @@ def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) ->
         if settings is not None and (alike or job["RANK"] == "0"):  # which writes them
             for path in settings.outputs:
                 check_writable(path)
+        if cpu:
+            others += cpu_flags(others)
     with rank_guard() if launched else nullcontext():
         _prepare(cpu, settings, verbose)
     with rank_guard():
@@ -94,7 +96,7 @@ def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Settings | 
     settings, others = take_flags(arguments)
     if settings is not None:
         others = add_virtual_stages(settings, others)
-    return settings, [*others, *cpu_flags(others)] if cpu else others
+    return settings, list(others)
 
 
 def _prepare(cpu: bool, settings: Settings | None, verbose: bool) -> None:

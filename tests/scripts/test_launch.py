@@ -259,7 +259,10 @@ ON_TRANSFORMER_ENGINE = ("--set", "megatron.transformer-impl=transformer_engine"
             "drop --use-transformer-engine-op-fuser",
         ),
         (
-            [*ON_TRANSFORMER_ENGINE, "--set", "megatron.fp8-format=hybrid", "--set", "megatron.pipemem-recompute=full"],
+            [
+                *(*ON_TRANSFORMER_ENGINE, "--set", "precision=bf16", "--set", "megatron.fp8-format=hybrid"),
+                *("--set", "megatron.pipemem-recompute=full"),
+            ],
             "--fp8-recipe tensorwise",
         ),
         (["--set", "script=nowhere.py"], "nowhere.py"),
