@@ -96,7 +96,7 @@ def test_a_script_for_gpus_starts_at_once_and_its_log_can_be_read(torchrun, tmp_
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout
     assert len(json.loads(report.read_text())["losses"]) == 2
-    for noise in ("Apex is not", "CPU RNG state", "INFO:megatron_pipemem", "adam_beta1", "is not installed."):
+    for noise in ("Apex is not", "CPU RNG state", "INFO:megatron_pipemem", "adam_beta1 ..", "is not installed."):
         assert noise not in done.stdout
     assert len(lines) < 250
     numbers = [number for number, line in enumerate(lines) if line.startswith("pipemem: ")]

@@ -13,6 +13,7 @@ from megatron_pipemem.mcore.model.placement import ChunkPlacement  # noqa: E402
 from megatron_pipemem.mcore.step import model_calls  # noqa: E402
 from megatron_pipemem.mcore.step.extension import Step  # noqa: E402
 from megatron_pipemem.mcore.step.forward_backward import _same_tokens, _shape_of_tokens  # noqa: E402
+from megatron_pipemem.mcore.step.queues import LaunchOrders  # noqa: E402
 from megatron_pipemem.mcore.step.shapes import StepShapes  # noqa: E402
 from megatron_pipemem.runtime.transport import MessageFormat, Pipeline  # noqa: E402
 from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
@@ -50,6 +51,7 @@ def make_step(world, iterators: list, forward_step, m: int = 3) -> Step:
         tokens=_same_tokens(16, 2, None, config, groups, m),
         full_microbatch=None,
         programs=None,
+        launches=LaunchOrders(),
         finalize=None,
         iterators=iterators,
         finalizes=True,
