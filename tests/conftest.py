@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -77,6 +78,16 @@ def _limits_on_processor_time(nodeid: str) -> AbstractContextManager:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     with interrupted_when_stuck(), _limits_on_processor_time(item.nodeid):
         return (yield)
+
+
+@pytest.fixture(autouse=True)
+def own_log() -> Iterator[None]:
+    """A command that sets up the package's log does so for its process, and here that is the process of all tests."""
+    logger = logging.getLogger("megatron_pipemem")
+    handlers, level, propagate = [*logger.handlers], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 @pytest.fixture
