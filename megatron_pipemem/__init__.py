@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # what _MODULES says, for editors and type checkers
     from megatron_pipemem.schedule.core.action import Action as Action
     from megatron_pipemem.schedule.core.action import Kind as Kind
     from megatron_pipemem.schedule.core.costs import Costs as Costs
+    from megatron_pipemem.schedule.core.kinds import KindSpec as KindSpec
+    from megatron_pipemem.schedule.core.kinds import Need as Need
+    from megatron_pipemem.schedule.core.kinds import register_kind as register_kind
     from megatron_pipemem.schedule.core.placement import Placement as Placement
     from megatron_pipemem.schedule.core.schedule import Schedule as Schedule
     from megatron_pipemem.schedule.core.simulator import Timeline as Timeline
@@ -42,6 +45,7 @@ _MODULES = {
     "errors": "PipememError ScheduleError UnknownScheduleError UnsupportedError UpstreamError",
     "mcore.plugin": "enable disable settle write_report build_model_chunks place_model_chunks",
     "schedule.core.action": "Action Kind",
+    "schedule.core.kinds": "KindSpec Need register_kind",
     "schedule.core.costs": "Costs",
     "schedule.core.placement": "Placement",
     "schedule.core.schedule": "Schedule",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_pipemem.report.figure_rows import HELD, HELD_EDGE, LIMIT, QUIET, PicturedRun, draw_run
-from megatron_pipemem.report.timeline import IDLE, KIND_NAMES, TRANSFER_COLOURS, TRANSFER_NAMES
-from megatron_pipemem.schedule.core.action import VOCABULARY, Kind
+from megatron_pipemem.report.timeline import IDLE, colour
+from megatron_pipemem.schedule.core.kinds import COMPUTE, COPIES, VOCABULARY, Kind
 from megatron_pipemem.schedule.core.simulator import Timeline
 
 if TYPE_CHECKING:
@@ -106,13 +106,13 @@ def _add_legend(figure: Figure, runs: Sequence[PicturedRun]) -> None:
             chunks = range(1 if kind in VOCABULARY else run.num_chunks)
             shades.setdefault(kind, [run.colour(kind, chunk) for chunk in chunks])
     entries: dict[str, Any] = {
-        f"{kind} {name}": tuple(Patch(facecolor=shade) for shade in shades[kind])
-        for kind, name in KIND_NAMES.items()
+        f"{kind} {kind.spec.says}": tuple(Patch(facecolor=shade) for shade in shades[kind])
+        for kind in COMPUTE
         if kind in shades
     }
-    for kind, shade in TRANSFER_COLOURS.items():
+    for kind in COPIES:
         if any(run.timeline.schedule.offloads and any(run.host_transfers) for run in runs):
-            entries[TRANSFER_NAMES[kind]] = (Patch(facecolor=shade),)
+            entries[kind.spec.says] = (Patch(facecolor=colour(kind)),)
     entries["idle"] = (Patch(facecolor=IDLE, edgecolor="#dadce0"),)
     entries["held activations" if runs[0].in_units else "held memory"] = (
         Patch(facecolor=HELD, edgecolor=HELD_EDGE, linewidth=0.7),

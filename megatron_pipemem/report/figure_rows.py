@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from megatron_pipemem.report.picture import figure_of
-from megatron_pipemem.report.timeline import IDLE, TRANSFER_COLOURS, Box, DrawnRun, held_steps, ink
-from megatron_pipemem.schedule.core.action import MEMORY
+from megatron_pipemem.report.timeline import IDLE, Box, DrawnRun, colour, held_steps, ink
+from megatron_pipemem.schedule.core.kinds import COPIES, MEMORY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -145,14 +145,14 @@ def _draw_waits(axes: Axes, run: PicturedRun, points: float, row_points: float) 
 
 
 def _draw_transfers(axes: Axes, run: PicturedRun) -> None:
-    for kind, shade in TRANSFER_COLOURS.items():
+    for kind in COPIES:
         spans = [
             (copy.device, copy.start, copy.end)
             for lane in run.host_transfers
             for copy in lane
             if copy.action.kind is kind
         ]
-        _bars(axes, spans, _LANE, facecolors=shade)
+        _bars(axes, spans, _LANE, facecolors=colour(kind))
 
 
 def _draw_held(axes: Axes, run: PicturedRun, top: float) -> None:

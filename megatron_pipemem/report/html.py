@@ -14,13 +14,12 @@ from importlib.resources import files
 from megatron_pipemem.report.run import UNITS
 from megatron_pipemem.report.timeline import (
     IDLE,
-    KIND_NAMES,
-    TRANSFER_COLOURS,
-    TRANSFER_NAMES,
     DrawnRun,
+    colour,
     common_end,
     ink,
 )
+from megatron_pipemem.schedule.core.kinds import COMPUTE, COPIES
 from megatron_pipemem.schedule.core.simulator import Timeline
 
 
@@ -28,7 +27,7 @@ def page(timelines: Sequence[Timeline]) -> str:
     """Return the page as text. It loads nothing from elsewhere."""
     runs = [DrawnRun(timeline) for timeline in timelines]
     data = {
-        "kinds": {kind.value: name for kind, name in KIND_NAMES.items()},
+        "kinds": {kind.value: kind.spec.says for kind in COMPUTE},
         "idle": IDLE,
         "shared": common_end(timelines),
         "runs": [_data(run, run.memory_scale(runs)) for run in runs],
@@ -71,11 +70,7 @@ def _data(run: DrawnRun, top: float) -> dict[str, object]:
         "peaks": timeline.peaks,
         "shades": shades,
         "legend": [(run.legend_name(*pair), *shade) for pair, shade in zip(pairs, shades, strict=True)]
-        + [
-            (name, TRANSFER_COLOURS[kind], ink(TRANSFER_COLOURS[kind]))
-            for kind, name in TRANSFER_NAMES.items()
-            if any(lanes)
-        ],
+        + [(kind.spec.says, colour(kind), ink(colour(kind))) for kind in COPIES if any(lanes)],
         "rows": [
             {
                 "name": [str(box.action) for box in row],
@@ -83,7 +78,7 @@ def _data(run: DrawnRun, top: float) -> dict[str, object]:
                 "chunk": [box.chunk for box in row],
                 # Actions on memory have no width to be coloured.
                 "shade": [shade_of.get((box.action.kind, box.chunk), 0) for box in row],
-                "copies": [(_short(copy.start), _short(copy.end), TRANSFER_COLOURS[copy.action.kind]) for copy in lane],
+                "copies": [(_short(copy.start), _short(copy.end), colour(copy.action.kind)) for copy in lane],
                 "start": [_short(box.start) for box in row],
                 "end": [_short(box.end) for box in row],
                 "held": [_short(box.held) for box in row],

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from itertools import count
 
-from megatron_pipemem.report.timeline import KIND_NAMES, TRANSFER_NAMES, DrawnRun, held_steps
+from megatron_pipemem.report.timeline import DrawnRun, held_steps
 from megatron_pipemem.schedule.core.action import MEMORY
 from megatron_pipemem.schedule.core.simulator import Timeline
 
@@ -53,7 +53,7 @@ def _process_events(process: int, timeline: Timeline, flow_ids: count[int]) -> l
             if box.action.kind not in MEMORY:
                 what = {"stage": box.action.stage, "chunk": box.chunk, "microbatch": box.action.microbatch}
                 held_after = {f"held after ({unit})": box.held}
-                name, category = f"PP:{box.action}", KIND_NAMES[box.action.kind]
+                name, category = f"PP:{box.action}", box.action.kind.spec.says
                 add_slice(device, name, category, (box.start, box.end), **what, **held_after)
         for time, held in held_steps(row):
             counter = {"ph": "C", "name": f"held by device {device}", "pid": process, "tid": device}
@@ -63,7 +63,7 @@ def _process_events(process: int, timeline: Timeline, flow_ids: count[int]) -> l
             name_track(len(rows) + device, f"copies of device {device}")
         for copy in lane:
             what = {"stage": copy.action.stage, "microbatch": copy.action.microbatch}
-            category = TRANSFER_NAMES[copy.action.kind]
+            category = copy.action.kind.spec.says
             add_slice(len(rows) + device, str(copy.action), category, (copy.start, copy.end), **what)
     if timeline.collectives:
         name_track(2 * len(rows), "collectives")

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import Style
 from rich.text import Text
 
-from megatron_pipemem.report.timeline import KIND_NAMES, Box, DrawnRun, HostTransfer, common_end, ink
+from megatron_pipemem.report.timeline import Box, DrawnRun, HostTransfer, common_end, ink
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.simulator import Timeline
 
@@ -139,7 +139,7 @@ def _legend(drawn: DrawnRun) -> Text:
     entries = []
     for kind in dict(drawn.legend):
         shade = drawn.colour(kind, 0)
-        entries.append(Text(f" {kind} {KIND_NAMES[kind]} ", Style(color=ink(shade), bgcolor=shade)))
+        entries.append(Text(f" {kind} {kind.spec.says} ", Style(color=ink(shade), bgcolor=shade)))
     if drawn.num_chunks > 1:
         entries.append(Text("lower case: later chunk", style="dim"))
     if any(drawn.timeline.transfers):

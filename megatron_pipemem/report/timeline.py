@@ -11,29 +11,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.baseline import share_of_1f1b
-from megatron_pipemem.schedule.core.action import VOCABULARY, Action, Kind
+from megatron_pipemem.schedule.core.action import COMPUTE, VOCABULARY, Action, Kind
 from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.held import held_after, unit_weights
 from megatron_pipemem.schedule.core.simulator import Timeline
 from megatron_pipemem.schedule.core.walk import NEVER
 
-# Far apart in hue and in lightness, also under the three kinds of colour blindness (tests/report/test_timeline.py).
-_LOOKS = {
-    Kind.F: ("forward", (38, 98, 168)),
-    Kind.I: ("input gradient", (244, 162, 52)),
-    Kind.W: ("weight gradient", (58, 163, 143)),
-    Kind.B: ("full backward", (196, 60, 78)),
-    Kind.R: ("recomputed forward", (16, 20, 24)),
-    Kind.RS: ("selective recomputation", (180, 150, 255)),
-    Kind.EMBED_F: ("embedding forward", (184, 225, 173)),
-    Kind.S: ("head scores", (166, 41, 245)),
-    Kind.LOSS: ("loss", (100, 48, 77)),
-    Kind.T: ("head gradients", (244, 191, 230)),
-    Kind.EMBED_B: ("embedding gradient", (37, 15, 146)),
-}
-KIND_NAMES = {kind: name for kind, (name, _) in _LOOKS.items()}
-TRANSFER_NAMES = {Kind.OFFLOAD: "copy to the host", Kind.RELOAD: "copy back"}
-TRANSFER_COLOURS = {Kind.OFFLOAD: "#6a4c93", Kind.RELOAD: "#8ac926"}
 IDLE = "#f1f3f4"
 _PALEST = 0.58
 """How far the last of many chunks is blended towards white."""
@@ -120,7 +103,7 @@ def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
         num_chunks: per device.
     """
     pale = _PALEST * chunk / (num_chunks - 1) * min(1.0, (num_chunks + 1) / 4) if num_chunks > 1 else 0.0
-    return "#" + "".join(f"{round(part + (255 - part) * pale):02x}" for part in _LOOKS[kind][1])
+    return "#" + "".join(f"{round(part + (255 - part) * pale):02x}" for part in kind.spec.colour)
 
 
 def ink(background: str) -> str:
@@ -239,14 +222,14 @@ class DrawnRun:
 
     @cached_property
     def legend(self) -> list[tuple[Kind, int]]:
-        """The ``(kind, chunk)`` pairs that occur, kinds in the order of ``KIND_NAMES``."""
+        """The ``(kind, chunk)`` pairs that occur, kinds in the order of the table."""
         used = {(box.action.kind, box.chunk) for row in self.rows for box in row}
-        return [pair for kind in KIND_NAMES for pair in sorted(pair for pair in used if pair[0] is kind)]
+        return [pair for kind in COMPUTE for pair in sorted(pair for pair in used if pair[0] is kind)]
 
     def legend_name(self, kind: Kind, chunk: int) -> str:
         """Return what a legend calls a kind of action, for example ``F forward, chunk 1``."""
         has_chunks = self.num_chunks > 1 and kind not in VOCABULARY
-        return f"{kind} {KIND_NAMES[kind]}" + (f", chunk {chunk}" if has_chunks else "")
+        return f"{kind} {kind.spec.says}" + (f", chunk {chunk}" if has_chunks else "")
 
     def colour(self, kind: Kind, chunk: int) -> str:
         """Return ``#rrggbb`` of a chunk's action."""

@@ -15,7 +15,7 @@ from megatron_pipemem.runtime.selective import Recorder
 from megatron_pipemem.runtime.trace import Trace
 from megatron_pipemem.runtime.transport import Transport
 from megatron_pipemem.runtime.weight_gradients import ImmediateWeightGradients, WeightGradientQueue, collecting
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.action import RECEIVES, SENDS, Action, Kind
 from megatron_pipemem.schedule.core.schedule import Program
 
 Handler = Callable[[Instruction], None]
@@ -175,14 +175,13 @@ class Executor:
             Kind.I: self._backward,
             Kind.B: self._backward,
             Kind.W: self._weight_gradients,
-            Kind.SEND_F: self._send,
-            Kind.SEND_I: self._send,
-            Kind.RECV_F: self._receive,
-            Kind.RECV_I: self._receive,
+            **dict.fromkeys(SENDS, self._send),
+            **dict.fromkeys(RECEIVES, self._receive),
             Kind.REDUCE_GRAD: lambda each: self._stages[each.action.stage].reduce_gradients(),
         }
         for feature in features:
             self.handlers |= feature.extend(self)
+        settled.check_handlers(self.handlers)
 
     def run(self, until: int | None = None) -> None:
         """Run every action of this device in order, or go on where an earlier call has stopped.
@@ -221,7 +220,7 @@ class Executor:
             drain: receives of messages that others have sent, and sends, of no matter what, that others wait for.
         """
         for action in drain:
-            if action.kind in (Kind.RECV_F, Kind.RECV_I):
+            if action.kind in RECEIVES:
                 self._transport.post_receive(action)
             else:
                 self._transport.post_send(action, self._transport.blank(action))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import SENDS, Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Program
@@ -60,10 +62,19 @@ class RankProgram:
     Args:
         instructions: one for every action, in order.
         has_backward: whether anything is kept for a backward.
+        kinds: of its actions.
     """
 
     instructions: tuple[Instruction, ...]
     has_backward: bool
+    kinds: frozenset[Kind]
+
+    def check_handlers(self, handlers: Collection[Kind]) -> None:
+        """Raise an UnsupportedError if some kind has no handler."""
+        if unknown := sorted(self.kinds.difference(handlers)):
+            raise UnsupportedError(
+                f"nothing here performs {', '.join(unknown)}: give the executor a StepFeature whose handlers do"
+            )
 
 
 @lru_cache(
@@ -78,7 +89,8 @@ def settle(program: Program, device: int) -> RankProgram:
         # Messages ahead of an answer on its edge have been taken in, too.
         settled = () if answer is None else tuple(sent for earlier in answer.take() for sent in earlier)
         instructions.append(replace(each, settles=settled) if settled else each)
-    return RankProgram(tuple(instructions), any(each.action.kind in _BACKWARDS for each in instructions))
+    kinds = frozenset(each.action.kind for each in instructions)
+    return RankProgram(tuple(instructions), not kinds.isdisjoint(_BACKWARDS), kinds)
 
 
 @dataclass

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from megatron_pipemem.schedule.core.action import Action, Kind, last_slice, place
-from megatron_pipemem.schedule.core.costs import SELECTIVE_SECONDS, Costs
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.kinds import FURTHER, RECOMPUTE
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 
@@ -164,9 +165,9 @@ def costs_from(
         if source != destination
     }
     again: dict[Kind, tuple[float, ...] | None] = {}
-    for kind, share in ((Kind.R, 1.0), (Kind.RS, SELECTIVE_SECONDS)):
+    for kind in RECOMPUTE:
         ran = any(other is kind for other, _ in medians)
-        of_forward = enumerate(prices[Kind.F])
+        share, of_forward = kind.spec.shares["F"], enumerate(prices[Kind.F])
         again[kind] = tuple(medians.get((kind, stage), share * f) for stage, f in of_forward) if ran else None
     forward, inputs, weights = (tuple(prices[kind]) for kind in (Kind.F, Kind.I, Kind.W))
     return Costs(
@@ -177,6 +178,11 @@ def costs_from(
         recompute=again[Kind.R],
         recompute_selective=again[Kind.RS],
         vocabulary=_passes(medians, placement, before, slices),
+        further={
+            kind: tuple(medians.get((kind, at), 0.0) for at in range(placement.num_stages * slices))
+            for kind in {kind: None for kind, _ in medians if kind in FURTHER}
+        }
+        or None,
     )
 
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_pipemem.report.timeline import KIND_NAMES, DrawnRun, colour, held_steps, ink
+from megatron_pipemem.report.timeline import DrawnRun, colour, held_steps, ink
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.kinds import COMPUTE
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.registry import build_schedule
@@ -133,7 +134,7 @@ def _lab(linear: list[float]) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("vision", VISION)
-@pytest.mark.parametrize("pair", list(combinations(KIND_NAMES, 2)), ids=lambda pair: "-".join(pair))
+@pytest.mark.parametrize("pair", list(combinations(COMPUTE, 2)), ids=lambda pair: "-".join(pair))
 def test_kinds_stay_apart_under_colour_blindness(vision, pair):
     seen = [
         _lab([sum(f * c for f, c in zip(row, _linear(colour(kind)), strict=True)) for row in VISION[vision]])
@@ -142,7 +143,7 @@ def test_kinds_stay_apart_under_colour_blindness(vision, pair):
     assert sum((a - b) ** 2 for a, b in zip(*seen, strict=True)) ** 0.5 > 20
 
 
-@pytest.mark.parametrize("kind", KIND_NAMES)
+@pytest.mark.parametrize("kind", list(COMPUTE))
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])
 def test_chunks_of_a_kind_get_paler_and_labels_stay_readable(kind, chunks):
     shades = [colour(kind, chunk, chunks) for chunk in range(chunks)]

@@ -8,7 +8,8 @@ pytest.importorskip("torch")
 
 from megatron_pipemem.runtime.trace import Stopwatch, TracedAction, average, costs_from, drift
 from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.costs import SELECTIVE_SECONDS, Costs
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.kinds import SELECTIVE_SECONDS
 from megatron_pipemem.schedule.core.placement import Placement
 
 V2 = Placement.v_shape(2)

@@ -10,7 +10,8 @@ import pytest
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, SELECTIVE_SECONDS, Channel, Costs
+from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, Channel, Costs
+from megatron_pipemem.schedule.core.kinds import SELECTIVE_SECONDS
 from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts

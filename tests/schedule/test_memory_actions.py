@@ -166,7 +166,7 @@ def test_a_misplaced_action_on_memory_is_caught(data: st.DataObject) -> None:
             "0RS0: needs 0WAIT_RELOAD0, which comes later",
         ),
         ("0F0,0R0,0RS0,0B0", "stage 0 has RS as well; remove one or the other"),
-        ("0F0,0R0", "no backward uses what it prepares"),
+        ("0F0,0R0", "no I or B uses what it prepares"),
         (
             "0F0,0OFFLOAD0,0RELOAD0,0WAIT_OFFLOAD0,0WAIT_RELOAD0,0B0",
             "0RELOAD0: needs 0WAIT_OFFLOAD0, which comes later",

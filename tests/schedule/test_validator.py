@@ -30,7 +30,7 @@ ACTION = re.compile(rf"\d+(?:{'|'.join(Kind)})\d*")
 IDLE = re.compile(
     r"needs (stage|microbatch|slice) (-?\d+|None),|uses weight version \d+"
     r"|no action here|is missing;|stands already at position \d+ of device \d+;"
-    r"|has no weight gradients|is not a compute action|no backward uses what it prepares"
+    r"|has no weight gradients|is not a compute action|uses what it prepares"
 )
 MEND = re.compile(r"\b(add|remove|move|renumber|keep|make|lower|receive)\b")
 

@@ -13,7 +13,8 @@ from megatron_pipemem.config.refusals import SCHEDULES, refuse
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.flags import flag_parser
 from megatron_pipemem.schedule.core.bounds import lower_bound
-from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, SELECTIVE_SECONDS, Costs
+from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, Costs
+from megatron_pipemem.schedule.core.kinds import SELECTIVE_SECONDS
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.core.single_queue import run_single_queues

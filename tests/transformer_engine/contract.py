@@ -168,7 +168,7 @@ def _bytes() -> None:
     def count(action: str, queue: WeightGradientQueue) -> None:
         for tensor in queue.tensors():
             ledger.hold(tensor)
-        ledger.record(Action(Kind[action[0]], 0, int(action[1])))
+        ledger.record(Action(Kind(action[0]), 0, int(action[1])))
         counted.append(ledger.entries[-1].bytes)
 
     gradients(net, ORDERS["IIWIWW"], count)

@@ -1,94 +1,30 @@
-"""Define one step of one device, and its one-line text form.
-
-The letters are those of ``torch.distributed.pipelining``: ``F`` forward, ``I`` input gradient, ``W`` weight
-gradient, ``B`` full backward (``I`` then ``W``, fused). The zero-bubble papers write ``B`` for our ``I`` and ``BW``
-for our ``B``. ``2F0`` is stage 2, forward, microbatch 0.
-"""
+"""Define one step of one device, and its one-line text form: ``2F0`` is stage 2, forward, microbatch 0."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleFormatError
-
-
-class Kind(StrEnum):
-    """Name what an action does.
-
-    Messages carry the stage at their own end, as torch's do: ``2SEND_F0`` sends the output of stage 2, ``3RECV_F0``
-    receives it as the input of stage 3, ``3SEND_I0`` (torch: ``3SEND_B0``) sends the gradient of stage 3's input,
-    ``2RECV_I0`` receives it as the gradient of stage 2's output.
-
-    ``R`` runs a forward again that kept nothing but its input, ``RS`` the cheap parts of one that dropped only what those
-    make: normalisation, activation functions, attention between its matrices. The actions on memory start and await transfers:
-    ``OFFLOAD`` starts to move a forward's activations to the host, after ``WAIT_OFFLOAD`` they are there and the device
-    memory is free; ``RELOAD`` takes device memory and starts to move them back, after ``WAIT_RELOAD`` that has ended and the
-    activations may be used.
-    """
-
-    F = "F"
-    I = "I"  # noqa: E741 - the field's letter
-    W = "W"
-    B = "B"
-    R = "R"
-    RS = "RS"
-    SEND_F = "SEND_F"
-    RECV_F = "RECV_F"
-    SEND_I = "SEND_I"
-    RECV_I = "RECV_I"
-    REDUCE_REPLICAS = "REDUCE_REPLICAS"  # of a stage's gradients, over the model's replicas; posting waits for nobody
-    REDUCE_GRAD = "REDUCE_GRAD"
-    OFFLOAD = "OFFLOAD"
-    WAIT_OFFLOAD = "WAIT_OFFLOAD"
-    RELOAD = "RELOAD"
-    WAIT_RELOAD = "WAIT_RELOAD"
-
-    # Vocabulary parallelism: shard k of head and embedding stands on device k, and so in the place of the stage stands
-    # the number of the shard, which is the device's own.
-    EMBED_F = "EMBED_F"  # look up this shard's rows of the tokens
-    S = "S"  # logits of this shard, and their statistics
-    LOSS = "LOSS"  # losses, training loss and its gradient g, on the device of the last stage only
-    T = "T"  # gradients of the head's shard
-    EMBED_B = "EMBED_B"  # gradient of the embedding's shard
-    REDUCE_E = "REDUCE_E"  # embedding output, to the device of the first stage
-    BCAST_X = "BCAST_X"  # input of the head, from the device of the last stage
-    STATS = "STATS"  # maxima, sums and label logits, from all to all
-    BCAST_G = "BCAST_G"  # gradient g of the loss per token, from the device of the last stage
-    REDUCE_X = "REDUCE_X"  # gradient of the head's input, to the device of the last stage
-    BCAST_E = "BCAST_E"  # gradient of the embedding output, from the device of the first stage
-
-    # Enum hashes in Python code; schedules hash kinds by the hundred thousand.
-    __hash__ = str.__hash__
-
-
-ROUND_TRIP: tuple[Kind, ...] = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
-"""What becomes of activations that leave their device, in this order."""
-MEMORY = frozenset(ROUND_TRIP)
-"""They take no time of the device but what they wait."""
-VOCABULARY_COMPUTE = frozenset((Kind.EMBED_F, Kind.S, Kind.LOSS, Kind.T, Kind.EMBED_B))
-COLLECTIVES = frozenset((Kind.REDUCE_E, Kind.BCAST_X, Kind.STATS, Kind.BCAST_G, Kind.REDUCE_X, Kind.BCAST_E))
-"""Posted by every device, all in one order, on a channel of their own; posting takes no time, and waits for nobody but
-``REDUCE_X`` for the statistics where it is formed of them (one barrier)."""
-VOCABULARY = VOCABULARY_COMPUTE | COLLECTIVES
-PLAIN = (Kind.F, Kind.I, Kind.W, Kind.B)
-"""What every schedule is made of: forwards, and backwards whole or in two."""
-RECOMPUTE = frozenset((Kind.R, Kind.RS))
-COMPUTE = frozenset(PLAIN) | RECOMPUTE | VOCABULARY_COMPUTE
-COMPLETING = frozenset((Kind.W, Kind.B, Kind.T, Kind.EMBED_B))
-"""What adds to the gradients of parameters."""
-ORDERED = COMPUTE | MEMORY | COLLECTIVES
-"""What stands in the orders of a schedule; ``lower`` adds the rest."""
-FORWARD = frozenset((Kind.F, Kind.EMBED_F, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS, Kind.LOSS))
-"""What evaluation runs of a schedule."""
-SENDS = frozenset((Kind.SEND_F, Kind.SEND_I))
-RECEIVES = frozenset((Kind.RECV_F, Kind.RECV_I))
-MESSAGES = SENDS | RECEIVES
-WHOLE_STAGE = frozenset((Kind.REDUCE_REPLICAS, Kind.REDUCE_GRAD))
-"""Not on any microbatch."""
+from megatron_pipemem.schedule.core.kinds import COLLECTIVES as COLLECTIVES
+from megatron_pipemem.schedule.core.kinds import COMPLETING as COMPLETING
+from megatron_pipemem.schedule.core.kinds import COMPUTE as COMPUTE
+from megatron_pipemem.schedule.core.kinds import FORWARD as FORWARD
+from megatron_pipemem.schedule.core.kinds import MEMORY as MEMORY
+from megatron_pipemem.schedule.core.kinds import MESSAGES as MESSAGES
+from megatron_pipemem.schedule.core.kinds import ORDERED as ORDERED
+from megatron_pipemem.schedule.core.kinds import PLAIN as PLAIN
+from megatron_pipemem.schedule.core.kinds import RECEIVES as RECEIVES
+from megatron_pipemem.schedule.core.kinds import RECOMPUTE as RECOMPUTE
+from megatron_pipemem.schedule.core.kinds import ROUND_TRIP as ROUND_TRIP
+from megatron_pipemem.schedule.core.kinds import SENDS as SENDS
+from megatron_pipemem.schedule.core.kinds import VOCABULARY as VOCABULARY
+from megatron_pipemem.schedule.core.kinds import VOCABULARY_COMPUTE as VOCABULARY_COMPUTE
+from megatron_pipemem.schedule.core.kinds import WHOLE_STAGE as WHOLE_STAGE
+from megatron_pipemem.schedule.core.kinds import Kind as Kind
+from megatron_pipemem.schedule.core.kinds import kind_called
 
 
 class Action(NamedTuple):
@@ -121,8 +57,8 @@ class Action(NamedTuple):
         text = text.strip()
         match = _PATTERN.fullmatch(text)
         stage, letters, microbatch = match.groups() if match else ("", "", None)
-        meant = names.get(letters) or _FORMER_NAMES.get(letters, letters)
-        if meant not in _KINDS:
+        kind = names.get(letters) or kind_called(letters)
+        if kind is None:
             kinds = ", ".join(kind.value for kind in Kind)
             raise ScheduleFormatError(
                 f"{shown(text)} is not an action; write stage, kind, microbatch, as in 2F0 (kinds: {kinds})"
@@ -131,11 +67,9 @@ class Action(NamedTuple):
             raise ScheduleFormatError(
                 f"{shown(text)}: stage and microbatch have {MOST_DIGITS} digits at most; renumber it"
             )
-        kind = Kind(meant)
         if (microbatch is None) != (kind in WHOLE_STAGE):
             raise ScheduleFormatError(
-                f"{shown(text)}: every kind but {Kind.REDUCE_REPLICAS} and {Kind.REDUCE_GRAD} needs a microbatch, and those "
-                "take none"
+                f"{shown(text)}: every kind but {' and '.join(WHOLE_STAGE)} needs a microbatch, and those take none"
             )
         return cls(kind, int(stage)) if microbatch is None else cls(kind, int(stage), int(microbatch))
 
@@ -168,7 +102,4 @@ def shown(text: str) -> str:
 MOST_DIGITS = 9
 """Of a number in a schedule's text."""
 _MOST_SHOWN = 40
-_KINDS = frozenset(kind.value for kind in Kind)
-_FORMER_NAMES: dict[str, str] = {"IF": Kind.EMBED_F, "IB": Kind.EMBED_B, "SUM_COPIES": Kind.REDUCE_REPLICAS}
-"""Of files that earlier versions wrote."""
 _PATTERN = re.compile(r"([0-9]+)([A-Z_]+)([0-9]+)?")

@@ -10,9 +10,10 @@ from typing import Any
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.reading import read_json
-from megatron_pipemem.schedule.core.action import VOCABULARY, WHOLE_STAGE, Kind
+from megatron_pipemem.schedule.core.action import COMPUTE, VOCABULARY, WHOLE_STAGE, Kind
 from megatron_pipemem.schedule.core.brief import changed_fields
 from megatron_pipemem.schedule.core.channel import Channel
+from megatron_pipemem.schedule.core.kinds import FURTHER
 from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.prices import price
@@ -36,9 +37,6 @@ _PRICED: tuple[tuple[str, Kind], ...] = (
     ("copy_sum", Kind.REDUCE_REPLICAS),
 )
 
-SELECTIVE_SECONDS = 0.05
-"""Of F that RS takes where nothing better is known: norms and GELU move about 24 bytes per element of the hidden state
-(16-bit), F computes 24 times its width: about 150 / h at 300 TFLOP/s and 2 TB/s."""
 SELECTIVE_BYTES = 13 / 32
 """Of what F keeps that RS makes again: 14 of 34 bytes per element (arXiv 2503.01328), as a fraction whose sums are exact."""
 
@@ -80,6 +78,7 @@ class Costs:
         slice_units: how sequence slices divide the activation units of a stage, where they do not evenly: by how much each
             kind of action changes what is held, one value per slice, in what F of the whole microbatch keeps. As
             ``slice_costs`` makes it.
+        further: seconds of kinds that none of these names (``register_kind``); by default those of ``KindSpec.shares``.
     """
 
     forward: Price = 1.0
@@ -94,6 +93,7 @@ class Costs:
     recompute_selective: Price | None = None
     microbatch: MicrobatchWeights | None = None
     slice_units: Mapping[Kind, tuple[float, ...]] | None = None
+    further: Mapping[Kind, Price] | None = None
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -108,6 +108,11 @@ class Costs:
         if self.memory is not None:
             checked = {Kind(kind): checked_changes(f"memory.{kind}", change) for kind, change in self.memory.items()}
             object.__setattr__(self, "memory", checked)
+        if self.further is not None:
+            if strange := [kind for kind in self.further if kind not in FURTHER]:
+                raise CostsError(f"further has {strange[0]}; give kinds that register_kind has added")
+            own = {Kind(kind): checked_seconds(f"further.{kind}", each) for kind, each in self.further.items()}
+            object.__setattr__(self, "further", own)
 
     @property
     def part_prices(self) -> PartPrices | None:
@@ -135,7 +140,8 @@ class Costs:
         channel = self.channel and replace(
             self.channel, offload=changed(self.channel.offload), reload=changed(self.channel.reload)
         )
-        return replace(self, **prices, memory=memory, channel=channel)
+        further = None if self.further is None else {kind: changed(each) for kind, each in self.further.items()}
+        return replace(self, **prices, memory=memory, channel=channel, further=further)
 
     def without_ends(self) -> Costs:
         """Return the costs without the seconds of embedding and head, if they are prices of parts."""
@@ -177,9 +183,12 @@ class Costs:
         prices: dict[Kind, tuple[float, ...]] = {
             kind: per_slice(name, each, placement, slices) for name, kind, each in given if each is not None
         }
-        prices.setdefault(Kind.R, prices[Kind.F])
-        prices.setdefault(Kind.RS, tuple(SELECTIVE_SECONDS * forward for forward in prices[Kind.F]))
-        prices[Kind.B] = tuple(i + w for i, w in zip(prices[Kind.I], prices[Kind.W], strict=True))
+        for kind, each in (self.further or {}).items():
+            prices[kind] = per_slice(f"further.{kind}", each, placement, slices)
+        for kind in COMPUTE:
+            if kind not in prices and (shares := kind.spec.shares):
+                parts = [[share * each for each in prices[Kind(other)]] for other, share in shares.items()]
+                prices[kind] = tuple(map(sum, zip(*parts, strict=True)))
         return prices
 
     def replica_reduction_seconds(self, placement: Placement) -> tuple[float, ...]:
@@ -308,7 +317,7 @@ class Costs:
             # One of ``memory_unit`` is what an even slice would keep.
             return {kind: tuple(part * slices for part in parts) * placement.num_stages for kind, parts in units}
         if self.memory is None:
-            return {Kind.F: (1,) * places, Kind.W: (-1,) * places, Kind.B: (-1,) * places}
+            return {kind: (kind.spec.units,) * places for kind in Kind if kind.spec.units}
         changes = {}
         for kind, values in stage_memory(self.memory, placement).items():
             name = f"memory of {kind}"
@@ -336,7 +345,8 @@ class Costs:
         ``{"offload": ..., "reload": ..., "duplex": false, "switches": [[0, 1]]}``, with ``{"ratio": k}`` in place of the
         first two where ``k`` is all that is known (``Channel.of_ratio``). ``vocabulary`` holds
         ``{"score": ..., "gradient": ...}``, the fields of ``VocabularyCosts``, and ``microbatch``
-        ``{"time": [...], "memory": [...], "kinds": {"W": [...]}}``, those of ``MicrobatchWeights``. What ``profile`` says is
+        ``{"time": [...], "memory": [...], "kinds": {"W": [...]}}``, those of ``MicrobatchWeights``; ``further`` holds
+        ``{"NOISE": ...}``. What ``profile`` says is
         for readers of ``pipemem profile``. ``parts`` takes the place of F, I, W and memory: what every layer, embedding and
         head take, as ``pipemem profile --output`` writes it. ``layers_per_stage`` says how they are cut into stages.
 

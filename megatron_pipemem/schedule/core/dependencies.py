@@ -13,16 +13,6 @@ from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.core.vocabulary import EVERYWHERE, vocabulary_needs
 from megatron_pipemem.schedule.core.walk import NEVER, Graph, Wait, Walk, find_cycle, numbered
 
-_FOLLOWS = {
-    Kind.R: Kind.F,
-    Kind.RS: Kind.F,
-    Kind.OFFLOAD: Kind.F,
-    Kind.WAIT_OFFLOAD: Kind.OFFLOAD,
-    Kind.RELOAD: Kind.WAIT_OFFLOAD,
-    Kind.WAIT_RELOAD: Kind.RELOAD,
-}
-"""What stands before these on the same device, for the same stage and microbatch."""
-
 
 def dependencies(
     action: Action, placement: Placement, fused: Container[Action], slices: int = 1, vocabulary_barriers: int = 0
@@ -42,30 +32,22 @@ def dependencies(
         vocabulary_barriers: as ``Schedule`` has it.
     """
     kind, stage, microbatch = action
-    needed: tuple[Action, ...]
     if vocabulary_barriers:
         is_full = Action(Kind.B, 0, microbatch) in fused
         further = vocabulary_needs(action, placement, vocabulary_barriers, is_full, slices)
         if kind in VOCABULARY:
             return further
         return (*dependencies(action, placement, fused, slices), *further)
-    if kind is Kind.F:
-        before = placement.previous_stage(stage)
-        needed = () if before is None else (Action(Kind.F, before, microbatch),)
-        return (*needed, Action(Kind.F, stage, microbatch - 1)) if microbatch % slices else needed
-    if kind is Kind.W:
-        return (Action(Kind.I, stage, microbatch),)
-    if kind in _FOLLOWS:
-        return (Action(_FOLLOWS[kind], stage, microbatch),)
-    after = placement.next_stage(stage)
-    needed = (Action(Kind.F, stage, microbatch),)
-    if after is not None:
-        full = Action(Kind.B, after, microbatch)
-        needed = (*needed, full if full in fused else Action(Kind.I, after, microbatch))
-    if (microbatch + 1) % slices:
-        full = Action(Kind.B, stage, microbatch + 1)
-        needed = (*needed, full if full in fused else Action(Kind.I, stage, microbatch + 1))
-    return needed
+    neighbours = {-1: placement.previous_stage, 0: lambda stage: stage, 1: placement.next_stage}
+    needed = []
+    for need in kind.spec.needs:
+        place, unit = neighbours[need.stage](stage), microbatch + need.slice
+        if place is None or unit // slices != microbatch // slices:
+            continue
+        full = Action(Kind.B, place, unit)
+        of_others = need.kind == Kind.I and (need.stage, need.slice) != (0, 0)
+        needed.append(full if of_others and full in fused else Action(Kind(need.kind), place, unit))
+    return tuple(needed)
 
 
 class _Need(NamedTuple):

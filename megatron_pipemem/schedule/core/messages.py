@@ -262,26 +262,25 @@ def check_sums(program: Program, places: Mapping[Action, tuple[int, int]]) -> Ma
     return needs
 
 
-def backward_needs(schedule: Schedule, action: Action, actions: Container[Action]) -> Iterator[Action]:
-    """Return what a backward needs besides the results of other stages: that its activations are there, run again or
-    back on the device. What is run again in part needs the rest of them there too.
+def prepared_needs(schedule: Schedule, action: Action, actions: Container[Action]) -> Iterator[Action]:
+    """Yield what prepares an action: for a backward, activations that have run again or are back on the device.
 
     Args:
-        schedule: supplies the stages that are recomputed.
-        action: any; only I, B and RS need something.
+        schedule: supplies the stages whose actions are prepared.
+        action: any action of the schedule.
         actions: all that the schedule runs.
     """
-    if action.kind not in (Kind.I, Kind.B, Kind.RS):
-        return
-    if action.kind is not Kind.RS and action.stage in schedule.recomputed:
-        yield action._replace(kind=schedule.recomputed[action.stage])
-    if any(action._replace(kind=kind) in actions for kind in ROUND_TRIP):
-        yield action._replace(kind=Kind.WAIT_RELOAD)
+    for kind in schedule.prepared.get(action.stage, ()):
+        if action.kind in kind.spec.prepares:
+            yield action._replace(kind=kind)
+    last = ROUND_TRIP[-1]
+    if action.kind in last.spec.prepares and any(action._replace(kind=kind) in actions for kind in ROUND_TRIP):
+        yield action._replace(kind=last)
 
 
 def check_memory_actions(schedule: Schedule, places: Mapping[Action, tuple[int, int]]) -> None:
-    """Check that every action on memory is part of a whole round trip, of a microbatch that has a backward and is not
-    recomputed as a whole.
+    """Check that all that is prepared is used, and that every action on memory is part of a whole round trip of a
+    microbatch that is not recomputed as a whole.
 
     Args:
         schedule: its local order and the needs of its backwards have been checked.
@@ -296,15 +295,12 @@ def check_memory_actions(schedule: Schedule, places: Mapping[Action, tuple[int, 
             problem = f"stage {action.stage} has {again} as well; remove one or the other"
         elif action.kind is Kind.OFFLOAD and again is Kind.R:
             problem = f"stage {action.stage} is recomputed and keeps nothing to move; remove this round trip, or its R"
-        elif action.kind in (Kind.OFFLOAD, *RECOMPUTE) and not any(
-            action._replace(kind=backward) in places for backward in (Kind.I, Kind.B)
+        elif (users := (Kind.I, Kind.B) if action.kind is Kind.OFFLOAD else action.kind.spec.prepares) and not any(
+            action._replace(kind=Kind(user)) in places for user in users
         ):
-            problem = "no backward uses what it prepares; remove it, or add the backward"
-        elif (
-            action.kind in ROUND_TRIP[:-1]
-            and (following := action._replace(kind=ROUND_TRIP[ROUND_TRIP.index(action.kind) + 1])) not in places
-        ):
-            problem = f"has no {following} after it, so its activations do not come back; add it"
+            problem = f"no {' or '.join(users)} uses what it prepares; remove it, or add one"
+        elif (name := action.kind.spec.followed_by) and action._replace(kind=Kind(name)) not in places:
+            problem = f"has no {action._replace(kind=Kind(name))} after it, which completes it; add it"
         else:
             continue
         raise ScheduleError(problem, at=(device, position, action))

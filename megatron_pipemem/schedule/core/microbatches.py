@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_pipemem.errors import CostsError
-from megatron_pipemem.schedule.core.action import COLLECTIVES, COMPUTE, PLAIN, RECOMPUTE, Kind
+from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.brief import changed_fields, shortened
+from megatron_pipemem.schedule.core.kinds import Resource, kinds_where
 from megatron_pipemem.schedule.core.prices import listed_objects, number
 
-LAYERS = frozenset(PLAIN) | RECOMPUTE
+LAYERS = kinds_where(lambda spec: spec.runs_layers)
 """What runs the layers of a stage. Its seconds go by ``time``; those of all else go by tokens, and so by ``memory``."""
-WEIGHED = COMPUTE | COLLECTIVES | {Kind.OFFLOAD, Kind.RELOAD}
+WEIGHED = kinds_where(lambda spec: spec.resource in (Resource.COMPUTE, Resource.COPY, Resource.COLLECTIVE))
 """The kinds whose seconds may have weights of their own."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from megatron_pipemem.schedule.core.action import FORWARD, RECOMPUTE, VOCABULARY, Action, Kind
 from megatron_pipemem.schedule.core.brief import brief
 from megatron_pipemem.schedule.core.display import Shown
+from megatron_pipemem.schedule.core.kinds import PREPARING
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.text.csv_format import Table, read_table, write_table
 from megatron_pipemem.schedule.text.csv_header import Header, write_header
@@ -92,6 +94,16 @@ class Schedule(Shown):
     def recomputed(self) -> Mapping[int, Kind]:
         """The stages whose forwards run again before their backwards, whole (``R``) or in part (``RS``)."""
         return {a.stage: a.kind for order in self.orders for a in order if a.kind in RECOMPUTE}
+
+    @cached_property
+    def prepared(self) -> Mapping[int, AbstractSet[Kind]]:
+        """The stages on which other actions wait for one of their own, and for which kinds (``KindSpec.prepares``)."""
+        found: dict[int, dict[Kind, None]] = {}
+        for order in self.orders:
+            for kind, stage, _ in order:
+                if kind in PREPARING:
+                    found.setdefault(stage, {})[kind] = None
+        return {stage: kinds.keys() for stage, kinds in found.items()}
 
     @cached_property
     def offloads(self) -> bool:

@@ -15,12 +15,11 @@ from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.display import Shown, drawing
 from megatron_pipemem.schedule.core.explained import explained_by_validation
 from megatron_pipemem.schedule.core.held import held_after, unit_weights
+from megatron_pipemem.schedule.core.kinds import COPIES
 from megatron_pipemem.schedule.core.messages import Router
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule, versions_held
 from megatron_pipemem.schedule.core.walk import Times
-
-_AWAITED = {Kind.WAIT_OFFLOAD: Kind.OFFLOAD, Kind.WAIT_RELOAD: Kind.RELOAD}
 
 
 class Transfer(NamedTuple):
@@ -254,15 +253,15 @@ class _Transfers:
 
     def run(self, device: int, action: Action, now: float) -> float:
         """Run an action on memory that its device reaches at ``now``, and return when the device goes on."""
-        awaited = _AWAITED.get(action.kind)
-        if awaited is None:
+        if action.kind in COPIES:
             lane = self._channel.lane_of(device, action.kind)
             start = max(now, self._vacant.get(lane, now))
             end = start + self._prices.of(*action)
             self._vacant[lane] = self._ends[action] = end
             self.transfers[device].append(Transfer(action, start, end))
             return now
-        end = self._ends[action._replace(kind=awaited)]
+        (awaited,) = action.kind.spec.needs
+        end = self._ends[action._replace(kind=Kind(awaited.kind))]
         if end > now:
             self.stalls[device].append(Stall(action, end - now))
         return max(now, end)

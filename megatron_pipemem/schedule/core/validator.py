@@ -12,7 +12,6 @@ from megatron_pipemem.schedule.core.action import (
     MEMORY,
     ORDERED,
     PLAIN,
-    RECOMPUTE,
     VOCABULARY,
     Action,
     Kind,
@@ -26,13 +25,13 @@ from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.core.messages import (
     Places,
     Router,
-    backward_needs,
     check_compute_actions,
     check_edges,
     check_memory_actions,
     check_posts,
     check_reductions,
     check_sums,
+    prepared_needs,
 )
 from megatron_pipemem.schedule.core.schedule import Program, Schedule, weight_uses
 from megatron_pipemem.schedule.core.single_queue import check_queues, run_single_queues
@@ -216,14 +215,14 @@ def _check_unique(places: Places, action: Action, device: int, position: int) ->
 def _check_local_order(schedule: Schedule, places: Places, found: Dependencies) -> None:
     """Check that everything an action needs exists and, on the same device, stands before it."""
     suspects: Iterable[int] = found.impossible
-    if any(kind in MEMORY or kind in RECOMPUTE for kind, _ in found.kinds):
+    if any(kind.spec.prepares or kind in MEMORY for kind, _ in found.kinds):
         suspects = range(len(places))
     for node in suspects:
         action = found.actions[node]
         if action not in places:  # a collective: who needs it says so
             continue
         device, position = places[action]
-        for needed in (*found.needed_by(node), *backward_needs(schedule, action, places)):
+        for needed in (*found.needed_by(node), *prepared_needs(schedule, action, places)):
             if needed not in places:
                 problem = f"needs {_or_fused(needed)}, which no device runs; add it"
             elif places[needed] > (device, position) and places[needed][0] == device:

@@ -14,7 +14,7 @@ from megatron_pipemem.schedule.core.stage_prices import PartPrices
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 
 _PRICES = ("forward", "backward_input", "backward_weight", "recompute", "recompute_selective", "copy_sum")
-_KEYS = (*_PRICES, "parts", "layers_per_stage", "p2p", "memory", "channel", "vocabulary", "microbatch", "profile")
+_KEYS = (*_PRICES, *"parts layers_per_stage p2p memory channel vocabulary microbatch further profile".split())
 _PARTS = ("order", "layers", "end_layers", "first", "middle", "last")
 _PASSES = {"forward": "forward", "backward_input": "input", "backward_weight": "weight"}
 """Prices of ``Costs`` that parts give, and their names among the seconds of a part."""
@@ -49,6 +49,8 @@ def costs_arguments(data: object) -> dict[str, Any]:
         raise CostsError("layers_per_stage says how parts are cut, and there are none; leave it out, or give parts")
     if (memory := data.get("memory")) is not None:
         costs["memory"] = {_kind("memory", kind): values for kind, values in _object("memory", memory).items()}
+    if (further := data.get("further")) is not None:
+        costs["further"] = {_kind("further", kind): seconds for kind, seconds in _object("further", further).items()}
     if isinstance(links := data.get("p2p"), dict):
         costs["p2p"] = {_link(link): seconds for link, seconds in links.items()}
     if (vocabulary := data.get("vocabulary")) is not None:
