@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.action import SENDS, Action, Kind
+from megatron_pipemem.schedule.core.action import RECOMPUTE, SENDS, Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Program
 
@@ -143,7 +143,7 @@ def _end(placement: Placement, message: Action) -> tuple[int, Action]:
 def _instructions(program: Program, device: int) -> tuple[Instruction, ...]:
     actions = program.actions[device]
     split = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.I}
-    again = {(a.stage, a.microbatch): a.kind for a in actions if a.kind in (Kind.R, Kind.RS)}
+    again = {(a.stage, a.microbatch): a.kind for a in actions if a.kind in RECOMPUTE}
     # Whole stages, because its microbatches may share tensors: those leave with the last that is offloaded.
     offloaded = {a.stage for a in actions if a.kind is Kind.OFFLOAD}
     placement, cut = program.placement, bool(program.schedule.vocabulary_barriers)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
-from megatron_pipemem.schedule.core.action import VOCABULARY, Kind
+from megatron_pipemem.schedule.core.action import MESSAGES, VOCABULARY, Kind
 from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.held import held_after, unit_weights
 from megatron_pipemem.schedule.core.memory_cap import loosened
@@ -166,7 +166,7 @@ class Knowledge:
             return peaks(schedule, costs)
         compute = replace(costs, memory=self._memory(self.changes, schedule.placement, {}))
         changes = {
-            **{kind: self.changes[kind] for kind in (_MESSAGES | VOCABULARY) & set(self.changes)},
+            **{kind: self.changes[kind] for kind in (MESSAGES | {Kind.REDUCE_GRAD} | VOCABULARY) & set(self.changes)},
             **compute.memory_changes(schedule.placement, schedule.recomputed, schedule.slices),
         }
         programs = (lower(schedule, single_queue=single_queue, costs=costs) for single_queue in self.queues)
@@ -247,7 +247,6 @@ def _slices(changes: MemoryDeltas, placement: Placement) -> int:
     return len(changes[Kind.F]) // placement.num_stages
 
 
-_MESSAGES = frozenset((Kind.SEND_F, Kind.RECV_F, Kind.SEND_I, Kind.RECV_I, Kind.REDUCE_GRAD))
 # The bytes of a message belong to the action that needs it or makes it.
 _WITH_MESSAGES = {
     Kind.F: (Kind.F, Kind.RECV_F, Kind.SEND_F),

@@ -15,6 +15,7 @@ from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.core.action import COMPUTE, Action, Kind, place
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
+from megatron_pipemem.schedule.core.kinds import FURTHER
 from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, count_messages, peaks
@@ -257,8 +258,9 @@ class MeasuredStep:
         """
         seconds = self.of_stages()
         slices, places = self.schedule.slices, range(len(seconds[Kind.F]))
-        again = tuple(self.usual.get((Kind.R, at), 0) / NANOSECONDS for at in places)
-        part = tuple(self.usual.get((Kind.RS, at), 0) / NANOSECONDS for at in places)
+        again, part, *further = (
+            tuple(self.usual.get((kind, at), 0) / NANOSECONDS for at in places) for kind in (Kind.R, Kind.RS, *FURTHER)
+        )
         inputs = tuple(i - r - s for i, r, s in zip(seconds[Kind.I], again, part, strict=True))
         weights = None if max(self.weights) == min(self.weights) else MicrobatchWeights(self.weights)
         return Costs(
@@ -271,6 +273,7 @@ class MeasuredStep:
             recompute_selective=part,
             vocabulary=self.vocabulary,
             microbatch=weights,
+            further=dict(zip(FURTHER, further, strict=True)) or None,
         )
 
     def timeline(self, costs: Costs) -> Timeline:

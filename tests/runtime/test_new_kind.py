@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 import toy  # noqa: E402
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from measured_steps import as_measured  # noqa: E402
 
 import megatron_pipemem  # noqa: E402
 from megatron_pipemem import Action, Costs, Kind, KindSpec, Need, Schedule, register_kind, simulate, validate  # noqa: E402
@@ -31,6 +32,7 @@ from megatron_pipemem.schedule.core.dependencies import dependencies  # noqa: E4
 from megatron_pipemem.schedule.core.simulator import peaks  # noqa: E402
 from megatron_pipemem.schedule.core.validator import validate_program  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
+from megatron_pipemem.schedule.measured import NANOSECONDS  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
 
 SPEC = KindSpec(
@@ -142,6 +144,13 @@ def test_measured_seconds_are_priced_again():
     medians = {(kind, stage): 2.0 + stage for kind in (Kind.F, Kind.I, Kind.W, Kind.CHECKSUM) for stage in (0, 1)}
     costs = costs_from(medians, {}, schedule.placement, Costs())
     assert costs.further == {Kind.CHECKSUM: (2.0, 3.0)}
+
+
+def test_costs_of_a_measured_step_have_it():
+    schedule = checked()
+    step = as_measured(schedule, Costs(further={Kind.CHECKSUM: (3, 5)}))
+    assert step.costs().further == {Kind.CHECKSUM: (3.0, 5.0)}
+    assert simulate(schedule, step.costs()).makespan == pytest.approx(step.length / NANOSECONDS)
 
 
 def test_it_is_drawn():

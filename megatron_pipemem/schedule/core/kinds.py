@@ -71,7 +71,7 @@ class KindSpec:
         prepares: the kinds that wait for it on the same stage and microbatch. On a stage that has it, each of their actions
             must have one.
         followed_by: the kind that must come after it on the same stage and microbatch.
-        shares: seconds where ``Costs`` has none, as shares of those of other kinds.
+        shares: seconds where ``Costs`` has none, as shares of those of other kinds. With neither, its actions take no time.
         units: by how much it changes what is held, in activation units of its stage, where ``Costs`` has no memory.
         in_evaluation: whether evaluation runs it.
         completes: whether it adds to the gradients of parameters.
