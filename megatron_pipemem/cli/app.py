@@ -11,7 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from megatron_pipemem.cli.common import INTERRUPTED, INVALID, UNUSABLE, report_error
 from megatron_pipemem.cli.examples import CommandWithExamples, RunCommand, markup
-from megatron_pipemem.errors import PipememError, ScheduleError
+from megatron_pipemem.errors import PipememError, ScheduleError, with_code
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except PipememError as error:
-            report_error(str(error))
+            report_error(with_code(error))
             raise typer.Exit(INVALID if isinstance(error, ScheduleError) else UNUSABLE) from None
         except KeyboardInterrupt:
             report_error(f"pipemem {ctx.invoked_subcommand} was interrupted and has written nothing")

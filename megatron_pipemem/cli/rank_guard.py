@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from megatron_pipemem.errors import PipememError
+from megatron_pipemem.errors import PipememError, with_code
 from megatron_pipemem.files import write_whole
 
 _POLL_SECONDS = 0.5
@@ -103,7 +103,7 @@ def refused_together() -> Iterator[None]:
     except PipememError as error:
         if os.environ["RANK"] != "0":
             _follow_down()
-        words = f"error: {error}"
+        words = f"error: {with_code(error)}"
         if not _tell_torchrun(_summary(error), words, early=True):  # which prints it last
             Console(stderr=True, soft_wrap=True, highlight=False).print(words, style="bold red", markup=False)
         _exit(1)
@@ -222,7 +222,7 @@ def _lost_a_peer(error: BaseException) -> bool:
 
 
 def _summary(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {with_code(error)}"
 
 
 def _last_words(error: BaseException) -> list[str]:
