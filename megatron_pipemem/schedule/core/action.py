@@ -61,15 +61,17 @@ class Action(NamedTuple):
         if kind is None:
             kinds = ", ".join(kind.value for kind in Kind)
             raise ScheduleFormatError(
-                f"{shown(text)} is not an action; write stage, kind, microbatch, as in 2F0 (kinds: {kinds})"
+                "not-an-action",
+                f"{shown(text)} is not an action; write stage, kind, microbatch, as in 2F0 (kinds: {kinds})",
             )
         if max(len(stage), len(microbatch or "")) > MOST_DIGITS:
             raise ScheduleFormatError(
-                f"{shown(text)}: stage and microbatch have {MOST_DIGITS} digits at most; renumber it"
+                "not-an-action", f"{shown(text)}: stage and microbatch have {MOST_DIGITS} digits at most; renumber it"
             )
         if (microbatch is None) != (kind in WHOLE_STAGE):
             raise ScheduleFormatError(
-                f"{shown(text)}: every kind but {' and '.join(WHOLE_STAGE)} needs a microbatch, and those take none"
+                "not-an-action",
+                f"{shown(text)}: every kind but {' and '.join(WHOLE_STAGE)} needs a microbatch, and those take none",
             )
         return cls(kind, int(stage)) if microbatch is None else cls(kind, int(stage), int(microbatch))
 

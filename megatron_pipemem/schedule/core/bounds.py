@@ -79,8 +79,9 @@ def lower_bound(
             what = "activation units" if costs.memory is None else "bytes"
             which = "one" if costs.microbatch is None else "the largest"
             raise UnsupportedError(
+                "cap-unreachable",
                 f"no schedule of this placement holds less than {need:.4g} {what} on device {device}, {which} microbatch of "
-                f"its stages; raise the memory cap of {cap:.4g}"
+                f"its stages; raise the memory cap of {cap:.4g}",
             )
         room = loosened(min(cap / unit, step.most_held(device)))
         bounds.append(step.device_bound(device, int(room) if counts_stages else room))

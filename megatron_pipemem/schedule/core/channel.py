@@ -55,7 +55,7 @@ class Channel:
         switches = tuple(tuple(map(int, devices)) for devices in self.switches)
         members = [device for devices in switches for device in devices]
         if len(members) != len(set(members)):
-            raise CostsError(f"switches {switches} name a device twice; a device is behind one switch")
+            raise CostsError("bad-switches", f"switches {switches} name a device twice; a device is behind one switch")
         object.__setattr__(self, "switches", switches)
 
     @classmethod
@@ -81,7 +81,9 @@ class Channel:
         if not prices:
             return cls(sum(parts[1:], parts[0]) * (ratio / 2), duplex=duplex, switches=switches)
         if parts or len({len(price) if isinstance(price, tuple) else None for price in prices}) > 1:
-            raise CostsError("an offload ratio needs F, I and W all as one number, or all with one per stage")
+            raise CostsError(
+                "costs-mismatch", "an offload ratio needs F, I and W all as one number, or all with one per stage"
+            )
         sums = tuple(ratio / 2 * sum(each) for each in zip(*map(listed, prices), strict=True))
         return cls(sums if isinstance(costs.forward, tuple) else sums[0], duplex=duplex, switches=switches)
 
@@ -94,7 +96,8 @@ class Channel:
         """
         if any(not 0 <= device < placement.num_devices for devices in self.switches for device in devices):
             raise CostsError(
-                f"switches {self.switches} name devices beyond 0 to {placement.num_devices - 1}; leave those out"
+                "bad-switches",
+                f"switches {self.switches} name devices beyond 0 to {placement.num_devices - 1}; leave those out",
             )
         reload = self.offload if self.reload is None else self.reload
         return {

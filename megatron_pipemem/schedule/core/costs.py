@@ -169,8 +169,9 @@ class Costs:
         """Raise a CostsError in the name of whoever cannot take microbatches that have weights."""
         if self.microbatch is not None:
             raise CostsError(
+                "costs-mismatch",
                 f"{who} takes the prices of microbatches that are alike, and these costs weigh them; leave the key microbatch "
-                "out, and plan every step for its own with plan_step, or in a run with --pipemem-microbatch-costs"
+                "out, and plan every step for its own with plan_step, or in a run with --pipemem-microbatch-costs",
             )
 
     def seconds(self, placement: Placement, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
@@ -221,7 +222,7 @@ class Costs:
             try:
                 return self.p2p[(source, destination)]
             except KeyError:
-                raise CostsError(f"no p2p cost for the link {source} -> {destination}") from None
+                raise CostsError("missing-option", f"no p2p cost for the link {source} -> {destination}") from None
         return self.p2p
 
     def memory_unit(self, placement: Placement, slices: int = 1) -> float:
@@ -313,7 +314,7 @@ class Costs:
             units = self.slice_units.items()
             if slices != (found := len(self.slice_units[Kind.F])):
                 what = f"activation units of {found} slices, and microbatches are cut into {slices}"
-                raise CostsError(f"the costs have {what}; price the slices again with slice_costs")
+                raise CostsError("costs-mismatch", f"the costs have {what}; price the slices again with slice_costs")
             # One of ``memory_unit`` is what an even slice would keep.
             return {kind: tuple(part * slices for part in parts) * placement.num_stages for kind, parts in units}
         if self.memory is None:
@@ -367,4 +368,4 @@ class Costs:
                 return replace(costs, channel=Channel.of_ratio(costs=costs, **channel))
             return replace(costs, channel=Channel(**channel))
         except CostsError as error:
-            raise CostsError(f"{path}: {error}") from error
+            raise CostsError(error.code, f"{path}: {error}") from error

@@ -46,7 +46,9 @@ class ValidationCut:
             for position, action in enumerate(part):
                 if not _can_be_dropped(action):
                     raise ScheduleError(
-                        "does what a dropped cut cannot take back; end the cut before it", at=(device, position, action)
+                        "wrong-cut",
+                        "does what a dropped cut cannot take back; end the cut before it",
+                        at=(device, position, action),
                     )
         messages = _messages(self.program)
         if error := _dependencies(self.program, parts, messages).stuck():
@@ -55,7 +57,9 @@ class ValidationCut:
         for message in messages:
             ends = [end for end in (message.send, message.receive) if end in posted]
             if len(ends) == 1:
-                raise ScheduleError(f"{ends[0]} meets nothing when the cut is dropped; drain its other end as well")
+                raise ScheduleError(
+                    "wrong-cut", f"{ends[0]} meets nothing when the cut is dropped; drain its other end as well"
+                )
 
 
 def validation_cut(program: Program) -> ValidationCut:
@@ -72,7 +76,9 @@ def validation_cut(program: Program) -> ValidationCut:
     """
     schedule, placement = program.schedule, program.placement
     if schedule.updates is not None:
-        raise UnsupportedError(f"{schedule.name} is asynchronous: its steps wait for no norm, so they have no cut")
+        raise UnsupportedError(
+            "conflicting-features", f"{schedule.name} is asynchronous: its steps wait for no norm, so they have no cut"
+        )
     size, devices = placement.model_stages, placement.devices
     early = {
         stage

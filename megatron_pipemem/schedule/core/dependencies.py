@@ -228,6 +228,7 @@ class Dependencies:
                     str(needed) for needed in self.needed_by(self.lanes[device][reached]) if not self._has_run(needed)
                 ]
                 return ScheduleError(
+                    "unmet-need",
                     f"waits for ever for {', '.join(unmet)}; validate() shows why",
                     at=(device, reached, order[reached]),
                     cycle=self.cycle(),

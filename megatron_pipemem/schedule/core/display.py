@@ -28,7 +28,7 @@ def drawing() -> Any:
     """
     if not _drawn_by:
         raise UnsupportedError(
-            "nothing draws yet: take what you show from megatron_pipemem itself, not from its modules"
+            "nothing-draws", "nothing draws yet: take what you show from megatron_pipemem itself, not from its modules"
         )
     return import_module(_drawn_by)
 

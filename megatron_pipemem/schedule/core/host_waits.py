@@ -108,6 +108,7 @@ def _fault(found: Dependencies, end: int, other: int, later: int) -> ScheduleErr
     else:
         mend = f"post {partner} before what needs {after}, or {action} after {after}"
     return ScheduleError(
+        "host-wait",
         f"is complete only after {after} at position {later - first} of its own device; a host that waits for its whole device "
         f"between the two would wait without end, as when a GPU loads a kernel; {mend}, as lower() does",
         at=(device, end - first, action),

@@ -61,9 +61,11 @@ def per_device(limit: float | Sequence[float], num_devices: int, what: str = "me
     # No Sequence is asked for: arrays and tensors come too.
     limits = tuple(map(float, limit)) if isinstance(limit, Iterable) else (float(limit),) * num_devices
     if len(limits) != num_devices:
-        raise UnsupportedError(f"{len(limits)} {what} for {num_devices} devices; give one number, or one per device")
+        raise UnsupportedError(
+            "wrong-count", f"{len(limits)} {what} for {num_devices} devices; give one number, or one per device"
+        )
     if not all(0 <= each < math.inf for each in limits):
-        raise UnsupportedError(f"{what} must be numbers of at least 0, not {limit!r}")
+        raise UnsupportedError("bad-number", f"{what} must be numbers of at least 0, not {limit!r}")
     return limits
 
 
@@ -77,7 +79,9 @@ def parse_caps(value: float | str) -> MemoryCap:
     if len(caps) == 1:
         return caps[0]
     if len({cap.in_bytes for cap in caps}) > 1:
-        raise UnsupportedError(f"memory caps {value!r}: give all of them in activation units or all of them in bytes")
+        raise UnsupportedError(
+            "unit-mismatch", f"memory caps {value!r}: give all of them in activation units or all of them in bytes"
+        )
     return MemoryCap(tuple(amount for cap in caps for amount in cap.amounts), caps[0].in_bytes)
 
 
@@ -96,8 +100,9 @@ def parse_cap(value: float | str) -> MemoryCap:
         amount = math.nan
     if not 0 < amount <= LARGEST:
         raise UnsupportedError(
+            "bad-number",
             f"memory cap {text!r} is no positive number of activation units (1.0 is what 1F1B's first rank holds) and no "
-            f"number of bytes per rank; write 0.6, 6GiB, 800MiB or 123456B{_binary(text)}"
+            f"number of bytes per rank; write 0.6, 6GiB, 800MiB or 123456B{_binary(text)}",
         )
     return MemoryCap(amount, False)
 
@@ -110,7 +115,9 @@ def parse_bytes(flag: str, value: str) -> float:
     """
     number = _bytes(value.strip())
     if number is None:
-        raise UnsupportedError(f"{flag} {value!r}: give a number of bytes, as in 60GiB or 800MiB{_binary(value)}")
+        raise UnsupportedError(
+            "bad-number", f"{flag} {value!r}: give a number of bytes, as in 60GiB or 800MiB{_binary(value)}"
+        )
     return number
 
 

@@ -91,8 +91,9 @@ def check_compute_actions(program: Program) -> None:
     orders = program.schedule.orders
     if len(program.actions) != len(orders):
         raise ScheduleError(
+            "stale-program",
             f"the program has actions for {len(program.actions)} devices but its schedule has {len(orders)}; "
-            "lower the schedule again"
+            "lower the schedule again",
         )
     for device, (order, actions) in enumerate(zip(orders, program.actions, strict=True)):
         computed = [(position, action) for position, action in enumerate(actions) if action.kind in ORDERED]
@@ -100,6 +101,7 @@ def check_compute_actions(program: Program) -> None:
             position, action = found or (len(actions), wanted)
             if action != wanted or found is None:
                 raise ScheduleError(
+                    "stale-program",
                     f"the schedule has {wanted or 'nothing more'} here and the program "
                     f"{found[1] if found else 'nothing more'}; lower the schedule again",
                     at=(device, position, action),
@@ -123,7 +125,7 @@ def check_posts(places: Places, messages: Mapping[Action, Message], receives: Ma
     for action, (device, position) in places.items():
         if action.kind in MESSAGES and action not in known:
             use = "needs it" if action.kind in RECEIVES else "produces it for another device"
-            raise ScheduleError(f"no action here {use}; remove it", at=(device, position, action))
+            raise ScheduleError("useless-action", f"no action here {use}; remove it", at=(device, position, action))
 
 
 def _check_post(post: Action, compute: Action, places: Places, *, after: bool) -> None:
@@ -131,15 +133,20 @@ def _check_post(post: Action, compute: Action, places: Places, *, after: bool) -
     side = "after" if after else "before"
     purpose = "its result does not reach the next device" if after else "its input does not reach this device"
     if post not in places:
-        raise ScheduleError(f"{purpose} without {post}; add {post} {side} it", at=(device, position, compute))
+        raise ScheduleError(
+            "missing-action", f"{purpose} without {post}; add {post} {side} it", at=(device, position, compute)
+        )
     post_device, post_position = places[post]
     if post_device != device:
-        problem = f"belongs to {compute}, which device {device} runs at position {position}; move it there"
+        code, problem = (
+            "misplaced-action",
+            f"belongs to {compute}, which device {device} runs at position {position}; move it there",
+        )
     elif (post_position > position) is not after:
-        problem = f"must come {side} {compute} at position {position}; move it"
+        code, problem = "wrong-order", f"must come {side} {compute} at position {position}; move it"
     else:
         return
-    raise ScheduleError(problem, at=(post_device, post_position, post))
+    raise ScheduleError(code, problem, at=(post_device, post_position, post))
 
 
 def check_edges(places: Places, messages: Iterable[Message]) -> None:
@@ -153,6 +160,7 @@ def check_edges(places: Places, messages: Iterable[Message]) -> None:
         for (position, message), (other_position, other) in zip(sent, received, strict=True):
             if message != other:
                 raise ScheduleError(
+                    "message-order",
                     f"device {source} sends {message.send} at position {position} when device {destination} receives "
                     f"{other.receive} at position {other_position}; messages from device {source} to device "
                     f"{destination} arrive in sending order, so receive {message.receive} first",
@@ -191,7 +199,9 @@ def check_reductions(program: Program, places: Mapping[Action, tuple[int, int]])
             action.stage not in trained or action.kind is Kind.REDUCE_REPLICAS and placement.replicas == 1
         ):
             what = "copies to sum" if action.stage in trained else "weight gradients to reduce"
-            raise ScheduleError(f"stage {action.stage} has no {what}; remove it", at=(device, position, action))
+            raise ScheduleError(
+                "useless-action", f"stage {action.stage} has no {what}; remove it", at=(device, position, action)
+            )
 
 
 def _check_there(action: Action, program: Program, places: Mapping[Action, tuple[int, int]]) -> None:
@@ -199,12 +209,14 @@ def _check_there(action: Action, program: Program, places: Mapping[Action, tuple
     home = program.placement.devices[action.stage]
     if action not in places:
         raise ScheduleError(
+            "missing-action",
             f"is missing, and {_others(action, program)} of its copies waits for it; add it",
             at=(home, len(program.actions[home]), action),
         )
     device, position = places[action]
     if device != home:
         raise ScheduleError(
+            "misplaced-action",
             f"has no stage {action.stage} to add to {_others(action, program)}, device {home} has; move it there",
             at=(device, position, action),
         )
@@ -221,12 +233,14 @@ def _check_after(
     """Check that it exists, on that device, behind that position."""
     if action not in places:
         raise ScheduleError(
+            "missing-action",
             f"completes the gradients of its stage, but {action} is missing; add it after {before}",
             at=(device, position, before),
         )
     found, at = places[action]
     if found != device or at < position:
         raise ScheduleError(
+            "wrong-order",
             f"must come after {before} at position {position} of device {device}, {what}; move it there",
             at=(found, at, action),
         )
@@ -255,6 +269,7 @@ def check_sums(program: Program, places: Mapping[Action, tuple[int, int]]) -> Ma
             for (position, action), (other_position, other) in zip(own, theirs, strict=True):
                 if other.stage not in placement.counterparts(action.stage):
                     raise ScheduleError(
+                        "collective-order",
                         f"meets {action}, which device {first} posts at position {position}; sums over the same devices "
                         "are posted in one order everywhere, so move it",
                         at=(device, other_position, other),
@@ -292,15 +307,18 @@ def check_memory_actions(schedule: Schedule, places: Mapping[Action, tuple[int, 
     for action, (device, position) in places.items():
         again = schedule.recomputed.get(action.stage)
         if action.kind in RECOMPUTE and action.kind is not again:
-            problem = f"stage {action.stage} has {again} as well; remove one or the other"
+            code, problem = "duplicate-action", f"stage {action.stage} has {again} as well; remove one or the other"
         elif action.kind is Kind.OFFLOAD and again is Kind.R:
+            code = "useless-action"
             problem = f"stage {action.stage} is recomputed and keeps nothing to move; remove this round trip, or its R"
         elif (users := (Kind.I, Kind.B) if action.kind is Kind.OFFLOAD else action.kind.spec.prepares) and not any(
             action._replace(kind=Kind(user)) in places for user in users
         ):
+            code = "useless-action"
             problem = f"no {' or '.join(users)} uses what it prepares; remove it, or add one"
         elif (name := action.kind.spec.followed_by) and action._replace(kind=Kind(name)) not in places:
+            code = "missing-action"
             problem = f"has no {action._replace(kind=Kind(name))} after it, which completes it; add it"
         else:
             continue
-        raise ScheduleError(problem, at=(device, position, action))
+        raise ScheduleError(code, problem, at=(device, position, action))

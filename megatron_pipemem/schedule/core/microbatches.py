@@ -47,15 +47,19 @@ class MicrobatchWeights:
         if self.memory is not None:
             object.__setattr__(self, "memory", _weights("memory", self.memory))
         if strange := sorted(set(self.kinds) - WEIGHED):
-            raise CostsError(f"microbatch.kinds has {shortened(strange[0])}; give some of {', '.join(sorted(WEIGHED))}")
+            raise CostsError(
+                "unknown-key",
+                f"microbatch.kinds has {shortened(strange[0])}; give some of {', '.join(sorted(WEIGHED))}",
+            )
         kinds = {Kind(kind): _weights(f"kinds.{kind}", weights) for kind, weights in self.kinds.items()}
         object.__setattr__(self, "kinds", kinds)
         named = {"memory": self.memory or self.time, **{f"kinds.{kind}": weights for kind, weights in kinds.items()}}
         for name, weights in named.items():
             if len(weights) != len(self.time):
                 raise CostsError(
+                    "wrong-count",
                     f"microbatch.{name} has {len(weights)} weights and microbatch.time has {len(self.time)}; give one of "
-                    "each per microbatch"
+                    "each per microbatch",
                 )
 
     def __len__(self) -> int:
@@ -65,7 +69,8 @@ class MicrobatchWeights:
         """Raise a CostsError if these are not the weights of so many microbatches."""
         if len(self) != num_microbatches:
             raise CostsError(
-                f"there are weights of {len(self)} microbatches for a step of {num_microbatches}; give one per microbatch"
+                "wrong-count",
+                f"there are weights of {len(self)} microbatches for a step of {num_microbatches}; give one per microbatch",
             )
 
     def seconds_of(self, kind: Kind) -> tuple[float, ...]:
@@ -86,7 +91,10 @@ class MicrobatchWeights:
             CostsError: it is no permutation of them.
         """
         if sorted(order) != list(range(len(self))):
-            raise CostsError(f"order {shortened(list(order))} does not name every one of {len(self)} microbatches once")
+            raise CostsError(
+                "wrong-order",
+                f"order {shortened(list(order))} does not name every one of {len(self)} microbatches once",
+            )
 
         def moved(weights: tuple[float, ...]) -> tuple[float, ...]:
             return tuple(weights[each] for each in order)
@@ -102,8 +110,10 @@ class MicrobatchWeights:
 def _weights(name: str, given: object) -> tuple[float, ...]:
     listed = listed_objects(given)
     if listed is None:
-        raise CostsError(f"microbatch.{name} is {shortened(given)}; give a list of one weight per microbatch")
+        raise CostsError(
+            "bad-type", f"microbatch.{name} is {shortened(given)}; give a list of one weight per microbatch"
+        )
     weights = tuple(number(f"microbatch.{name}[{at}]", each) for at, each in enumerate(listed))
     if (least := min(weights)) < 0:
-        raise CostsError(f"microbatch.{name}[{weights.index(least)}] is negative: {least}")
+        raise CostsError("bad-number", f"microbatch.{name}[{weights.index(least)}] is negative: {least}")
     return weights

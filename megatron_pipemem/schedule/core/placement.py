@@ -36,12 +36,14 @@ class Placement:
         held = set(self.devices)
         if not held or held != set(range(len(held))):
             raise ScheduleError(
-                f"a placement needs every device from 0 up to hold a stage; this one uses {sorted(held)}"
+                "bad-placement",
+                f"a placement needs every device from 0 up to hold a stage; this one uses {sorted(held)}",
             )
         if self.replicas < 1 or len(self.devices) % self.replicas:
             raise ScheduleError(
+                "bad-placement",
                 f"{len(self.devices)} stages do not make {self.replicas} replicas of a model; every replica needs the "
-                "same number of stages"
+                "same number of stages",
             )
 
     @property
@@ -149,5 +151,5 @@ class Placement:
 
 def _positive(count: int, what: str = "devices") -> int:
     if count < 1:
-        raise UnsupportedError(f"a schedule needs at least 1 of {what}, not {count}")
+        raise UnsupportedError("bad-number", f"a schedule needs at least 1 of {what}, not {count}")
     return count

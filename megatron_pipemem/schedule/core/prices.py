@@ -32,7 +32,7 @@ def number(what: str, value: object, wanted: str = "a number") -> float:
         found = math.nan
     if not abs(found) <= LARGEST:
         give = f"numbers of at most {LARGEST:g}" if abs(found) > LARGEST else wanted
-        raise CostsError(f"{what} is {shortened(value)}; give {give}")
+        raise CostsError("bad-type", f"{what} is {shortened(value)}; give {give}")
     return found
 
 
@@ -66,7 +66,7 @@ def price(what: str, value: object, kind: Kind | None = None, *, several: bool =
     """
     seconds = numbers(what, value) if several else number(what, value)
     if (least := min(listed(seconds))) < 0:
-        raise CostsError(f"cost of {kind or what} is negative: {least}")
+        raise CostsError("bad-number", f"cost of {kind or what} is negative: {least}")
     return seconds
 
 

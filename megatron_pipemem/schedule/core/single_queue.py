@@ -143,6 +143,7 @@ def check_queues(program: Program, found: Dependencies) -> None:
         for position, node in enumerate(nodes_of_device):
             if node not in done or moves.get(node, node) not in done:
                 raise ScheduleError(
+                    "queue-order",
                     "never gets through where a device serves its messages and collectives strictly in posting order; post "
                     "them in one order on all devices that take part, as lower() does",
                     at=(device, position, found.actions[node]),

@@ -45,14 +45,16 @@ def slice_tokens(
     wanted = f"{tokens} tokens cannot be cut into {slices} slices"
     if slices < 1 or cut not in SLICE_CUTS or not 0 <= attention <= 1:
         raise UnsupportedError(
+            "bad-number",
             f"{wanted} by {cut!r} with an attention share of {attention:g}; give at least 1 slice, {' or '.join(SLICE_CUTS)}, "
-            "and a share from 0 to 1"
+            "and a share from 0 to 1",
         )
     if rest or units < slices or (cut == TOKENS and units % slices):
         equal = "equal " if cut == TOKENS else ""
         raise UnsupportedError(
+            "slices-do-not-fit",
             f"{wanted}, {equal}multiples of {multiple}; take another number of slices"
-            + (f", or cut by {FLOPS}" if cut == TOKENS and not rest and units >= slices else "")
+            + (f", or cut by {FLOPS}" if cut == TOKENS and not rest and units >= slices else ""),
         )
     if cut == TOKENS:
         return (tokens // slices,) * slices
@@ -97,11 +99,14 @@ def slice_costs(
     """
     slices, shares = len(tokens), _shares(attention, keys_and_values)
     if not tokens or min(tokens) < 1:
-        raise UnsupportedError(f"slices of {shortened(list(tokens))} tokens; give every slice at least one")
+        raise UnsupportedError(
+            "bad-number", f"slices of {shortened(list(tokens))} tokens; give every slice at least one"
+        )
     if placement.replicas > 1:
         raise UnsupportedError(
+            "unsupported-placement",
             f"{placement.replicas} replicas of the model run on {placement.num_devices} devices; slices have prices of their "
-            "own only in a pipeline with one, so cut no microbatches there, or price the slices alike"
+            "own only in a pipeline with one, so cut no microbatches there, or price the slices alike",
         )
     whole = costs.seconds(placement)
     if slices == 1:
@@ -145,7 +150,7 @@ def _shares(attention: float | Mapping[Kind, float], keys_and_values: float) -> 
     named = {f"attention in {kind}": share for kind, share in shares.items()} | {"keys and values": keys_and_values}
     for what, share in named.items():
         if not 0 <= share <= 1:
-            raise UnsupportedError(f"the share of {what} is {share:g}; give a number from 0 to 1")
+            raise UnsupportedError("bad-number", f"the share of {what} is {share:g}; give a number from 0 to 1")
     return shares
 
 

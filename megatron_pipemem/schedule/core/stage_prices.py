@@ -124,7 +124,7 @@ def checked_seconds(name: str, value: object, kind: Kind | None = None) -> Price
         return price(name, value, kind)
     parts = (*value.layers, *(value.end_layers or ()), value.first, value.middle, value.last)
     if (least := min(parts)) < 0:
-        raise CostsError(f"cost of {kind or name} is negative: {least}")
+        raise CostsError("bad-number", f"cost of {kind or name} is negative: {least}")
     return value
 
 
@@ -185,8 +185,9 @@ def per_slice(name: str, price: Price, placement: Placement, slices: int) -> tup
     if placement.replicas > 1 and cut:
         cut = " (slices have prices of their own only in a pipeline with one replica of the model)"
     raise CostsError(
+        "costs-mismatch",
         f"{name} has {len(price)} values but the placement has {stages} stages; "
-        f"give one value per stage{cut}, or a single number for a device's whole share"
+        f"give one value per stage{cut}, or a single number for a device's whole share",
     )
 
 
@@ -194,7 +195,8 @@ def _check_cut(counts: Sequence[int], layers: int) -> None:
     if sum(counts) != layers or min(counts) < 0:
         cut = ", ".join(map(str, counts))
         raise CostsError(
-            f"stages of {cut} layers are not the {layers} layers of the costs; profile the model that runs"
+            "costs-mismatch",
+            f"stages of {cut} layers are not the {layers} layers of the costs; profile the model that runs",
         )
 
 

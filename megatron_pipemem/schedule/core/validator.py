@@ -142,37 +142,48 @@ def _place_all(schedule: Schedule) -> Places:
     placement = schedule.placement
     if len(schedule.orders) != placement.num_devices:
         raise ScheduleError(
+            "wrong-count",
             f"the placement has {placement.num_devices} devices but the schedule has {len(schedule.orders)} orders; "
-            "give one order per device"
+            "give one order per device",
         )
     places: Places = {}
     for device, order in enumerate(schedule.orders):
         for position, action in enumerate(order):
             problem = _problem_of(action, device, schedule)
             if problem is not None:
-                raise ScheduleError(problem, at=(device, position, action))
+                raise ScheduleError(*problem, at=(device, position, action))
             _check_unique(places, action, device, position)
     return places
 
 
-def _problem_of(action: Action, device: int, schedule: Schedule) -> str | None:
-    """Say what is wrong with an action on this device, whatever the other actions are."""
+def _problem_of(action: Action, device: int, schedule: Schedule) -> tuple[str, str] | None:
+    """Return the code and the sentence of what is wrong with an action on this device, whatever the other actions are."""
     kind, stage, microbatch = action
     devices = schedule.placement.devices
     if kind not in ORDERED:
-        return "is not a compute action; keep F, I, W, B, R and the actions on memory only, lower() derives the rest"
+        return (
+            "not-computed",
+            "is not a compute action; keep F, I, W, B, R and the actions on memory only, lower() derives the rest",
+        )
     if kind in VOCABULARY and stage != device:
-        return f"is of the shard on device {stage}; move it there, or number it after its own device"
+        return (
+            "misplaced-action",
+            f"is of the shard on device {stage}; move it there, or number it after its own device",
+        )
     if kind not in VOCABULARY and not 0 <= stage < len(devices):
-        return f"needs stage {stage}, but the placement holds stages 0 to {len(devices) - 1}; remove or renumber it"
+        return (
+            "unknown-stage",
+            f"needs stage {stage}, but the placement holds stages 0 to {len(devices) - 1}; remove or renumber it",
+        )
     if microbatch is None or not 0 <= microbatch < schedule.num_units:
         what, several = ("microbatch", "microbatches") if schedule.slices == 1 else ("slice", "slices")
         return (
+            "unknown-microbatch",
             f"needs {what} {microbatch}, but the step has {several} 0 to {schedule.num_units - 1}; remove or "
-            "renumber it, or change the number of microbatches"
+            "renumber it, or change the number of microbatches",
         )
     if kind not in VOCABULARY and devices[stage] != device:
-        return f"needs stage {stage}, which device {devices[stage]} holds; move it there"
+        return "misplaced-action", f"needs stage {stage}, which device {devices[stage]} holds; move it there"
     return None
 
 
@@ -192,6 +203,7 @@ def _check_replicas(schedule: Schedule, places: Places) -> Mapping[int, int]:
         if ours != theirs:
             other_device, other_position = places[other]
             raise ScheduleError(
+                "mixed-replicas",
                 f"runs microbatch {microbatch} on replica {ours}, but {other} at position {other_position} of device "
                 f"{other_device} runs it on replica {theirs}; a microbatch runs through all stages of one replica, so "
                 "remove or renumber one of the two",
@@ -205,6 +217,7 @@ def _check_unique(places: Places, action: Action, device: int, position: int) ->
     if action in places:
         other_device, other_position = places[action]
         raise ScheduleError(
+            "duplicate-action",
             f"stands already at position {other_position} of device {other_device}; remove one of the two, or renumber "
             "the one that was meant to be another action",
             at=(device, position, action),
@@ -224,12 +237,13 @@ def _check_local_order(schedule: Schedule, places: Places, found: Dependencies) 
         device, position = places[action]
         for needed in (*found.needed_by(node), *prepared_needs(schedule, action, places)):
             if needed not in places:
-                problem = f"needs {_or_fused(needed)}, which no device runs; add it"
+                code, problem = "missing-action", f"needs {_or_fused(needed)}, which no device runs; add it"
             elif places[needed] > (device, position) and places[needed][0] == device:
+                code = "wrong-order"
                 problem = f"needs {needed}, which comes later, at position {places[needed][1]}; move {needed} before it"
             else:
                 continue
-            raise ScheduleError(problem, at=(device, position, action))
+            raise ScheduleError(code, problem, at=(device, position, action))
 
 
 def _or_fused(needed: Action) -> str:
@@ -247,10 +261,12 @@ def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[
         for microbatch in range(schedule.num_units):
             if replica != replica_of.get(microbatch // schedule.slices, 0):
                 continue
+            code = "missing-action"
             forward, inputs, weights, full = (Action(kind, stage, microbatch) for kind in PLAIN)
             if forward not in places:
                 device = schedule.placement.devices[stage]
                 raise ScheduleError(
+                    "missing-action",
                     "is missing; every stage runs every microbatch forward once, add it",
                     at=(device, len(schedule.orders[device]), forward),
                 )
@@ -260,7 +276,7 @@ def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[
                 half = inputs if inputs in places else weights
                 device, position = places[half]
                 twice = f"does what {full} at position {places[full][1]} does too"
-                problem = f"{twice}; keep {full}, or {inputs} and {weights}"
+                code, problem = "duplicate-action", f"{twice}; keep {full}, or {inputs} and {weights}"
             elif full in places or weights in places:
                 continue
             elif inputs in places:
@@ -269,7 +285,7 @@ def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[
             else:
                 device, position = places[forward]
                 half, problem = forward, f"has no backward; add {full}, or {inputs} and {weights}"
-            raise ScheduleError(problem, at=(device, position, half))
+            raise ScheduleError(code, problem, at=(device, position, half))
 
 
 def check_microbatch_order(schedule: Schedule) -> None:
@@ -297,6 +313,7 @@ def check_microbatch_order(schedule: Schedule) -> None:
                 if ranks[before.microbatch] > ranks[microbatch]:
                     reversed_slices = "" if kind is Kind.F or slices == 1 else ", slices from the last to the first"
                     raise ScheduleError(
+                        "wrong-order",
                         f"comes after {before} at position {earlier}, but the {names[part]} of a stage run in "
                         f"microbatch order{reversed_slices}; move it before {before}",
                         at=(device, position, action),
@@ -311,7 +328,9 @@ def _check_weight_versions(schedule: Schedule) -> None:
     updates = schedule.updates
     assert updates is not None
     if updates.every < 1 or updates.kept < 1 or (updates.delay or 0) < 0:
-        raise ScheduleError(f"{updates} makes no sense; every and kept are at least 1 and delay at least 0")
+        raise ScheduleError(
+            "bad-number", f"{updates} makes no sense; every and kept are at least 1 and delay at least 0"
+        )
     for action, device, position, version, newest, _ in weight_uses(schedule):
         if version > newest:
             problem = (
@@ -325,7 +344,7 @@ def _check_weight_versions(schedule: Schedule) -> None:
             )
         else:
             continue
-        raise ScheduleError(problem, at=(device, position, action))
+        raise ScheduleError("weight-version", problem, at=(device, position, action))
 
 
 def _check_memory(
@@ -354,6 +373,7 @@ def _check_memory(
                     if weights is not None:
                         _check_alone(schedule, device, changes, weights, allowed, f"{what} {over} {limit:.12g}", unit)
                     raise ScheduleError(
+                        "over-cap",
                         f"the device holds {held * unit:.12g} {what} after it, {over} {limit:.12g}; {mend}",
                         at=(device, position, order[position]),
                     )
@@ -376,6 +396,7 @@ def _check_alone(
         for (at, action), held in zip(own, holds, strict=True):
             if held > allowed:
                 raise ScheduleError(
+                    "over-cap",
                     f"microbatch {microbatch} alone holds {held * unit:.12g} {over}; split this microbatch, recompute its "
                     "stages, or raise the cap",
                     at=(device, at, action),

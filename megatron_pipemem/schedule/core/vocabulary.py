@@ -38,13 +38,15 @@ def check_placement(placement: Placement) -> None:
     """
     if placement.replicas > 1:
         raise UnsupportedError(
+            "unsupported-placement",
             "vocabulary parallelism cuts head and embedding of one model copy, and this placement holds "
-            f"{placement.replicas}; take a schedule with one pipeline"
+            f"{placement.replicas}; take a schedule with one pipeline",
         )
     if placement.devices[: placement.num_devices] != tuple(range(placement.num_devices)):
         raise UnsupportedError(
+            "unsupported-placement",
             "vocabulary parallelism needs stage d on device d for the first stages, as linear, interleaved, V and wave "
-            f"placements have it; this one has {placement.devices}"
+            f"placements have it; this one has {placement.devices}",
         )
 
 
@@ -126,12 +128,14 @@ def check_switch(schedule: Schedule) -> None:
     if schedule.vocabulary_barriers:
         if schedule.vocabulary_barriers not in BARRIERS:
             raise ScheduleError(
-                f"vocabulary parallelism has 1 or 2 barriers, not {schedule.vocabulary_barriers}; give either"
+                "bad-choice",
+                f"vocabulary parallelism has 1 or 2 barriers, not {schedule.vocabulary_barriers}; give either",
             )
         if schedule.updates is not None or schedule.offloads or schedule.recomputed:
             raise ScheduleError(
+                "conflicting-features",
                 "vocabulary parallelism goes with one version of the weights, and activations that are neither moved nor "
-                "recomputed; leave the passes out"
+                "recomputed; leave the passes out",
             )
         check_placement(schedule.placement)
         return
@@ -139,6 +143,7 @@ def check_switch(schedule: Schedule) -> None:
         for position, action in enumerate(order):
             if action.kind in VOCABULARY:
                 raise ScheduleError(
+                    "useless-action",
                     "is not a compute action of this schedule: it is of vocabulary parallelism, and the schedule does not "
                     "say how many barriers it has; set vocabulary to 1 or 2, or remove it",
                     at=(device, position, action),
@@ -157,6 +162,7 @@ def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> N
     for action, device in wanted.items():
         if action not in places:
             raise ScheduleError(
+                "missing-action",
                 "is missing; with_vocabulary() derives all passes and collectives from a schedule without",
                 at=(device, len(schedule.orders[device]), action),
             )
@@ -165,7 +171,7 @@ def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> N
             where = "forwards alone have none" if not backwards else "only the last stage's device has one"
             if action.kind is Kind.LOSS and slices > 1:
                 where += " per microbatch, for the last slice"
-            raise ScheduleError(f"has no use: {where}; remove it", at=(device, position, action))
+            raise ScheduleError("useless-action", f"has no use: {where}; remove it", at=(device, position, action))
     for device, order in enumerate(schedule.orders):
         last: dict[Kind, Action] = {}
         for position, action in enumerate(order):
@@ -177,6 +183,7 @@ def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> N
             if ranks[0] > ranks[1]:
                 reversed_slices = ", slices from the last to the first" if reverses else ""
                 raise ScheduleError(
+                    "wrong-order",
                     f"comes after {before}, but passes of a kind run in microbatch order{reversed_slices}; move it before "
                     f"{before}",
                     at=(device, position, action),
@@ -195,6 +202,7 @@ def _check_one_sequence(schedule: Schedule) -> None:
         for (_, first), (position, action) in zip_longest(posted[0], posts):
             if first._replace(stage=device) != action:
                 raise ScheduleError(
+                    "collective-order",
                     f"is posted where device 0 posts {first}; collectives run in the order in which they are posted, so "
                     "all devices post them in one order",
                     at=(device, position, action),

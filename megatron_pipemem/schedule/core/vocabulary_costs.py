@@ -45,7 +45,7 @@ class VocabularyCosts:
         name = "vocabulary.collectives"
         if isinstance(self.collectives, Mapping):
             if strange := sorted(set(self.collectives) - COLLECTIVES):
-                raise CostsError(f"{strange[0]} is no collective; give {', '.join(sorted(COLLECTIVES))}")
+                raise CostsError("unknown-key", f"{strange[0]} is no collective; give {', '.join(sorted(COLLECTIVES))}")
             given = self.collectives.items()
             prices = {Kind(kind): price(f"{name}.{kind}", seconds, several=False) for kind, seconds in given}
             object.__setattr__(self, "collectives", prices)
@@ -119,6 +119,7 @@ def per_device(what: str, price: Several, num_devices: int, slices: int = 1) -> 
     if len(price) != num_devices * slices:
         cut = f", {num_devices * slices} of one per device and slice" if slices > 1 else ""
         raise CostsError(
-            f"{what} has {len(price)} values for {num_devices} devices; give one per device{cut}, or one number for all"
+            "costs-mismatch",
+            f"{what} has {len(price)} values for {num_devices} devices; give one per device{cut}, or one number for all",
         )
     return tuple(price)

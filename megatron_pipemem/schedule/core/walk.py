@@ -245,6 +245,7 @@ def deadlock(cycle: Sequence[Wait], where: str, mend: str) -> ScheduleError:
     )
     first = cycle[0]
     return ScheduleError(
+        "deadlock",
         f"deadlock{where}: {steps}; {mend}",
         at=(first.device, first.position, first.action),
         cycle=tuple(cycle),

@@ -148,8 +148,9 @@ def check_batch(name: str, num_devices: int, batch: int) -> None:
     """
     if updates_per_batch(name) and batch < num_devices:
         raise UnsupportedError(
+            "needs-microbatches",
             f"schedule {name} keeps two versions of the weights only if a step has at least as many microbatches as the "
-            f"pipeline has ranks, {num_devices}, not {batch}; raise --global-batch-size"
+            f"pipeline has ranks, {num_devices}, not {batch}; raise --global-batch-size",
         )
 
 
@@ -253,6 +254,7 @@ def _check_messages(program: Program, number: Mapping[Action, int], last: int) -
             if sent != received and min(sent, received) <= last:
                 device = message.edge[1]
                 raise ScheduleError(
+                    "message-order",
                     f"is posted in window {received}, but device {message.edge[0]} sends in window {sent}; post it before "
                     "the window ends",
                     at=(device, program.actions[device].index(message.receive), message.receive),

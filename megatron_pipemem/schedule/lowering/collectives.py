@@ -79,6 +79,7 @@ def sequence(schedule: Schedule) -> Iterator[tuple[int, Action]]:
         for position, node in enumerate(nodes):
             if node not in passed:
                 raise ScheduleError(
+                    "collective-order",
                     "stands in no sequence of all devices' actions: the devices would wait for one another in a circle; take "
                     "the passes and collectives that with_vocabulary() places",
                     at=(device, position, found.actions[node]),

@@ -81,6 +81,7 @@ def add_messages(schedule: Schedule, horizons: Horizons) -> tuple[Order, ...]:
                 continue
             if message.receive not in consumers:
                 raise ScheduleError(
+                    "unmet-need",
                     "no device runs the action that needs its result; validate() says what to add",
                     at=(device, position, order[position]),
                 )

@@ -75,6 +75,7 @@ class _Run:
         for device, order in enumerate(self._orders):
             if self._at[device] < len(order):
                 raise ScheduleError(
+                    "unmet-need",
                     "waits for ever for its message, or for a collective; validate() says why",
                     at=(device, self._at[device], order[self._at[device]]),
                 )

@@ -75,16 +75,20 @@ def _selected(schedule: Schedule, timeline: Timeline, select: Select) -> frozens
     stages = schedule.placement.stages
     if isinstance(select, str):
         if select not in OFFLOAD:
-            raise UnsupportedError(f"cannot offload {select!r}; take {', '.join(OFFLOAD)}, or a number of chunks")
+            raise UnsupportedError(
+                "bad-choice", f"cannot offload {select!r}; take {', '.join(OFFLOAD)}, or a number of chunks"
+            )
         number = {OFF: 0, "half": -1}.get(select)
     elif isinstance(select, int):
         if isinstance(select, bool) or select < 0:
-            raise UnsupportedError(f"cannot offload {select} chunks; give a number of at least 0")
+            raise UnsupportedError("bad-number", f"cannot offload {select} chunks; give a number of at least 0")
         number = select
     else:
         chosen = frozenset(select)
         if not chosen <= set(range(schedule.num_stages)):
-            raise UnsupportedError(f"cannot offload stages {sorted(chosen)}; there are 0 to {schedule.num_stages - 1}")
+            raise UnsupportedError(
+                "unknown-stage", f"cannot offload stages {sorted(chosen)}; there are 0 to {schedule.num_stages - 1}"
+            )
         return chosen
     if number is None:
         return frozenset(range(schedule.num_stages))

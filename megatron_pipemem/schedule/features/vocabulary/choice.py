@@ -41,12 +41,14 @@ def head_on_last_stage(
     if layers is not None:
         if len(layers) != placement.num_stages or not costs.are_single:
             raise UnsupportedError(
+                "costs-mismatch",
                 f"{len(layers)} numbers of layers for {placement.num_stages} stages: give one per stage, and costs as "
-                "single numbers, the price of a device's whole share"
+                "single numbers, the price of a device's whole share",
             )
         if min(layers) < 0 or not sum(layers):
             raise UnsupportedError(
-                f"layers of the stages {', '.join(map(str, layers))} make no model; give 0 or more for each, at least 1 in all"
+                "bad-layout",
+                f"layers of the stages {', '.join(map(str, layers))} make no model; give 0 or more for each, at least 1 in all",
             )
         model = {kind: sum(prices) for kind, prices in seconds.items()}
         seconds = {kind: shared([model[kind] * n / sum(layers) for n in layers], slices) for kind in seconds}
@@ -69,9 +71,14 @@ def redistribute(layers: int, placement: Placement, head: float) -> tuple[int, .
         UnsupportedError: a number is negative, or there is more than one model copy.
     """
     if layers < 0 or head < 0:
-        raise UnsupportedError("layers and head must not be negative; give the cost of the head in layers")
+        raise UnsupportedError(
+            "bad-number", "layers and head must not be negative; give the cost of the head in layers"
+        )
     if placement.replicas > 1:
-        raise UnsupportedError("layers are redistributed over the stages of one model copy; this placement has more")
+        raise UnsupportedError(
+            "unsupported-placement",
+            "layers are redistributed over the stages of one model copy; this placement has more",
+        )
     load = [0.0] * placement.num_devices
     load[placement.devices[-1]] += head
     held = [0] * placement.num_devices
@@ -167,7 +174,7 @@ def choose_vocabulary(
     whole = sum(map(sum, (seconds[kind] for kind in (Kind.F, Kind.B))))
     if not whole:
         raise CostsError(
-            "F, I and W of the layers take no time, so there is nothing to compare the head with; give costs"
+            "no-time", "F, I and W of the layers take no time, so there is nothing to compare the head with; give costs"
         )
     options: dict[str, VocabularyOption] = {}
 

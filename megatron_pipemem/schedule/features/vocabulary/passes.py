@@ -105,7 +105,9 @@ class Run:
         for device, order in enumerate(self._orders):
             if self._at[device] < len(order):
                 action = order[self._at[device]]
-                raise ScheduleError("waits for ever; validate() shows why", at=(device, self._at[device], action))
+                raise ScheduleError(
+                    "unmet-need", "waits for ever; validate() shows why", at=(device, self._at[device], action)
+                )
         return tuple(map(tuple, self._lists))
 
     def _push(self, time: int, device: int = -1, collective: Collective | None = None) -> None:
@@ -285,18 +287,22 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
         ScheduleError: the schedule waits for ever.
     """
     if barriers not in BARRIERS:
-        raise UnsupportedError(f"vocabulary parallelism has 1 or 2 barriers, not {barriers!r}")
+        raise UnsupportedError("bad-choice", f"vocabulary parallelism has 1 or 2 barriers, not {barriers!r}")
     if schedule.vocabulary_barriers:
-        raise UnsupportedError(f"schedule {schedule.name!r} has vocabulary passes already; take the one without")
+        raise UnsupportedError(
+            "conflicting-features", f"schedule {schedule.name!r} has vocabulary passes already; take the one without"
+        )
     if schedule.updates is not None:
         raise UnsupportedError(
+            "conflicting-features",
             f"schedule {schedule.name!r} changes weights within the step, which does not go with vocabulary passes; take a "
-            "synchronous schedule, or leave the vocabulary whole"
+            "synchronous schedule, or leave the vocabulary whole",
         )
     if schedule.offloads or schedule.recomputed:
         raise UnsupportedError(
+            "conflicting-features",
             f"schedule {schedule.name!r} moves or recomputes activations, which is not planned together with vocabulary "
-            "passes; take one that does neither"
+            "passes; take one that does neither",
         )
     check_placement(schedule.placement)
     costs = costs or Costs()
