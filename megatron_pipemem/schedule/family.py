@@ -157,8 +157,9 @@ class Family:
             except Exception as error:  # whatever somebody else's function raises
                 refusal = refusal or error
         raise UnsupportedError(
+            "family-build-failed",
             f"schedule {self.name!r} cannot be built for any of {', '.join(f'p={p} m={m}' for p, m in sizes)}: "
-            f"{type(refusal).__name__}: {refusal}; mend its build function or min_devices"
+            f"{type(refusal).__name__}: {refusal}; mend its build function or min_devices",
         ) from refusal
 
     def check(self) -> None:
@@ -175,6 +176,7 @@ class Family:
                 continue
             size = f"{self.example.num_devices} devices and {self.example.num_microbatches} microbatches"
             raise UnsupportedError(
+                "family-declaration",
                 f"schedule {self.name!r} declares {name}={declared!r}, but what it builds for {size} has {name}={found!r}; "
-                f"leave {name} out, or mend one of them"
+                f"leave {name} out, or mend one of them",
             )

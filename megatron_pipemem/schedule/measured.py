@@ -65,11 +65,13 @@ class MeasuredStep:
         counts = [sum(action.kind in COMPUTE for action in order) for order in self.schedule.orders]
         if [*map(len, self.spans)] != counts:
             found = [*map(len, self.spans)]
-            raise ConfigError(f"times of {found} actions are not those of {counts} on the devices of the schedule")
+            raise ConfigError(
+                "wrong-count", f"times of {found} actions are not those of {counts} on the devices of the schedule"
+            )
         for device, spans in enumerate(self.spans):
             moments = [0, *(moment for span in spans for moment in span)]
             if any(after < before for before, after in zip(moments, moments[1:], strict=False)):
-                raise ConfigError(f"the actions of device {device} do not follow one another in time")
+                raise ConfigError("wrong-order", f"the actions of device {device} do not follow one another in time")
 
     @cached_property
     def _graph(self) -> tuple[Dependencies, list[Step]]:

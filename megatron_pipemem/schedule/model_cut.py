@@ -50,8 +50,9 @@ def check_cut(cut: Cut, schedule: str, placement: Placement) -> None:
     needed = known_chunks(placement)
     if needed != cut.chunks:
         raise UnsupportedError(
+            "needs-chunks",
             f"schedule {schedule} runs {_counted(needed)} per pipeline rank, not {cut.chunks:g} as by {cut.words}; "
-            f"{cut.remedy(needed)}"
+            f"{cut.remedy(needed)}",
         )
 
 
@@ -80,8 +81,9 @@ def placements_of(
             return _placements(schedule, asked | {"chunks": int(cut.chunks)}, num_devices)
         except UnsupportedError as error:
             raise UnsupportedError(
+                "needs-chunks",
                 f"schedule {schedule} does not run {_counted(int(cut.chunks))} per pipeline rank, as by {cut.words} ({error}); "
-                f"{cut.remedy(known_chunks(usual))}"
+                f"{cut.remedy(known_chunks(usual))}",
             ) from error
     placements = _placements(schedule, asked, num_devices)
     if cut is not None:

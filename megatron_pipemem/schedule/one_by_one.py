@@ -126,9 +126,10 @@ def last_resort(
     if lacking:
         needed = MemoryCap(knowledge.held(serial, costs)[device], request.in_bytes)
         raise UnsupportedError(
+            "cap-unreachable",
             f"no schedule keeps a memory cap of {request.memory_cap}: pipeline rank {device} holds {needed} when one "
             f"microbatch runs after the other; raise the cap to at least {needed}, take smaller microbatches, cut the model "
-            "into more stages, or recompute or offload activations"
+            "into more stages, or recompute or offload activations",
         )
 
 

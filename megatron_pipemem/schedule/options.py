@@ -63,9 +63,9 @@ def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
         key, _, value = pair.partition("=")
         key = key.strip().replace("-", "_")
         if not key or not value:
-            raise UnsupportedError(f"{flag} {pair!r}: write KEY=VALUE, as in {flag} chunks=4")
+            raise UnsupportedError("bad-syntax", f"{flag} {pair!r}: write KEY=VALUE, as in {flag} chunks=4")
         if key in options:
-            raise UnsupportedError(f"{flag} {pair!r}: {key} is given twice")
+            raise UnsupportedError("given-twice", f"{flag} {pair!r}: {key} is given twice")
         options[key] = _value(value)
     return options
 
@@ -91,7 +91,7 @@ def check_whole(what: str, value: object, least: int = 1) -> None:
         UnsupportedError: it is no whole number, or less.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UnsupportedError(f"{what} must be a whole number of at least {least}, not {value!r}")
+        raise UnsupportedError("bad-number", f"{what} must be a whole number of at least {least}, not {value!r}")
 
 
 def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> None:
@@ -107,9 +107,9 @@ def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> Non
     """
     for name, value in (("seconds", seconds), ("effort", effort)):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-            raise UnsupportedError(f"{name} of a search must be a number of at least 0, not {value!r}")
+            raise UnsupportedError("bad-number", f"{name} of a search must be a number of at least 0, not {value!r}")
     if not isinstance(seed, int) or isinstance(seed, bool):
-        raise UnsupportedError(f"seed of a search must be a whole number, not {seed!r}")
+        raise UnsupportedError("bad-number", f"seed of a search must be a whole number, not {seed!r}")
 
 
 def check_recompute(mode: object) -> None:
@@ -117,7 +117,7 @@ def check_recompute(mode: object) -> None:
     UnsupportedError: it is none of ``RECOMPUTE``.
     """
     if mode not in RECOMPUTE:
-        raise UnsupportedError(f"recompute {mode!r} is none of {', '.join(RECOMPUTE)}")
+        raise UnsupportedError("bad-choice", f"recompute {mode!r} is none of {', '.join(RECOMPUTE)}")
 
 
 def slice_counts(given: object) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ def slice_counts(given: object) -> tuple[int, ...]:
     elif isinstance(given, str):
         counts = [int(each) if each.strip().isdecimal() else each for each in given.split(",")]
     if not counts:
-        raise UnsupportedError("slices of a search are none; name some, as in slices=1,2,4,8")
+        raise UnsupportedError("bad-syntax", "slices of a search are none; name some, as in slices=1,2,4,8")
     for each in counts:
         check_whole("slices of a search, as in slices=1,2,4,8,", each)
     return tuple(sorted({each for each in counts if isinstance(each, int)}))
@@ -153,15 +153,16 @@ def searched_placements(num_devices: int, kind: Any = None, chunks: Any = None) 
         UnsupportedError: one of them is nothing of the kind, or they do not go together.
     """
     if kind not in (None, "v", "interleaved", "linear"):
-        raise UnsupportedError(f"placement {kind!r} of a search is none of v, interleaved, linear")
+        raise UnsupportedError("bad-choice", f"placement {kind!r} of a search is none of v, interleaved, linear")
     if chunks is None:
         chunks = 1 if kind == "linear" else 2
     check_whole("chunks of a search", chunks)
     if kind is not None and (chunks == 1) != (kind == "linear"):
         needed = "1 model chunk" if kind == "linear" else "at least 2 model chunks"
         raise UnsupportedError(
+            "needs-chunks",
             f"placement {kind} needs {needed} per pipeline rank, not {chunks}; change the placement, or the chunks (--chunks, "
-            "or in a run --num-virtual-stages-per-pipeline-rank)"
+            "or in a run --num-virtual-stages-per-pipeline-rank)",
         )
     if chunks == 1:
         return (Placement.linear(num_devices),)

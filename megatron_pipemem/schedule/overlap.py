@@ -19,7 +19,7 @@ def check_overlap(rollback: object, after: object) -> None:
         UnsupportedError: one of them is nothing of the kind.
     """
     if rollback not in ROLLBACK:
-        raise UnsupportedError(f"rollback {rollback!r} is none of {', '.join(ROLLBACK)}")
+        raise UnsupportedError("bad-choice", f"rollback {rollback!r} is none of {', '.join(ROLLBACK)}")
     check_whole("overlap_after", after, least=0)
 
 
@@ -36,7 +36,8 @@ def check_overlaps(schedule: str, request: Request, weighs: bool) -> None:
     """
     if schedule == STOCK:
         raise UnsupportedError(
-            "--pipemem-overlap-steps is for schedules of this package, and stock is Megatron's own; leave one of them out"
+            "not-for-stock",
+            "--pipemem-overlap-steps is for schedules of this package, and stock is Megatron's own; leave one of them out",
         )
     if request.is_asynchronous:
         check_delays(schedule)
@@ -54,7 +55,9 @@ def check_overlaps(schedule: str, request: Request, weighs: bool) -> None:
         (weighs, "all ranks agree on an order of the microbatches before every step; drop --pipemem-microbatch-costs"),
     ):
         if asked:
-            raise UnsupportedError(f"steps of {schedule} do not go without a barrier between them: {sentence}")
+            raise UnsupportedError(
+                "no-overlap", f"steps of {schedule} do not go without a barrier between them: {sentence}"
+            )
 
 
 def check_delays(name: str) -> None:
@@ -65,6 +68,7 @@ def check_delays(name: str) -> None:
     """
     if not updates_per_batch(name):
         raise UnsupportedError(
+            "conflicting-features",
             f"schedule {name!r} updates after every microbatch, and not once per step, which ranks could delay; drop "
-            "--pipemem-overlap-steps, or take pipedream-2bw"
+            "--pipemem-overlap-steps, or take pipedream-2bw",
         )

@@ -48,7 +48,7 @@ def register_schedule(family: Family, *, replace: bool = False) -> Family:
     there = _table().get(family.name)
     if there is not None and there is not family and not replace:
         raise UnsupportedError(
-            f"schedule {family.name!r} is registered already; pick another name or pass replace=True"
+            "exists-already", f"schedule {family.name!r} is registered already; pick another name or pass replace=True"
         )
     family.check()
     _FAMILIES[family.name] = family
@@ -76,8 +76,9 @@ def family(name: str) -> Family:
     hint = f"did you mean {near[0]!r}? " if near else ""
     listed = get_close_matches(name.lower(), known, n=_LISTED, cutoff=0.0)
     raise UnknownScheduleError(
+        "unknown-schedule",
         f"unknown schedule {name!r}; {hint}known: {', '.join(listed)} and {len(known) - len(listed)} more, which "
-        "`pipemem schedules` lists"
+        "`pipemem schedules` lists",
     )
 
 
@@ -113,7 +114,8 @@ def register_module(target: str) -> tuple[Family, ...]:
     found = _OF_MODULES[module.__name__] = _OF_MODULES.get(module.__name__) or tuple(named.values())
     if not found:
         raise UnsupportedError(
-            f"schedule module {target} has no schedule family; let it call register_schedule(Family(...))"
+            "cannot-import",
+            f"schedule module {target} has no schedule family; let it call register_schedule(Family(...))",
         )
     for each in found:
         register_schedule(each)
@@ -181,7 +183,8 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     for argument in ("memory_cap", "costs", "num_devices", "num_microbatches"):
         if argument in options:
             raise UnsupportedError(
-                f"{argument} is no option of schedule {name!r} alone; give it by its own flag or argument"
+                "has-own-flag",
+                f"{argument} is no option of schedule {name!r} alone; give it by its own flag or argument",
             )
 
 
@@ -237,8 +240,9 @@ def synchronous_schedules(
 def _build(chosen: Family, num_devices: int, num_microbatches: int, options: Mapping[str, Any]) -> Schedule:
     if num_devices < chosen.min_devices:
         raise UnsupportedError(
+            "needs-devices",
             f"schedule {chosen.name!r} needs at least {chosen.min_devices} devices, not {num_devices}; "
-            "use more pipeline ranks or another schedule"
+            "use more pipeline ranks or another schedule",
         )
     options = dict(options)
     if "chunks" in options and "chunks" not in chosen.options:
@@ -246,13 +250,16 @@ def _build(chosen: Family, num_devices: int, num_microbatches: int, options: Map
         if chunks != chosen.chunks:
             own = "1 chunk" if chosen.chunks == 1 else f"{chosen.chunks} chunks"
             raise UnsupportedError(
+                "needs-chunks",
                 f"schedule {chosen.name!r} has {own} per device, not {chunks}; leave chunks out, "
-                "or use 'interleaved', which takes any number"
+                "or use 'interleaved', which takes any number",
             )
     unknown = sorted(set(options) - set(chosen.options))
     if unknown:
         allowed = ", ".join(sorted(chosen.options)) or "none"
-        raise UnsupportedError(f"schedule {chosen.name!r} has no option {unknown[0]!r}; its options: {allowed}")
+        raise UnsupportedError(
+            "unknown-option", f"schedule {chosen.name!r} has no option {unknown[0]!r}; its options: {allowed}"
+        )
     return chosen.build(num_devices, num_microbatches, **options)
 
 
@@ -278,8 +285,9 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units:
     way_out = f"these fit: {', '.join(fitting)}" if fitting else "no registered schedule fits; raise the cap"
     where = "" if len(set(caps)) == 1 else f" on device {worst}"
     raise UnsupportedError(
+        "over-cap",
         f"schedule {chosen.name!r} needs {held[worst]:.4g} activation units{where} with {schedule.num_devices} devices and "
-        f"{schedule.num_microbatches} microbatches, above the memory cap of {caps[worst]:.4g}; {way_out}"
+        f"{schedule.num_microbatches} microbatches, above the memory cap of {caps[worst]:.4g}; {way_out}",
     )
 
 
@@ -288,7 +296,9 @@ def _load(entry: EntryPoint) -> Family:
     where = f"entry point {entry.name!r}{package} in the group {ENTRY_POINT_GROUP}"
     loaded = _import(where, entry.load, "mend or uninstall that package")
     if not isinstance(loaded, Family) or loaded.name != entry.name:
-        raise UnsupportedError(f"{where} must lead to a Family named {entry.name!r}, not to {loaded!r}")
+        raise UnsupportedError(
+            "family-declaration", f"{where} must lead to a Family named {entry.name!r}, not to {loaded!r}"
+        )
     return loaded
 
 
@@ -323,9 +333,11 @@ def _import[T](what: str, load: Callable[[], T], remedy: str) -> T:
     try:
         return load()
     except PipememError as error:
-        raise UnsupportedError(f"{what}: {error}") from error
+        raise UnsupportedError("no-file", f"{what}: {error}") from error
     except Exception as error:  # whatever somebody else's module raises
-        raise UnsupportedError(f"{what} cannot be loaded: {type(error).__name__}: {error}; {remedy}") from error
+        raise UnsupportedError(
+            "cannot-import", f"{what} cannot be loaded: {type(error).__name__}: {error}; {remedy}"
+        ) from error
 
 
 def _module(target: str) -> ModuleType:

@@ -208,15 +208,18 @@ def check_vocab_parallel(vocab_parallel: str, piece_tokens: int | None = None) -
     UnsupportedError: no such algorithm, or pieces of no tokens or of an uncut head.
     """
     if str(vocab_parallel) not in VOCABULARY:
-        raise UnsupportedError(f"--pipemem-vocab-parallel {vocab_parallel!r} is none of {', '.join(VOCABULARY)}")
+        raise UnsupportedError(
+            "bad-choice", f"--pipemem-vocab-parallel {vocab_parallel!r} is none of {', '.join(VOCABULARY)}"
+        )
     if piece_tokens is None:
         return
     if piece_tokens < 1:
-        raise UnsupportedError(f"--pipemem-vocab-piece-tokens {piece_tokens}: give at least 1")
+        raise UnsupportedError("bad-number", f"--pipemem-vocab-piece-tokens {piece_tokens}: give at least 1")
     if vocab_parallel == OFF:
         raise UnsupportedError(
+            "needs-option",
             "--pipemem-vocab-piece-tokens is about a head cut over the pipeline; pass --pipemem-vocab-parallel 1, 2 or auto, "
-            "or leave it out"
+            "or leave it out",
         )
 
 
@@ -226,12 +229,14 @@ def check_search_options(options: Mapping[str, Any], allowed: Sequence[str] = SE
     """
     unknown = sorted(set(options) - set(allowed))
     if unknown:
-        raise UnsupportedError(f"schedule 'auto' has no option {unknown[0]!r}; its options: {', '.join(allowed)}")
+        raise UnsupportedError(
+            "unknown-option", f"schedule 'auto' has no option {unknown[0]!r}; its options: {', '.join(allowed)}"
+        )
     searched_placements(1, options.get("placement"), options.get("chunks"))
     check_effort(options.get("seconds", 0), options.get("effort", 0), options.get("seed", 0))
     slice_counts(options.get("slices", 1))
     if not isinstance(period := options.get("period", False), bool):
-        raise UnsupportedError(f"period of a search must be true or false, not {period!r}")
+        raise UnsupportedError("bad-choice", f"period of a search must be true or false, not {period!r}")
 
 
 def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
@@ -247,8 +252,9 @@ def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
     """
     if barriers and vocab_parallel not in (AUTO, str(_algorithm(barriers))):
         raise UnsupportedError(
+            "conflicting-options",
             f"{name} is a schedule for a vocabulary cut over the pipeline; pass --pipemem-vocab-parallel "
-            f"{_algorithm(barriers)}, not {vocab_parallel}"
+            f"{_algorithm(barriers)}, not {vocab_parallel}",
         )
 
 
@@ -260,13 +266,15 @@ def check_weighs(schedule: str, request: Request) -> None:
     """
     if schedule == STOCK:
         raise UnsupportedError(
+            "not-for-stock",
             "--pipemem-microbatch-costs orders microbatches for schedules of this package, and stock is Megatron's own; leave "
-            "one of them out"
+            "one of them out",
         )
     if request.is_asynchronous:
         raise UnsupportedError(
+            "conflicting-features",
             f"schedule {schedule!r} runs forwards of the next step, whose microbatches nobody has weighed; drop "
-            "--pipemem-microbatch-costs, or take a synchronous schedule"
+            "--pipemem-microbatch-costs, or take a synchronous schedule",
         )
 
 
@@ -290,8 +298,9 @@ def check_slice_cut(schedule: str, request: Request, cut: str) -> None:
         slices = request.options.get("slices", 1 if request.searches else family(schedule).slices)
     if slices == 1:
         raise UnsupportedError(
+            "no-slices",
             f"--pipemem-slice-cut {cut} says how sequences are cut into slices, and schedule {schedule!r} leaves them whole; "
-            "add --pipemem-option slices=4 to one that takes it, or leave it out"
+            "add --pipemem-option slices=4 to one that takes it, or leave it out",
         )
 
 
@@ -303,13 +312,15 @@ def check_replicas(placement: Placement) -> None:
         return
     if placement.name != "bidirectional":
         raise UnsupportedError(
+            "unsupported-placement",
             f"{placement.replicas} replicas of the model run in opposite directions only, stage r and stage p-1-r on device r; "
-            "this placement has them elsewhere"
+            "this placement has them elsewhere",
         )
     if placement.num_devices == 1:
         raise UnsupportedError(
+            "no-pipeline",
             "two replicas of the model need at least two pipeline ranks; pass --pipeline-model-parallel-size 2 or more, or "
-            "another schedule"
+            "another schedule",
         )
 
 
@@ -334,21 +345,24 @@ def _check(request: Request, costs: str) -> None:
         return
     if request.cuts_vocabulary and request.plans_offload:
         raise UnsupportedError(
+            "conflicting-features",
             "offload and recomputation are not planned together with vocabulary passes; pass --pipemem-vocab-parallel off, or "
-            "--pipemem-offload off and --pipemem-recompute none with Megatron's own --recompute-* flags"
+            "--pipemem-offload off and --pipemem-recompute none with Megatron's own --recompute-* flags",
         )
     if request.in_bytes and name != AUTO and not request.plans_offload:
         raise UnsupportedError(
+            "unit-mismatch",
             f"a memory cap in bytes ({cap}) needs --pipemem-schedule auto, which fits a schedule to it, "
             f"or --pipemem-offload; {name!r} is what it is, so give the cap in activation units (1.0 is what 1F1B's "
-            "first rank holds)"
+            "first rank holds)",
         )
     if name == AUTO:
         check_search_options(options)
     elif name.endswith(FILE_SUFFIX):
         if options:
             raise UnsupportedError(
-                f"a schedule file has no options; drop --pipemem-option {next(iter(options))}={next(iter(options.values()))}"
+                "options-of-file",
+                f"a schedule file has no options; drop --pipemem-option {next(iter(options))}={next(iter(options.values()))}",
             )
     else:
         check_options(name, options)
@@ -360,13 +374,15 @@ def _check(request: Request, costs: str) -> None:
 def _check_stock(request: Request) -> None:
     if request.plans_offload:
         raise UnsupportedError(
+            "not-for-stock",
             "Megatron's own schedule has no place for offload or recomputation of ours; name another one, for example "
-            "--pipemem-schedule 1f1b, or use Megatron's own flags"
+            "--pipemem-schedule 1f1b, or use Megatron's own flags",
         )
     if request.cuts_vocabulary:
         raise UnsupportedError(
+            "not-for-stock",
             "Megatron's own schedules have no passes for a cut vocabulary; take a schedule of this package, or pass "
-            "--pipemem-vocab-parallel off"
+            "--pipemem-vocab-parallel off",
         )
 
 
@@ -379,13 +395,15 @@ def _check_asynchronous(request: Request, costs: str) -> None:
     ):
         if asked:
             raise UnsupportedError(
+                "conflicting-features",
                 f"schedule {request.name!r} leaves microbatches in flight between steps, which offload, recomputation, "
-                f"vocabulary parallelism and profiles do not know; pass {off}"
+                f"vocabulary parallelism and profiles do not know; pass {off}",
             )
     if UPDATE_EVERY in request.options:
         raise UnsupportedError(
+            "has-own-flag",
             f"{UPDATE_EVERY} of schedule {request.name!r} is the number of microbatches of a step here; drop the option and "
-            "choose --global-batch-size"
+            "choose --global-batch-size",
         )
 
 

@@ -100,13 +100,15 @@ def resolve(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSched
     """
     if request.searches_period and (request.cuts_vocabulary or request.plans_offload):
         raise UnsupportedError(
-            "a period is searched for alone, without offload, recomputation and vocabulary passes; drop the option period"
+            "conflicting-features",
+            "a period is searched for alone, without offload, recomputation and vocabulary passes; drop the option period",
         )
     if max(request.slice_counts) > 1:
         _check_slices(request, knowledge)
     if request.barriers and request.plans_offload:
         raise UnsupportedError(
-            "offload and recomputation are not planned together with vocabulary passes; leave one of them out"
+            "conflicting-features",
+            "offload and recomputation are not planned together with vocabulary passes; leave one of them out",
         )
     if knowledge.lacks_bytes(request):
         schedule = counting(request, shape.num_microbatches, knowledge)
@@ -125,13 +127,15 @@ def resolve(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSched
 def _check_slices(request: Request, knowledge: Knowledge) -> None:
     if request.searches_period or request.cuts_vocabulary or request.plans_offload:
         raise UnsupportedError(
+            "conflicting-features",
             "slices are searched for without a period, offload, recomputation and vocabulary passes; drop these, or the option "
-            "slices"
+            "slices",
         )
     if request.in_bytes and (knowledge.measures or knowledge.changes is not None):
         raise UnsupportedError(
+            "unit-mismatch",
             "a run counts the bytes of whole microbatches, not of slices; give the memory cap in activation units, or drop the "
-            "option slices"
+            "option slices",
         )
 
 

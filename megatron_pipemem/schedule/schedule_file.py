@@ -25,7 +25,9 @@ def schedule_of_file(path: str, memory_cap: float | Sequence[float] | None) -> S
     """
     schedule = Schedule.from_csv(read_schedule_file(path), name=Path(path).name)
     if schedule.updates is not None:
-        raise UnsupportedError(f"schedule {path} can be simulated and drawn but not run, because {NEVER_FLUSHED}")
+        raise UnsupportedError(
+            "no-steps", f"schedule {path} can be simulated and drawn but not run, because {NEVER_FLUSHED}"
+        )
     validate(schedule, memory_cap=memory_cap)
     return schedule
 
@@ -36,8 +38,9 @@ def check_devices_of_file(schedule: Schedule, num_devices: int) -> None:
     """
     if num_devices != schedule.num_devices:
         raise UnsupportedError(
+            "other-size",
             f"{schedule.name} schedules {schedule.num_devices} devices but the pipeline has {num_devices} ranks; pass "
-            f"--pipeline-model-parallel-size {schedule.num_devices}, or a file for {num_devices} devices"
+            f"--pipeline-model-parallel-size {schedule.num_devices}, or a file for {num_devices} devices",
         )
 
 
@@ -48,7 +51,8 @@ def check_microbatches_of_file(schedule: Schedule, num_microbatches: int) -> Non
     own = schedule.num_microbatches
     if num_microbatches != own:
         raise UnsupportedError(
+            "other-size",
             f"{schedule.name} schedules {own} microbatches but this step has {num_microbatches}; choose "
             f"--global-batch-size = micro-batch size x data-parallel size x {own} without ramp-up, or give a file for "
-            f"{num_microbatches} microbatches"
+            f"{num_microbatches} microbatches",
         )

@@ -80,7 +80,8 @@ def check_affordable(devices: int, microbatches: int, chunks: int, what: str, fi
     size = estimated(devices, microbatches, chunks, fitted)
     if size.is_large:
         raise UnsupportedError(
-            f"{what} {size}; take fewer (a tenth of the microbatches tells nearly as much), or go on with --yes"
+            "too-large",
+            f"{what} {size}; take fewer (a tenth of the microbatches tells nearly as much), or go on with --yes",
         )
 
 

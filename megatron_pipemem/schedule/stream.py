@@ -77,7 +77,7 @@ def stream(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float
     """
     tails = tuple(tails) or (0.0,) * schedule.num_devices
     if len(tails) != schedule.num_devices:
-        raise CostsError(f"{len(tails)} tails for {schedule.num_devices} devices; give one per device")
+        raise CostsError("wrong-count", f"{len(tails)} tails for {schedule.num_devices} devices; give one per device")
     costs = costs or Costs()
 
     def whole(_: int, begins: Sequence[float]) -> list[float]:
@@ -107,7 +107,9 @@ def until_they_repeat(
     period = None
     while len(found) < steps or period is None:
         if len(found) == max(steps, _MOST_STEPS):
-            raise ScheduleError(f"{name}: steps without a barrier have no period within {len(found)} steps")
+            raise ScheduleError(
+                "no-period", f"{name}: steps without a barrier have no period within {len(found)} steps"
+            )
         ends = run(len(found), begins)
         begins = tuple(end + tail for end, tail in zip(ends, tails, strict=True))
         found.append(begins)
@@ -143,11 +145,11 @@ def draw_steps(timeline: Timeline, steps: int) -> Timeline:
     schedule, costs = timeline.schedule, timeline.costs
     if schedule.placement.replicas > 1:
         raise UnsupportedError(
-            f"{schedule.name}: several steps cannot be drawn of a schedule with replicas; leave --steps out"
+            "no-steps", f"{schedule.name}: several steps cannot be drawn of a schedule with replicas; leave --steps out"
         )
     if costs.microbatch is not None:
         raise UnsupportedError(
-            "several steps cannot be drawn of microbatches with weights; leave --steps or the weights out"
+            "no-steps", "several steps cannot be drawn of microbatches with weights; leave --steps or the weights out"
         )
     if schedule.updates is not None:
         drawn = _endless(schedule, steps)
@@ -189,7 +191,7 @@ def _check_family(schedule: Schedule) -> None:
     UnsupportedError: an asynchronous schedule is of a file, or has too few microbatches.
     """
     if schedule.name not in {family.name for family in families() if family.asynchronous}:
-        raise UnsupportedError(f"{schedule.name} has no steps: {NEVER_FLUSHED}, or leave --steps out")
+        raise UnsupportedError("no-steps", f"{schedule.name} has no steps: {NEVER_FLUSHED}, or leave --steps out")
     check_batch(schedule.name, schedule.num_devices, schedule.num_microbatches)
 
 

@@ -159,7 +159,9 @@ class Plans:
             UnsupportedError: no order was there to plan for.
         """
         if not (self.kept or self._missed):
-            raise UnsupportedError("no schedule of these placements is known for these costs; give other placements")
+            raise UnsupportedError(
+                "cap-unreachable", "no schedule of these placements is known for these costs; give other placements"
+            )
         if not self.kept:
             raise self._refusal()
         return min(self.kept, key=lambda each: (each[0].makespan, len(each[0].offloaded)))
@@ -170,6 +172,7 @@ class Plans:
         least = MemoryCap(max(self._knowledge.held(plan.schedule, self._costs)), request.in_bytes)
         why = f"; what stays: {plan.binds}" if plan.binds else ""
         return MemoryCapError(
+            "cap-unreachable",
             f"no plan of {request.name} with offload {request.offload} and recompute {request.recompute} keeps a memory cap "
             f"of {request.memory_cap}: the least found is {least}{why}; raise the cap, or let offload, recompute or the "
             "schedule be chosen (auto)",

@@ -28,7 +28,7 @@ def pipedream(num_devices: int, num_microbatches: int, vertical_sync: bool = Fal
         UnsupportedError: ``vertical_sync`` is neither true nor false.
     """
     if not isinstance(vertical_sync, bool):
-        raise UnsupportedError(f"pipedream: vertical_sync must be true or false, not {vertical_sync!r}")
+        raise UnsupportedError("bad-choice", f"pipedream: vertical_sync must be true or false, not {vertical_sync!r}")
     delay = num_devices - 1 if vertical_sync else None
     return _updating("pipedream", num_devices, num_microbatches, WeightUpdates(every=1, kept=num_devices, delay=delay))
 

@@ -33,7 +33,7 @@ def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> 
     p, m = num_devices, num_microbatches
     _check_even("chimera", p)
     if not isinstance(doubling, bool):
-        raise UnsupportedError(f"chimera: doubling must be true or false, not {doubling!r}")
+        raise UnsupportedError("bad-choice", f"chimera: doubling must be true or false, not {doubling!r}")
     placement = Placement.bidirectional(p)
     forwards = 2 if doubling else 1
     rows: list[list[tuple[int, Action]]] = [[] for _ in range(p)]
@@ -80,8 +80,9 @@ def dualpipe(num_devices: int, num_microbatches: int) -> Schedule:
     _check_even("dualpipe", p)
     if m % 2 or m < 2 * p:
         raise UnsupportedError(
+            "needs-microbatches",
             f"dualpipe needs an even number of microbatches, at least 2p = {2 * p}, not {m}; use another number or "
-            "'chimera', which takes any"
+            "'chimera', which takes any",
         )
     # Device d and its mirror image do what device d of a V of half as many devices does with its two chunks: d's stage of the
     # direction that begins on its side, and its stage of the other.
@@ -101,8 +102,9 @@ def dualpipe(num_devices: int, num_microbatches: int) -> Schedule:
 def _check_even(name: str, p: int) -> None:
     if p % 2:
         raise UnsupportedError(
+            "needs-devices",
             f"{name} needs an even number of devices, not {p}, because its two directions mirror each other; use one "
-            "device more or fewer, or 'gems'"
+            "device more or fewer, or 'gems'",
         )
 
 

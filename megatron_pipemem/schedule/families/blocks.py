@@ -53,7 +53,9 @@ class Block:
             kinds = {each.kind for each in self.starts if each.stage == stage}
             if kinds not in ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}):
                 found = ", ".join(sorted(kinds)) or "nothing"
-                raise ScheduleError(f"stage {stage} has {found} in its block; give it F and B, or F, I and W")
+                raise ScheduleError(
+                    "missing-action", f"stage {stage} has {found} in its block; give it F and B, or F, I and W"
+                )
         backwards = _backwards(self.starts)
         taken: dict[tuple[int, int], Pass] = {}
         for each, start in self.starts.items():
@@ -62,6 +64,7 @@ class Block:
                 ready = self.starts[needed] + SLOTS[needed.kind]
                 if start < ready:
                     raise ScheduleError(
+                        "slot-conflict",
                         f"{each.kind} of stage {each.stage} starts in slot {start}, before {needed.kind} of stage "
                         f"{needed.stage} has ended; start it in slot {ready} or later",
                         at=(device,),
@@ -70,6 +73,7 @@ class Block:
                 other = taken.setdefault((device, slot % self.interval), each)
                 if other is not each:
                     raise ScheduleError(
+                        "slot-conflict",
                         f"{each.kind} of stage {each.stage} and {other.kind} of stage {other.stage} both take slot "
                         f"{slot % self.interval} of every {self.interval}; shift one of them or raise the interval",
                         at=(device,),
@@ -95,7 +99,9 @@ class Block:
             vacant = next((s for s in following if (device, s % interval) not in taken), None)
             if vacant is None:
                 raise ScheduleError(
-                    f"W of stage {stage} finds no vacant slot; raise the interval of {interval}", at=(device,)
+                    "slot-conflict",
+                    f"W of stage {stage} finds no vacant slot; raise the interval of {interval}",
+                    at=(device,),
                 )
             taken.add((device, vacant % interval))
             starts[Pass(Kind.W, stage)] = vacant

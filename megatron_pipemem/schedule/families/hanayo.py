@@ -46,7 +46,10 @@ def hanayo(num_devices: int, num_microbatches: int, waves: int | None = None, ch
         waves = 2 if chunks is None else _waves(chunks)
     check_whole("hanayo: waves", waves, least=1)
     if chunks not in (None, 2 * waves):
-        raise UnsupportedError(f"hanayo: {waves} waves are {2 * waves} chunks, not {chunks!r}; leave one of them out")
+        raise UnsupportedError(
+            "conflicting-options",
+            f"hanayo: {waves} waves are {2 * waves} chunks, not {chunks!r}; leave one of them out",
+        )
     placement = Placement.wave(p, 2 * waves)
     if m <= p:
         return _list_schedule(placement, m)
@@ -62,7 +65,7 @@ def hanayo(num_devices: int, num_microbatches: int, waves: int | None = None, ch
 def _waves(chunks: int) -> int:
     check_whole("hanayo: chunks", chunks, least=2)
     if chunks % 2:
-        raise UnsupportedError(f"hanayo: chunks must be even, two for each wave, not {chunks}")
+        raise UnsupportedError("needs-chunks", f"hanayo: chunks must be even, two for each wave, not {chunks}")
     return chunks // 2
 
 

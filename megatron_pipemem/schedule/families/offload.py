@@ -77,8 +77,9 @@ def uniform_repeating(
         return gis_h(num_devices, num_microbatches, chunks, group_size=1)
     if placement != "v" or chunks != 2:
         raise UnsupportedError(
+            "unsupported-placement",
             f"uniform repeating over {placement!r} with {chunks} chunks is not known; take interleaved with any number of "
-            "chunks, or v with 2"
+            "chunks, or v with 2",
         )
     return next(with_prompt_weights(zbv(num_devices, num_microbatches), Costs()))
 

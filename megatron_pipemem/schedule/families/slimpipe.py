@@ -32,8 +32,9 @@ def slimpipe(num_devices: int, num_microbatches: int, chunks: int = 2, slices: i
     check_whole("slimpipe: slices", n, least=1)
     if n % p:
         raise UnsupportedError(
+            "slices-do-not-fit",
             f"slimpipe: slices must be a multiple of the {p} devices, not {n}; take {-(-n // p) * p}, or 'seq1f1b' or "
-            "'interleaved', which take any number"
+            "'interleaved', which take any number",
         )
     # With one chunk, interleaved 1F1B's warm-up would be up to p - 1 slices longer than it has to be.
     built = seq1f1b(p, num_microbatches, n) if chunks == 1 else interleaved(p, num_microbatches, chunks, slices=n)

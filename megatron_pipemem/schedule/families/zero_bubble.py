@@ -116,8 +116,9 @@ def zb_auto(
     most = int(loosened(cap * p))
     if most < 1:
         raise UnsupportedError(
+            "cap-unreachable",
             f"{NAME} holds at least {1 / p:.4g} activation units on {p} devices, one microbatch of one stage; raise the "
-            f"memory cap of {cap:.4g}"
+            f"memory cap of {cap:.4g}",
         )
     policies = starmap(_Policy, product(dict.fromkeys(_forwards_ahead(costs, p, most)), (0.0, 0.5, 1.0)))
     # What is best for a few microbatches is best for many: a longer steady state repeats its rhythm.

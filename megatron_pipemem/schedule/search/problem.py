@@ -195,7 +195,7 @@ def make_problem(
     seconds = costs.seconds(placement)
     longest = max(max(seconds[kind]) for kind in KINDS)
     if longest <= 0:
-        raise CostsError("all passes cost 0 seconds; give at least one of them a price")
+        raise CostsError("no-time", "all passes cost 0 seconds; give at least one of them a price")
     scale = TICKS / longest
     memory = costs.memory_changes(placement)
     zero = (0.0,) * stages

@@ -93,7 +93,8 @@ def search_schedule(
     costs.require_alike("the search")
     if num_devices < 1 or num_microbatches < 1:
         raise UnsupportedError(
-            f"{num_devices} devices and {num_microbatches} microbatches are no step; give at least 1 of each"
+            "bad-number",
+            f"{num_devices} devices and {num_microbatches} microbatches are no step; give at least 1 of each",
         )
     check_effort(seconds, effort, seed)
     caps = None if memory_cap is None else per_device(memory_cap, num_devices)
@@ -103,7 +104,9 @@ def search_schedule(
     if not placements or any(
         placement.num_devices != num_devices or placement.replicas > 1 for placement in placements
     ):
-        raise UnsupportedError(f"give at least one placement, of one model copy on {num_devices} devices each")
+        raise UnsupportedError(
+            "unsupported-placement", f"give at least one placement, of one model copy on {num_devices} devices each"
+        )
     question = (num_microbatches, costs, caps, tuple(placements), effort, seed, period, slices)
     if cache is not None and (known := cache.get(question, costs)) is not None:
         return known
@@ -136,7 +139,7 @@ def _explored(
     considered = _explorations(placements, num_microbatches, costs, caps, seed, period)
     explorations = _first_orders(considered, clock, tuple(synchronous_families()) if clock.seconds else ())
     if not explorations:
-        raise UnsupportedError(_nothing_fits(placements, num_microbatches, costs, caps))
+        raise UnsupportedError("cap-unreachable", _nothing_fits(placements, num_microbatches, costs, caps))
     _improve(explorations, clock, effort, seed)
     candidates = _described(explorations, clock)
     return candidates, min(exploration.bound for exploration in considered)
@@ -262,7 +265,7 @@ def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int]
             problem = error
     if not found:
         stages = ", ".join(map(str, sorted({each.num_stages for each in placements})))
-        raise CostsError(f"the costs fit no placement of {stages} stages: {problem}")
+        raise CostsError("costs-mismatch", f"the costs fit no placement of {stages} stages: {problem}")
     return tuple(found)
 
 

@@ -224,7 +224,8 @@ def explore_slices(
     found = [candidate for each in explorations if (candidate := each.candidate()) is not None]
     if not found:
         raise refusal or UnsupportedError(
-            f"no order of {slices} slices was found that keeps the memory cap, although one microbatch does; raise the cap"
+            "cap-unreachable",
+            f"no order of {slices} slices was found that keeps the memory cap, although one microbatch does; raise the cap",
         )
     return found, min(each.bound for each in explorations)
 

@@ -82,13 +82,15 @@ def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, second
     started = time.perf_counter()
     if base.updates is not None:
         raise UnsupportedError(
+            "conflicting-features",
             f"{base.name} updates weights between the microbatches of a step, so that their order is part of training; plan "
-            "the steps of a synchronous schedule"
+            "the steps of a synchronous schedule",
         )
     if cap is not None and cap.in_bytes != (costs.memory is not None):
         units = ("activation units", "bytes")
         raise UnsupportedError(
-            f"the cap is in {units[cap.in_bytes]} and the memory of the costs in {units[not cap.in_bytes]}; give both in one"
+            "unit-mismatch",
+            f"the cap is in {units[cap.in_bytes]} and the memory of the costs in {units[not cap.in_bytes]}; give both in one",
         )
     weights = costs.microbatch or MicrobatchWeights((1.0,) * base.num_microbatches)
     search = _Search(base, replace(costs, microbatch=weights), weights, cap, started + seconds)
@@ -135,8 +137,9 @@ class _Search:
             self._vary(self._variation(self._base, [*starts, self._by_arrival]))
         if self._best is None:
             raise MemoryCapError(
+                "cap-unreachable",
                 f"no order of the microbatches of {self._base.name} that was tried keeps the memory cap; raise the cap, or "
-                "split the largest microbatch"
+                "split the largest microbatch",
             )
         plan = self._proved(self._best, bound)
         if self._arrival is not None and plan.makespan > plan.arrival_makespan:

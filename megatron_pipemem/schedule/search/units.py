@@ -146,7 +146,7 @@ def make_units(
     seconds, memory = costs.seconds(placement, n), costs.memory_changes(placement, slices=n)
     longest = max(max(seconds[kind]) for kind in KINDS)
     if longest <= 0:
-        raise CostsError("all passes cost 0 seconds; give at least one of them a price")
+        raise CostsError("no-time", "all passes cost 0 seconds; give at least one of them a price")
     zero = (0.0,) * (stages * n)
     changes = [memory.get(kind, zero) for kind in KINDS]
     exact = all(float(value).is_integer() for each in changes for value in each)

@@ -37,16 +37,20 @@ def costs_arguments(data: object) -> dict[str, Any]:
     """
     if not isinstance(data, dict) or set(data) - set(_KEYS):
         unknown = f", not {shortened(sorted(set(data) - set(_KEYS))[0])}" if isinstance(data, dict) else ""
-        raise CostsError(f"costs are one JSON object with the keys {', '.join(_KEYS)}{unknown}")
+        raise CostsError("unknown-key", f"costs are one JSON object with the keys {', '.join(_KEYS)}{unknown}")
     costs: dict[str, Any] = {key: data[key] for key in (*_PRICES, "p2p") if key in data}
     if (parts := data.get("parts")) is not None:
         if given := sorted(data.keys() & {*_PASSES, "memory"}):
             raise CostsError(
-                f"costs have the keys parts and {given[0]}, which parts already say; leave one of the two out"
+                "conflicting-options",
+                f"costs have the keys parts and {given[0]}, which parts already say; leave one of the two out",
             )
         costs |= _of_parts(_object("parts", parts, _PARTS), _cut(data.get("layers_per_stage")))
     elif "layers_per_stage" in data:
-        raise CostsError("layers_per_stage says how parts are cut, and there are none; leave it out, or give parts")
+        raise CostsError(
+            "conflicting-options",
+            "layers_per_stage says how parts are cut, and there are none; leave it out, or give parts",
+        )
     if (memory := data.get("memory")) is not None:
         costs["memory"] = {_kind("memory", kind): values for kind, values in _object("memory", memory).items()}
     if (further := data.get("further")) is not None:
@@ -70,16 +74,22 @@ def _of_parts(parts: dict[str, Any], cut: tuple[int, ...] | None) -> dict[str, A
         cut: layers of every stage, if they are given.
     """
     if missing := [key for key in _PARTS if key not in parts and key != "end_layers"]:
-        raise CostsError(f"parts lacks the key {missing[0]}; `pipemem profile --output` writes all of them")
+        raise CostsError(
+            "missing-option", f"parts lacks the key {missing[0]}; `pipemem profile --output` writes all of them"
+        )
     kinds, of_kind = parts["order"], {"layers": _object("parts.layers", parts["layers"])}
     if (ends := parts.get("end_layers")) is not None:
         of_kind["end_layers"] = _object("parts.end_layers", ends)
     if not isinstance(kinds, list) or not kinds:
-        raise CostsError(f'parts.order is {shortened(kinds)}; give the kind of every layer, as in ["*-", "*-"]')
+        raise CostsError(
+            "bad-type", f'parts.order is {shortened(kinds)}; give the kind of every layer, as in ["*-", "*-"]'
+        )
     for name, known in of_kind.items():
         for kind in kinds:
             if not isinstance(kind, str) or kind not in known:
-                raise CostsError(f"parts.order has the kind {shortened(kind)}, and parts.{name} has no such layer")
+                raise CostsError(
+                    "unknown-key", f"parts.order has the kind {shortened(kind)}, and parts.{name} has no such layer"
+                )
     read = {
         name: {kind: _part(f"parts.{name}.{kind}", known[kind]) for kind in set(kinds)}
         for name, known in of_kind.items()
@@ -120,29 +130,37 @@ def _cut(layers: object) -> tuple[int, ...] | None:
         or not layers
         or not all(type(each) is int and 0 <= each <= LARGEST for each in layers)
     ):
-        raise CostsError(f"layers_per_stage is {shortened(layers)}; give a list of whole numbers, as in [4, 4, 3, 3]")
+        raise CostsError(
+            "bad-type", f"layers_per_stage is {shortened(layers)}; give a list of whole numbers, as in [4, 4, 3, 3]"
+        )
     return tuple(layers)
 
 
 def _channel(settings: dict[str, Any]) -> dict[str, Any]:
     duplex, switches = settings.get("duplex", False), settings.get("switches", [])
     if not isinstance(duplex, bool):
-        raise CostsError(f"channel.duplex is {shortened(duplex)}; give true or false")
+        raise CostsError("bad-type", f"channel.duplex is {shortened(duplex)}; give true or false")
     if not isinstance(switches, list) or not all(
         isinstance(group, list) and all(isinstance(device, int) and abs(device) <= LARGEST for device in group)
         for group in switches
     ):
-        raise CostsError(f"channel.switches is {shortened(switches)}; give lists of devices, as in [[0, 1], [2, 3]]")
+        raise CostsError(
+            "bad-switches", f"channel.switches is {shortened(switches)}; give lists of devices, as in [[0, 1], [2, 3]]"
+        )
     if "ratio" in settings and not settings.keys().isdisjoint(("offload", "reload")):
-        raise CostsError("channel has a ratio, and seconds too; give either")
+        raise CostsError("conflicting-options", "channel has a ratio, and seconds too; give either")
     if "ratio" not in settings and "offload" not in settings:
-        raise CostsError("channel lacks the key offload, seconds to the host; give it, or ratio in its place")
+        raise CostsError(
+            "missing-option", "channel lacks the key offload, seconds to the host; give it, or ratio in its place"
+        )
     return settings
 
 
 def _microbatch(weights: dict[str, Any]) -> dict[str, Any]:
     if "time" not in weights:
-        raise CostsError("microbatch lacks the key time, a list of one weight per microbatch; give it")
+        raise CostsError(
+            "missing-option", "microbatch lacks the key time, a list of one weight per microbatch; give it"
+        )
     kinds = _object("microbatch.kinds", weights.get("kinds", {}))
     return {**weights, "kinds": {_kind("microbatch.kinds", kind): each for kind, each in kinds.items()}}
 
@@ -150,9 +168,11 @@ def _microbatch(weights: dict[str, Any]) -> dict[str, Any]:
 def _object(key: str, value: object, known: Iterable[str] | None = None) -> dict[str, Any]:
     """Return a JSON object, whose keys are known."""
     if not isinstance(value, dict):
-        raise CostsError(f"{key} is {shortened(value)}; give an object{_EXAMPLES.get(key, '')}")
+        raise CostsError("bad-type", f"{key} is {shortened(value)}; give an object{_EXAMPLES.get(key, '')}")
     if known is not None and (unknown := sorted(set(value) - set(known))):
-        raise CostsError(f"{key} has the unknown key {shortened(unknown[0])}; known are {', '.join(known)}")
+        raise CostsError(
+            "unknown-key", f"{key} has the unknown key {shortened(unknown[0])}; known are {', '.join(known)}"
+        )
     return value
 
 
@@ -161,14 +181,14 @@ def _kind(key: str, kind: str) -> Kind:
         return Kind(kind)
     except ValueError:
         raise CostsError(
-            f"{key} has the unknown key {shortened(kind)}; it takes kinds of actions, {', '.join(Kind)}"
+            "unknown-key", f"{key} has the unknown key {shortened(kind)}; it takes kinds of actions, {', '.join(Kind)}"
         ) from None
 
 
 def _link(link: str) -> tuple[int, int]:
     source, dash, destination = link.partition("-")
     if not (dash and source.isdecimal() and destination.isdecimal() and len(link) < 20):
-        raise CostsError(f"p2p has the key {shortened(link)}; write links as two devices, as in 0-1")
+        raise CostsError("unknown-key", f"p2p has the key {shortened(link)}; write links as two devices, as in 0-1")
     return int(source), int(destination)
 
 

@@ -38,9 +38,9 @@ class Cell(NamedTuple):
     line: int
     column: int
 
-    def fault(self, message: str) -> ScheduleFormatError:
+    def fault(self, code: str, message: str) -> ScheduleFormatError:
         """Return the error that says what is wrong with it."""
-        return ScheduleFormatError(message, line=self.line, column=self.column)
+        return ScheduleFormatError(code, message, line=self.line, column=self.column)
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,9 @@ class Table:
         for _, cell in self.placed:
             if cell.action.kind not in ORDERED:
                 raise cell.fault(
+                    "not-computed",
                     f"{cell.action} is not a compute action; keep F, I, W, B, R and the actions on memory, messages are "
-                    "derived from them"
+                    "derived from them",
                 )
 
     def placement(self) -> Placement:
@@ -104,14 +105,15 @@ class Table:
         """
         if not any(self.orders):
             raise ScheduleFormatError(
-                "the file holds no actions; write a line per device, one action per cell, as in 0F0,0B0"
+                "no-actions", "the file holds no actions; write a line per device, one action per cell, as in 0F0,0B0"
             )
         if self.header.devices:
             placement = Placement.from_devices(self.header.devices, self.header.replicas)
             if len(self.rows) != placement.num_devices:
                 raise ScheduleFormatError(
+                    "bad-header",
                     f"the file has actions for {len(self.rows)} devices, but the line that starts with # names "
-                    f"{placement.num_devices}; write a line for each, or name those without actions, as in idle=1"
+                    f"{placement.num_devices}; write a line for each, or name those without actions, as in idle=1",
                 )
             return placement
         devices: dict[int, int] = {}
@@ -121,25 +123,29 @@ class Table:
             stage = cell.action.stage
             if devices.setdefault(stage, device) != device:
                 raise cell.fault(
+                    "bad-placement",
                     f"stage {stage} is on device {device} here and on device {devices[stage]} above; a stage belongs to "
-                    "one device"
+                    "one device",
                 )
         missing = sorted(set(range(len(devices))) - set(devices))
         if missing:
             stray = next(cell for _, cell in of_stages if cell.action.stage > missing[0])
             raise stray.fault(
+                "bad-placement",
                 f"{stray.action} is of stage {stray.action.stage}, but no device runs stage {missing[0]}; stages count from 0 "
-                "without a gap"
+                "without a gap",
             )
         empty = sorted(set(range(len(self.rows))) - set(devices.values()))
         if empty:
             raise ScheduleFormatError(
+                "bad-placement",
                 f"device {empty[0]} runs no stage; give it one, remove its line, or name the device of every stage in a "
-                "line that starts with #, as in # devices=0-1-1-0"
+                "line that starts with #, as in # devices=0-1-1-0",
             )
         if len(devices) % self.header.replicas:
             raise ScheduleFormatError(
-                f"{len(devices)} stages do not make {self.header.replicas} replicas; mend the line that starts with #"
+                "bad-header",
+                f"{len(devices)} stages do not make {self.header.replicas} replicas; mend the line that starts with #",
             )
         return Placement.from_devices(tuple(devices[stage] for stage in range(len(devices))), self.header.replicas)
 
@@ -183,7 +189,7 @@ def read_table(text: str, dialect: str = "auto") -> Table:
         ScheduleFormatError: with line and column, when a cell is no action.
     """
     if dialect not in DIALECTS:
-        raise ScheduleFormatError(f"unknown dialect {dialect!r}; use {', '.join(DIALECTS)}")
+        raise ScheduleFormatError("unknown-dialect", f"unknown dialect {dialect!r}; use {', '.join(DIALECTS)}")
     header, text = read_header(text)
     lines = [
         [(number, column, cell) for column, cell in enumerate(_cells(line), start=1) if cell]
@@ -275,11 +281,12 @@ def _action(text: str, letters: str, line: int, column: int) -> Action:
     try:
         if _NEGATIVE.fullmatch(text):
             raise ScheduleFormatError(
+                "not-an-action",
                 f"{shown(text)} is not an action: microbatches count from 0, so its table was computed one step too early or "
-                "uses -1 for 'none'; leave the cell empty if nothing runs there"
+                "uses -1 for 'none'; leave the cell empty if nothing runs there",
             )
         return Action.parse(text, _READ.get(letters, {}))
     except ScheduleFormatError as error:
         old = "; BW is the full backward of torch before 2.6, which the dialect torch-old reads"
         hint = old if "BW" in text and letters != "torch-old" else ""
-        raise ScheduleFormatError(f"{error}{hint}", line=line, column=column) from None
+        raise ScheduleFormatError(error.code, f"{error}{hint}", line=line, column=column) from None

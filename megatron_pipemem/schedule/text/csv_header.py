@@ -69,24 +69,28 @@ def read_header(text: str) -> tuple[Header, str]:
         return Header(), text
     first = marked[0]
     if len(marked) > 1:
-        raise ScheduleFormatError("the file has a line that starts with # already; join the two", line=marked[1] + 1)
+        raise ScheduleFormatError(
+            "bad-header", "the file has a line that starts with # already; join the two", line=marked[1] + 1
+        )
     header = Header(**_parse(lines[first].strip(_BLANK + "\r,").removeprefix("#"), first + 1))
     lines[first] = ""
     replicas, devices, idle, *_ = header
     if devices and (len(devices) % replicas or set(devices) != set(range(max(devices) + 1))):
         raise ScheduleFormatError(
+            "bad-header",
             "devices names the device of every stage, as in devices=0-1-1-0: all devices from 0 up, and as many stages "
             f"for each of {replicas} replicas",
             line=first + 1,
         )
     if list(idle) != sorted(set(idle)) or (idle and (not devices or idle[-1] > max(devices))):
         raise ScheduleFormatError(
+            "bad-header",
             "idle names devices without actions, in order, as in devices=0-1-2 idle=0-2; devices must be there too",
             line=first + 1,
         )
     missing = [name for name in ("update_every", "versions_kept") if getattr(header, name) is None]
     if missing and header[-3:] != (None, None, None):
-        raise ScheduleFormatError(f"weight updates need {missing[0]} too; add it", line=first + 1)
+        raise ScheduleFormatError("bad-header", f"weight updates need {missing[0]} too; add it", line=first + 1)
     return header, "\n".join(lines)
 
 
@@ -102,6 +106,7 @@ def _parse(line: str, number: int) -> dict[str, Any]:
             or not all(_NUMBER.fullmatch(each) and int(each) >= (name not in _FROM_ZERO) for each in numbers)
         ):
             raise ScheduleFormatError(
+                "bad-header",
                 f"{shown(word)} is no setting; write name=number, as in replicas=2, with {MOST_DIGITS} digits at most (names: "
                 f"{', '.join(Header._fields)})",
                 line=number,

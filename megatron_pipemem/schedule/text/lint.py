@@ -107,6 +107,7 @@ def _check_numbering(schedule: Schedule) -> None:
             if shift and len(numbers) == len(wanted) and numbers == list(range(shift, shift + len(wanted))):
                 position, action = min(places, key=lambda place: place[1].microbatch)
                 raise ScheduleError(
+                    "shifted-microbatches",
                     f"stage {stage} numbers its {len(wanted)} actions of kind {kind} from {shift} to {numbers[-1]}, "
                     f"but the step has microbatches 0 to {len(wanted) - 1}; take {shift} off every one of them, so "
                     f"that {action} becomes {action._replace(microbatch=0)}",

@@ -32,14 +32,16 @@ class FileWeights(NamedTuple):
         """
         if not self.one_for_all and iteration >= len(self.steps):
             raise CostsError(
+                "wrong-count",
                 f"{self.path} has weights of {len(self.steps)} training steps, and this is step {iteration + 1}; give those of "
-                "every step, or one object for all"
+                "every step, or one object for all",
             )
         weights = self.steps[0 if self.one_for_all else iteration]
         if len(weights) != num_microbatches:
             raise CostsError(
+                "wrong-count",
                 f"{self.path} weighs {len(weights)} microbatches, and training step {iteration + 1} has {num_microbatches}; "
-                "give one weight per microbatch"
+                "give one weight per microbatch",
             )
         return weights
 
@@ -65,8 +67,9 @@ def read_microbatch_costs(asked: str) -> str | FileWeights | FunctionName:
     module, _, name = asked.rpartition(":")
     if not (module and name):
         raise UnsupportedError(
+            "bad-choice",
             f"--pipemem-microbatch-costs {asked!r} is neither tokens, FLOPs, a .json file nor module:function; give one of "
-            "these"
+            "these",
         )
     return FunctionName(module, name)
 
@@ -85,6 +88,7 @@ def _weights(path: str, data: object) -> MicrobatchWeights:
         return MicrobatchWeights(**costs_arguments({"microbatch": fields})["microbatch"])
     except CostsError as error:
         raise CostsError(
+            "wrong-file",
             f"{path} holds no weights of microbatches ({error}); write [1, 0.25], or "
-            '{"time": [1, 0.25], "memory": [1, 0.5], "kinds": {"W": [1, 0.5]}}'
+            '{"time": [1, 0.25], "memory": [1, 0.5], "kinds": {"W": [1, 0.5]}}',
         ) from error
