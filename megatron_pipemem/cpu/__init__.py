@@ -53,8 +53,9 @@ def activate(*, emulate_fused_gradients: bool = True, verbose: bool = False) -> 
         return
     if "megatron.core" in sys.modules:
         raise UnsupportedError(
+            "enabled-too-late",
             "megatron_pipemem.cpu.activate() came after `import megatron.core`, which keeps CUDA functions by name; "
-            "call it first, or start the script with `pipemem run --cpu`"
+            "call it first, or start the script with `pipemem run --cpu`",
         )
     if not verbose:
         quiet.ignore_missing_packages()

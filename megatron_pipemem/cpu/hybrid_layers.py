@@ -39,8 +39,9 @@ class _NoLocalLayer:
 
     def __init__(self, *args: object, **kwargs: object):
         raise UnsupportedError(
+            "not-on-cpu",
             "there are no local layers for G (gated delta net) and D (sparse attention) in --hybrid-layer-pattern; pass "
-            "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec, which needs Transformer Engine"
+            "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec, which needs Transformer Engine",
         )
 
 

@@ -32,13 +32,16 @@ def decided_by_rank_zero[T](decide: Callable[[], T]) -> T:
             decided = decide()
         except Exception as error:  # the other ranks are waiting and must hear of it, whatever it is
             failure = error
-    payload: list[Any] = [(decided, None if failure is None else f"{failure}", isinstance(failure, PipememError))]
+    code = failure.code if isinstance(failure, PipememError) else None
+    payload: list[Any] = [(decided, None if failure is None else f"{failure}", code)]
     dist.broadcast_object_list(payload, src=0)
-    of_rank_zero, message, is_ours = payload[0]
-    if failure is not None and not is_ours:
+    of_rank_zero, message, code = payload[0]
+    if failure is not None and code is None:
         raise failure
     if message is not None:
-        raise UnsupportedError(message if is_ours else f"rank 0 failed to plan: {message}")
+        if code is None:
+            code, message = "other-rank-failed", f"rank 0 failed to plan: {message}"
+        raise UnsupportedError(code, message)
     return of_rank_zero
 
 
@@ -64,7 +67,7 @@ def done_by_all[T](do: Callable[[], T]) -> T:
         raise failure
     for rank, message in enumerate(failures):
         if message is not None:
-            raise UnsupportedError(f"rank {rank} failed: {message}")
+            raise UnsupportedError("other-rank-failed", f"rank {rank} failed: {message}")
     return done
 
 
@@ -103,6 +106,7 @@ def agree(digest: str, group: dist.ProcessGroup) -> None:
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
         raise UnsupportedError(
+            "ranks-differ",
             f"pipeline ranks {different} built another schedule than rank 0; start every rank with the same "
-            "--pipemem flags, CUDA and NCCL variables, package versions and number of microbatches"
+            "--pipemem flags, CUDA and NCCL variables, package versions and number of microbatches",
         )

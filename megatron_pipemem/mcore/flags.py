@@ -70,7 +70,7 @@ def _check_known(flag: str, known: list[str], parser: Parser) -> None:
     """Refuse a flag that is meant to be one of ours and is not."""
     ours = flag.startswith("--pipemem")
     if flag.startswith("-") and (near := get_close_matches(flag, known, n=1, cutoff=0.6 if ours else _NEAR)):
-        raise UnsupportedError(f"unknown flag {flag}; did you mean {near[0]}?")
+        raise UnsupportedError("unknown-flag", f"unknown flag {flag}; did you mean {near[0]}?")
     if ours:
         parser.error(f"unknown flag {flag}")
 
@@ -97,8 +97,9 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
     p, layers = sizes.pipeline_model_parallel_size, sizes.num_layers
     if p == 1:
         raise UnsupportedError(
+            "no-pipeline",
             f"there is no pipeline for schedule {settings.schedule}: pass --pipeline-model-parallel-size 2 or more, or "
-            f"--pipemem-schedule {STOCK} to measure Megatron's own step"
+            f"--pipemem-schedule {STOCK} to measure Megatron's own step",
         )
     request = settings.request
     assert request is not None, "only stock has none"

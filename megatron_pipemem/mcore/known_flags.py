@@ -54,16 +54,22 @@ def check_flags(flags: Mapping[str, Any]) -> None:
         if flag is None:
             near = difflib.get_close_matches(f"--{name}", known, n=1)
             hint = f"did you mean {near[0][2:]!r}?" if near else "see the training script's --help"
-            raise ConfigError(f"Megatron has no flag --{name}; {hint}", key=f"megatron.{name}")
+            raise ConfigError("unknown-flag", f"Megatron has no flag --{name}; {hint}", key=f"megatron.{name}")
         if value is None or isinstance(value, bool):
             continue
         if flag["bare"]:
-            raise ConfigError(f"is {value!r}, and --{name} takes no value; give true or false", key=f"megatron.{name}")
+            raise ConfigError(
+                "bad-type", f"is {value!r}, and --{name} takes no value; give true or false", key=f"megatron.{name}"
+            )
         for each in map(str, value if isinstance(value, list | tuple) else [value]):
             if flag["choices"] and each not in flag["choices"]:
-                raise ConfigError(f"is {each!r}; give {' or '.join(flag['choices'])}", key=f"megatron.{name}")
+                raise ConfigError(
+                    "bad-choice", f"is {each!r}; give {' or '.join(flag['choices'])}", key=f"megatron.{name}"
+                )
             if not _reads(each, flag["type"]):
-                raise ConfigError(f"is {each!r}; --{name} takes numbers ({flag['type']})", key=f"megatron.{name}")
+                raise ConfigError(
+                    "bad-type", f"is {each!r}; --{name} takes numbers ({flag['type']})", key=f"megatron.{name}"
+                )
 
 
 def described(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:

@@ -200,8 +200,9 @@ class LayerwiseRandom(Extension):
             return original(*call, **kwargs)
         if unwrap_model(model) not in self._models:
             raise UnsupportedError(
+                "enabled-too-late",
                 "layerwise random numbers need a GPTModel or a HybridModel that was built after enable(), and this "
-                f"{type(unwrap_model(model)).__name__} is none; leave --pipemem-random out"
+                f"{type(unwrap_model(model)).__name__} is none; leave --pipemem-random out",
             )
         number = self._number
         later, microbatch = (0, int(kwargs["current_microbatch"])) if number is None else divmod(number, self._batch)

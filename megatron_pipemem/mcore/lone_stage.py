@@ -90,7 +90,9 @@ def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
         UnsupportedError: the process is part of a job already.
     """
     if dist.is_initialized():
-        raise UnsupportedError("profiling needs a process of its own, and this one is in a process group already")
+        raise UnsupportedError(
+            "cannot-profile", "profiling needs a process of its own, and this one is in a process group already"
+        )
     ranks = execution.tp * execution.cp * execution.ep
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     patches = PatchSet()
@@ -333,7 +335,9 @@ def _check_recompute(model: Model, execution: Execution) -> None:
         ),
     ):
         if reason and execution.recomputes(module):
-            raise UnsupportedError(f"recompute_modules has {module}: {reason}; the formulas of the planner have it")
+            raise UnsupportedError(
+                "cannot-profile", f"recompute_modules has {module}: {reason}; the formulas of the planner have it"
+            )
 
 
 def _config(model: Model, execution: Execution, kinds: Sequence[str], position: int) -> TransformerConfig:

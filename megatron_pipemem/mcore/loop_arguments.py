@@ -35,7 +35,8 @@ def steps_left() -> int | None:
         return None
     if getattr(arguments, "iterations_to_skip", None):
         raise UnsupportedError(
-            "asynchronous schedules read data of the next batch, so none can be skipped; drop --iterations-to-skip"
+            "unsupported-setting",
+            "asynchronous schedules read data of the next batch, so none can be skipped; drop --iterations-to-skip",
         )
     return arguments.train_iters - arguments.curr_iteration - 1
 
@@ -54,8 +55,9 @@ def iteration_and_seed() -> tuple[int, int]:
     arguments = _arguments()
     if arguments is None:
         raise UnsupportedError(
+            "needs-megatron-loop",
             "layerwise random numbers need the seed and the iteration of Megatron's own training loop, and this program does "
-            "not use it; leave random='layerwise' out, and begin from a checkpoint to compare schedules"
+            "not use it; leave random='layerwise' out, and begin from a checkpoint to compare schedules",
         )
     seed = arguments.seed
     if arguments.data_parallel_random_init:

@@ -61,7 +61,8 @@ class Symbol:
         missing = set(self.parameters) - set(inspect.signature(function).parameters)
         if missing:
             raise UpstreamError(
-                f"{self} has no parameter {', '.join(sorted(missing))} in {self._installed()}; {self._tested()}"
+                "other-version",
+                f"{self} has no parameter {', '.join(sorted(missing))} in {self._installed()}; {self._tested()}",
             )
         return function
 
@@ -69,7 +70,7 @@ class Symbol:
         try:
             return getattr(owner, attribute)
         except AttributeError:
-            raise UpstreamError(f"{self._installed()} has no {self}; {self._tested()}") from None
+            raise UpstreamError("other-version", f"{self._installed()} has no {self}; {self._tested()}") from None
 
     def _installed(self) -> str:
         if self._is_of_te:

@@ -30,7 +30,8 @@ def add_planned_flags(file: str, arguments: Sequence[str]) -> list[str]:
         missing = [each for each in values if each not in given.get(flag, [])]
         if missing and flag in given and flag not in _REPEATED:
             raise UnsupportedError(
-                f"{flag} is {_text(given[flag])} here and {_text(values)} in {file}; leave it out, or plan with it"
+                "plan-differs",
+                f"{flag} is {_text(given[flag])} here and {_text(values)} in {file}; leave it out, or plan with it",
             )
         added += [word for each in missing for word in (flag, *each)]
     return [*arguments, *added]

@@ -181,7 +181,8 @@ def enable_with(wanted: Settings) -> None:
     if _enabled is not None:
         if _enabled.settings != wanted:
             raise UnsupportedError(
-                f"the plugin is enabled already with {_enabled.settings}; call disable() before enabling other settings"
+                "enabled-already",
+                f"the plugin is enabled already with {_enabled.settings}; call disable() before enabling other settings",
             )
         return
     enabled = _Enabled.of(wanted)
@@ -263,7 +264,7 @@ def place_model_chunks() -> AbstractContextManager[None]:
 
 def _program_chunks() -> ProgramChunks:
     if _enabled is None or _enabled.program_chunks is None:
-        raise UnsupportedError("call enable() with a schedule before building model chunks")
+        raise UnsupportedError("not-enabled", "call enable() with a schedule before building model chunks")
     return _enabled.program_chunks
 
 

@@ -95,16 +95,19 @@ def _check(model: Model, execution: Execution, fake: bool) -> None:
     execution.check(model)
     if execution.fp8 != "none":
         raise UnsupportedError(
-            "8-bit products run in Transformer Engine's layers, and profiling builds local ones; give --formulas"
+            "cannot-profile",
+            "8-bit products run in Transformer Engine's layers, and profiling builds local ones; give --formulas",
         )
     if execution.cp > 1 and (not fake or execution.attention == "unfused"):
         raise UnsupportedError(
+            "cannot-profile",
             "attention over a sequence shared by context-parallel ranks needs those ranks: profile with cp 1, or count bytes "
-            "of fused attention with --fake"
+            "of fused attention with --fake",
         )
     if Block.MAMBA in "".join(model.all_kinds) and (fake or find_spec("mamba_ssm") is None):
         raise UnsupportedError(
-            "Mamba layers run with the package mamba_ssm, on a GPU; profile there without --fake, or give --formulas"
+            "cannot-profile",
+            "Mamba layers run with the package mamba_ssm, on a GPU; profile there without --fake, or give --formulas",
         )
 
 

@@ -72,13 +72,15 @@ def check_sharing(config, schedule: str, placement: Placement) -> None:
     for attribute in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         if getattr(config, attribute, None) is not None and is_folded(placement):
             raise UnsupportedError(
-                f"{attribute} does not go with schedule {schedule} (placement {placement.name}): {FIRST_OR_LAST}"
+                "unsupported-placement",
+                f"{attribute} does not go with schedule {schedule} (placement {placement.name}): {FIRST_OR_LAST}",
             )
     if getattr(config, "mtp_standalone", False) and not placement.is_round_robin:
         raise UnsupportedError(
+            "unsupported-placement",
             f"a stage of multi-token prediction before the last one does not go with schedule {schedule} (placement "
             f"{placement.name}): its copy of the embedding has to be on the first stage's device, as the last stage is; write "
-            "m beside L in --pipeline-model-parallel-layout"
+            "m beside L in --pipeline-model-parallel-layout",
         )
 
 
@@ -97,16 +99,18 @@ def check_model(config, splits: bool, recomputes: bool) -> None:
         refuse(_of(config), CPU)
     if getattr(config, "gradient_accumulation_fusion", False) and not layers._grad_accum_fusion_available:
         raise UnsupportedError(
+            "not-installed",
             "gradient accumulation fusion needs Apex's fused_weight_gradient_mlp_cuda for the LM head, beside Transformer "
-            "Engine too, and it is not installed; install Apex with --cuda_ext, or pass --no-gradient-accumulation-fusion"
+            "Engine too, and it is not installed; install Apex with --cuda_ext, or pass --no-gradient-accumulation-fusion",
         )
     # Configurations say so by default, also of local layers where it is not even installed (and its version is 0).
     if getattr(config, "transformer_impl", None) != "transformer_engine" or not get_te_version().release[0]:
         return
     if splits and not is_te_min_version(_OLDEST):
         raise UnsupportedError(
+            "other-version",
             f"Transformer Engine {get_te_version()} does not say which weight gradients it keeps for later; install {_OLDEST} "
-            "or newer, or pass --transformer-impl local, or take a schedule that does not split the backward, like 1f1b"
+            "or newer, or pass --transformer-impl local, or take a schedule that does not split the backward, like 1f1b",
         )
     refuse_transformer_engine(_of(config), splits, recomputes)
 
@@ -125,26 +129,29 @@ def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, 
     """
     for chunk in chunks:
         if "FullyShardedDataParallel" in type(chunk).__name__:
-            raise UnsupportedError(FSDP)
+            raise UnsupportedError("unsupported-setting", FSDP)
         check_config(getattr(chunk, "ddp_config", None), SCHEDULES)
         if _cannot_be_saved(chunk) and keeps_checkpoints():
             raise UnsupportedError(
+                "tied-embedding",
                 "Megatron cannot write or read a checkpoint of a pipeline whose stage of multi-token prediction has a tied "
-                "head; pass --untie-embeddings-and-output-weights, or leave --save and --load out"
+                "head; pass --untie-embeddings-and-output-weights, or leave --save and --load out",
             )
     if len(chunks) != num_chunks and replicas > 1:
         raise UnsupportedError(
+            "needs-chunks",
             f"schedule {schedule} needs {replicas} replicas of the model, a chunk of either on every rank, and here "
             f"are {len(chunks)} chunks; call enable() before the model is built, and drop the flags that ask for virtual "
-            "pipeline stages"
+            "pipeline stages",
         )
     if len(chunks) != num_chunks:
         raise UnsupportedError(
+            "needs-chunks",
             f"schedule {schedule} needs {num_chunks} model chunks per pipeline rank, the model has {len(chunks)}; pass "
             f"--num-virtual-stages-per-pipeline-rank {num_chunks}"
             if num_chunks > 1
             else f"schedule {schedule} needs 1 model chunk per pipeline rank, the model has {len(chunks)}; drop the flags "
-            "that ask for virtual pipeline stages"
+            "that ask for virtual pipeline stages",
         )
 
 
@@ -184,8 +191,9 @@ def check_overlapped(
     refuse_overlapped(value_of, delays)
     if type(optimizer) is not ChainedOptimizer or not optimizer.grads_states_parallel_group_is_shared():
         raise UnsupportedError(
+            "unsupported-setting",
             "gradient norms of experts and of other parameters are summed over different groups of ranks, and without a "
-            "barrier between steps it must be one sum; pass --use-distributed-optimizer, or drop --pipemem-overlap-steps"
+            "barrier between steps it must be one sum; pass --use-distributed-optimizer, or drop --pipemem-overlap-steps",
         )
     if optimizer.config.clip_grad > 0 and not delays:
         parts_of(optimizer)
@@ -211,4 +219,4 @@ def check_asynchronous(config, chunks: list[torch.nn.Module], loop_updates: bool
     for chunk in [] if loop_updates else chunks:
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         if getattr(model, "share_embeddings_and_output_weights", False):
-            raise UnsupportedError(TIED)
+            raise UnsupportedError("tied-embedding", TIED)

@@ -74,7 +74,7 @@ class OffloadSettings:
         """
         for what, given, allowed in (("offload", mode, OFFLOAD), ("recompute", recompute, RECOMPUTE)):
             if given not in allowed:
-                raise UnsupportedError(f"--pipemem-{what} {given!r} is none of {', '.join(allowed)}")
+                raise UnsupportedError("bad-choice", f"--pipemem-{what} {given!r} is none of {', '.join(allowed)}")
         readers = {
             "bandwidth": _bytes,
             "min_bytes": lambda what, value: int(_bytes(what, value)),
@@ -86,7 +86,7 @@ class OffloadSettings:
         unknown = sorted(set(options) - set(readers))
         if unknown:
             raise UnsupportedError(
-                f"activation offload has no option {unknown[0]!r}; its options: {', '.join(readers)}"
+                "unknown-option", f"activation offload has no option {unknown[0]!r}; its options: {', '.join(readers)}"
             )
         read: dict[str, Any] = {name: readers[name](f"offload option {name}", value) for name, value in options.items()}
         budget = None if host_memory is None else _bytes("--pipemem-host-memory", host_memory)
@@ -194,12 +194,14 @@ class Settings:
             ("weight_inputs", WEIGHT_INPUTS),
         ):
             if getattr(self, name) not in allowed:
-                raise UnsupportedError(f"{name} {getattr(self, name)!r} is none of {', '.join(allowed)}")
+                raise UnsupportedError("bad-choice", f"{name} {getattr(self, name)!r} is none of {', '.join(allowed)}")
         if self.schedule != STOCK:
             prices_of(self.costs)
         if self.single_queue and self.schedule == STOCK:
             raise UnsupportedError(
-                f"--pipemem-single-queue orders schedules of this package, and {STOCK} is Megatron's own; leave one of them out"
+                "not-for-stock",
+                f"--pipemem-single-queue orders schedules of this package, and {STOCK} is Megatron's own; "
+                "leave one of them out",
             )
         searched = {"period": True} if self.overlap_steps and self.schedule == AUTO else {}
         options = {**searched, **(self.options or {})}
@@ -228,7 +230,7 @@ def _bytes(what: str, value: object) -> float:
 
 def _switch(what: str, value: object) -> bool:
     if value not in (0, 1, False, True):
-        raise UnsupportedError(f"{what} {value!r} is neither 0 nor 1")
+        raise UnsupportedError("bad-choice", f"{what} {value!r} is neither 0 nor 1")
     return bool(value)
 
 
@@ -237,7 +239,8 @@ def _groups(what: str, value: object) -> tuple[tuple[int, ...], ...]:
     members = [each for group in groups for each in (group if isinstance(group, (list, tuple)) else [None])]
     if len(set(map(str, members))) < len(members) or not all(type(each) is int and each >= 0 for each in members):
         raise UnsupportedError(
-            f"{what} {value!r} are no groups of ranks of a node, each in one of them; write [[0, 1], [2, 3]]"
+            "bad-syntax",
+            f"{what} {value!r} are no groups of ranks of a node, each in one of them; write [[0, 1], [2, 3]]",
         )
     return tuple(map(tuple, groups))
 
@@ -248,5 +251,5 @@ def _positive(what: str, value: Any) -> float:
     except (TypeError, ValueError):
         number = -1.0
     if not 0 < number < float("inf"):
-        raise UnsupportedError(f"{what} {value!r} is no positive number")
+        raise UnsupportedError("bad-number", f"{what} {value!r} is no positive number")
     return number

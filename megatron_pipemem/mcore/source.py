@@ -277,8 +277,9 @@ class Source:
         asked = self.request.options.get("chunks")
         if None not in (chunks, asked) and chunks != asked:
             raise UnsupportedError(
+                "needs-chunks",
                 f"the option chunks={asked} of schedule {AUTO} asks for {asked} model chunks per pipeline rank, and the model "
-                f"has {chunks}; leave the option out, or cut the model accordingly (--num-virtual-stages-per-pipeline-rank)"
+                f"has {chunks}; leave the option out, or cut the model accordingly (--num-virtual-stages-per-pipeline-rank)",
             )
         key = (num_devices, chunks or self.request.chunks)
         if key not in self._chosen:

@@ -144,7 +144,8 @@ class MessageFormat:
                 else "pass --pipemem-message-shapes message where they do not follow from the tokens that the model gets"
             )
             raise UnsupportedError(
-                f"{action} has a tensor of shape {tuple(tensor.shape)}, and its receiver expects {tuple(known)}; {way_out}"
+                "message-shape",
+                f"{action} has a tensor of shape {tuple(tensor.shape)}, and its receiver expects {tuple(known)}; {way_out}",
             )
 
 

@@ -61,7 +61,8 @@ class _Extension(ModuleType):
 def _missing(name: str) -> Callable:
     def function(*_, **__):
         raise UnsupportedError(
-            f"Transformer Engine called {NAME}.{name}, which has no stand-in on CPU ranks; leave out the flag that asks for it"
+            "not-on-cpu",
+            f"Transformer Engine called {NAME}.{name}, which has no stand-in on CPU ranks; leave out the flag that asks for it",
         )
 
     function.__name__ = name
@@ -70,7 +71,9 @@ def _missing(name: str) -> Callable:
 
 def get_fused_attn_backend(*_, **__):
     """Transformer Engine asks where Megatron leaves the choice of the attention to it."""
-    raise UnsupportedError("CPU ranks have no fused attention of Transformer Engine; pass --attention-backend unfused")
+    raise UnsupportedError(
+        "not-on-cpu", "CPU ranks have no fused attention of Transformer Engine; pass --attention-backend unfused"
+    )
 
 
 def module() -> ModuleType:

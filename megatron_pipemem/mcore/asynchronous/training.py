@@ -150,8 +150,9 @@ class StageOptimizer:
         """
         if self._caught is None:
             raise UnsupportedError(
+                "enabled-too-late",
                 "this schedule steps the optimizer after every microbatch, but none was built since enable(); call enable() "
-                "before get_megatron_optimizer() is imported and called"
+                "before get_megatron_optimizer() is imported and called",
             )
 
     def release(self) -> None:
@@ -294,8 +295,9 @@ class AsynchronousTraining(Extension):
         if stream.batch != batch:
             if stream.before:
                 raise UnsupportedError(
+                    "batch-changes",
                     f"the number of microbatches changes from {stream.batch} to {batch} while microbatches are in flight; "
-                    "asynchronous schedules need one batch size, so drop --rampup-batch-size"
+                    "asynchronous schedules need one batch size, so drop --rampup-batch-size",
                 )
             stream.batch = batch
         return stream
@@ -334,8 +336,9 @@ class AsynchronousTraining(Extension):
         left = steps_left() if self._train_steps is None else self._train_steps - self._steps - 1
         if self._train_steps is not None and left is not None and left < 0:
             raise UnsupportedError(
+                "steps-exhausted",
                 f"more than train_steps={self._train_steps} steps; the last one left the pipeline empty, so give "
-                "enable() the number of all training steps of this run"
+                "enable() the number of all training steps of this run",
             )
         if left is None:
             if stream.before == 0:
@@ -347,8 +350,9 @@ class AsynchronousTraining(Extension):
                 )
         elif left == stream.left and stream.before:
             raise UnsupportedError(
+                "step-runs-again",
                 "the training loop runs the same step again, but its forwards have left the pipeline; pass "
-                "--rerun-mode disabled"
+                "--rerun-mode disabled",
             )
         return left
 

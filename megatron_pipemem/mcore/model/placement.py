@@ -87,8 +87,9 @@ class ChunkPlacement(Feature):
             for stages in placement.stages:
                 if [stage // num_devices for stage in stages] != list(range(placement.num_chunks)):
                     raise UnsupportedError(
+                        "unsupported-placement",
                         f"placement {placement.name} gives some device other than one stage of every round of "
-                        f"{num_devices}; Megatron can only build placements that do"
+                        f"{num_devices}; Megatron can only build placements that do",
                     )
             check_replicas(placement)
             self._found[key] = placement
@@ -229,9 +230,10 @@ class ChunkPlacement(Feature):
             groups = get_attr_wrapped_model(module, "pg_collection")
             if groups.pp.rank() != round_robin_rank(placement, device, chunk):
                 raise UnsupportedError(
+                    "enabled-too-late",
                     f"chunk {chunk} of pipeline rank {device} was not built for placement {placement.name}; call enable() "
                     "before the model is built (and after importing megatron.training if you use it), or build the "
-                    "chunks with build_model_chunks() or within place_model_chunks()"
+                    "chunks with build_model_chunks() or within place_model_chunks()",
                 )
 
     def _predicate(
@@ -299,8 +301,9 @@ def virtual_pipeline_size() -> int:
 def _refuse_generation(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, object]) -> None:
     if any(kwargs.get(name) is not None for name in ("inference_context", "inference_params")):
         raise UnsupportedError(
+            "unsupported-setting",
             "this model cannot generate text where it is trained: generation looks for the last stage on the last pipeline "
-            "rank, and the schedule has it elsewhere; save a checkpoint and load it for generation without the plugin"
+            "rank, and the schedule has it elsewhere; save a checkpoint and load it for generation without the plugin",
         )
 
 

@@ -39,7 +39,9 @@ class ProgramChunks:
             UnsupportedError: a chunk cannot be placed so, or chunks are missing at the end.
         """
         if self.placement.cut is not None:
-            raise UnsupportedError(f"a vocabulary is cut when all chunks have been built; {_BUILD}")
+            raise UnsupportedError(
+                "chunks-by-program", f"a vocabulary is cut when all chunks have been built; {_BUILD}"
+            )
         patches = PatchSet()
         if not self.placement.is_round_robin:
             patches.install([(symbol, self._build) for symbol in (GPT_MODEL, HYBRID_MODEL)])
@@ -47,8 +49,9 @@ class ProgramChunks:
             yield
             if self._built:
                 raise UnsupportedError(
+                    "chunks-by-program",
                     f"the program built only {len(self._built)} model chunks of this pipeline rank; build all of them in one "
-                    "block of place_model_chunks()"
+                    "block of place_model_chunks()",
                 )
         finally:
             patches.remove()
@@ -71,17 +74,19 @@ class ProgramChunks:
         check_sharing(config, name, placement)
         if placement.replicas > 1 or getattr(config, "mtp_num_layers", None):
             raise UnsupportedError(
+                "chunks-by-program",
                 f"schedule {name} cannot place two replicas of a model, or multi-token prediction, that a program builds by "
-                f"itself; {_BUILD}"
+                f"itself; {_BUILD}",
             )
         stage = placement.stages[device][chunk]
         wanted = chunk, placement.previous_stage(stage) is None, placement.next_stage(stage) is None
         given = values["vp_stage"], values["pre_process"], values["post_process"]
         if given != wanted:
             raise UnsupportedError(
+                "chunks-by-program",
                 f"the program builds pipeline rank {device}'s model chunk with (vp_stage, pre_process, post_process) = {given} "
                 f"where schedule {name} has {wanted}; let is_pipeline_first_stage() and is_pipeline_last_stage() of "
-                f"parallel_state tell the ends of the model, or {_BUILD}"
+                f"parallel_state tell the ends of the model, or {_BUILD}",
             )
         values["pg_collection"] = groups_of_chunk(groups, placement, chunk)
         with self.placement.chunk(chunk):

@@ -44,7 +44,8 @@ def make_replicas(chunks: Sequence[torch.nn.Module], placement: Placement, group
     check_config(get_model_config(original), REPLICAS)
     if any(hasattr(parameter, "get_data_tensors") for parameter in original.parameters()):
         raise UnsupportedError(
-            f"quantised weights are not supported{REPLICAS.feature}: {REPLICAS.sentences['fp8_param']}"
+            "unsupported-setting",
+            f"quantised weights are not supported{REPLICAS.feature}: {REPLICAS.sentences['fp8_param']}",
         )
     device = group.rank()
     other = placement.num_devices - 1 - device

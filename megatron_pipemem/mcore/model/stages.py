@@ -286,9 +286,10 @@ class Tape(IteratorWrapper):
             given = given._iterator
         if not hasattr(given, "__next__"):
             raise UnsupportedError(
+                "data-iterator",
                 f"a batch of {type(given).__name__} cannot be read twice, as this schedule needs it, because next() does not "
                 "read it; give the data iterator a __next__, or leave out --pipemem-recompute (Megatron's own recomputation "
-                "goes on working) and --pipemem-vocab-parallel"
+                "goes on working) and --pipemem-vocab-parallel",
             )
         super().__init__(iterator)
         self._seen: list = []

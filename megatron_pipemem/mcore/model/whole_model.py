@@ -58,11 +58,11 @@ def check_whole_model(
     try:
         check_own()
     except UnsupportedError as error:
-        problem = str(error)
+        problem = (error.code, str(error))
     gathered = gather((problem, [look_into(chunk) for chunk in chunks]), group)
     for told, _ in gathered:
         if told is not None:
-            raise UnsupportedError(told)
+            raise UnsupportedError(*told)
     stages: list[_Chunk | None] = [None] * placement.num_stages
     for device, (_, held) in enumerate(gathered):
         for stage, chunk in zip(placement.stages[device], held, strict=True):
@@ -113,15 +113,17 @@ def _check_replica(stages: Sequence[_Chunk]) -> None:
     )
     if layers != list(range(1, stages[0].of + 1)):
         raise UnsupportedError(
+            "model-differs",
             f"the pipeline's stages hold {len(layers)} layers where the model has {stages[0].of}, each once and in order "
-            f"({held}); {remedy}"
+            f"({held}); {remedy}",
         )
     embeds = [number for number, chunk in enumerate(stages) if chunk.embeds]
     heads = [number for number, chunk in enumerate(stages) if chunk.has_head]
     if embeds != [0] or heads != [len(stages) - 1]:
         raise UnsupportedError(
+            "model-differs",
             f"stages {embeds} were built with the embedding and stages {heads} with the head, which belong on stages [0] and "
-            f"[{len(stages) - 1}]; pass pre_process and post_process on to the model as build_model_chunks() gives them"
+            f"[{len(stages) - 1}]; pass pre_process and post_process on to the model as build_model_chunks() gives them",
         )
 
 

@@ -106,8 +106,9 @@ class Snapshot:
             return cls(parts, _OnDevice())
         if needed > (there := available_memory()):
             raise UnsupportedError(
+                "host-memory",
                 f"the state to roll a step back to takes {format_bytes(needed)} of host memory, and {format_bytes(there)} are "
-                "left; drop --pipemem-overlap-steps, or pass --clip-grad 0, which needs no rollback"
+                "left; drop --pipemem-overlap-steps, or pass --clip-grad 0, which needs no rollback",
             )
         device = next((tensor.device for tensor in _tensors(parts)), torch.device("cpu"))
         return cls(parts, _OnHost(CudaChannel(device, timed=False) if device.type == "cuda" else HostChannel()))
@@ -211,8 +212,9 @@ def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, ...]:
     if type(optimizer) not in _KNOWN or hasattr(inner, "sub_optimizers"):
         name = type(optimizer).__name__ if type(optimizer) not in _KNOWN else type(inner).__name__
         raise UnsupportedError(
+            "no-rollback",
             f"steps of {name} cannot be rolled back, because it keeps more than parameters and their state; drop "
-            "--pipemem-overlap-steps, or train with --optimizer adam or sgd on the device"
+            "--pipemem-overlap-steps, or train with --optimizer adam or sgd on the device",
         )
     return () if optimizer.is_stub_optimizer else (optimizer,)
 

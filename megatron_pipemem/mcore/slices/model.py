@@ -73,13 +73,15 @@ class SlicedModel:
         model = unwrap_model(chunk)
         if not isinstance(model, GPTModel):
             raise UnsupportedError(
+                "slices-model",
                 f"sequence slices run through a GPTModel, and this is a {type(model).__name__}; leave out -o slices, or take a "
-                "schedule that has none"
+                "schedule that has none",
             )
         if model.position_embedding_type not in _POSITIONS:
             raise UnsupportedError(
+                "slices-model",
                 f"position embeddings of type {model.position_embedding_type} cannot begin in the middle of a sequence; pass "
-                "--position-embedding-type rope, or take a schedule without sequence slices"
+                "--position-embedding-type rope, or take a schedule without sequence slices",
             )
         self._model = model
         self._parameters = inspect.signature(model.forward)
@@ -133,8 +135,9 @@ class SlicedModel:
         for name in _WHOLE:
             if passed.get(name) is not None:
                 raise UnsupportedError(
+                    "slices-forward-step",
                     f"the forward step passes {name} to the model, which cannot be cut into sequence slices; leave it out, or "
-                    "take a schedule without slices"
+                    "take a schedule without slices",
                 )
         for name in _PER_TOKEN:
             tensor = passed.get(name)
@@ -142,8 +145,9 @@ class SlicedModel:
                 continue
             if tensor.dim() != 2 or tensor.size(1) != caches.tokens:
                 raise UnsupportedError(
+                    "slices-forward-step",
                     f"the forward step passes {name} of shape {tuple(tensor.shape)} to the model, and sequence slices need "
-                    f"[microbatch, {caches.tokens}]; pass whole sequences of --seq-length tokens"
+                    f"[microbatch, {caches.tokens}]; pass whole sequences of --seq-length tokens",
                 )
             passed[name] = tensor[:, begin:end].contiguous()
         return bound.args, bound.kwargs
@@ -176,18 +180,21 @@ def _check_attention(attention: Attention) -> None:
     core = attention.core_attention
     if type(core) is not DotProductAttention:
         raise UnsupportedError(
+            "slices-attention",
             f"layer {attention.layer_number} attends by {type(core).__name__}, which does not take keys and values of earlier "
-            "sequence slices; pass --transformer-impl local, or take a schedule without slices"
+            "sequence slices; pass --transformer-impl local, or take a schedule without slices",
         )
     if core.scale_mask_softmax.window_size is not None:
         raise UnsupportedError(
+            "slices-attention",
             f"layer {attention.layer_number} attends within a sliding window, which Megatron cuts for whole sequences only; "
-            "drop --window-size, or take a schedule without sequence slices"
+            "drop --window-size, or take a schedule without sequence slices",
         )
     if attention.attn_mask_type is not AttnMaskType.causal:
         raise UnsupportedError(
+            "slices-attention",
             f"layer {attention.layer_number} attends with a mask of type {attention.attn_mask_type.name}: in sequence slices a "
-            "token sees earlier ones only, so attention must be causal; take a schedule without slices"
+            "token sees earlier ones only, so attention must be causal; take a schedule without slices",
         )
 
 

@@ -101,8 +101,9 @@ class SlicedStage(ChunkStage):
         (gradient,) = torch.autograd.grad(loss, joined, allow_unused=True)
         if gradient is None:
             raise UnsupportedError(
+                "slices-forward-step",
                 "the loss function does not use what it is given, and sequence slices are joined there; compute the loss from "
-                "its argument, or take a schedule without slices"
+                "its argument, or take a schedule without slices",
             )
         self.hold(gradient)
         sequence.gradients = gradient.split([end - begin for begin, end in self.bounds], dim=1)
@@ -129,9 +130,10 @@ class SlicedStage(ChunkStage):
             if not isinstance(output, torch.Tensor) or output.dim() < 2 or output.size(1) != end - begin:
                 shape = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
                 raise UnsupportedError(
+                    "slices-forward-step",
                     f"the forward step returns {shape} for {end - begin} tokens, and sequence slices are joined along "
                     "dimension 1; return what the model returns and do the rest in the loss function, or take a schedule "
-                    "without slices"
+                    "without slices",
                 )
             sequence.running, sequence.outputs[part] = output, output.detach()
             if not self._computes_loss(microbatch):

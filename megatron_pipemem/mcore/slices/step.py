@@ -43,8 +43,9 @@ class SequenceSlices(Extension):
         check_sliced(step.context.config, step.overlaps, step.context.order is not None)
         if step.message_shape is None or step.tokens is None or step.message.shape is None:
             raise UnsupportedError(
+                "slices-forward-step",
                 "sequence slices need messages of [tokens, microbatch, hidden size]; drop what changes their shapes "
-                "(adjust_tensor_shapes_fn), or take a schedule without slices"
+                "(adjust_tensor_shapes_fn), or take a schedule without slices",
             )
         (b, s), config = step.tokens[0], step.context.config
         ranks = step.groups.tp.size() if config.sequence_parallel else 1

@@ -45,7 +45,7 @@ def agreed_numbers(
     try:
         numbers = tell()
         if numbers is not None and len(numbers) != size:
-            raise UnsupportedError(f"there are {len(numbers)} {what} where {size} are needed")
+            raise UnsupportedError("wrong-count", f"there are {len(numbers)} {what} where {size} are needed")
     except Exception as error:  # the other ranks must hear of it, whatever it is
         failure = error
     # The greatest and, negated, the least of what is told: where they differ, ranks disagree.
@@ -60,13 +60,16 @@ def agreed_numbers(
     if state == _FAILED:
         _raise_everywhere(what, failure, groups)
     if state == _UNKNOWN:
-        raise UnsupportedError(f"no rank of this pipeline reads data from an iterator, so nobody knows the {what}")
+        raise UnsupportedError(
+            "data-iterator", f"no rank of this pipeline reads data from an iterator, so nobody knows the {what}"
+        )
     greatest, least = values[:size], [-value for value in values[size:]]
     for number, (most, fewest) in enumerate(zip(greatest, least, strict=True)):
         if most != fewest:
             raise UnsupportedError(
+                "ranks-differ",
                 f"ranks that read the same batch disagree on the {what}: number {number} is {fewest:g} on one and {most:g} on "
-                "another; let the first and the last stage, and all context-parallel ranks, read the same microbatches"
+                "another; let the first and the last stage, and all context-parallel ranks, read the same microbatches",
             )
     return tuple(greatest)
 
@@ -103,9 +106,14 @@ def decided_by_first[T](decide: Callable[[], T], groups: Groups) -> T:
 
 def _raise_everywhere(what: str, failure: Exception | None, groups: Groups) -> None:
     """Raise what one of the ranks failed with on all of them."""
-    message = None if failure is None else f"{failure}" or type(failure).__name__
+    told = None
+    if failure is not None:
+        code = failure.code if isinstance(failure, PipememError) else "other-rank-failed"
+        told = (code, f"{failure}" or type(failure).__name__)
     for group in groups:
-        message = next((each for each in gather(message, group) if each is not None), None)
+        told = next((each for each in gather(told, group) if each is not None), None)
     if failure is not None:
         raise failure
-    raise UnsupportedError(f"the {what} are not known: {message}")
+    assert told is not None, "a rank failed"
+    code, message = told
+    raise UnsupportedError(code, f"the {what} are not known: {message}")

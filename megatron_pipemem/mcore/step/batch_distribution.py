@@ -42,8 +42,9 @@ class Dealer:
             self._read_up_to(self._num_microbatches - 1)
         except StopIteration:
             raise UnsupportedError(
+                "data-iterator",
                 f"the data iterator ends behind {self._read} of the step's {self._num_microbatches} microbatches; give one "
-                "that yields a batch per microbatch"
+                "that yields a batch per microbatch",
             ) from None
         return [self._waiting[microbatch] for microbatch in range(self._num_microbatches)]
 
@@ -77,9 +78,10 @@ class _Hand(IteratorWrapper):
     def __next__(self):
         if not self._coming:
             raise UnsupportedError(
+                "data-iterator",
                 "the forward step asked for more than one batch per microbatch, and then nobody can say which of them belong "
                 "together; read all of a microbatch at once, or take a schedule with one replica of the model and no "
-                "--pipemem-microbatch-costs"
+                "--pipemem-microbatch-costs",
             )
         return self._dealer.batch(self._coming.popleft())
 

@@ -152,8 +152,9 @@ class ForwardBackward(Feature):
         known_chunks = len(chunks) // placement.replicas
         if len(iterators) != known_chunks:
             raise UnsupportedError(
+                "wrong-count",
                 f"{known_chunks} model chunks need {known_chunks} data iterators, not {len(iterators)}; pass a list with one "
-                "iterator per chunk"
+                "iterator per chunk",
             )
         if chunks[0] not in self._known_models:
             check_whole_model(
@@ -288,8 +289,9 @@ def _process_groups(p2p_communicator, pg_collection) -> ProcessGroupCollection:
         return schedules._build_default_pg_collection()
     if not isinstance(pg_collection, ProcessGroupCollection):
         raise UnsupportedError(
+            "unsupported-model",
             f"{type(pg_collection).__name__} describes several models in one pipeline, which no schedule here knows; "
-            "disable() the plugin for such models"
+            "disable() the plugin for such models",
         )
     return pg_collection
 
@@ -315,8 +317,9 @@ def _message_shape(seq_length, micro_batch_size, decoder_seq_length, config, gro
         shapes = received
     if len(shapes) != 1:
         raise UnsupportedError(
+            "unsupported-model",
             f"stages that exchange {len(shapes)} tensors per microbatch are not supported; disable() the plugin for "
-            "encoder-decoder models"
+            "encoder-decoder models",
         )
     return tuple(shapes[0])
 

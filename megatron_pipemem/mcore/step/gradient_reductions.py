@@ -207,8 +207,9 @@ class _BucketStarts:
         if pending is None:
             name = next(name for name, each in self._model.named_parameters() if each is param)
             raise UnsupportedError(
+                "late-gradient",
                 f"{name} got a gradient after the reduction of its bucket had started, because "
-                "a microbatch reached it more often than the ones before; drop --overlap-grad-reduce"
+                "a microbatch reached it more often than the ones before; drop --overlap-grad-reduce",
             )
         pending[param] = pending.get(param, 0) - 1
         if pending[param] <= 0:

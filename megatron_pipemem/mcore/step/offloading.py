@@ -211,8 +211,9 @@ def _rank_budget(nodes: Sequence[_Node], per_node: float | None) -> int:
     for name, nbytes in available.items():
         if per_node is not None and per_node > nbytes:
             raise UnsupportedError(
+                "host-memory",
                 f"host {name} has {format_bytes(nbytes)} of memory available, less than --pipemem-host-memory "
-                f"{format_bytes(per_node)}; lower it"
+                f"{format_bytes(per_node)}; lower it",
             )
     shares = [
         (DEFAULT_HOST_SHARE * available[name] if per_node is None else per_node) / count

@@ -182,12 +182,13 @@ class ProgramCache:
             found = self._compiled(plan.schedule, plan)
         except Exception as error:  # the other ranks must hear of it, whatever it is
             failure = error
-        failures = gather(None if failure is None else (f"{failure}", isinstance(failure, PipememError)))
-        message, is_refusal = next((told for told in failures if told is not None), (None, False))
+        code = failure.code if isinstance(failure, PipememError) else None
+        failures = gather(None if failure is None else (f"{failure}", code))
+        message, code = next((told for told in failures if told is not None), (None, None))
         if message is None:
             return found
-        if is_refusal and update.changes is not None:
-            raise failure or UnsupportedError(message)
+        if code is not None and update.changes is not None:
+            raise failure or UnsupportedError(code, message)
         if is_first_rank():
             logger.warning("could not plan again (%s): %s; the schedule stays", update.reason, message)
         return before

@@ -149,8 +149,9 @@ class UnequalMicrobatches(Extension):
         for iterator in step.iterators:
             if iterator is not None and not hasattr(iterator, "__next__"):
                 raise UnsupportedError(
+                    "data-iterator",
                     f"the data iterator is a {type(iterator).__name__} without __next__, so its microbatches cannot be dealt "
-                    "in another order; give the forward-backward function an iterator, or drop --pipemem-microbatch-costs"
+                    "in another order; give the forward-backward function an iterator, or drop --pipemem-microbatch-costs",
                 )
         for iterator, stage in zip(step.iterators, step.pipeline.stages, strict=False):
             if iterator is None or not (stage == 0 or placement.next_stage(stage) is None):

@@ -99,9 +99,10 @@ class _Contents:
         tokens = next((fields[name] for name in ("tokens", "input_ids") if fields.get(name) is not None), None)
         if not isinstance(tokens, torch.Tensor) or tokens.dim() not in (1, 2):
             raise UnsupportedError(
+                "cannot-weigh",
                 f"the data iterator yields a {type(batch).__name__} without 'tokens' or 'input_ids' of shape [b, s] for "
                 f"microbatch {number}, and so nothing to weigh it by; pass --pipemem-microbatch-costs module:function, with a "
-                "function that takes it and returns its weight"
+                "function that takes it and returns its weight",
             )
         mask = fields.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.shape == tokens.shape:
@@ -147,8 +148,9 @@ def _by_flops(batches: Sequence[object], full: FullMicrobatch, config: object, i
     contents = [_Contents.of(batch, number) for number, batch in enumerate(batches)]
     if getattr(config, "is_hybrid_model", False):
         raise UnsupportedError(
+            "cannot-weigh",
             "the layers of a hybrid model are not in its configuration, so their FLOPs are not known where batches are "
-            "weighed; pass tokens, a file or module:function to --pipemem-microbatch-costs"
+            "weighed; pass tokens, a file or module:function to --pipemem-microbatch-costs",
         )
     attention = attention_share(model_of(config, full.length))
     linear = 1 - attention
@@ -186,15 +188,16 @@ def _by_function(
             found = function(batch)
         except Exception as error:
             raise UnsupportedError(
+                "cannot-weigh",
                 f"{name} fails for microbatch {number} of training step {iteration + 1}: {type(error).__name__}: {error}; it "
-                "gets what the data iterator yields, and is to return a time, or a time and a memory"
+                "gets what the data iterator yields, and is to return a time, or a time and a memory",
             ) from error
         pairs.append(found if isinstance(found, tuple) and len(found) == 2 else (found, 1.0))
     try:
         times, memories = (tuple(map(_plain, weights)) for weights in zip(*pairs, strict=True))
         return MicrobatchWeights(times, memories)
     except CostsError as error:
-        raise CostsError(f"{name} returns no weights in training step {iteration + 1}: {error}") from error
+        raise CostsError(error.code, f"{name} returns no weights in training step {iteration + 1}: {error}") from error
 
 
 def _plain(weight: Any) -> Any:
@@ -210,5 +213,7 @@ def _function(named: FunctionName) -> Callable[[object], object]:
     asked = f"--pipemem-microbatch-costs {':'.join(named)}"
     found = getattr(import_target(asked, named.module), named.name, None)
     if not callable(found):
-        raise UnsupportedError(f"{asked}: {named.module} has no function {named.name}; name one that it has")
+        raise UnsupportedError(
+            "cannot-import", f"{asked}: {named.module} has no function {named.name}; name one that it has"
+        )
     return found

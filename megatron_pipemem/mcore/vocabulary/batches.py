@@ -46,14 +46,16 @@ def share_batch(
     """
     if shapes is None:
         raise UnsupportedError(
+            "vocabulary-forward-step",
             "vocabulary parallelism needs the tokens of microbatches that differ before the step runs; pass "
             "--pipemem-message-shapes step and let the forward step give the model input_ids of shape [b, s], or pass "
-            "--pipemem-vocab-parallel off"
+            "--pipemem-vocab-parallel off",
         )
     if None in [*(first or ()), *(last or ())]:
         raise UnsupportedError(
+            "vocabulary-forward-step",
             "the forward step does not call the model it is given, or its data come from no iterator, so nobody knows its "
-            "tokens and labels; call it with what next() yields, or pass --pipemem-vocab-parallel off"
+            "tokens and labels; call it with what next() yields, or pass --pipemem-vocab-parallel off",
         )
     of_first, of_last = (
         None if calls is None else [call for call in calls if call is not None] for calls in (first, last)
@@ -70,9 +72,10 @@ def share_batch(
                 found = None if value is None else tuple(value.shape)
                 if value is None or found != shape:
                     raise UnsupportedError(
+                        "vocabulary-forward-step",
                         f"the forward step passes {name} of shape {found} to the model where {shape} was expected: "
                         "vocabulary parallelism needs them for every microbatch, of its sequence length and micro-batch size; "
-                        "pass --pipemem-vocab-parallel off"
+                        "pass --pipemem-vocab-parallel off",
                     )
                 flat.append(value.flatten())
             shared = torch.cat(flat).to(torch.int64)

@@ -145,8 +145,9 @@ def shards_of(chunks: list[torch.nn.Module]) -> VocabularyShards:
     shards = getattr(model, NAME, None)
     if shards is None:
         raise UnsupportedError(
+            "enabled-too-late",
             "this model's vocabulary was not cut over the pipeline; call enable() before the model is built (and after "
-            "importing megatron.training if you use it), or build the chunks with build_model_chunks()"
+            "importing megatron.training if you use it), or build the chunks with build_model_chunks()",
         )
     return shards
 
@@ -175,8 +176,9 @@ def _check_ends(model: Any, first: Any, last: Any) -> None:
     check_config(model.config, VOCABULARY)
     if getattr(model.config, "mtp_num_layers", None) and getattr(model.config, "context_parallel_size", 1) > 1:
         raise UnsupportedError(
+            "vocabulary-model",
             "multi-token prediction looks up tokens that other context-parallel ranks have, and the shards of an embedding "
-            "do not; pass --context-parallel-size 1, or --pipemem-vocab-parallel off"
+            "do not; pass --context-parallel-size 1, or --pipemem-vocab-parallel off",
         )
     if first is not None and type(getattr(first, "embedding", None)) is not LanguageModelEmbedding:
         raise _uncuttable(
@@ -200,7 +202,7 @@ def _check_ends(model: Any, first: Any, last: Any) -> None:
 
 def _uncuttable(reason: str) -> UnsupportedError:
     """Return the error for a model whose vocabulary cannot be cut; the way out is always the same."""
-    return UnsupportedError(f"{reason} pass --pipemem-vocab-parallel off")
+    return UnsupportedError("vocabulary-model", f"{reason} pass --pipemem-vocab-parallel off")
 
 
 @torch.no_grad()

@@ -61,8 +61,9 @@ class LastStage(ChunkStage):
             output, loss_function = self.step.forward_step_func(*arguments)
             if head.losses is not None and output is not head.losses:
                 raise UnsupportedError(
+                    "vocabulary-forward-step",
                     "the forward step changes the model's token losses before it returns them, which are not known yet with "
-                    "vocabulary parallelism; do it in the loss function, or pass --pipemem-vocab-parallel off"
+                    "vocabulary parallelism; do it in the loss function, or pass --pipemem-vocab-parallel off",
                 )
             self._awaiting[microbatch] = loss_function, output.dtype, head.further
             head.further = None

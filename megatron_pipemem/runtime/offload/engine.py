@@ -101,7 +101,9 @@ class OffloadEngine:
             OffloadError: a device or budget that cannot work.
         """
         if device.type not in ("cuda", "cpu"):
-            raise OffloadError(f"activations cannot be offloaded from a {device.type} device, only from cuda and cpu")
+            raise OffloadError(
+                "offload-device", f"activations cannot be offloaded from a {device.type} device, only from cuda and cpu"
+            )
         channel: Channel[Any] = CudaChannel(device) if device.type == "cuda" else HostChannel(bandwidth)
         return cls(channel, HostPool(host_memory, channel.host_memory), **options)
 
@@ -136,7 +138,9 @@ class OffloadEngine:
         """
         known = self._captures.get(key)
         if known is not None and known.storages:
-            raise OffloadError(f"activations of {key} are captured twice; their backward has not run yet")
+            raise OffloadError(
+                "offload-order", f"activations of {key} are captured twice; their backward has not run yet"
+            )
         hold = Hold()
         captured = self._captures[key] = Capture(hold)
 
@@ -332,7 +336,8 @@ class OffloadEngine:
             raise _unknown(key)
         if captured.away != away:
             raise OffloadError(
-                f"activations of {key} are to be {'reloaded, but were not offloaded' if away else 'offloaded twice'}"
+                "offload-order",
+                f"activations of {key} are to be {'reloaded, but were not offloaded' if away else 'offloaded twice'}",
             )
         return captured
 
@@ -346,8 +351,9 @@ class OffloadEngine:
             written = storage.checksum
             if self._guard and not (written is not None and torch.equal(checksum(storage.bytes()), written)):
                 raise OffloadError(
+                    "changed-while-away",
                     f"activations of {storage.key} came back from the host with other bytes than they left with; "
-                    "something wrote into memory that was away"
+                    "something wrote into memory that was away",
                 )
 
     def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
@@ -397,4 +403,4 @@ class OffloadEngine:
 
 
 def _unknown(key: Hashable) -> OffloadError:
-    return OffloadError(f"nothing was captured under {key} in this step")
+    return OffloadError("offload-order", f"nothing was captured under {key} in this step")

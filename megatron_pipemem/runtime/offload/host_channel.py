@@ -138,6 +138,7 @@ class HostChannel:
 def _lost(direction: Direction, error: BaseException | None) -> OffloadError:
     reason = "the thread has ended" if error is None else f"{type(error).__name__}: {error}"
     return OffloadError(
+        "offload-thread",
         f"the thread that carries every {direction.value} of activations failed ({reason}); "
-        "this step cannot be saved: restart from the last checkpoint, without activation offload if it happens again"
+        "this step cannot be saved: restart from the last checkpoint, without activation offload if it happens again",
     )

@@ -54,7 +54,9 @@ class HostPool:
 
     def __init__(self, budget: int, allocate: Callable[[int], torch.Tensor], segment: int = 1 << 28):
         if budget < 1:
-            raise OffloadError(f"the host memory budget is {budget} bytes; activation offload needs a positive one")
+            raise OffloadError(
+                "bad-number", f"the host memory budget is {budget} bytes; activation offload needs a positive one"
+            )
         self.budget = budget
         self.used_bytes = 0
         self._allocate = allocate
@@ -110,9 +112,10 @@ class HostPool:
         if segment < size:
             largest = max((piece.size for piece in self._free), default=0)
             raise OffloadError(
+                "host-memory",
                 f"the host pool has no room for {size} bytes of {purpose}: {self.used_bytes} bytes of its budget of "
                 f"{self.budget} are in use, the largest free piece has {largest} and the budget leaves {segment} for a "
-                "new segment; raise the host memory budget or offload fewer activations"
+                "new segment; raise the host memory budget or offload fewer activations",
             )
         return self._add_segment(segment)
 

@@ -141,8 +141,9 @@ class SavedStorage:
         """
         if self.place is not Place.DEVICE:
             raise OffloadError(
+                "used-while-away",
                 f"activations of {self.key} are used while {self.place.value}: reload them and wait for the reload before "
-                "their backward"
+                "their backward",
             )
         offset = (view.start - self._origin) // view.dtype.itemsize
         tensor = torch.empty(0, dtype=view.dtype, device=self.memory.device)

@@ -37,7 +37,8 @@ class VocabularyEmbedding:
             low, high = (int(end) for end in torch.aminmax(tokens))
             if low < 0 or high >= vocab_size:
                 raise VocabularyError(
-                    f"tokens from {low} to {high} in a vocabulary of {vocab_size}: check the tokenizer against the model"
+                    "token-range",
+                    f"tokens from {low} to {high} in a vocabulary of {vocab_size}: check the tokenizer against the model",
                 )
         if not self.shard.rows:
             return self.shard.parameter.new_zeros(*tokens.shape, self.shard.parameter.size(1))
@@ -53,8 +54,9 @@ class VocabularyEmbedding:
         """
         if output_gradient.shape[:-1] != tokens.shape:
             raise VocabularyError(
+                "wrong-shape",
                 f"gradient of shape {tuple(output_gradient.shape)} for tokens of shape {tuple(tokens.shape)}: "
-                "it needs the tokens' shape and the hidden size"
+                "it needs the tokens' shape and the hidden size",
             )
         return EmbeddingWeightGradient(self.shard, tokens.detach(), output_gradient.detach())
 

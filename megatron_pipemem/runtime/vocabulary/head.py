@@ -46,8 +46,9 @@ class VocabularyHead:
         """
         if labels.shape != x.shape[:-1]:
             raise VocabularyError(
+                "wrong-shape",
                 f"labels of shape {tuple(labels.shape)} for an input of shape {tuple(x.shape)}: they need all of its "
-                "dimensions but the last, in its order"
+                "dimensions but the last, in its order",
             )
         options, weight = self.options, self.shard.weight
         x = self._rows_of(x)
@@ -83,7 +84,8 @@ class VocabularyHead:
         parameter = self.shard.parameter
         if x.size(-1) != parameter.size(1) or x.dtype != parameter.dtype:
             raise VocabularyError(
+                "wrong-shape",
                 f"input of shape {tuple(x.shape)} in {x.dtype} for a head of hidden size {parameter.size(1)} in "
-                f"{parameter.dtype}: both must agree"
+                f"{parameter.dtype}: both must agree",
             )
         return x.detach().reshape(-1, x.size(-1))

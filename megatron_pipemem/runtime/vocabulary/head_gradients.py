@@ -120,8 +120,9 @@ class Normalised:
         batch = self._batch
         if loss_gradient.numel() != batch.valid.numel():
             raise VocabularyError(
+                "wrong-shape",
                 f"loss gradient of shape {tuple(loss_gradient.shape)} for losses of shape {tuple(batch.shape)}: give one "
-                "number per token"
+                "number per token",
             )
         return loss_gradient.detach().reshape(-1).to(torch.float32).masked_fill(~batch.valid, 0)
 
@@ -147,7 +148,8 @@ class Normalised:
 
 def _taken_already() -> VocabularyError:
     return VocabularyError(
-        "this gradient of the microbatch was taken already, or score() was told for_backward=False: take each gradient once"
+        "taken-twice",
+        "this gradient of the microbatch was taken already, or score() was told for_backward=False: take each gradient once",
     )
 
 

@@ -52,7 +52,7 @@ class HeadOptions:
             (self.z_loss >= 0, f"z_loss={self.z_loss}: at least 0"),
         ):
             if not holds:
-                raise VocabularyError(what)
+                raise VocabularyError("bad-number", what)
 
     def pieces(self, tokens: int) -> Iterator[slice]:
         """Return the tokens of a microbatch, piece by piece."""

@@ -31,13 +31,16 @@ class VocabularyPartition:
     def __post_init__(self) -> None:
         if self.vocab_size < 1 or self.shards < 1:
             raise VocabularyError(
-                f"a vocabulary of {self.vocab_size} rows over {self.shards} ranks: both numbers must be at least 1"
+                "bad-number",
+                f"a vocabulary of {self.vocab_size} rows over {self.shards} ranks: both numbers must be at least 1",
             )
 
     def rows(self, shard: int) -> range:
         """Return the rows that a shard owns."""
         if not 0 <= shard < self.shards:
-            raise VocabularyError(f"shard {shard} of {self.shards}: give the rank within the group, counted from 0")
+            raise VocabularyError(
+                "bad-number", f"shard {shard} of {self.shards}: give the rank within the group, counted from 0"
+            )
         each, larger = divmod(self.vocab_size, self.shards)
         start = shard * each + min(shard, larger)
         return range(start, start + each + (shard < larger))
@@ -67,8 +70,9 @@ class WeightShard:
         wanted = len(self.rows)
         if self.parameter.dim() != 2 or self.parameter.size(0) != wanted:
             raise VocabularyError(
+                "wrong-shape",
                 f"shard {self.index} of {self.partition} stores a matrix of {wanted} rows, the parameter given is of "
-                f"shape {tuple(self.parameter.shape)}: cut the whole matrix with torch.tensor_split()"
+                f"shape {tuple(self.parameter.shape)}: cut the whole matrix with torch.tensor_split()",
             )
 
     @property
