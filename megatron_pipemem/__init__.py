@@ -74,7 +74,7 @@ def __getattr__(name: str) -> Any:
         if not is_installed():
             from megatron_pipemem.errors import UpstreamError
 
-            raise UpstreamError(f"megatron_pipemem.{name} needs Megatron: {INSTALL}")
+            raise UpstreamError("not-installed", f"megatron_pipemem.{name} needs Megatron: {INSTALL}")
     value = getattr(import_module(f"megatron_pipemem.{_HOME[name]}"), name)
     if _HOME[name].startswith("schedule."):
         from megatron_pipemem.schedule.core.display import draw_with

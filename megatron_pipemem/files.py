@@ -63,7 +63,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     except OutputError:
         raise
     except OSError as error:
-        raise OutputError(_sentence(path, error)) from error
+        raise OutputError("cannot-write", _sentence(path, error)) from error
 
 
 def check_suffix(path: str | Path, suffixes: Sequence[str], what: str) -> None:
@@ -79,7 +79,7 @@ def check_suffix(path: str | Path, suffixes: Sequence[str], what: str) -> None:
     """
     if Path(path).suffix not in suffixes:
         known = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
-        raise UnsupportedError(f"cannot write {what} as {Path(path).name!r}: end it in {known}")
+        raise UnsupportedError("bad-choice", f"cannot write {what} as {Path(path).name!r}: end it in {known}")
 
 
 def check_writable(path: str | Path) -> None:
@@ -101,7 +101,7 @@ def check_writable(path: str | Path) -> None:
     except OutputError:
         raise
     except OSError as error:
-        raise OutputError(_sentence(path, error)) from error
+        raise OutputError("cannot-write", _sentence(path, error)) from error
 
 
 def _stat(path: Path) -> os.stat_result | None:
@@ -138,7 +138,8 @@ def _base(target: Path) -> Path:
     base = _nearest(target.parent)
     if base != target.parent and base == Path(base.anchor):
         raise OutputError(
-            f"cannot write {target}: there is no folder {base / target.parts[1]}; make it, or choose another path"
+            "cannot-write",
+            f"cannot write {target}: there is no folder {base / target.parts[1]}; make it, or choose another path",
         )
     return base
 

@@ -23,7 +23,9 @@ def check_exists(path: str | Path, what: str) -> None:
         ConfigError: there is nothing.
     """
     if not Path(path).exists():
-        raise ConfigError(f"cannot read {what} from {path}: there is no such file or folder; give the path of one")
+        raise ConfigError(
+            "no-file", f"cannot read {what} from {path}: there is no such file or folder; give the path of one"
+        )
 
 
 def read_text(path: str | Path, what: str, refusal: type[PipememError] = ConfigError) -> str:
@@ -42,16 +44,19 @@ def read_text(path: str | Path, what: str, refusal: type[PipememError] = ConfigE
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise refusal(
-                f"cannot read {what} from {path}: it is larger than {MOST_BYTES >> 20} MiB; give another file"
+                "too-large",
+                f"cannot read {what} from {path}: it is larger than {MOST_BYTES >> 20} MiB; give another file",
             )
         return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise refusal(
-            f"cannot read {what} from {path}: not UTF-8 text (byte {error.start}); save it as UTF-8"
+            "cannot-read", f"cannot read {what} from {path}: not UTF-8 text (byte {error.start}); save it as UTF-8"
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         why = getattr(error, "strerror", None) or str(error)
-        raise refusal(f"cannot read {what} from {path}: {why}; give the path of a file that can be read") from error
+        raise refusal(
+            "cannot-read", f"cannot read {what} from {path}: {why}; give the path of a file that can be read"
+        ) from error
 
 
 def read_json(path: str | Path, what: str, refusal: type[PipememError] = ConfigError) -> Any:
@@ -70,12 +75,14 @@ def read_json(path: str | Path, what: str, refusal: type[PipememError] = ConfigE
         return json.loads(text.removeprefix("\ufeff"), parse_constant=_no_number)
     except json.JSONDecodeError as error:
         why = f"line {error.lineno}, column {error.colno} is no JSON, {error.msg[0].lower()}{error.msg[1:]}"
-        raise refusal(f"cannot read {what} from {path}: {why}; mend it there") from error
+        raise refusal("not-json", f"cannot read {what} from {path}: {why}; mend it there") from error
     except RecursionError as error:
-        raise refusal(f"cannot read {what} from {path}: it is nested too deeply; take brackets away") from error
+        raise refusal(
+            "not-json", f"cannot read {what} from {path}: it is nested too deeply; take brackets away"
+        ) from error
     except ValueError as error:  # an integer of thousands of digits, or no number
         why = str(error).partition(";")[0]
-        raise refusal(f"cannot read {what} from {path}: {why}; give a finite number") from error
+        raise refusal("not-json", f"cannot read {what} from {path}: {why}; give a finite number") from error
 
 
 def _no_number(name: str) -> NoReturn:

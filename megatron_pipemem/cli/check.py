@@ -69,7 +69,7 @@ def check(
     if fault is not None:
         if as_json:
             print_json({"valid": False, **facts, **_fault_json(fault)})
-        report_error(f"{file} is not valid: {_headline(fault)}")
+        report_error(f"{file} is not valid: {_headline(fault)} [{fault.error.code}]")
         if fault.cycle and not as_json:
             report_lines(_cycle_lines(fault.cycle, table))
         raise typer.Exit(INVALID)
@@ -99,7 +99,7 @@ def _cap(text: str | None) -> float | tuple[float, ...] | None:
     cap = None if text is None else parse_caps(text)
     if cap is not None and cap.in_bytes:
         raise UnsupportedError(
-            f"--memory-cap {text}: a table knows of no bytes; give activation units, 1 is 1F1B's peak"
+            "unit-mismatch", f"--memory-cap {text}: a table knows of no bytes; give activation units, 1 is 1F1B's peak"
         )
     return None if cap is None else cap.amount
 
@@ -151,6 +151,7 @@ def _fault_json(fault: Fault) -> dict[str, object]:
     error, cell = fault.error, fault.cell
     return {
         "error": fault.message,
+        "code": error.code,
         "device": error.device,
         "position": error.position,
         "action": error.action,

@@ -71,19 +71,20 @@ def check_output(path: Path | None, suffixes: Sequence[str], what: str) -> None:
 def check_seconds(flag: str, seconds: float) -> None:
     """Raises UnsupportedError: no search can take so long."""
     if not 0 <= seconds < math.inf:
-        raise UnsupportedError(f"{flag} {seconds:g}: give a number of seconds, 0 or more")
+        raise UnsupportedError("bad-number", f"{flag} {seconds:g}: give a number of seconds, 0 or more")
 
 
 def check_layers(layers: int | None, stages: int) -> None:
     """Raises UnsupportedError: a model of so many layers has not that many stages."""
     if layers is not None and layers < stages:
         raise UnsupportedError(
+            "too-few-layers",
             f"--layers {layers}: the schedule cuts the model into {stages} stages, which hold at least a layer each; give "
-            "more layers, or fewer --devices or --chunks"
+            "more layers, or fewer --devices or --chunks",
         )
 
 
 def check_port(flag: str, port: int) -> None:
     """Raises UnsupportedError: it is no port."""
     if not 0 < port < 1 << 16:
-        raise UnsupportedError(f"{flag} {port}: give a port, from 1 to {(1 << 16) - 1}")
+        raise UnsupportedError("bad-number", f"{flag} {port}: give a port, from 1 to {(1 << 16) - 1}")

@@ -52,7 +52,9 @@ def print_json(result: object) -> None:
     try:
         typer.echo(json.dumps(result, indent=2, allow_nan=False))
     except ValueError:
-        raise CostsError("the result holds infinite numbers, which JSON has not; give costs nearer to 1") from None
+        raise CostsError(
+            "bad-number", "the result holds infinite numbers, which JSON has not; give costs nearer to 1"
+        ) from None
 
 
 def report_error(message: str) -> None:

@@ -62,8 +62,9 @@ def convert(
     header = write_header(schedule.header(schedule.orders))
     if header and letters != "pipemem":
         raise UnsupportedError(
+            "not-in-dialect",
             f"torch's files cannot say what {schedule.name!r} needs said ({header.strip('# ').strip()}); write it with "
-            "--to pipemem"
+            "--to pipemem",
         )
     rows = _program(schedule, letters) if with_messages else schedule.orders
     write_whole(target, write_header(schedule.header(rows)) + write_table(rows, letters))

@@ -51,5 +51,6 @@ def check_runs_own(context: typer.Context, names: Collection[str]) -> None:
         given = context.get_parameter_source(parameter.name)
         if parameter.name in names and given is not None and given.name == "COMMANDLINE":
             raise UnsupportedError(
-                f"{parameter.opts[0]} is said by the run; change it there, or give a model in place of the run"
+                "conflicting-options",
+                f"{parameter.opts[0]} is said by the run; change it there, or give a model in place of the run",
             )

@@ -61,7 +61,7 @@ def read_case(path: Path, search_seconds: float) -> Case:
     with report_of(path) as report:
         case = case_of_report(report, search_seconds)
     if case is None:
-        raise ConfigError(LACKS_STEP, file=path)
+        raise ConfigError("wrong-file", LACKS_STEP, file=path)
     return case
 
 

@@ -122,7 +122,8 @@ def _write_down(store: Store, grid_file: Path, points: Sequence[Point], resume: 
         store.resume(points)
     else:
         raise UnsupportedError(
-            f"{store.folder} holds a grid already; --resume goes on with it, or choose another --output"
+            "exists-already",
+            f"{store.folder} holds a grid already; --resume goes on with it, or choose another --output",
         )
     for result in store.results():
         if result is not None and result.status == "infeasible":

@@ -65,7 +65,7 @@ def init(
     path = output or Path(f"{Path(model).stem if model.endswith(('.yaml', '.yml')) else model}.yaml")
     check_output(path, (".yaml", ".yml"), "a run")
     if path.exists():
-        raise UnsupportedError(f"{path} is there already; choose another --output")
+        raise UnsupportedError("exists-already", f"{path} is there already; choose another --output")
     cut: dict[str, Any] = {"tp": tp, "pp": devices, "dp": dp, **({"ep": ep} if ep > 1 else {}), "micro_batch": 1}
     cut |= {"global_batch": _MICROBATCHES * devices * dp, "sequence_parallel": tp > 1}
     flags: dict[str, Any] = {"lr": 1e-4}

@@ -91,14 +91,16 @@ def launch(
     options = slurm_options(launcher, sbatch, srun)
     run = load(run_file, Run, overrides or ())
     if (reason := feasible(run, yes)) is not None:
-        raise UnsupportedError(f"{run_file}: {reason}")
+        raise UnsupportedError("cannot-launch", f"{run_file}: {reason}")
     if launcher != "slurm" and not (print_only or as_json):
         check_devices(run)
         if run.script is None and not is_installed():
-            raise UnsupportedError(INSTALL)
+            raise UnsupportedError("not-installed", INSTALL)
     check_script_flags(run)
     if nodes is not None and nodes < 1:
-        raise UnsupportedError(f"--nodes {nodes}: give at least 1, or leave it out for as few as the ranks fill")
+        raise UnsupportedError(
+            "bad-number", f"--nodes {nodes}: give at least 1, or leave it out for as few as the ranks fill"
+        )
     count = min_nodes(run) if nodes is None else nodes
     if launcher == "slurm":
         sets = [word for each in overrides or () for word in ("--set", each)]
@@ -108,7 +110,7 @@ def launch(
     check_data(run)
     check_port("--master-port", master_port)
     if node_rank is not None and not 0 <= node_rank < count:
-        raise UnsupportedError(f"--node-rank {node_rank}: the run has nodes 0 to {count - 1}")
+        raise UnsupportedError("bad-number", f"--node-rank {node_rank}: the run has nodes 0 to {count - 1}")
     where = Nodes(count, node_rank, master_addr, master_port)
     started = command(run, where.with_variables() if print_only or as_json else where)
     if as_json:
@@ -137,7 +139,10 @@ def slurm_options(launcher: str, sbatch: Sequence[str] | None, srun: Sequence[st
     """
     for flag, given in (("--sbatch", sbatch), ("--srun", srun)):
         if given and launcher != "slurm":
-            raise UnsupportedError(f"{flag}={given[0]} is for --launcher slurm, not {launcher}; give both or neither")
+            raise UnsupportedError(
+                "conflicting-options",
+                f"{flag}={given[0]} is for --launcher slurm, not {launcher}; give both or neither",
+            )
     return slurm.Options(sbatch or (), srun or ())
 
 

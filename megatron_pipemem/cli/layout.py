@@ -139,7 +139,7 @@ def _run(
     parts = run.parallelism
     if not is_run:
         if changes["parallelism.pp"] is None and parts.pp == 1:
-            raise UnsupportedError("over how many pipeline ranks? give --devices, as in --devices 8")
+            raise UnsupportedError("missing-option", "over how many pipeline ranks? give --devices, as in --devices 8")
         microbatches = microbatches or _MICROBATCHES * parts.pp
         if parts.dp * parts.cp > 1:
             run = replace(run, megatron=OF_REPLICAS | run.megatron)
@@ -161,9 +161,10 @@ def _check_stock_groups(run: Run) -> None:
     rest = parts.microbatches % group
     if not parts.pp <= group <= parts.microbatches or 0 < rest < parts.pp:
         raise UnsupportedError(
+            "needs-microbatches",
             f"stock Megatron's interleaved schedule does not take {parts.microbatches} microbatches on {parts.pp} pipeline "
             f"ranks in groups of {group}; take a multiple of {parts.pp}, as in --microbatches "
-            f"{parts.pp * max(1, round(parts.microbatches / parts.pp))}, or --schedule interleaved, which takes any number"
+            f"{parts.pp * max(1, round(parts.microbatches / parts.pp))}, or --schedule interleaved, which takes any number",
         )
 
 

@@ -104,15 +104,18 @@ def load_schedule(
     cap = None if size.memory_cap is None else parse_caps(size.memory_cap)
     if cap is not None and cap.in_bytes and costs.memory is None:
         raise UnsupportedError(
+            "unit-mismatch",
             f"--memory-cap {size.memory_cap} is in bytes, but the costs say nothing of bytes; give --costs FILE with memory, "
-            "or the cap in activation units (1 is the peak of 1F1B)"
+            "or the cap in activation units (1 is the peak of 1F1B)",
         )
     if cap is None or not cap.in_bytes:
         costs = replace(costs, memory=None)
     recompute = settings.pop("recompute", "none")
     check_recompute(recompute)
     if host_memory is not None and offload == OFF and recompute == "none":
-        raise UnsupportedError(f"--host-memory {host_memory} bounds what --offload sends; give --offload too")
+        raise UnsupportedError(
+            "needs-option", f"--host-memory {host_memory} bounds what --offload sends; give --offload too"
+        )
     select = int(offload) if offload.isdecimal() else offload
     file = None
     if is_file(name):
@@ -120,7 +123,7 @@ def load_schedule(
         _check_counts(name, file, devices, microbatches, settings)
         devices, microbatches = file.num_devices, file.num_microbatches
     elif devices is None or microbatches is None:
-        raise UnsupportedError(f"how large is {name!r} to be? give --devices and --microbatches")
+        raise UnsupportedError("missing-option", f"how large is {name!r} to be? give --devices and --microbatches")
     else:
         check_size(devices, microbatches, _likely_chunks(name, settings), size.yes, is_fitted(name))
         if name == AUTO:
@@ -148,8 +151,9 @@ def _host_budget(host_memory: str | None, costs: Costs) -> float | None:
     budget = None if host_memory is None else parse_cap(host_memory)
     if budget is not None and budget.in_bytes != (costs.memory is not None):
         raise UnsupportedError(
+            "unit-mismatch",
             f"--host-memory {host_memory} is not in the unit of the memory cap; give both in bytes, with --costs FILE "
-            "with memory, or both in activation units"
+            "with memory, or both in activation units",
         )
     return None if budget is None else budget.amounts[0]
 
@@ -174,7 +178,7 @@ def read_schedule(
         table = read_table(text, dialect)
         placement = table.placement()
     except ScheduleFormatError as error:
-        raise ScheduleFormatError(f"{path}: {error}") from error
+        raise ScheduleFormatError(error.code, f"{path}: {error}") from error
     count = table.num_microbatches() if microbatches is None else microbatches
     check_size(placement.num_devices, count * table.header.slices, placement.num_chunks, yes, fitted=False)
     return table, Schedule.of_table(table, path.stem, count)
@@ -198,9 +202,13 @@ def _check_counts(
         ("chunks", settings.pop("chunks", None), schedule.placement.num_chunks),
     ):
         if wanted not in (None, found):
-            raise UnsupportedError(f"{name} has {found} {what}, not {wanted}; leave --{what} out to take the file's")
+            raise UnsupportedError(
+                "other-size", f"{name} has {found} {what}, not {wanted}; leave --{what} out to take the file's"
+            )
     if settings:
-        raise UnsupportedError(f"{name} is a file and takes no options; leave -o {next(iter(settings))} out")
+        raise UnsupportedError(
+            "options-of-file", f"{name} is a file and takes no options; leave -o {next(iter(settings))} out"
+        )
 
 
 def load_and_simulate(name: str, asked: Question, prices: Costs) -> tuple[Loaded, Timeline, str]:
@@ -227,14 +235,15 @@ _FINE = 2**20
 def _with_attention(loaded: Loaded, prices: Costs, asked: Question) -> Costs:
     """Return prices of every slice, where attention makes later slices take longer."""
     if asked.slice_cut not in SLICE_CUTS:
-        raise UnsupportedError(f"--slice-cut {asked.slice_cut!r} is none of {', '.join(SLICE_CUTS)}")
+        raise UnsupportedError("bad-choice", f"--slice-cut {asked.slice_cut!r} is none of {', '.join(SLICE_CUTS)}")
     share, slices = asked.attention_share, loaded.schedule.slices
     if share is None or slices == 1:
         return prices
     if loaded.request.searches or asked.vocab_parallel != OFF:
         what = "auto searches with" if loaded.request.searches else "--vocab-parallel chooses for"
         raise UnsupportedError(
-            f"--attention-share {share:g} makes slices differ, and {what} slices that are alike; leave one of the two out"
+            "conflicting-options",
+            f"--attention-share {share:g} makes slices differ, and {what} slices that are alike; leave one of the two out",
         )
     tokens = slice_tokens(slices * _FINE, slices, asked.slice_cut, share)
     return slice_costs(prices, loaded.schedule.placement, tokens, share)
@@ -246,13 +255,15 @@ def check_attention(asked: Question, schedules: Iterable[Schedule]) -> None:
     """
     if asked.attention_share is not None and all(schedule.slices == 1 for schedule in schedules):
         raise UnsupportedError(
+            "needs-option",
             f"--attention-share {asked.attention_share:g} prices slices of sequences, and nothing is cut into any; add "
-            "-o slices=4 to a schedule that takes it, or leave it out"
+            "-o slices=4 to a schedule that takes it, or leave it out",
         )
     if asked.slice_cut != TOKENS and asked.attention_share is None:
         raise UnsupportedError(
+            "needs-option",
             f"--slice-cut {asked.slice_cut} cuts by what attention takes, and nobody says what that is; add "
-            "--attention-share .3, for example"
+            "--attention-share .3, for example",
         )
 
 
@@ -263,7 +274,9 @@ def _with_head(loaded: Loaded, prices: Costs, asked: Question) -> tuple[Loaded, 
     if algorithm == "auto":
         seconds = head_seconds(asked, prices, schedule)
         if seconds is None:
-            raise UnsupportedError("--vocab-parallel auto weighs the head against the layers; give --head-cost")
+            raise UnsupportedError(
+                "needs-option", "--vocab-parallel auto weighs the head against the layers; give --head-cost"
+            )
         # As in a run, whose model has its placement before anybody can weigh the head.
         loaded = replace(loaded, knowledge=replace(loaded.knowledge, placement=schedule.placement))
 

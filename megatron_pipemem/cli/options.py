@@ -27,7 +27,7 @@ def at_least_one(parameter: typer.CallbackParam, count: int | None) -> int | Non
         UnsupportedError: it is less than 1.
     """
     if count is not None and count < 1:
-        raise UnsupportedError(f"{parameter.opts[0]} must be at least 1, not {count}")
+        raise UnsupportedError("bad-number", f"{parameter.opts[0]} must be at least 1, not {count}")
     return count
 
 

@@ -124,7 +124,7 @@ def _parse_caps(text: str) -> list[float]:
     except ValueError:
         caps = []
     if not caps or not all(0 < cap < float("inf") for cap in caps):
-        raise UnsupportedError(f"--caps {text!r}: give positive numbers, as in 0.5,0.75,1")
+        raise UnsupportedError("bad-number", f"--caps {text!r}: give positive numbers, as in 0.5,0.75,1")
     return caps
 
 

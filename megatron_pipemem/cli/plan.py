@@ -105,7 +105,7 @@ def plan_command(
         if not as_json:
             console().print(str(path), soft_wrap=True, markup=False)
     if not answer.plans:
-        raise UnsupportedError(f"{run_file}: nothing fits; {_advice(answer.rejected)}")
+        raise UnsupportedError("nothing-fits", f"{run_file}: nothing fits; {_advice(answer.rejected)}")
 
 
 def _limits(texts: Sequence[str]) -> Limits:
@@ -113,7 +113,7 @@ def _limits(texts: Sequence[str]) -> Limits:
     for text in texts:
         key, equals, values = text.partition("=")
         if not equals or not values:
-            raise ConfigError(f"--only {text!r}: write KEY=A,B as in tp=4,8")
+            raise ConfigError("bad-syntax", f"--only {text!r}: write KEY=A,B as in tp=4,8")
         allowed.setdefault(key, []).extend(_whole(value) for value in values.split(","))
     return Limits(allowed)
 
@@ -125,11 +125,11 @@ def _whole(text: str) -> int | str:
 def _pace(path: Path, run: Run) -> MeasuredSlowdown:
     profile = Profile.from_json(path)
     if replace(profile.model, source=run.model.source) != run.model:
-        raise ConfigError("is of another model than the run's; profile that one", file=path)
+        raise ConfigError("other-model", "is of another model than the run's; profile that one", file=path)
     try:
         return profile.slowdown(run.cluster)
     except ConfigError as error:
-        raise ConfigError(error.message, file=path) from error
+        raise ConfigError(error.code, error.message, file=path) from error
 
 
 def _print(answer: Answer, overlap: str | None) -> None:

@@ -40,7 +40,8 @@ def price_layers(names: Sequence[str], asked: Question) -> Costs:
     sends = asked.offload != OFF or any(is_file(name) or (name != AUTO and family(name).offloads) for name in names)
     if ratio is not None and not sends:
         raise UnsupportedError(
-            f"--offload-ratio {ratio:g} says how fast activations go to the host, and nothing sends any; give --offload too"
+            "needs-option",
+            f"--offload-ratio {ratio:g} says how fast activations go to the host, and nothing sends any; give --offload too",
         )
     return costs
 
@@ -51,7 +52,7 @@ def _is_price(number: float) -> bool:
 
 def _check_price(option: str, price: float, what: str) -> None:
     if not _is_price(price):
-        raise CostsError(f"--{option} {price}: give {what} of at least 0")
+        raise CostsError("bad-number", f"--{option} {price}: give {what} of at least 0")
 
 
 def with_channel(costs: Costs, ratio: float | None) -> Costs:
@@ -88,10 +89,12 @@ def parse_costs(text: str, p2p: float | None) -> Costs:
     try:
         forward, backward_input, backward_weight = map(float, text.split(","))
     except ValueError:
-        raise CostsError(f"--costs {text!r}: give three numbers F,I,W as in 1,1,1, or a JSON file") from None
+        raise CostsError(
+            "bad-syntax", f"--costs {text!r}: give three numbers F,I,W as in 1,1,1, or a JSON file"
+        ) from None
     prices = (forward, backward_input, backward_weight)
     if not all(map(_is_price, prices)) or not any(prices):
-        raise CostsError(f"--costs {text!r}: give three numbers of at least 0, not all of them 0")
+        raise CostsError("bad-number", f"--costs {text!r}: give three numbers of at least 0, not all of them 0")
     return Costs(*prices, p2p=p2p or 0.0)
 
 
@@ -129,13 +132,16 @@ def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | Non
         amount = -1.0
     if not 0 <= amount <= LARGEST:
         raise UnsupportedError(
-            f"--head-cost {asked.head_cost!r}: give a number from 0 to {LARGEST:g}, as in 2.5 or 2.5layers"
+            "bad-number",
+            f"--head-cost {asked.head_cost!r}: give a number from 0 to {LARGEST:g}, as in 2.5 or 2.5layers",
         )
     if not asked.head_cost.endswith("layers"):
         return amount
     layers = asked.layers if costs.part_prices is None else len(costs.part_prices.layers)
     if layers is None:
-        raise UnsupportedError(f"--head-cost {asked.head_cost} counts layers; say with --layers how many the model has")
+        raise UnsupportedError(
+            "needs-option", f"--head-cost {asked.head_cost} counts layers; say with --layers how many the model has"
+        )
     seconds = costs.without_ends().seconds(schedule.placement, schedule.slices)
     return amount * sum(map(sum, (seconds[Kind.F], seconds[Kind.B]))) / layers
 

@@ -62,9 +62,11 @@ def profile(
         pipemem profile --model llama3-8b --tp 2 --formulas
     """
     if (run is None) == (model is None):
-        raise UnsupportedError("what is to be profiled? give a run configuration, or --model NAME")
+        raise UnsupportedError("missing-option", "what is to be profiled? give a run configuration, or --model NAME")
     if fake and formulas:
-        raise UnsupportedError("--fake runs Megatron's modules and --formulas runs nothing; give one of them")
+        raise UnsupportedError(
+            "conflicting-options", "--fake runs Megatron's modules and --formulas runs nothing; give one of them"
+        )
     if output is not None:
         check_writable(output)
     if run is not None:
@@ -101,7 +103,7 @@ def _run(model: Model, execution: Execution, cluster: Cluster, fake: bool, repea
     from megatron_pipemem.mcore import INSTALL, is_installed
 
     if not is_installed():
-        raise UnsupportedError(f"{INSTALL}, or give --formulas, which needs none")
+        raise UnsupportedError("not-installed", f"{INSTALL}, or give --formulas, which needs none")
     import torch
 
     if fake or not torch.cuda.is_available():

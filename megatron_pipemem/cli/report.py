@@ -55,11 +55,12 @@ def report(
         show(Store(folder), output or folder / "report.png", as_json)
     elif not one.is_file():
         raise ConfigError(
+            "wrong-file",
             "holds neither a grid nor the report of a run; give a folder that pipemem grid or pipemem launch wrote",
             file=folder,
         )
     elif output is not None:
-        raise UnsupportedError(f"{folder} is of one run, and --output draws grids; leave it out")
+        raise UnsupportedError("conflicting-options", f"{folder} is of one run, and --output draws grids; leave it out")
     else:
         _show_run(one, as_json)
 

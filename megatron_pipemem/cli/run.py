@@ -87,12 +87,12 @@ def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Settings | 
     if str(script).startswith("-"):
         near = get_close_matches(str(script), _OPTIONS, n=1)
         hint = f"did you mean {near[0]}?" if near else "the script comes first, and its flags after it"
-        raise UnsupportedError(f"pipemem run has no option {script}; {hint}")
+        raise UnsupportedError("unknown-flag", f"pipemem run has no option {script}; {hint}")
     if not script.is_file():
-        raise UnsupportedError(f"there is no script {script}; give the path of a Megatron training script")
+        raise UnsupportedError("no-file", f"there is no script {script}; give the path of a Megatron training script")
     plugin = any(argument.startswith("--pipemem-") for argument in arguments)
     if (cpu or plugin) and not is_installed():
-        raise UnsupportedError(INSTALL)
+        raise UnsupportedError("not-installed", INSTALL)
     settings, others = take_flags(arguments)
     if settings is not None:
         others = add_virtual_stages(settings, others)

@@ -54,7 +54,9 @@ def schedules(
         _explain(family(name), devices, microbatches, as_json)
         return
     if devices is not None or microbatches is not None:
-        raise UnsupportedError("--devices and --microbatches are those of the picture of one schedule; name it")
+        raise UnsupportedError(
+            "needs-option", "--devices and --microbatches are those of the picture of one schedule; name it"
+        )
     if as_json:
         print_json([_row(each) for each in families()])
         return

@@ -69,7 +69,8 @@ def trace(
     if report is not None:
         if layers is not None:
             raise UnsupportedError(
-                "--layers is for what a profiler recorded, and a report knows its layers; leave it out"
+                "conflicting-options",
+                "--layers is for what a profiler recorded, and a report knows its layers; leave it out",
             )
         _draw(read_case(report, 0.0), output or report.parent / "trace.json", as_json)
         return
@@ -96,7 +97,9 @@ def _files(sources: Sequence[Path]) -> list[Path]:
         sources = [path for path in sources[0].iterdir() if path.name.endswith((".json", ".json.gz"))]
     if len(sources) < 2:
         raise ConfigError(
-            "give the traces of at least two pipeline ranks, one file each, or their folder", key="sources"
+            "missing-option",
+            "give the traces of at least two pipeline ranks, one file each, or their folder",
+            key="sources",
         )
     return sorted(sources, key=lambda path: ([*map(int, re.findall(r"\d+", path.name))], path.name))
 
@@ -113,6 +116,7 @@ def _layers(text: str | None, stages: int) -> tuple[int, ...] | None:
         counts = (counts[0] // stages,) * stages
     if len(counts) != stages or min(counts) < 0:
         raise ConfigError(
+            "bad-layout",
             f"{text!r} are no layers of {stages} stages; give a multiple of {stages}, or one number per stage",
             key="--layers",
         )

@@ -100,13 +100,19 @@ class Cluster(Limited):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_devices > MOST_DEVICES:
-            raise ConfigError(f"makes {self.num_devices:,} devices; give at most {MOST_DEVICES:,}", key="nodes")
+            raise ConfigError(
+                "too-large", f"makes {self.num_devices:,} devices; give at most {MOST_DEVICES:,}", key="nodes"
+            )
         if not 0 <= self.reserved_gib < self.memory_gib:
-            raise ConfigError(f"is {self.reserved_gib}; give at least 0 and less than memory_gib", key="reserved_gib")
+            raise ConfigError(
+                "bad-number", f"is {self.reserved_gib}; give at least 0 and less than memory_gib", key="reserved_gib"
+            )
         seen = [device for group in self.switches for device in group]
         if len(seen) != len(set(seen)) or not set(seen) <= set(range(self.devices_per_node)):
             raise ConfigError(
-                f"name every device of a node at most once, from 0 to {self.devices_per_node - 1}", key="switches"
+                "bad-switches",
+                f"name every device of a node at most once, from 0 to {self.devices_per_node - 1}",
+                key="switches",
             )
 
     @property
@@ -126,7 +132,11 @@ class Cluster(Limited):
             ConfigError: the cluster does not say.
         """
         if self.fp8_tflops is None:
-            raise ConfigError("is not given, and the run multiplies 8-bit numbers; give it", key="cluster.fp8_tflops")
+            raise ConfigError(
+                "missing-option",
+                "is not given, and the run multiplies 8-bit numbers; give it",
+                key="cluster.fp8_tflops",
+            )
         return self.fp8_tflops * 1e12 * self.achieved
 
     @property

@@ -31,7 +31,7 @@ class Limit(NamedTuple):
             return
         count, form = ("a whole number of ", ",") if isinstance(self.most, int) else ("", "g")
         limit = f"at most {self.most:{form}}" if enough else f"{'more than' if self.above else 'at least'} {self.least}"
-        raise ConfigError(f"is {shortened(value)}; give {count}{limit}", key=key)
+        raise ConfigError("bad-number", f"is {shortened(value)}; give {count}{limit}", key=key)
 
 
 Count = Annotated[int, Limit(1, 10**9)]
@@ -80,4 +80,4 @@ def check_magnitudes(value: object, key: str = "") -> None:
         for inner in value:
             check_magnitudes(inner, key)
     elif isinstance(value, int | float) and abs(value) > LARGEST:
-        raise ConfigError(f"is {shortened(value)}; give a number of at most {LARGEST:g}", key=key)
+        raise ConfigError("bad-number", f"is {shortened(value)}; give a number of at most {LARGEST:g}", key=key)

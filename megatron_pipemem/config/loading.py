@@ -56,13 +56,13 @@ def read_raw(path: str | Path) -> dict[str, Any]:
     try:
         loaded = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror or error}", file=path) from error
+        raise ConfigError("cannot-read", f"cannot be read: {error.strerror or error}", file=path) from error
     except (YamlError, UnicodeDecodeError) as error:
-        raise ConfigError(f"is no YAML: {error}", file=path) from error
+        raise ConfigError("not-yaml", f"is no YAML: {error}", file=path) from error
     if loaded is None:  # an empty file
         return {}
     if not isinstance(loaded, dict):
-        raise ConfigError("is no mapping of keys to values", file=path)
+        raise ConfigError("wrong-file", "is no mapping of keys to values", file=path)
     return loaded
 
 
@@ -133,7 +133,7 @@ def check_key(kind: type, key: str, user: str = "", file: Path | None = None) ->
             return
         known = _parameters(here) if isinstance(here, type) and is_dataclass(here) else {}
         if part != BASE and part not in known:
-            raise ConfigError(f"unknown key; {nearest(part, known)}", key=f"{user}{key}", file=file)
+            raise ConfigError("unknown-key", f"unknown key; {nearest(part, known)}", key=f"{user}{key}", file=file)
         hint = str if part == BASE else known[part].annotation
         here = _dataclass_in(hint) or hint
 
@@ -153,11 +153,11 @@ def parse_override(text: str) -> tuple[str, Any]:
     """
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
-        raise ConfigError(f"override {shortened(text)}: write KEY=VALUE, as in model.layers=16")
+        raise ConfigError("bad-syntax", f"override {shortened(text)}: write KEY=VALUE, as in model.layers=16")
     try:
         return key, read_yaml(value)
     except YamlError as error:
-        raise ConfigError(f"override {shortened(text)}: the value is no YAML: {error}") from error
+        raise ConfigError("not-yaml", f"override {shortened(text)}: the value is no YAML: {error}") from error
 
 
 def locate(name: str, kind: type, user: Path | None = None, key: str | None = None, siblings: bool = False) -> Path:
@@ -179,9 +179,11 @@ def locate(name: str, kind: type, user: Path | None = None, key: str | None = No
             return path
         brought = folder and not path.exists() and (SHIPPED / folder / path.name).is_file()
         also = f", or the name {path.stem!r} of one that the package brings" if brought else ""
-        raise ConfigError(f"{_absence(path)}{also}", key=key, file=user)
+        raise ConfigError("no-file", f"{_absence(path)}{also}", key=key, file=user)
     if folder is None:
-        raise ConfigError(f"{name!r} is no file; give a path that ends in .yaml, or a mapping", key=key, file=user)
+        raise ConfigError(
+            "no-file", f"{name!r} is no file; give a path that ends in .yaml, or a mapping", key=key, file=user
+        )
     beside = [user.parent, user.parent.parent] if user else [Path("configs"), Path()]
     places = [place / folder for place in (*beside, SHIPPED)]
     if user and siblings:
@@ -190,11 +192,14 @@ def locate(name: str, kind: type, user: Path | None = None, key: str | None = No
         if (place / f"{name}.yaml").is_file() and place / f"{name}.yaml" != user:
             return place / f"{name}.yaml"
     if path.exists() or path.suffix or len(Path(name).parts) > 1:
-        raise ConfigError(_absence(path), key=key, file=user)
+        raise ConfigError("no-file", _absence(path), key=key, file=user)
     known = {path.stem for place in places for path in place.glob("*.yaml")}
     looked = ", ".join(dict.fromkeys(str(place) for place in places))
     raise ConfigError(
-        f"there is no {name!r}; {nearest(name, known)} (looked in {looked}; a path ends in .yaml)", key=key, file=user
+        "no-file",
+        f"there is no {name!r}; {nearest(name, known)} (looked in {looked}; a path ends in .yaml)",
+        key=key,
+        file=user,
     )
 
 
@@ -213,7 +218,10 @@ def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[
     own = {BASE: raw} if isinstance(raw, str) else raw
     if not isinstance(own, Mapping):
         raise ConfigError(
-            f"is {shortened(raw)}; give a name, or a mapping of {', '.join(hints)}", key=prefix[:-1], file=file
+            "bad-type",
+            f"is {shortened(raw)}; give a name, or a mapping of {', '.join(hints)}",
+            key=prefix[:-1],
+            file=file,
         )
     resolved: dict[str, Any] = {}
     if BASE in own:
@@ -222,7 +230,9 @@ def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[
         if key == BASE:
             continue
         if key not in hints:
-            raise ConfigError(f"unknown key; {nearest(key, [*hints, BASE])}", key=f"{prefix}{key}", file=file)
+            raise ConfigError(
+                "unknown-key", f"unknown key; {nearest(key, [*hints, BASE])}", key=f"{prefix}{key}", file=file
+            )
         inner = _dataclass_in(hints[key])
         if inner is not None and value is not None:
             if isinstance(value, str) or (isinstance(value, Mapping) and BASE in value):
@@ -245,10 +255,10 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(base, str):
-        raise ConfigError(f"is {shortened(base)}; give the name of a file", key=key, file=file)
+        raise ConfigError("bad-type", f"is {shortened(base)}; give the name of a file", key=key, file=file)
     path = locate(base, kind, file, key, siblings=key == BASE)
     if path.resolve() in trail:
-        raise ConfigError(f"{base!r} is based on itself", key=key, file=file)
+        raise ConfigError("based-on-itself", f"{base!r} is based on itself", key=key, file=file)
     resolved = _resolve(read_raw(path), kind, path, "", (*trail, path.resolve()))
     _build(kind, resolved, path, "", is_whole=False)  # so that an error names this file, and the key as it is here
     return resolved
@@ -269,7 +279,7 @@ def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, i
         inner, key = _dataclass_in(parameter.annotation), f"{prefix}{name}"
         if name not in raw:
             if is_whole and parameter.default is Parameter.empty:
-                raise ConfigError("is missing and has no default", key=key, file=file)
+                raise ConfigError("missing-option", "is missing and has no default", key=key, file=file)
         elif inner is not None and isinstance(raw[name], Mapping):
             arguments[name] = _build(inner, raw[name], file, f"{key}.", is_whole)
         elif (each := _dataclass_of_values(parameter.annotation)) is not None and isinstance(raw[name], Mapping):
@@ -278,11 +288,13 @@ def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, i
             try:
                 arguments[name] = converted(raw[name], parameter.annotation)
             except ValueError as error:
-                raise ConfigError(str(error), key=key, file=file) from error
+                raise ConfigError("bad-type", str(error), key=key, file=file) from error
     try:
         return kind(**arguments) if is_whole else None
     except ConfigError as error:
-        raise ConfigError(error.message, key=prefix + error.key if error.key else prefix[:-1], file=file) from error
+        raise ConfigError(
+            error.code, error.message, key=prefix + error.key if error.key else prefix[:-1], file=file
+        ) from error
 
 
 @cache

@@ -127,13 +127,21 @@ class Model(Limited):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"is {self.dropout}; give a rate of at least 0 and below 1", key="dropout")
+            raise ConfigError("bad-number", f"is {self.dropout}; give a rate of at least 0 and below 1", key="dropout")
         if self.head_channels is None and self.hidden % self.heads:
-            raise ConfigError(f"{self.heads} heads do not divide hidden {self.hidden}; give head_channels", key="heads")
+            raise ConfigError(
+                "does-not-divide",
+                f"{self.heads} heads do not divide hidden {self.hidden}; give head_channels",
+                key="heads",
+            )
         if self.heads % self.key_heads:
-            raise ConfigError(f"{self.key_heads} kv_heads do not divide {self.heads} heads", key="kv_heads")
+            raise ConfigError(
+                "does-not-divide", f"{self.key_heads} kv_heads do not divide {self.heads} heads", key="kv_heads"
+            )
         if self.experts and self.experts_per_token > self.experts:
-            raise ConfigError(f"is {self.experts_per_token}, of {self.experts} experts", key="experts_per_token")
+            raise ConfigError(
+                "bad-number", f"is {self.experts_per_token}, of {self.experts} experts", key="experts_per_token"
+            )
         self._check_patterns()
 
     def _check_patterns(self) -> None:
@@ -141,18 +149,22 @@ class Model(Limited):
         for key in ("pattern", "mtp_pattern"):
             unknown = set(getattr(self, key) or "") - set(allowed)
             if unknown:
-                raise ConfigError(f"has {min(unknown)!r}; write one of {' '.join(allowed)} per layer", key=key)
+                raise ConfigError(
+                    "bad-syntax", f"has {min(unknown)!r}; write one of {' '.join(allowed)} per layer", key=key
+                )
         if self.pattern is not None and len(self.pattern) != self.layers:
             raise ConfigError(
-                f"has {len(self.pattern)} symbols for {self.layers} layers; write one each", key="pattern"
+                "bad-syntax",
+                f"has {len(self.pattern)} symbols for {self.layers} layers; write one each",
+                key="pattern",
             )
         if self.pattern is not None and bool(self.mtp_pattern) != bool(self.mtp_layers):
-            raise ConfigError("goes with mtp_layers; give both or neither", key="mtp_pattern")
+            raise ConfigError("needs-option", "goes with mtp_layers; give both or neither", key="mtp_pattern")
         blocks = {block for kind in self.all_kinds for block in kind}
         if Block.LATENT_ATTENTION in blocks and self.kv_lora_rank is None:
-            raise ConfigError("is needed by the pattern's latent attention, +", key="kv_lora_rank")
+            raise ConfigError("needs-option", "is needed by the pattern's latent attention, +", key="kv_lora_rank")
         if Block.EXPERTS in blocks and not self.experts:
-            raise ConfigError("is needed by the pattern's experts, E", key="experts")
+            raise ConfigError("needs-option", "is needed by the pattern's experts, E", key="experts")
 
     @property
     def key_heads(self) -> int:
@@ -358,17 +370,21 @@ class Execution(Limited):
             shares.append(("ep", self.ep, "experts", model.experts))
         for key, ranks, what, count in shares:
             if count % ranks:
-                raise ConfigError(f"{ranks} does not divide {count} {what}", key=key)
+                raise ConfigError("does-not-divide", f"{ranks} does not divide {count} {what}", key=key)
         if model.experts and self.tp > 1 and not self.sequence_parallel:
-            raise ConfigError("is needed where tensor-parallel ranks share experts", key="sequence_parallel")
+            raise ConfigError(
+                "needs-option", "is needed where tensor-parallel ranks share experts", key="sequence_parallel"
+            )
         if self.fp8 not in get_args(Fp8):
-            raise ConfigError(f"is {self.fp8!r}; give one of {', '.join(get_args(Fp8))}", key="fp8")
+            raise ConfigError("bad-choice", f"is {self.fp8!r}; give one of {', '.join(get_args(Fp8))}", key="fp8")
         if self.fp8 != "none" and (self.precision == "fp32" or self.implementation == "local"):
-            raise ConfigError("needs Transformer Engine's layers and 16-bit activations", key="fp8")
+            raise ConfigError("needs-option", "needs Transformer Engine's layers and 16-bit activations", key="fp8")
         if self.recomputes("mla_up_proj") and model.kv_lora_rank is None:
-            raise ConfigError("has mla_up_proj, and the model has no latent attention", key="recompute_modules")
+            raise ConfigError(
+                "needs-option", "has mla_up_proj, and the model has no latent attention", key="recompute_modules"
+            )
         if self.ep > 1 and not model.experts:
-            raise ConfigError(f"is {self.ep}, but the model has no experts", key="ep")
+            raise ConfigError("needs-option", f"is {self.ep}, but the model has no experts", key="ep")
 
 
 class Summed:

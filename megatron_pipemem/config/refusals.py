@@ -308,7 +308,9 @@ def refuse(value_of: Callable[[str], Any], *wanted: Refusals) -> None:
         for attribute, sentence in sentences.items():
             value = value_of(attribute)
             if _REFUSED.get(attribute, bool)(value):
-                raise UnsupportedError(f"{attribute} = {value!r} is not supported{feature}: {sentence}")
+                raise UnsupportedError(
+                    "unsupported-setting", f"{attribute} = {value!r} is not supported{feature}: {sentence}"
+                )
 
 
 def refuse_transformer_engine(value_of: Callable[[str], Any], splits: bool, recomputes: bool) -> None:
@@ -323,7 +325,7 @@ def refuse_transformer_engine(value_of: Callable[[str], Any], splits: bool, reco
         UnsupportedError: the configuration cannot run.
     """
     if recomputes and value_of("fp8") and value_of("fp8_recipe") == "delayed":
-        raise UnsupportedError(_DELAYED_SCALING)
+        raise UnsupportedError("fp8-delayed-scaling", _DELAYED_SCALING)
     if splits:
         refuse(value_of, SPLIT_BACKWARD)
 
@@ -342,12 +344,14 @@ def refuse_sliced(value_of: Callable[[str], Any], overlaps: bool, weighs: bool) 
     refuse(value_of, SLICED)
     if overlaps:
         raise UnsupportedError(
-            "sequence slices need a barrier between steps; drop --pipemem-overlap-steps, or take a schedule without slices"
+            "conflicting-options",
+            "sequence slices need a barrier between steps; drop --pipemem-overlap-steps, or take a schedule without slices",
         )
     if weighs:
         raise UnsupportedError(
+            "conflicting-options",
             "microbatches that are weighed run whole; drop --pipemem-microbatch-costs, or take a schedule without sequence "
-            "slices"
+            "slices",
         )
 
 
@@ -361,7 +365,7 @@ def refuse_asynchronous(run: Run, name: str) -> None:
     check_batch(name, cut.pp, cut.microbatches)
     refuse(flag_values(run.flags | {run.precision: True}), *asynchronous(per_batch))
     if run.model.tied and not per_batch:
-        raise UnsupportedError(TIED)
+        raise UnsupportedError("tied-embedding", TIED)
     if run.schedule.overlap_steps:
         check_delays(name)
 
@@ -382,7 +386,7 @@ def refuse_overlapped(value_of: Callable[[str], Any], delays: bool) -> None:
     elif float(value_of("clip_grad") or 0) > 0:
         refuse(value_of, ROLLED_BACK)
         if value_of("fp8") and value_of("fp8_recipe") == "delayed":
-            raise UnsupportedError(_DELAYED_SCALES)
+            raise UnsupportedError("fp8-delayed-scaling", _DELAYED_SCALES)
 
 
 def asynchronous(per_batch: bool) -> tuple[Refusals, ...]:

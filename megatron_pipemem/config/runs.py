@@ -69,7 +69,7 @@ class Parallelism(Limited):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.ranks > MOST_DEVICES:
-            raise ConfigError(f"makes {self.ranks:,} ranks; give at most {MOST_DEVICES:,}", key="tp")
+            raise ConfigError("too-large", f"makes {self.ranks:,} ranks; give at most {MOST_DEVICES:,}", key="tp")
 
     @property
     def ranks(self) -> int:
@@ -160,6 +160,7 @@ class ScheduleChoice(Limited):
         super().__post_init__()
         if (self.slices or 1) > 1 and (self.name == STOCK or self.name.endswith(FILE_SUFFIX)):
             raise ConfigError(
+                "no-slices",
                 f"is {self.slices}, but schedule {self.name} cannot be told how to cut microbatches; name one with an option "
                 "slices, or auto",
                 key="slices",
@@ -168,7 +169,7 @@ class ScheduleChoice(Limited):
             try:
                 register_module(self.module)
             except PipememError as error:
-                raise ConfigError(str(error), key="module") from error
+                raise ConfigError(error.code, str(error), key="module") from error
 
 
 @dataclass(frozen=True)
@@ -330,6 +331,6 @@ def resolve_script(run: Run) -> Path:
     if run.script is not None:
         path = Path(run.script)
         if not path.is_file():
-            raise ConfigError(f"there is no training script {path}; give the path of one", key="script")
+            raise ConfigError("no-file", f"there is no training script {path}; give the path of one", key="script")
         return path
     return SCRIPTS / "pretrain_gpt.py"

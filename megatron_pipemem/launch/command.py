@@ -100,7 +100,11 @@ def ranks_per_node(run: Run, count: int) -> int:
     """Raises ConfigError when the ranks of a run do not share ``count`` nodes evenly."""
     ranks = run.parallelism.ranks
     if ranks % count:
-        raise ConfigError(f"{ranks} ranks cannot be shared evenly by {count} nodes; change either", key="parallelism")
+        raise ConfigError(
+            "does-not-divide",
+            f"{ranks} ranks cannot be shared evenly by {count} nodes; change either",
+            key="parallelism",
+        )
     return ranks // count
 
 
@@ -147,10 +151,12 @@ def _planned(run: Run) -> dict[str, Flags]:
 def _fixed(run: Run, flags: dict[str, Flags]) -> Flags:
     for name in run.flags:
         if name.startswith("-"):
-            raise ConfigError("is written without dashes in front", key=name)
+            raise ConfigError("bad-syntax", "is written without dashes in front", key=name)
         for key, names in flags.items():
             if name in names:
-                raise ConfigError(f"is set by the run's key {key!r} already; change it there", key=name)
+                raise ConfigError(
+                    "conflicting-options", f"is set by the run's key {key!r} already; change it there", key=name
+                )
     return {name: value for names in flags.values() for name, value in names.items()}
 
 
@@ -174,7 +180,11 @@ def model_flags(model: Model) -> Flags:
         ConfigError: the training script has no flag for something.
     """
     if model.activation == "geglu":
-        raise ConfigError("the training script has no flag for geglu; take swiglu to launch", key="model.activation")
+        raise ConfigError(
+            "unsupported-setting",
+            "the training script has no flag for geglu; take swiglu to launch",
+            key="model.activation",
+        )
     if model.bias == "qkv_only":
         biases: Flags = {"disable-bias-linear": True, "add-qkv-bias": True}
     else:
@@ -270,6 +280,7 @@ def _schedule_flags(run: Run) -> Flags:
             recomputes = {"pipemem-recompute": "selective"}
         elif "activation" in choice.recompute_modules:
             raise ConfigError(
+                "unsupported-setting",
                 "Megatron cannot recompute an FFN's activation alone, and --pipemem-recompute selective makes again "
                 f"{', '.join(BY_ACTION)} together, under any schedule but {STOCK}; name these three, or leave it out to launch",
                 key="schedule.recompute_modules",
@@ -354,8 +365,9 @@ def _rendezvous(run: Run, nodes: Nodes) -> list[str]:
     flags: Flags = {"nproc-per-node": ranks_per_node(run, nodes.count)}
     if nodes.count > 1 and (nodes.address is None or nodes.rank is None):
         raise ConfigError(
+            "missing-option",
             f"{run.parallelism.ranks} ranks fill {nodes.count} nodes of the cluster; give the address of the first one "
-            "(--master-addr or MASTER_ADDR) and the number of this one (--node-rank or NODE_RANK)"
+            "(--master-addr or MASTER_ADDR) and the number of this one (--node-rank or NODE_RANK)",
         )
     if nodes.address is None:
         return words({"standalone": True, "local-addr": "127.0.0.1", **flags})

@@ -66,8 +66,9 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
     if number is not None:
         if layers is not None and number * num_devices > layers + accounted(flags):
             raise UnsupportedError(
+                "too-few-layers",
                 f"--{VIRTUAL_STAGES} {number} makes {number * num_devices:,} stages on {num_devices} pipeline ranks, more than "
-                f"{counted_layers(flags, layers)}; pass a smaller number, or what each stage holds by --{layout.FLAG}"
+                f"{counted_layers(flags, layers)}; pass a smaller number, or what each stage holds by --{layout.FLAG}",
             )
         return Cut(number, f"--{VIRTUAL_STAGES} {number}", lambda chunks: _pass_virtual_stages(chunks, "instead"))
     number = _whole(flags.get(LAYERS_PER_STAGE))
@@ -135,9 +136,10 @@ def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
         held = [segments[stage % len(segments)] for stage in stages]
         if Block.EXPERTS not in "".join(held):
             raise UnsupportedError(
+                "bad-layout",
                 f"pipeline rank {device} would hold no experts ({', '.join(held) or 'nothing'}), and Megatron's log of their "
                 "losses waits for ever for those of every rank; end the stages by | so that every rank has an E, or pass "
-                "--moe-router-load-balancing-type none"
+                "--moe-router-load-balancing-type none",
             )
 
 
@@ -221,11 +223,13 @@ def check_layers(flags: Flags, layers: int, num_devices: int, chunks: int) -> No
     over = f"{stages} stages ({num_devices} pipeline ranks x {chunks} chunks)"
     if layers < stages:
         raise UnsupportedError(
-            f"{layers} layers are too few for the {over}; take fewer ranks, or a schedule with fewer chunks per rank"
+            "too-few-layers",
+            f"{layers} layers are too few for the {over}; take fewer ranks, or a schedule with fewer chunks per rank",
         )
     raise UnsupportedError(
+        "does-not-divide",
         f"{counted_layers(flags, layers)} cannot be split evenly over {over}; say what each holds, for example "
-        f"--{layout.FLAG} '{_spread(flags, layers, stages)}'"
+        f"--{layout.FLAG} '{_spread(flags, layers, stages)}'",
     )
 
 
@@ -245,7 +249,8 @@ def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement
         placement = next((each for each in placements if refused(each)), None)
         if name is not None and placement is not None:
             raise UnsupportedError(
-                f"--{name} does not go with schedule {schedule} (placement {placement.name}): {sentence}"
+                "unsupported-setting",
+                f"--{name} does not go with schedule {schedule} (placement {placement.name}): {sentence}",
             )
 
 

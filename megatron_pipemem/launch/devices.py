@@ -24,6 +24,7 @@ def check_devices(run: Run, folder: Path = Path("/dev")) -> None:
     if run.on_cpu or any(any(folder.glob(pattern)) for pattern in DEVICES):
         return
     raise UnsupportedError(
+        "no-gpu",
         "the cluster of the run has GPUs, and this machine has none; start the run on its cluster, print its command by "
-        "--print, or train a small model on CPU ranks with --set cluster=cpu"
+        "--print, or train a small model on CPU ranks with --set cluster=cpu",
     )

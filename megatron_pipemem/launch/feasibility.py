@@ -59,6 +59,7 @@ def check_data(run: Run) -> None:
         for suffix in () if "://" in prefix else (".bin", ".idx"):  # Megatron also reads from object storage
             if not Path(f"{prefix}{suffix}").is_file():
                 raise ConfigError(
+                    "no-file",
                     f"there is no file {prefix}{suffix} on this machine; give the prefix of a .bin and an .idx file, or {MOCK}",
                     key="training.data",
                 )
@@ -84,21 +85,25 @@ def _divides(run: Run) -> None:
     batch = cut.micro_batch * cut.dp
     if cut.global_batch % batch:
         raise ConfigError(
-            f"global_batch {cut.global_batch} is no multiple of micro_batch x dp = {cut.micro_batch} x {cut.dp}"
+            "does-not-divide",
+            f"global_batch {cut.global_batch} is no multiple of micro_batch x dp = {cut.micro_batch} x {cut.dp}",
         )
     if (cut.dp * cut.cp) % cut.ep:
-        raise ConfigError(f"dp x cp = {cut.dp * cut.cp} is no multiple of ep {cut.ep}")
+        raise ConfigError("does-not-divide", f"dp x cp = {cut.dp * cut.cp} is no multiple of ep {cut.ep}")
     run.execution.check(run.model)
 
 
 def _fits_on_cluster(run: Run) -> None:
     ranks, cluster = run.parallelism.ranks, run.cluster
     if ranks > cluster.num_devices:
-        raise UnsupportedError(f"tp x pp x dp x cp = {ranks} devices, the cluster has {cluster.num_devices}")
+        raise UnsupportedError(
+            "does-not-fit", f"tp x pp x dp x cp = {ranks} devices, the cluster has {cluster.num_devices}"
+        )
     if min_nodes(run) > cluster.nodes:
         raise UnsupportedError(
+            "does-not-divide",
             f"tp x pp x dp x cp = {ranks} ranks cannot be shared evenly by {cluster.nodes} nodes or fewer, with "
-            f"{cluster.devices_per_node} devices each"
+            f"{cluster.devices_per_node} devices each",
         )
 
 
@@ -112,7 +117,9 @@ def _has_command(run: Run) -> None:
 def _schedules(run: Run) -> None:
     choice, cut = run.schedule, run.parallelism
     if cut.pp == 1 and choice.name != STOCK:
-        raise UnsupportedError(f"pp 1 leaves no pipeline for schedule {choice.name}; set schedule.name to {STOCK}")
+        raise UnsupportedError(
+            "no-pipeline", f"pp 1 leaves no pipeline for schedule {choice.name}; set schedule.name to {STOCK}"
+        )
     request, options = request_of(run), run.schedule_options
     check_slice_cut(choice.name, request, choice.slice_cut)
     if choice.microbatch_costs is not None:
@@ -128,7 +135,9 @@ def _schedules(run: Run) -> None:
         refusals.refuse_transformer_engine(refusals.flag_values(run.flags), splits, recomputes or again)
     file = schedule if choice.name.endswith(FILE_SUFFIX) else None
     if file is not None and cut.chunks not in (None, file.placement.num_chunks):
-        raise UnsupportedError(f"{choice.name} has {file.placement.num_chunks} chunks per rank, not {cut.chunks}")
+        raise UnsupportedError(
+            "needs-chunks", f"{choice.name} has {file.placement.num_chunks} chunks per rank, not {cut.chunks}"
+        )
     if choice.name == STOCK:
         assert schedule is not None, "Megatron's own schedule is known"
         cut_flags.check_layers(run.flags, run.model.layers, cut.pp, known_chunks(schedule.placement))
@@ -152,8 +161,9 @@ def _check_slices(run: Run, slices: int) -> None:
     refusals.refuse_sliced(value_of, choice.overlap_steps, choice.microbatch_costs is not None)
     if run.implementation == "transformer_engine":
         raise UnsupportedError(
+            "slices-attention",
             "layers attend by Transformer Engine's attention, which does not take keys and values of earlier sequence slices; "
-            "pass --transformer-impl local, or take a schedule without slices"
+            "pass --transformer-impl local, or take a schedule without slices",
         )
     run_slices(run, slices)
 
@@ -166,8 +176,9 @@ def _fits_in_memory(run: Run, request: Request) -> None:
     if most > there:
         rank = found.device.index(most)
         raise UnsupportedError(
+            "does-not-fit",
             f"pipeline rank {rank} needs {most / GIB:.1f} GiB{_if_even(run, request, rank)} of {there / GIB:.1f} GiB; cut the "
-            "model further, recompute, or take a schedule with a lower peak"
+            "model further, recompute, or take a schedule with a lower peak",
         )
     if (most := max(found.host)) > found.room:
         where, way_out = f"its host, which has {found.room / GIB:.1f} GiB for each rank", "cut the model further"
@@ -177,7 +188,7 @@ def _fits_in_memory(run: Run, request: Request) -> None:
                 f"keeps {most / GIB:.1f} GiB of state to roll a step back to on {where}; drop schedule.overlap_steps, clip "
                 f"nothing (clip-grad: 0), or {way_out}"
             )
-        raise UnsupportedError(f"pipeline rank {found.host.index(most)} {sends}")
+        raise UnsupportedError("does-not-fit", f"pipeline rank {found.host.index(most)} {sends}")
 
 
 def _if_even(run: Run, request: Request, rank: int) -> str:

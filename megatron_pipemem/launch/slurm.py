@@ -55,7 +55,9 @@ def job(script: str, more: Sequence[str], options: Options, arguments: Sequence[
     """
     for option in (*options.sbatch, *options.srun):
         if not option.startswith("-"):
-            raise UnsupportedError(f"{option!r} is no option of sbatch or srun; write it as in --partition=gpu")
+            raise UnsupportedError(
+                "bad-syntax", f"{option!r} is no option of sbatch or srun; write it as in --partition=gpu"
+            )
     surroundings = ["ALL", f"PIPEMEM_ROOT={SCRIPTS.parent}"]
     if not any(option.startswith(_CONTAINER) for option in options.srun):  # which has an interpreter of its own
         surroundings.append(f"PYTHON={os.environ.get('PYTHON', sys.executable)}")
@@ -89,7 +91,9 @@ def check_here() -> None:
     """Raises UnsupportedError where Slurm's commands are not."""
     for command in ("sbatch", "squeue"):
         if shutil.which(command) is None:
-            raise UnsupportedError(f"there is no {command} here; start this where Slurm's commands are")
+            raise UnsupportedError(
+                "not-installed", f"there is no {command} here; start this where Slurm's commands are"
+            )
 
 
 def call(words: Sequence[str]) -> str:
@@ -101,5 +105,7 @@ def call(words: Sequence[str]) -> str:
     check_here()
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UnsupportedError(f"{words[0]} failed: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}")
+        raise UnsupportedError(
+            "slurm-failed", f"{words[0]} failed: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}"
+        )
     return done.stdout

@@ -282,16 +282,22 @@ def _checked_request(run: Run) -> Request:
     UnsupportedError: layouts are not weighed under this schedule.
     """
     if run.parallelism.pp == 1:
-        raise UnsupportedError("one pipeline rank has nothing to share out; give more, as in --devices 8")
+        raise UnsupportedError(
+            "no-pipeline", "one pipeline rank has nothing to share out; give more, as in --devices 8"
+        )
     if AUTO in (run.schedule.name, run.schedule.vocab_parallel):
         raise UnsupportedError(
-            "a layout is weighed under one schedule; name it, and how the vocabulary is cut, in place of auto"
+            "missing-option",
+            "a layout is weighed under one schedule; name it, and how the vocabulary is cut, in place of auto",
         )
     request = replace(without_offload(request_of(run)), recompute="none")  # which the price of a layer knows
     if request.file is None:
         known = family(request.name)
         if known.asynchronous or known.slices > 1:
-            raise UnsupportedError(f"steps of {known.name} are not weighed; take the layout of 1f1b or of interleaved")
+            raise UnsupportedError(
+                "conflicting-features",
+                f"steps of {known.name} are not weighed; take the layout of 1f1b or of interleaved",
+            )
     return request
 
 
@@ -305,6 +311,7 @@ def _given(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:
     counts = layout.layers_of(replace(run, megatron={key: asked}), stages)
     if counts is None:
         raise ConfigError(
+            "bad-layout",
             f"{asked!r} is no layout of {run.model.pieces} pieces (layers, and multi-token prediction as one) on {stages} "
             "stages; write one stage per pipeline rank and chunk, with | between them",
             key=key,

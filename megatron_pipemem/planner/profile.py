@@ -146,7 +146,9 @@ class Profile:
             ConfigError: nothing was measured.
         """
         if self.source != "measured":
-            raise ConfigError(f"its seconds are from {self.source}, not measured; run `pipemem profile` on a device")
+            raise ConfigError(
+                "wrong-file", f"its seconds are from {self.source}, not measured; run `pipemem profile` on a device"
+            )
 
         def longer(part: Part, price: Price) -> Passes:
             computing = price.seconds + price.communication * -1
@@ -180,9 +182,9 @@ class Profile:
         whole, parts = read_json(path, "a profile"), {}
         try:
             if not isinstance(whole, dict) or not isinstance(whole.get("profile"), dict):
-                raise ConfigError("it lacks an object under the key 'profile'")
+                raise ConfigError("wrong-file", "it lacks an object under the key 'profile'")
             if not isinstance(whole.get("parts", {}), dict):
-                raise ConfigError("it lacks an object under the key 'parts'")
+                raise ConfigError("wrong-file", "it lacks an object under the key 'parts'")
             parts = whole.get("parts", {})
             # Files of earlier versions have the parts under the key profile.
             fields = whole["profile"] | {key: value for key, value in parts.items() if key != "order"}
@@ -190,12 +192,14 @@ class Profile:
             apart = ("layers_per_stage", "offload_ratio")
             found = typed({key: value for key, value in fields.items() if key not in apart}, cls)
             if missing := set(found.model.kinds) - set(found.layers):
-                raise ConfigError(f"lacks the model's layers of kind {min(missing)!r}", key="layers")
+                raise ConfigError("missing-option", f"lacks the model's layers of kind {min(missing)!r}", key="layers")
             return found
         except ConfigError as error:
             within = "parts" if (error.key or "").partition(".")[0] in parts else "profile"
             where = "" if error.key is None else f"{within}.{error.key}: "
-            raise ConfigError(f"holds no profile of `pipemem profile`: {where}{error.message}", file=path) from error
+            raise ConfigError(
+                error.code, f"holds no profile of `pipemem profile`: {where}{error.message}", file=path
+            ) from error
 
 
 def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profile:

@@ -93,11 +93,14 @@ def read_rank(path: Path, number: int) -> RankTrace:
         base = int(trace.get("baseTimeNanoseconds") or 0)
         events = sorted(_events(trace["traceEvents"], base), key=lambda event: (event.start, -event.end))
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise ConfigError(f"is no trace of torch.profiler ({error}); record it anew", file=path) from error
+        raise ConfigError(
+            "wrong-file", f"is no trace of torch.profiler ({error}); record it anew", file=path
+        ) from error
     is_first = rank == pipeline[0] if pipeline else number == 0
     passes = _on_device(_passes(_of_last_step(events), is_first), events)
     if not passes:
         raise ConfigError(
+            "wrong-file",
             "holds no forwards and backwards between messages of a pipeline; record a training step of every rank, with CPU "
             "activities",
             file=path,
@@ -116,10 +119,13 @@ def measured_step(traces: Sequence[RankTrace]) -> MeasuredStep:
     """
     by_rank = {trace.rank: trace for trace in traces}
     if len(by_rank) < len(traces):
-        raise ConfigError("two of the traces are of one rank; give one file per rank", file=traces[0].path)
+        raise ConfigError(
+            "wrong-file", "two of the traces are of one rank; give one file per rank", file=traces[0].path
+        )
     members = by_rank[min(by_rank)].pipeline or tuple(sorted(by_rank))
     if missing := [rank for rank in members if rank not in by_rank]:
         raise ConfigError(
+            "wrong-file",
             f"is of a pipeline of ranks {', '.join(map(str, members))}, and rank {missing[0]} has no trace here; record all",
             file=traces[0].path,
         )
@@ -136,7 +142,9 @@ def _read(path: Path) -> Any:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             return json.load(file)
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ConfigError(f"cannot be read as a compressed trace: {error}; record it again", file=path) from error
+        raise ConfigError(
+            "cannot-read", f"cannot be read as a compressed trace: {error}; record it again", file=path
+        ) from error
 
 
 def _events(events: Iterable[Mapping[str, Any]], base: int) -> Iterator[_Event]:
@@ -253,6 +261,7 @@ def _schedule_of(pipeline: Sequence[RankTrace]) -> tuple[Schedule, int]:
         for trace, own in zip(pipeline, kinds, strict=True)
     )
     raise ConfigError(
+        "wrong-file",
         f"forwards and backwards ({counts}) come in no order of Megatron's 1F1B or interleaved 1F1B on {p} pipeline ranks; "
         "record whole steps of every pipeline rank, with --pytorch-profiler-collect-callstack",
         file=pipeline[0].path,

@@ -65,7 +65,7 @@ class Limits:
     def __post_init__(self) -> None:
         for key in self.allowed:
             if key not in KEYS:
-                raise ConfigError(f"cannot be limited; {nearest(key, KEYS)}", key=key)
+                raise ConfigError("unknown-key", f"cannot be limited; {nearest(key, KEYS)}", key=key)
 
     def check(self, run: Run) -> None:
         """Raises:
@@ -80,7 +80,7 @@ class Limits:
                     hint = nearest(str(value), possible)
                 else:
                     hint = f"possible on {run.cluster.num_devices} devices are {', '.join(map(str, possible))}"
-                raise ConfigError(f"cannot be {value!r}; {hint}", key=key)
+                raise ConfigError("bad-choice", f"cannot be {value!r}; {hint}", key=key)
 
     def admits(self, **values: object) -> bool:
         return all(value in self.allowed[key] for key, value in values.items() if key in self.allowed)

@@ -70,7 +70,7 @@ def register_variant(variant: Variant) -> Variant:
         UnsupportedError: there is one of that name.
     """
     if variant.name in _VARIANTS or variant.name == PLAIN:
-        raise UnsupportedError(f"variant {variant.name!r} is registered already; pick another name")
+        raise UnsupportedError("exists-already", f"variant {variant.name!r} is registered already; pick another name")
     _VARIANTS[variant.name] = variant
     return variant
 
@@ -131,7 +131,7 @@ def offloaded(schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedu
         return resolve(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
     except MemoryCapError as error:
         why = ", ".join(error.obstacles) or "what runs at the time"
-        raise UnsupportedError(f"too much has to stay on a device ({why})") from error
+        raise UnsupportedError("cap-unreachable", f"too much has to stay on a device ({why})") from error
 
 
 _STATISTICS = 3 * 4  # bytes per token: maximum, sum and label's logit

@@ -69,7 +69,7 @@ def to_dataframe(timeline: Timeline) -> Any:
     try:
         import pandas
     except ModuleNotFoundError as error:
-        raise UnsupportedError(f"a data frame needs {error.name}: pip install {error.name}") from error
+        raise UnsupportedError("not-installed", f"a data frame needs {error.name}: pip install {error.name}") from error
     return pandas.DataFrame(
         {
             "device": box.device,

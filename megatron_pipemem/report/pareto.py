@@ -116,7 +116,7 @@ def draw(
     from megatron_pipemem.report.labels import Label, add_labels
 
     if not points:
-        raise UnsupportedError("no schedule is left to draw; ask for fewer conditions")
+        raise UnsupportedError("nothing-to-draw", "no schedule is left to draw; ask for fewer conditions")
     axes = axes_for_points((11, 6.4), title, f"peak of the fullest device, in {_unit(in_bytes)}", "bubble rate")
     figure = figure_of(axes)
     placements = list(dict.fromkeys(point.placement for point in sorted(points, key=_by_peak)))

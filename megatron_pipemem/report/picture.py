@@ -52,7 +52,7 @@ def write_picture(draw: Callable[[], Figure], path: str | Path, what: str, inste
                 figure.savefig(beside, format=path.suffix[1:], dpi=_DPI, metadata=metadata)
     except ModuleNotFoundError as error:
         raise UnsupportedError(
-            f"a {path.suffix} picture needs {error.name}: pip install {error.name}{instead}"
+            "not-installed", f"a {path.suffix} picture needs {error.name}: pip install {error.name}{instead}"
         ) from error
     return path
 

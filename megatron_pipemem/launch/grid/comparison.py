@@ -79,7 +79,7 @@ def draw(points: Sequence[Result], title: str = "") -> Figure:
     from megatron_pipemem.report.labels import Label, add_labels
 
     if not points:
-        raise UnsupportedError("no run has ended well; there is nothing to draw")
+        raise UnsupportedError("nothing-to-draw", "no run has ended well; there is nothing to draw")
     axes = axes_for_points(
         (9.6, 5.4), title, "peak activations of the fullest rank (MiB)", "tokens per second, all devices"
     )

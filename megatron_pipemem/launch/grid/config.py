@@ -63,7 +63,7 @@ class Grid:
     def __post_init__(self) -> None:
         for key, values in self.product.items():
             if not values:
-                raise ConfigError("is empty; give a list of values", key=f"product.{key}")
+                raise ConfigError("bad-type", "is empty; give a list of values", key=f"product.{key}")
 
 
 @dataclass(frozen=True)
@@ -113,14 +113,16 @@ def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool 
     common = flat(grid.set) | given
     count = max(1, len(grid.points)) * math.prod(map(len, grid.product.values()))
     if count > _MOST_POINTS:
-        raise ConfigError(f"makes {count:,} points; give at most {_MOST_POINTS:,}", key="product", file=grid_file)
+        raise ConfigError(
+            "too-large", f"makes {count:,} points; give at most {_MOST_POINTS:,}", key="product", file=grid_file
+        )
     rows = [dict(zip(grid.product, values, strict=True)) for values in itertools.product(*grid.product.values())]
     settings = [flat({**entry, **row}) for entry, row in itertools.product(grid.points or [{}], rows)]
     changes = [common | each for each in settings]
     runs = [changed_run(each) for each in changes]
     able = [run for run in runs if isinstance(run, Run)]
     if not able:
-        raise ConfigError(f"no point is a run: {runs[0]}", file=grid_file)
+        raise ConfigError("no-points", f"no point is a run: {runs[0]}", file=grid_file)
     _check_different(settings, runs, grid_file)
     kept = _filter(grid, grid_file, changed_run, changes, able)
     points: list[Point] = []
@@ -130,7 +132,7 @@ def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool 
         elif kept(run):
             points.append(Point(len(points), own, everything, base, run, feasible(run, any_size)))
     if not points:
-        raise ConfigError("its filters leave no point", file=grid_file)
+        raise ConfigError("no-points", "its filters leave no point", file=grid_file)
     return points
 
 
@@ -141,6 +143,7 @@ def _check_different(settings: Sequence[Settings], runs: Sequence[Run | ConfigEr
         twin = first.setdefault(repr(run), index) if isinstance(run, Run) else index
         if twin != index:
             raise ConfigError(
+                "given-twice",
                 f"points {twin} ({label(settings[twin])}) and {index} ({label(settings[index])}) are the same run; leave one "
                 "out",
                 file=file,
@@ -196,13 +199,15 @@ def _filter(
             if isinstance(run, Run):
                 return _value(run, name)
             reason = reason or run
-        raise ConfigError(f"no point can have {value!r}: {reason}", key=f"{key}.{name}", file=file)
+        raise ConfigError("bad-filter", f"no point can have {value!r}: {reason}", key=f"{key}.{name}", file=file)
 
     def read(pattern: Mapping[str, Any], key: str) -> dict[str, list[Any]]:
         wanted = flat(pattern)
         for name in wanted:
             if all(_value(run, name, _ABSENT) is _ABSENT for run in runs):
-                raise ConfigError("is set by no point, so that it can tell none apart", key=f"{key}.{name}", file=file)
+                raise ConfigError(
+                    "bad-filter", "is set by no point, so that it can tell none apart", key=f"{key}.{name}", file=file
+                )
         return {
             name: [normal(name, value, key) for value in (values if isinstance(values, list) else [values])]
             for name, values in wanted.items()

@@ -117,7 +117,9 @@ class LocalRunner:
 def _on_this_node(store: Store, index: int) -> Command:
     run = store.run(index)
     if (nodes := min_nodes(run)) > 1:
-        raise UnsupportedError(f"its {run.parallelism.ranks} ranks fill {nodes} nodes; --launcher slurm starts it")
+        raise UnsupportedError(
+            "does-not-fit", f"its {run.parallelism.ranks} ranks fill {nodes} nodes; --launcher slurm starts it"
+        )
     check_devices(run)
     check_data(run)
     return command(run)
@@ -140,5 +142,7 @@ def _end_left_over(lock: IO[str], place: Path) -> None:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not try_lock(lock):
         if time.monotonic() > deadline:
-            raise UnsupportedError(f"{place} is still being trained: {holder or 'no process known'}; end that first")
+            raise UnsupportedError(
+                "busy", f"{place} is still being trained: {holder or 'no process known'}; end that first"
+            )
         time.sleep(0.1)

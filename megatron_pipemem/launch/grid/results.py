@@ -62,7 +62,7 @@ class Result:
 
     def __post_init__(self) -> None:
         if len(self.predicted_peak_bytes) != len(self.counted_peak_bytes):
-            raise ConfigError("is not of as many ranks as predicted_peak_bytes", key="counted_peak_bytes")
+            raise ConfigError("wrong-file", "is not of as many ranks as predicted_peak_bytes", key="counted_peak_bytes")
 
     @property
     def peak_bytes(self) -> int | None:
@@ -123,9 +123,11 @@ def report_of(path: Path) -> Iterator[Any]:
     try:
         yield report
     except KeyError as error:
-        raise ConfigError(f"is no report of a run, it lacks the key {error}; train again", file=path) from error
+        raise ConfigError(
+            "wrong-file", f"is no report of a run, it lacks the key {error}; train again", file=path
+        ) from error
     except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"is no report of a run, {error}; train again", file=path) from error
+        raise ConfigError("wrong-file", f"is no report of a run, {error}; train again", file=path) from error
 
 
 def _report(path: Path) -> dict[str, Any]:
@@ -174,11 +176,13 @@ def _read(raw: Any, path: Path) -> Result:
     """
     try:
         if not isinstance(raw, dict):
-            raise ConfigError("is no result of a grid's point")
+            raise ConfigError("wrong-file", "is no result of a grid's point")
         check_magnitudes(raw)
         return typed(raw, Result)
     except ConfigError as error:
-        raise ConfigError(f"{error.message}; delete the file, and train again", key=error.key, file=path) from error
+        raise ConfigError(
+            error.code, f"{error.message}; delete the file, and train again", key=error.key, file=path
+        ) from error
 
 
 def _why(log: str, exit_code: int) -> str:

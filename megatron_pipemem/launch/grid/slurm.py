@@ -144,7 +144,9 @@ def _remembered(store: Store) -> list[str]:
     path = _jobs_file(store)
     jobs = read_json(path, "the jobs of a grid") if path.exists() else []
     if not isinstance(jobs, list):
-        raise ConfigError("is no list of Slurm jobs; delete it once none of the grid's is in the queue", file=path)
+        raise ConfigError(
+            "wrong-file", "is no list of Slurm jobs; delete it once none of the grid's is in the queue", file=path
+        )
     return jobs
 
 

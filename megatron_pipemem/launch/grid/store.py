@@ -132,7 +132,7 @@ class Store:
         with (self.folder / ".lock").open("w") as lock:
             if not try_lock(lock):
                 raise UnsupportedError(
-                    f"another pipemem grid works in {self.folder}; wait for it, or choose another --output"
+                    "busy", f"another pipemem grid works in {self.folder}; wait for it, or choose another --output"
                 )
             yield
 
@@ -158,19 +158,20 @@ class Store:
 
     def _other(self, what: str) -> UnsupportedError:
         return UnsupportedError(
+            "exists-already",
             f"{self.folder} holds a grid with {what}; choose another --output, or undo what has changed in the grid's file "
-            "and --set"
+            "and --set",
         )
 
     def _entries(self) -> list[_Entry]:
         if not self.exists():
-            raise ConfigError("holds no grid; give the folder that pipemem grid wrote", file=self.folder)
+            raise ConfigError("wrong-file", "holds no grid; give the folder that pipemem grid wrote", file=self.folder)
         index = read_json(self._index, "a grid")
         try:
             return [typed(entry, _Entry) for entry in index["points"]]
         except (KeyError, TypeError, ConfigError) as error:
             raise ConfigError(
-                "is no index of a grid; give the folder that pipemem grid wrote", file=self._index
+                "wrong-file", "is no index of a grid; give the folder that pipemem grid wrote", file=self._index
             ) from error
 
     def _keep(self, result: Result) -> Result:
@@ -189,7 +190,7 @@ def store_of_point(place: Path) -> tuple[Store, int]:
     """
     place = place.absolute()
     if place.parent.name != "points" or not place.name.isdigit():
-        raise ConfigError("is no folder of a grid's point; give one like FOLDER/points/007", file=place)
+        raise ConfigError("wrong-file", "is no folder of a grid's point; give one like FOLDER/points/007", file=place)
     return Store(place.parents[1]), int(place.name)
 
 
