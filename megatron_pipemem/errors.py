@@ -4,6 +4,145 @@ from __future__ import annotations
 
 from typing import Any
 
+CODES = {
+    # What is given
+    "bad-choice": "A value is none of those allowed. Take one that the message lists.",
+    "bad-filter": "A filter of a grid names a value or a key that no point has. Take one that the points have.",
+    "bad-layout": "A layout does not describe the model's layers on the stages. Write one part per stage.",
+    "bad-number": "A number is out of its range, or is no number. The message names the range.",
+    "bad-switches": "Switches are no groups of devices, name a device twice, or name one that does not exist.",
+    "bad-syntax": "A text is not written in the form that its option takes. The message has an example.",
+    "bad-type": "A value of a file or setting has another type than its key takes. The message names the type.",
+    "conflicting-features": "Two features do not go together. Leave one of the two out.",
+    "conflicting-options": "Two options or keys contradict each other or say the same. Leave one of the two out.",
+    "does-not-divide": "A number does not divide another that it has to divide. Change either.",
+    "given-twice": "The same key or point is given twice. Leave one out.",
+    "has-own-flag": "An option of a schedule has a flag or argument of its own. Give it there.",
+    "missing-option": "An option, argument or key that has no default is missing. Give it.",
+    "needs-option": "An option has no meaning without another one. Give both or neither.",
+    "not-for-stock": "Megatron's own schedule cannot do this. Name a schedule of this package, or leave the option out.",
+    "options-of-file": "A schedule file takes no options. Leave them out.",
+    "unit-mismatch": "Some memory is in bytes and some in activation units. Give all of it in one unit.",
+    "unknown-flag": "There is no such flag. The message names the nearest one.",
+    "unknown-key": "There is no such key. The message names those that there are.",
+    "unknown-option": "The schedule or feature has no such option. `pipemem schedules NAME` lists those of a schedule.",
+    "unknown-schedule": "There is no schedule of that name. `pipemem schedules` lists all; `--schedule-module` adds yours.",
+    "wrong-count": "A list has another number of entries than there are devices, microbatches or chunks. Give one each.",
+    # Files, packages and machines
+    "based-on-itself": "A configuration is based on itself, perhaps through others. Take one `base` out.",
+    "busy": "Another process works in the folder or trains the point. Wait for it, or end it.",
+    "cannot-import": "A module or function of yours cannot be imported, or defines nothing. Its own error is in the message.",
+    "cannot-launch": "The run cannot be started as it is configured. The message says which limit it breaks.",
+    "cannot-read": "A file cannot be read: no permission, no text, or damaged. Give another one.",
+    "cannot-write": "A file cannot be written: no permission, no folder, a full disk. Give another path.",
+    "exists-already": "A file, grid or name is there already. Choose another, or go on with it as the message says.",
+    "no-file": "There is no such file, script or folder. Check the path.",
+    "no-gpu": "The cluster of the run has GPUs and this machine has none. Start it there, or use `--print`.",
+    "not-installed": "A package or program is not installed here. The message names it.",
+    "not-json": "A file is no JSON. The message names line and column.",
+    "not-on-cpu": "A layer or kernel exists on GPUs only. Pass the flag that the message names.",
+    "not-yaml": "A file or an override is no YAML. The message names the place.",
+    "other-model": "A profile is of another model than the run's. Profile the run's.",
+    "other-version": "A function of Megatron-Core or Transformer Engine is missing or has changed. Install a tested version.",
+    "plan-differs": "A flag contradicts the file of `--pipemem-plan`. Leave the flag out, or plan with it.",
+    "slurm-failed": "A command of Slurm failed. Its own error is in the message.",
+    "wrong-file": "A file or folder is not what is asked for here, or is incomplete. The message says which one is needed.",
+    # Sizes
+    "does-not-fit": "The run needs more devices or memory than the cluster has. Cut the model further, or hold less.",
+    "needs-chunks": "The schedule runs another number of model chunks per pipeline rank. Cut the model accordingly.",
+    "needs-devices": "The schedule exists for other numbers of devices. Take another number, or another schedule.",
+    "needs-microbatches": "The schedule exists for other numbers of microbatches. Change the global batch size.",
+    "no-overlap": "Steps of this schedule need a barrier between them. Drop `--pipemem-overlap-steps`.",
+    "no-period": "Steps of the schedule never repeat. Take another schedule.",
+    "no-pipeline": "There is one pipeline rank. Pass a pipeline size of at least 2, or the schedule `stock`.",
+    "no-points": "A grid has no point that can run. Change its product or filters.",
+    "no-slices": "The schedule cannot cut microbatches into slices. Take one with the option `slices`.",
+    "no-steps": "The schedule has no steps of its own to draw or run, or its costs are per microbatch. The message says which.",
+    "nothing-fits": "No plan fits the cluster. The message names the rule that rejects most.",
+    "nothing-to-draw": "No run or schedule is left to draw. Ask for fewer conditions.",
+    "other-size": "A schedule file is for other numbers of devices or microbatches. Change either.",
+    "slices-do-not-fit": "The sequence cannot be cut into so many slices. Take another number.",
+    "too-few-layers": "There are fewer layers than stages. Take fewer ranks or chunks.",
+    "too-large": "The command would take very long, or a file or number is too large. Take less, or pass `--yes`.",
+    # Memory
+    "cap-unreachable": "Nothing that was tried keeps the memory cap. Raise it, or let offload and recomputation be chosen.",
+    "host-memory": "The host has too little memory for what should be kept there. Offload less.",
+    "over-cap": "The schedule holds more than the memory cap. Raise the cap, or take a schedule with a lower peak.",
+    # Costs
+    "costs-mismatch": "Costs are for other stages, devices or slices than the schedule has. Give one value each.",
+    "no-time": "All passes cost 0 seconds. Give at least one of them a price.",
+    # Schedule files
+    "bad-header": "The line that starts with `#` is wrong or does not fit the lines below. The message has an example.",
+    "no-actions": "The file holds no actions. Write a line per device, one action per cell.",
+    "not-an-action": "A cell is no action. Write stage, kind, microbatch, as in `2F0`.",
+    "not-computed": "An action is derived by lowering, and does not belong in a schedule. Remove it.",
+    "not-in-dialect": "torch's files cannot say what this schedule needs. Write it with `--to pipemem`.",
+    "shifted-microbatches": "Microbatches of a kind do not count from 0. Take the shift off.",
+    "unknown-dialect": "There is no such dialect. The message lists those that there are.",
+    # Schedules that must not run
+    "bad-placement": "Stages are not placed once each on all devices from 0 up. Mend the placement.",
+    "collective-order": "Devices post collectives or sums in different orders. Post them in one order.",
+    "deadlock": "Devices wait for one another in a circle, which the message shows. Reorder one of them.",
+    "duplicate-action": "An action stands twice, or two actions do the same. Remove one.",
+    "host-wait": "A host that waits for its whole device would wait without end. Move the action as the message says.",
+    "message-order": "Messages are received in another order, or a later window, than they are sent. Move the receive.",
+    "misplaced-action": "An action is on another device than its stage. Move it.",
+    "missing-action": "An action that another one needs is missing. Add it.",
+    "mixed-replicas": "A microbatch runs through stages of two replicas. Renumber one of the actions.",
+    "queue-order": "A device that serves everything in one queue does not come to an end. Post in one order.",
+    "slot-conflict": "Two actions of a block take one slot, or one starts before its input is there. Shift one.",
+    "stale-program": "The program is not one of its schedule. Lower the schedule again.",
+    "unknown-stage": "A stage does not exist. Remove or renumber it.",
+    "unknown-microbatch": "A microbatch or slice does not exist. Remove or renumber it.",
+    "unmet-need": "An action waits for something that does not come. `validate()` says what is missing.",
+    "useless-action": "Nothing uses what an action brings. Remove it.",
+    "weight-version": "A pass needs a version of the weights that its stage does not have then. Keep more versions.",
+    "wrong-cut": "The cut between steps leaves something half done. Move its ends.",
+    "wrong-order": "An action stands before or after another one wrongly. Move it.",
+    # Families of yours
+    "family-build-failed": "The `build` function of a family fails for every size. Its own error is in the message.",
+    "family-declaration": "A family declares something else than its `build` function makes. Mend either.",
+    "nothing-draws": "A schedule of an inner module was shown. Import it from `megatron_pipemem`.",
+    # Megatron and the model
+    "chunks-by-program": "A program builds model chunks by itself in another way than the schedule needs.",
+    "enabled-already": "The plugin is enabled with other settings. Call `disable()` first.",
+    "enabled-too-late": "Something was built or imported before `enable()` or `activate()`. Call it earlier.",
+    "fp8-delayed-scaling": "Delayed scaling of fp8 needs steps in Megatron's order. Take another recipe.",
+    "model-differs": "The chunks of the ranks do not make up the model. The message names the layers.",
+    "needs-megatron-loop": "The feature needs Megatron's own training loop. Leave it out elsewhere.",
+    "no-rollback": "The optimizer cannot be rolled back. Take another one, or drop `--pipemem-overlap-steps`.",
+    "not-enabled": "A model chunk was asked for before `enable()`. Call it first.",
+    "slices-attention": "The attention cannot work on slices of a sequence. Take `--transformer-impl local`, or no slices.",
+    "slices-forward-step": "The forward step or loss gives something that cannot be cut into slices. The message names it.",
+    "slices-model": "The model cannot work on slices of a sequence. Take a schedule without slices.",
+    "tied-embedding": "Embedding and head must not share one matrix here. Pass `--untie-embeddings-and-output-weights`.",
+    "unsupported-model": "The model has several parts in one pipeline, as encoder-decoder models do. Call `disable()`.",
+    "unsupported-placement": "A feature needs its stages on other devices. Take another schedule, or leave the feature out.",
+    "unsupported-setting": "A setting of Megatron does not go with the schedule. Change it as the message says.",
+    "vocabulary-forward-step": "The forward step hides tokens or losses from the vocabulary passes. The message says which.",
+    "vocabulary-model": "Head or embedding cannot be cut over the pipeline. Pass `--pipemem-vocab-parallel off`.",
+    # During a run
+    "batch-changes": "The number of microbatches changes while some are in flight. Drop `--rampup-batch-size`.",
+    "cannot-profile": "The layers cannot be measured here. Give `--formulas`, or profile as the message says.",
+    "cannot-weigh": "Microbatches cannot be weighed, or your function fails. The message names the microbatch.",
+    "changed-while-away": "Offloaded activations came back changed: something wrote into memory that was away.",
+    "data-iterator": "The data iterator ended early, is missing, or cannot be read as the schedule needs it.",
+    "late-gradient": "A gradient came after its bucket was reduced. Drop `--overlap-grad-reduce`.",
+    "message-shape": "A tensor has another shape than its receiver expects. The message has the way out.",
+    "offload-device": "Activations can be offloaded from CUDA and CPU devices only.",
+    "offload-order": "An offload or reload was asked for out of order. It is a bug if the schedule was validated.",
+    "offload-thread": "The thread that copies activations failed. Restart from the last checkpoint.",
+    "other-rank-failed": "Another rank failed. Its own error is in the message.",
+    "ranks-differ": "Ranks have different schedules or data. Start all of them with the same flags and packages.",
+    "step-runs-again": "A step is repeated whose microbatches have left the pipeline. Pass `--rerun-mode disabled`.",
+    "steps-exhausted": "The run takes more steps than it said. Give `enable()` the number of all steps.",
+    "taken-twice": "A gradient of the vocabulary passes was taken twice. Take it once.",
+    "token-range": "A token is outside the vocabulary. Check the tokenizer.",
+    "used-while-away": "Activations are used while they are on the host. Reload them first.",
+    "wrong-shape": "A tensor given to a cut vocabulary has the wrong shape or type. The message names the right one.",
+}
+"""Every code, with what it means and what to do."""
+
 
 class PipememError(Exception):
     """Base class of all errors raised on purpose by this package.
@@ -13,8 +152,7 @@ class PipememError(Exception):
         message: what is wrong and how to mend it. Classes below put in front of it where the mistake is.
     """
 
-    def __init__(self, code: str, message: str = ""):
-        code, message = _coded(code, message)
+    def __init__(self, code: str, message: str):
         self.code = code
         super().__init__(message)
 
@@ -23,11 +161,6 @@ class PipememError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (type(self), self.args), self.__dict__
-
-
-def _coded(code: str, message: str) -> tuple[str, str]:
-    """Return code and message, of an error that is raised with a message alone too."""
-    return (code, message) if message else ("", code)
 
 
 def _restored(error: type[PipememError], args: tuple[Any, ...]) -> PipememError:
@@ -39,7 +172,7 @@ def _restored(error: type[PipememError], args: tuple[Any, ...]) -> PipememError:
 
 def with_code(error: BaseException) -> str:
     """Return the message of an error as users see it: an error of this package ends with its code, ``... [deadlock]``."""
-    return f"{error} [{error.code}]" if isinstance(error, PipememError) and error.code else str(error)
+    return f"{error} [{error.code}]" if isinstance(error, PipememError) else str(error)
 
 
 class ScheduleError(PipememError, ValueError):
@@ -53,8 +186,7 @@ class ScheduleError(PipememError, ValueError):
             and the last for the first.
     """
 
-    def __init__(self, code: str, message: str = "", *, at: tuple[Any, ...] = (), cycle: tuple[Any, ...] = ()):
-        code, message = _coded(code, message)
+    def __init__(self, code: str, message: str, *, at: tuple[Any, ...] = (), cycle: tuple[Any, ...] = ()):
         self.cycle = cycle
         self.device, self.position, action = (*at, None, None, None)[:3]
         self.action = None if action is None else str(action)
@@ -73,8 +205,7 @@ class ScheduleFormatError(PipememError, ValueError):
         column: number of the character within the line, or for CSV of the cell, from 1.
     """
 
-    def __init__(self, code: str, message: str = "", *, line: int | None = None, column: int | None = None):
-        code, message = _coded(code, message)
+    def __init__(self, code: str, message: str, *, line: int | None = None, column: int | None = None):
         self.line = line
         self.column = column
         place = f"line {line}" if line is not None else ""
@@ -104,7 +235,7 @@ class MemoryCapError(UnsupportedError):
         obstacles: why activations stay that would have to leave.
     """
 
-    def __init__(self, code: str, message: str = "", obstacles: tuple[str, ...] = ()):
+    def __init__(self, code: str, message: str, obstacles: tuple[str, ...] = ()):
         self.obstacles = obstacles
         super().__init__(code, message)
 
@@ -135,8 +266,7 @@ class ConfigError(PipememError, ValueError):
         file: where it is from, if from a file.
     """
 
-    def __init__(self, code: str, message: str = "", *, key: str | None = None, file: object | None = None):
-        code, message = _coded(code, message)
+    def __init__(self, code: str, message: str, *, key: str | None = None, file: object | None = None):
         self.message = message
         self.key = key
         self.file = None if file is None else str(file)

@@ -1,5 +1,5 @@
-"""Writes the tables of the documents: of schedules under two cost vectors, of all schedules, of sequence slices, of what
-Megatron's options are refused with, of who may wait for whom, and of the quickstart's last run.
+"""Writes the tables of the documents: of schedules under two cost vectors, of all schedules, of sequence slices, of all
+errors' codes, of what Megatron's options are refused with, of who may wait for whom, and of the quickstart's last run.
 
     python scripts/doc_tables.py [--quickstart out/quickstart]
 
@@ -24,6 +24,7 @@ from megatron_pipemem.config import refusals
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load, typed
 from megatron_pipemem.config.model import Execution, Model
+from megatron_pipemem.errors import CODES
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.schedule.baseline import share_of_1f1b
@@ -40,6 +41,7 @@ DOCUMENTS = {
     "costs": "choosing-a-schedule.md",
     "schedules": "choosing-a-schedule.md",
     "slices": "choosing-a-schedule.md",
+    "codes": "troubleshooting.md",
     "refusals": "troubleshooting.md",
     "queues": "gpu.md",
     "quickstart": "quickstart.md",
@@ -153,6 +155,11 @@ def table_of_queues() -> str:
     return "\n".join(rows)
 
 
+def table_of_codes() -> str:
+    rows = ["| code | what it means, and what to do |", "|---|---|"]
+    return "\n".join(rows + [f"| `{code}` | {CODES[code]} |" for code in sorted(CODES)])
+
+
 def table_of_refusals() -> str:
     rows = ["| is not supported | option | why, and what to do |", "|---|---|---|"]
     for each in vars(refusals).values():
@@ -193,6 +200,7 @@ def main() -> None:
         "costs": table_of_costs(),
         "schedules": table_of_schedules(),
         "slices": table_of_slices(),
+        "codes": table_of_codes(),
         "refusals": table_of_refusals(),
         "queues": table_of_queues(),
     }

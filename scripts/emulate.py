@@ -47,7 +47,7 @@ def emulated(rule: str, num_stages: int, replicas: int = 1) -> Iterator[None]:
     from megatron.training import training
 
     if rule not in RULES:
-        raise UnsupportedError(f"there is no rule {rule!r}; take one of {', '.join(RULES)}")
+        raise UnsupportedError("bad-choice", f"there is no rule {rule!r}; take one of {', '.join(RULES)}")
     emulator = _Emulator(rule, num_stages, replicas, schedules.forward_backward_no_pipelining, schedules.forward_step)
     get_optimizer = training.get_megatron_optimizer
 
@@ -129,7 +129,9 @@ class _Emulator:
         layers = [int(found[1]) for name in names if (found := _LAYER.search(name))]
         per_stage, rest = divmod(max(layers) + 1, self._stages)
         if rest:
-            raise UnsupportedError(f"{max(layers) + 1} layers cannot be cut evenly into {self._stages} stages")
+            raise UnsupportedError(
+                "does-not-divide", f"{max(layers) + 1} layers cannot be cut evenly into {self._stages} stages"
+            )
         stages = []
         for name in names:
             found = _LAYER.search(name)

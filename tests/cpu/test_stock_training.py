@@ -138,10 +138,11 @@ def test_ranks_that_finish_finish_quietly(environment: dict[str, str], tmp_path:
 def test_our_own_errors_come_without_traceback(environment: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "refused.py"
     script.write_text(
-        "from megatron_pipemem.errors import UnsupportedError\nraise UnsupportedError('cannot [do] this; do that')"
+        "from megatron_pipemem.errors import UnsupportedError\n"
+        "raise UnsupportedError('not-on-cpu', 'cannot [do] this; do that')"
     )
     codes, errors = start_ranks(1, environment, script)
-    assert (codes, errors) == ([1], ["rank 0 failed: UnsupportedError: cannot [do] this; do that\n"])
+    assert (codes, errors) == ([1], ["rank 0 failed: UnsupportedError: cannot [do] this; do that [not-on-cpu]\n"])
     _, errors = start_ranks(1, environment | {"PIPEMEM_TRACEBACK": "1"}, script)
     assert errors[0].startswith("Traceback")
 

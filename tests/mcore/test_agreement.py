@@ -54,7 +54,7 @@ def test_only_rank_zero_decides(together):
 
 def test_a_refusal_is_the_same_error_on_every_rank(together):
     def refuse(rank):
-        raise UnsupportedError("no schedule fits; raise the cap")
+        raise UnsupportedError("cap-unreachable", "no schedule fits; raise the cap")
 
     outcomes = together(refuse)
     assert [type(each) for each in outcomes] == [UnsupportedError] * 3

@@ -43,7 +43,7 @@ def test_a_program_that_ranks_disagree_on_is_not_kept():
     programs = family("1f1b")
 
     def disagree(digest):
-        raise UnsupportedError("ranks differ")
+        raise UnsupportedError("ranks-differ", "ranks differ")
 
     with pytest.raises(UnsupportedError):
         compile(programs, chunks=1, agree=disagree)

@@ -196,7 +196,9 @@ def test_bytes_that_cannot_be_counted_leave_the_first_plan():
     assert run.step() == (None, first)
 
 
-@pytest.mark.parametrize("failure", [ZeroDivisionError("oops"), UnsupportedError("nothing was found"), None])
+@pytest.mark.parametrize(
+    "failure", [ZeroDivisionError("oops"), UnsupportedError("cap-unreachable", "nothing was found"), None]
+)
 def test_a_search_that_fails_in_the_middle_of_a_run_keeps_its_plan(monkeypatch, caplog, failure):
     run = Run(Source(Request.of("zb-h1")))
     _, first = run.step()

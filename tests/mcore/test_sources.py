@@ -274,7 +274,7 @@ def test_a_family_that_fits_its_order_keeps_it_too():
 def test_one_microbatch_at_a_time_is_said_to_be_the_last_resort(fails, monkeypatch, caplog):
     def search_schedule(**question):
         if fails:
-            raise UnsupportedError("nothing fits")
+            raise UnsupportedError("cap-unreachable", "nothing fits")
         before = build_schedule("gpipe", num_devices=2, num_microbatches=6)
         return SearchResult((Candidate(before, 1.0, (1.0, 1.0), 1.0, "gpipe"),), 1.0, 1.0, Costs())
 

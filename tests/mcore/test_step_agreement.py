@@ -119,7 +119,7 @@ def test_what_is_wrong_is_told_on_every_rank(on_all_ranks, told, words):
 def test_a_rank_that_fails_says_why_everywhere(on_all_ranks):
     def fail(rank):
         if rank == LAST:
-            raise CostsError("time[3] is negative")
+            raise CostsError("bad-number", "time[3] is negative")
 
     outcomes = on_all_ranks(_agreed(fail))
     assert all("time[3] is negative" in str(each) for each in outcomes)
@@ -128,7 +128,7 @@ def test_a_rank_that_fails_says_why_everywhere(on_all_ranks):
 
 def test_the_first_rank_decides(on_all_ranks):
     def refuse(rank):
-        raise CostsError(f"no by {rank}")
+        raise CostsError("no-time", f"no by {rank}")
 
     def decided(decide):
         return on_all_ranks(lambda rank, groups: agreement.decided_by_first(lambda: decide(rank), groups))

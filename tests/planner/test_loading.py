@@ -26,7 +26,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         if self.power < 1:
-            raise ConfigError("has to be positive", key="power")
+            raise ConfigError("bad-number", "has to be positive", key="power")
 
 
 @dataclass(frozen=True)

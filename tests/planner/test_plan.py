@@ -185,7 +185,7 @@ def test_the_listed_plans_are_the_best_of_all_variants(memory_gib):
 def test_a_plan_that_fails_in_full_gives_way_to_the_next(monkeypatch):
     def apply(order: Schedule, step, room):
         if order.num_microbatches == 40:
-            raise UnsupportedError("not so many")
+            raise UnsupportedError("too-large", "not so many")
         return order
 
     monkeypatch.setattr(variants_module, "_VARIANTS", {})

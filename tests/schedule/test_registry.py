@@ -304,7 +304,7 @@ def test_what_is_declared_must_be_true(build: str, declared: dict[str, object], 
 def test_the_example_is_as_large_as_the_family_wants() -> None:
     def build(p: int, m: int):
         if p < 16 or m < 4 * p:
-            raise UnsupportedError("too small")
+            raise UnsupportedError("needs-devices", "too small")
         return family("1f1b").build(p, m)
 
     large = Family("mine", build, "large", "1", "0", "a test", min_devices=16, fewest_microbatches=lambda p: 4 * p)

@@ -154,7 +154,7 @@ def test_points_that_cannot_start_are_infeasible_and_do_not_stop_the_others(writ
 def test_a_point_that_cannot_be_started_here_fails_alone(store, write_grid, tmp_path):
     def command_of(store: Store, index: int) -> Command:
         if index == 0:
-            raise ConfigError("cannot be written as a command", key="script")
+            raise ConfigError("unsupported-setting", "cannot be written as a command", key="script")
         return training(store, index)
 
     events = []

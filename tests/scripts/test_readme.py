@@ -40,6 +40,10 @@ def test_the_table_of_schedules_is_current(tables):
     assert block("schedules", CHOOSING) == tables.table_of_schedules().split("\n"), WRITTEN
 
 
+def test_the_table_of_codes_is_current(tables):
+    assert block("codes", "docs/troubleshooting.md") == tables.table_of_codes().split("\n"), WRITTEN
+
+
 def test_the_table_of_refusals_is_current(tables):
     assert block("refusals", "docs/troubleshooting.md") == tables.table_of_refusals().split("\n"), WRITTEN
 
