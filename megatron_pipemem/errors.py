@@ -102,6 +102,8 @@ CODES = {
     # Families of yours
     "family-build-failed": "The `build` function of a family fails for every size. Its own error is in the message.",
     "family-declaration": "A family declares something else than its `build` function makes. Mend either.",
+    "kind-name": "A kind of action has a name that is taken or that files cannot show. Take capital letters and underscores.",
+    "no-handler": "A schedule has actions of a kind without a handler. Add a feature whose `extend` returns one.",
     "nothing-draws": "A schedule of an inner module was shown. Import it from `megatron_pipemem`.",
     # Megatron and the model
     "chunks-by-program": "A program builds model chunks by itself in another way than the schedule needs.",

@@ -73,7 +73,8 @@ class RankProgram:
         """Raise an UnsupportedError if some kind has no handler."""
         if unknown := sorted(self.kinds.difference(handlers)):
             raise UnsupportedError(
-                f"nothing here performs {', '.join(unknown)}: give the executor a StepFeature whose handlers do"
+                "no-handler",
+                f"nothing here performs {', '.join(unknown)}: give the executor a StepFeature whose handlers do",
             )
 
 

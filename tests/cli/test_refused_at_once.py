@@ -93,7 +93,7 @@ def test_what_takes_long_is_asked_about(refuses, tmp_path, arguments, says):
     file.write_text("0F0,0B0\n1F0,1B0\n")
     began = time.process_time()
     line = refuses(*(file if each == "FILE" else each for each in arguments))
-    assert says in line and line.endswith("or go on with --yes"), line
+    assert says in line and line.endswith(" [too-large]"), line
     assert time.process_time() - began < 20
 
 

@@ -289,10 +289,7 @@ def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_star
     result = pipemem("launch", TINY, "--set", f"output={tmp_path / 'file' / 'run'}")
     assert result.exit_code == 2 and result.stdout == ""
     (line,) = result.stderr.splitlines()
-    assert (
-        line
-        == f"error: cannot write {tmp_path}/file/run/report.json: {tmp_path}/file is no folder; choose another path"
-    )
+    assert f"{tmp_path}/file/run/report.json" in line and line.endswith(" [cannot-write]")
 
 
 ASYNCHRONOUS = ("schedule.name=pipedream", "model.tied=false")

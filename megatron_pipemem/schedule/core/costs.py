@@ -110,7 +110,7 @@ class Costs:
             object.__setattr__(self, "memory", checked)
         if self.further is not None:
             if strange := [kind for kind in self.further if kind not in FURTHER]:
-                raise CostsError(f"further has {strange[0]}; give kinds that register_kind has added")
+                raise CostsError("unknown-key", f"further has {strange[0]}; give kinds that register_kind has added")
             own = {Kind(kind): checked_seconds(f"further.{kind}", each) for kind, each in self.further.items()}
             object.__setattr__(self, "further", own)
 

@@ -166,7 +166,7 @@ def register_kind(spec: KindSpec) -> Kind:
         return known
     if known is not None or not _NAME.fullmatch(spec.name):
         fault = "is taken by another kind" if known else "is no name of a kind: capital letters, joined by underscores"
-        raise UnsupportedError(f"{spec.name!r} {fault}; pick another name")
+        raise UnsupportedError("kind-name", f"{spec.name!r} {fault}; pick another name")
     kind = str.__new__(Kind, spec.name)
     kind.spec, kind.value = spec, spec.name
     _KINDS[spec.name] = kind
