@@ -35,7 +35,6 @@ from megatron_pipemem.schedule.request import Request
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file, check_microbatches_of_file
 from megatron_pipemem.schedule.search import Candidate, SearchResult, search_schedule
 from megatron_pipemem.schedule.search.result import fastest_first
-from megatron_pipemem.schedule.search.slice_counts import search_slice_counts
 from megatron_pipemem.schedule.within_cap import Plans, attempts, known_orders, prompt_orders, tightened
 
 logger = logging.getLogger(__name__)
@@ -355,9 +354,8 @@ def _search(
     request: Request, shape: Shape, knowledge: Knowledge, costs: Costs, placements: Sequence[Placement], effort: float
 ) -> Callable[..., SearchResult]:
     """Return the search that takes what is left: caps and seconds."""
-    search = partial(search_slice_counts, request.slice_counts) if max(request.slice_counts) > 1 else search_schedule
     return partial(
-        search,
+        search_schedule,
         num_devices=shape.num_devices,
         num_microbatches=shape.num_microbatches,
         costs=replace(costs, channel=None),  # of no use to it, and results kept before are found again
@@ -365,6 +363,7 @@ def _search(
         effort=request.options.get("effort", effort),
         seed=request.options.get("seed", 0),
         period=request.searches_period,
+        slices=request.slice_counts,
         cache=knowledge.cache,
     )
 

@@ -25,8 +25,8 @@ from megatron_pipemem.schedule.registry import build_schedule, sliced_families
 from megatron_pipemem.schedule.request import Request
 from megatron_pipemem.schedule.resolve import resolve
 from megatron_pipemem.schedule.search import search_schedule
-from megatron_pipemem.schedule.search.list_units import list_schedules
-from megatron_pipemem.schedule.search.units import make_units
+from megatron_pipemem.schedule.search.portfolio import first_start, list_schedules
+from megatron_pipemem.schedule.search.problem import make_problem, to_schedule
 
 PRICE = st.floats(0.3, 2.0)
 
@@ -113,10 +113,13 @@ def draw_prices(data: st.DataObject) -> tuple[Placement, int, int, Costs, float]
 def test_one_microbatch_after_another_fits_any_cap_that_admits_one(data: st.DataObject) -> None:
     placement, m, n, costs, alone = draw_prices(data)
     cap = alone * data.draw(st.floats(1, 1.5))
-    units = make_units(placement, m, n, costs, (cap,) * placement.num_devices)
-    *_, (name, table) = list_schedules(units)
+    problem = make_problem(placement, m, costs, (cap,) * placement.num_devices, slices=n)
+    *_, (name, table) = list_schedules(problem)
     assert name == "list schedule, one by one"
-    validate(units.schedule(AUTO, table.orders), costs, cap)
+    evenly_spaced = first_start(problem)
+    assert evenly_spaced is not None
+    for orders in (table.orders, evenly_spaced.orders):
+        validate(to_schedule(AUTO, placement, problem, orders), costs, cap)
 
 
 @settings(max_examples=12, deadline=None)

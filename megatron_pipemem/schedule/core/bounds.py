@@ -88,7 +88,7 @@ def lower_bound(
     return max(bounds)
 
 
-def least_held(placement: Placement, num_microbatches: int, costs: Costs) -> list[float]:
+def least_held(placement: Placement, num_microbatches: int, costs: Costs, slices: int = 1) -> list[float]:
     """Return per device, a cap below which it holds too much in every schedule: one microbatch on all its stages.
 
     When the first I or B of a stage is due, that microbatch has run forward on all stages, and backward on the later ones
@@ -99,11 +99,12 @@ def least_held(placement: Placement, num_microbatches: int, costs: Costs) -> lis
         placement: which device holds which stage; one replica of the model.
         num_microbatches: microbatches of one step.
         costs: their ``memory``; activation units by default. Where they weigh microbatches, the largest needs most.
+        slices: sequence slices of a microbatch.
 
     Returns:
         In activation units, or in the unit of ``costs.memory``.
     """
-    step, unit = _Step(placement, num_microbatches, costs), costs.memory_unit(placement)
+    step, unit = _Step(placement, num_microbatches, costs, slices=slices), costs.memory_unit(placement, slices)
     return [step.least_held(device) * unit for device in range(placement.num_devices)]
 
 

@@ -71,6 +71,7 @@ class Exploration:
         caps: the most every device may hold, in the unit of the costs' memory; ``None`` is no limit.
         seed: of all random choices.
         full: stages of which only full backwards are looked at.
+        slices: sequence slices of every microbatch.
         period: look for what follows itself soonest without a barrier, and not for what ends soonest. Makespans are then
             seconds from step to step, at most, and the bound is the work of the busiest device.
     """
@@ -80,6 +81,7 @@ class Exploration:
     costs: Costs
     caps: Sequence[float] | None
     seed: int
+    slices: int = 1
     full: frozenset[int] = frozenset()
     period: bool = False
     _finalists: list[tuple[int, int, str, Timetable]] = field(default_factory=list)
@@ -88,17 +90,23 @@ class Exploration:
     """Whether no periodic order without a bubble in the steady state was found to fit the caps."""
 
     def __post_init__(self) -> None:
-        self.bound = lower_bound(self.placement, self.num_microbatches, self.costs, self.caps)
+        n = self.slices
+        self.bound = lower_bound(self.placement, self.num_microbatches, self.costs, self.caps, slices=n)
         if self.period:
-            prices = self.costs.seconds(self.placement)
-            work = (sum(prices[kind][s] for s in stages for kind in KINDS) for stages in self.placement.stages)
+            prices = self.costs.seconds(self.placement, n)
+            work = (
+                sum(sum(prices[kind][s * n : s * n + n]) for s in stages for kind in KINDS)
+                for stages in self.placement.stages
+            )
             self.bound = self.num_microbatches * max(work)
 
     @cached_property
     def _problem(self) -> Problem:
-        unit = self.costs.memory_unit(self.placement)
+        unit = self.costs.memory_unit(self.placement, self.slices)
         caps = None if self.caps is None else [cap / unit for cap in self.caps]
-        return make_problem(self.placement, self.num_microbatches, self.costs, caps, self.full, self.period)
+        return make_problem(
+            self.placement, self.num_microbatches, self.costs, caps, self.full, self.period, self.slices
+        )
 
     @property
     def found_any(self) -> bool:
@@ -186,18 +194,19 @@ class Exploration:
 
     @property
     def is_far_from_bound(self) -> bool:
-        return self.makespan > self.bound * _FAR_FROM_BOUND
+        """Return whether random starts may improve much; there is nothing else for slices."""
+        return self.makespan > self.bound * (_FAR_FROM_BOUND if self.slices == 1 else _EXACT)
 
     @property
     def num_passes(self) -> int:
-        return 3 * self.placement.num_stages * self.num_microbatches
+        return 3 * self.placement.num_stages * self.num_microbatches * self.slices
 
     @cached_property
     def is_periodic(self) -> bool:
         """Return whether there are few enough cyclic orders to search for periodic ones, which go between neighbours."""
         hops = {frozenset(hop) for hop in pairwise(self.placement.devices)}
         neighbours = pairwise(range(self.placement.num_devices))
-        few = self.placement.num_chunks <= _CHUNKS_OF_A_CYCLE
+        few = self.slices == 1 and self.placement.num_chunks <= _CHUNKS_OF_A_CYCLE
         return few and all(frozenset(pair) in hops for pair in neighbours) and self._problem.is_steady
 
     def solve(self, reached: float, most_states: int) -> int:
@@ -205,7 +214,11 @@ class Exploration:
 
         What is proved raises ``bound``, unless orders with some full backwards may keep a cap that these exceed.
         """
-        if self.period or (self.caps is not None and not keeps_memory_exactly(self.placement, self.costs)):
+        if (
+            self.period
+            or self.slices > 1
+            or (self.caps is not None and not keeps_memory_exactly(self.placement, self.costs))
+        ):
             return 0
         shorter_than = min(self._finalists[0][0], round(reached * self._problem.ticks_per_second))
         solved = solve(self._problem, shorter_than, most_states)
@@ -272,9 +285,9 @@ class Exploration:
         """Justify the best again and again with changing parts frozen: a steady state that idles has room to move."""
         rng = Random(self.seed)
         problem = self._problem
-        classes, m = len(problem.device), problem.num_microbatches
+        classes, units = len(problem.device), problem.units
         pool = [entry[2:] for entry in self._finalists]
-        rounds, improved = int(effort * _PASSES_TO_POLISH / (classes * m)), 0
+        rounds, improved = int(effort * _PASSES_TO_POLISH / self.num_passes), 0
         patience = max(_FEWEST_TRIALS, rounds / 3)
         for number in range(rounds):
             if self.is_optimal or number - improved > patience or not self.may_justify(clock):
@@ -282,10 +295,10 @@ class Exploration:
             index = rng.randrange(len(pool))
             if rng.random() < 0.5:
                 whole = set(rng.sample(range(classes), rng.randint(1, classes // 3)))
-                frozen = {each for each in range(classes * m) if each // m in whole}
+                frozen = {each for each in range(self.num_passes) if each // units in whole}
             else:
                 share = rng.choice((0.02, 0.1, 0.3, 0.5))
-                frozen = {each for each in range(classes * m) if rng.random() < share}
+                frozen = {each for each in range(self.num_passes) if rng.random() < share}
             name, before = pool[index]
             with clock.step(Step.JUSTIFY, 2 * self.num_passes):
                 table = justify(problem, justify(problem, before, frozen))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from megatron_pipemem.schedule.core.walk import Graph, Times
-from megatron_pipemem.schedule.search.problem import Orders, Problem
+from megatron_pipemem.schedule.search.problem import FORWARD, Orders, Passes, Problem
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Timetable:
 
 def as_soon_as_possible(problem: Problem, orders: Orders) -> Timetable | None:
     """Run every device's order without waiting longer than it must; ``None`` when the orders wait for one another."""
-    lags, waits, classes, devices = problem.passes
-    graph = Graph(orders, waits, classes, devices)
+    passes = problem.passes
+    graph = Graph(orders, passes.waits, passes.price, passes.device)
     nodes, _ = graph.walk()
-    if len(nodes) < len(waits):
+    if len(nodes) < len(passes.waits):
         return None
-    times = Times(graph, problem.ticks, lags, zero=0)
+    times = Times(graph, problem.ticks, passes.lags, zero=0)
     times.run(graph.steps(nodes))
     return Timetable(orders, times.starts, max(times.free))
 
@@ -60,18 +60,17 @@ def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
     Returns:
         ``None`` when the devices came to a stop because no cap admitted what was ready.
     """
-    m, ticks, change, device_of = problem.num_microbatches, problem.ticks, problem.change, problem.device
-    classes_of, caps, followers, reserve = problem.classes, problem.caps, problem.followers, problem.reserve
-    num_classes = len(ticks)
-    ready: list[list[int]] = [[0] * m for _ in range(num_classes)]
-    missing = [[len(waits)] * m for waits in problem.waits]
-    upcoming = [0] * num_classes
+    units, ticks, change, caps, reserve = problem.units, problem.ticks, problem.change, problem.caps, problem.reserve
+    classes_of, passes = problem.classes, problem.reversed
+    device_of, price_of, followers, lags = passes.device, passes.price, passes.waits, passes.lags
+    left, sliced = len(followers), problem.slices > 1
+    ready, starts = [0] * left, [-1] * left
+    missing = [len(waits) for waits in problem.waits for _ in range(units)]
+    upcoming = list(range(0, left, units))
     levels = [0] * problem.num_devices
     busy = [0] * problem.num_devices
     orders: Orders = [[] for _ in range(problem.num_devices)]
-    starts = [-1] * (num_classes * m)
     events = [(0, d) for d in range(problem.num_devices)]
-    left = num_classes * m
     while events:
         now, d = heappop(events)
         if busy[d] > now:
@@ -80,33 +79,36 @@ def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
         best = -1
         best_urgency = float("inf")
         for c in classes_of[d]:
-            k = upcoming[c]
-            if k == m or missing[c][k]:
+            each = upcoming[c]
+            if each == (c + 1) * units or missing[each]:
                 continue
-            delta = change[c]
-            if delta > 0 and level + delta + reserve[c] > caps[d]:
-                continue
-            value = urgency[c * m + k]
-            if ready[c][k] <= now and value < best_urgency:
-                best, best_urgency = c, value
+            price = price_of[each]
+            delta = change[price]
+            if delta > 0:
+                sliced_forward = sliced and c % 3 == FORWARD
+                needed = problem.owed(c, upcoming) if sliced_forward else delta + reserve[price]
+                if level + needed > caps[d]:
+                    continue
+            value = urgency[each]
+            if ready[each] <= now and value < best_urgency:
+                best, best_urgency = each, value
         if best < 0:
             continue
-        k = upcoming[best]
-        upcoming[best] = k + 1
-        end = now + ticks[best]
-        each = best * m + k
-        starts[each] = now
-        orders[d].append(each)
-        levels[d] = level + change[best]
+        upcoming[best // units] = best + 1
+        price = price_of[best]
+        end = now + ticks[price]
+        starts[best] = now
+        orders[d].append(best)
+        levels[d] = level + change[price]
         busy[d] = end
         left -= 1
         heappush(events, (end, d))
-        for c, lag in followers[best]:
-            at = end + lag
-            if at > ready[c][k]:
-                ready[c][k] = at
-            missing[c][k] -= 1
-            other = device_of[c]
+        for each, link in followers[best]:
+            at = end + lags[link]
+            if at > ready[each]:
+                ready[each] = at
+            missing[each] -= 1
+            other = device_of[each]
             if other != d:
                 heappush(events, (at, other))
     if left:
@@ -122,24 +124,14 @@ def justify(problem: Problem, table: Timetable, frozen: Collection[int] = frozen
         table: within the caps.
         frozen: passes that are moved within their place only, to look elsewhere than a plain justification does.
     """
-    late = _earlier(problem.reversed, _mirror(problem, table), _mirrored(problem, frozen))
-    return _earlier(problem, _mirror(problem.reversed, late), frozen)
+    late = _earlier(problem.reversed, _mirrored(problem, table), frozen)
+    return _earlier(problem.passes, _mirrored(problem, late), frozen)
 
 
-def _mirrored(problem: Problem, passes: Collection[int]) -> set[int]:
-    m = problem.num_microbatches
-    return {each + m - 1 - 2 * (each % m) for each in passes}
-
-
-def _mirror(problem: Problem, table: Timetable) -> Timetable:
-    """Return the timetable of the reversed problem."""
-    m, ticks = problem.num_microbatches, problem.ticks
-    starts = [0] * len(table.starts)
-    for each, start in enumerate(table.starts):
-        c, k = divmod(each, m)
-        starts[c * m + m - 1 - k] = table.makespan - start - ticks[c]
-    orders = [[each + m - 1 - 2 * (each % m) for each in reversed(order)] for order in table.orders]
-    return Timetable(orders, starts, table.makespan)
+def _mirrored(problem: Problem, table: Timetable) -> list[int]:
+    """Return when passes start with time running the other way."""
+    ticks, end = problem.ticks, table.makespan
+    return [end - start - ticks[price] for start, price in zip(table.starts, problem.passes.price, strict=True)]
 
 
 class Row:
@@ -231,30 +223,21 @@ class Row:
         return self.end
 
 
-def _earlier(problem: Problem, table: Timetable, frozen: Collection[int]) -> Timetable:
-    """Move every pass, by time, into the first gap that it fits, or else behind the others."""
-    m, ticks, waits, change, device_of = (
-        problem.num_microbatches,
-        problem.ticks,
-        problem.waits,
-        problem.change,
-        problem.device,
-    )
-    rows = [
-        Row(cap, min(ticks[c] for c in classes)) for cap, classes in zip(problem.caps, problem.classes, strict=True)
-    ]
-    ends, starts = [0] * len(table.starts), table.starts
+def _earlier(passes: Passes, starts: Sequence[int], frozen: Collection[int]) -> Timetable:
+    """Move every pass, in the order of these starts, into the first gap that it fits, or else behind the others."""
+    device_of, price_of, before, waits, ticks, change, lags, caps, shortest = passes
+    rows = [Row(cap, least) for cap, least in zip(caps, shortest, strict=True)]
+    ends = [0] * (len(starts) + 1)  # the last is of the pass before the first of a class
     for each in sorted(range(len(starts)), key=starts.__getitem__):
-        c, k = divmod(each, m)
-        ready = ends[each - 1] if k else 0
-        for other, lag in waits[c]:
-            end = ends[other * m + k] + lag
+        ready, price = ends[before[each]], price_of[each]
+        for other, link in waits[each]:
+            end = ends[other] + lags[link]
             if end > ready:
                 ready = end
-        row = rows[device_of[c]]
-        end = -1 if each in frozen else row.into_gap(each, ready, ticks[c], change[c])
-        ends[each] = end if end >= 0 else row.append(each, ready, ticks[c], change[c])
-    new_starts = [end - ticks[each // m] for each, end in enumerate(ends)]
+        row = rows[device_of[each]]
+        end = -1 if each in frozen else row.into_gap(each, ready, ticks[price], change[price])
+        ends[each] = end if end >= 0 else row.append(each, ready, ticks[price], change[price])
+    new_starts = [end - ticks[price] for end, price in zip(ends, price_of, strict=False)]
     # Mirrored timetables may begin late when everything moved towards the end.
     first = min(new_starts)
     if first:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise, product
 from random import Random
 from typing import Any
 
 from megatron_pipemem.errors import PipememError
+from megatron_pipemem.schedule.core.action import mirrored
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.registry import Family, build_schedule
@@ -27,17 +29,23 @@ def first_start(problem: Problem) -> Timetable | None:
     Returns:
         ``None`` when even one microbatch after the other exceeds the caps.
     """
-    m, starts, now = problem.num_microbatches, [0] * len(problem.ticks), 0
-    for c in problem.way:
-        now += next((lag for _, lag in problem.waits[c]), 0)
-        starts[c] = now
-        now += problem.ticks[c]
-        if c % 3 == INPUT:
-            starts[c + 1] = now
-    interval, alone = max(problem.work), max(start + ticks for start, ticks in zip(starts, problem.ticks, strict=True))
+    n, units, ends = problem.slices, problem.units, [0] * len(problem.ticks)
+    for c in (*problem.way, *range(WEIGHT, len(problem.device), 3)):
+        for part in range(n):
+            ready = ends[c * n + part - 1] if part else 0
+            for other, lag in problem.waits[c]:
+                at = other * n + (mirrored(part, n) if problem.turns(c, other) else part)
+                ready = max(ready, ends[at] + lag)
+            ends[c * n + part] = ready + problem.ticks[c * n + part]
+    starts = [end - ticks for end, ticks in zip(ends, problem.ticks, strict=True)]
+    spans = (ends[at + n - 1] - starts[at] for at in range(0, len(ends), n))
+    interval, alone, price = max(*problem.work, *spans), max(ends), problem.passes.price
     while True:
         orders = [
-            sorted((c * m + k for c in classes for k in range(m)), key=lambda e: starts[e // m] + e % m * interval)
+            sorted(
+                (c * units + rank for c in classes for rank in range(units)),
+                key=lambda each: starts[price[each]] + each % units // n * interval,
+            )
             for classes in problem.classes
         ]
         if problem.fits(orders):
@@ -53,16 +61,15 @@ def _one_by_one(problem: Problem) -> Orders:
     taken.
     """
     orders: Orders = []
+    n, units = problem.slices, problem.units
     for classes in problem.classes:
         forwards = [c for c in classes if c % 3 == FORWARD]
-        weights = [c for c in classes if c % 3 == WEIGHT]
-        late = {c for c in weights if problem.change[c] > 0}
-        turn = [*forwards]
-        for c in reversed(forwards):
-            turn += [each for each in (c + INPUT, c + WEIGHT) if each not in late]
-        m = problem.num_microbatches
-        passes = [c * m + k for k in range(m) for c in turn]
-        orders.append([*passes, *(c * m + k for k in range(m) for c in weights if c in late)])
+        late = {c for c in classes if c % 3 == WEIGHT and max(problem.change[c * n : c * n + n]) > 0}
+        turn = [c * units + part for c in forwards for part in range(n)]
+        for c, part in product(reversed(forwards), range(n)):
+            turn += [each * units + part for each in (c + INPUT, c + WEIGHT) if each not in late]
+        passes = [each + first for first in range(0, units, n) for each in turn]
+        orders.append([*passes, *(c * units + rank for rank in range(units) for c in classes if c in late)])
     return orders
 
 
@@ -81,6 +88,8 @@ def family_starts(
     given: dict[str, Any] = {"costs": costs}
     if caps is not None and costs.memory is None:
         given["memory_cap"] = min(caps)
+    if problem.slices > 1:
+        given["slices"] = problem.slices
     p, m = placement.num_devices, problem.num_microbatches
     for each in families:
         options = {name: value for name, value in given.items() if name in each.options}
@@ -126,15 +135,21 @@ def _largest_group(name: str, problem: Problem, shape: Mapping[str, Any]) -> int
 
 def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
     """Yield greedy orders. The last one runs one microbatch after the other and fits any cap that admits one."""
-    m = problem.num_microbatches
-    passes = range(len(problem.device) * m)
+    units, n = problem.units, problem.slices
+    passes = range(len(problem.device) * units)
     longest = max(problem.ticks)
     depth = _depths(problem)
     rules = {
-        "backward first": [depth[each // m] + each % m * longest * 0.1 for each in passes],
-        "oldest first": [each % m * longest * 4.0 + (each // m % 3 == WEIGHT) * longest * 4.0 for each in passes],
-        "one by one": [each % m * sum(problem.ticks) * 4.0 + (each // m % 3 == WEIGHT) for each in passes],
+        "backward first": [depth[each // units] + each % units * longest * 0.1 for each in passes],
+        "oldest first": [(each % units + (each // units % 3 == WEIGHT)) * longest * 4.0 for each in passes],
     }
+    if n > 1:
+        # Rank by rank, backwards of a microbatch stand beside forwards of its slices; these are a microbatch ahead.
+        rank = {FORWARD: 0, INPUT: -n, WEIGHT: 1}
+        rules["oldest backward first"] = [each % units + rank[each // units % 3] for each in passes]
+    rules["one by one"] = [
+        each % units // n * sum(problem.ticks) * 4.0 + (each // units % 3 == WEIGHT) for each in passes
+    ]
     for name, urgency in rules.items():
         table = dispatch(problem, urgency)
         if table is not None and problem.fits(table.orders):
@@ -142,18 +157,18 @@ def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
 
 
 def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
-    """Return a greedy order by a random weighting of a microbatch's age, of the way it has left, and of how long W can
-    wait.
+    """Return a greedy order by a random weighting of the age of a microbatch or slice, of the way it has left, and of how long
+    W can wait.
 
     None of the fixed rules is best for costs that tile badly, and no one weighting is for all of them.
     """
-    m, stages, longest = problem.num_microbatches, problem.num_stages, max(problem.ticks)
-    age, way, put_off = 2 ** rng.uniform(0, 3), rng.uniform(0.2, 0.8), rng.uniform(0.2, 1.0)
+    units, stages, longest = problem.units, problem.num_stages, max(problem.ticks)
+    age, way, put_off = 2 ** rng.uniform(0, 3) / problem.slices, rng.uniform(0.2, 0.8), rng.uniform(0.2, 1.0)
     rank = []
     for stage in range(stages):
         inputs = 2 * stages - 1 - stage
         rank += [-way * stage, -way * inputs, put_off * stages - way * inputs]
-    urgency = [(rank[c] + age * k) * longest for c in range(3 * stages) for k in range(m)]
+    urgency = [(rank[c] + age * k) * longest for c in range(3 * stages) for k in range(units)]
     table = dispatch(problem, urgency)
     return table if table is not None and problem.fits(table.orders) else None
 
@@ -181,23 +196,14 @@ def fusable(problem: Problem, table: Timetable) -> set[int]:
     Where W follows I at once and nobody needs the gradient sooner than W ends, splitting buys nothing; a full backward
     spares the kernel launches and the queue of a split one. All those of the problem's full stages are among them.
     """
-    m, ticks, starts = problem.num_microbatches, problem.ticks, table.starts
-    consumers: dict[int, tuple[int, int]] = {}
-    for c, waits in enumerate(problem.waits):
-        for other, lag in waits:
-            if c % 3 == INPUT and other % 3 == INPUT:
-                consumers[other] = (c, lag)
+    units, starts, passes = problem.units, table.starts, problem.reversed
+    ends = [start + problem.ticks[price] for start, price in zip(starts, passes.price, strict=True)]
     fused = problem.full_backwards
     for order in table.orders:
-        for each, after in zip(order, order[1:], strict=False):
-            c, k = divmod(each, m)
-            if c % 3 != INPUT or after != each + m or starts[after] != starts[each] + ticks[c]:
+        for each, after in pairwise(order):
+            if each // units % 3 != INPUT or after != each + units or starts[after] != ends[each]:
                 continue
-            end = starts[after] + ticks[c + 1]
-            if c not in consumers:
+            waiting = (other for other in passes.waits[each] if other[0] != after)
+            if all(starts[other] >= ends[after] + passes.lags[link] for other, link in waiting):
                 fused.add(each)
-            else:
-                consumer, lag = consumers[c]
-                if starts[consumer * m + k] >= end + lag:
-                    fused.add(each)
     return fused

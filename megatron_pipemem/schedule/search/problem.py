@@ -1,8 +1,9 @@
 """Write the search problem in whole numbers: passes, what they wait for, how long they take and what they hold.
 
 Microbatches are identical, so every pass class (a kind on a stage) runs them in order without loss, and a device's order
-is a sequence of passes. Time is in ticks and memory in units small enough that nothing is lost by rounding, because a
-search compares sums of thousands of terms for equality.
+is a sequence of passes. Where microbatches are cut into sequence slices, a class runs its forwards slice by slice, and its
+backwards microbatch by microbatch with the slices reversed (arXiv 2406.03488, section 3.2). Time is in ticks and memory in
+units small enough that nothing is lost by rounding, because a search compares sums of thousands of terms for equality.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import ceil
+from typing import NamedTuple
 
 from megatron_pipemem.errors import CostsError
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.action import Action, Kind, mirrored
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.placement import Placement
@@ -33,7 +35,36 @@ MEMORY_STEPS = 10**13
 _NOISE = 0.1
 
 Orders = list[list[int]]
-"""Per device, its passes in the order in which they run. Pass ``c * m + k`` is of class ``c`` and microbatch ``k``."""
+"""Per device, its passes in the order in which they run. Pass ``c * units + k`` is the ``k``-th of class ``c``."""
+
+ClassWaits = tuple[tuple[tuple[int, int], ...], ...]
+"""Per class, ``(class, lag)`` of what it waits for."""
+
+
+class Passes(NamedTuple):
+    """Hold all passes of a problem, with time running in one direction.
+
+    Args:
+        device: of every pass.
+        price: of every pass, its place in ``ticks`` and ``change``.
+        before: the pass before it in its class, or -1.
+        waits: what else it waits for, and over which link.
+        ticks: how long passes take.
+        change: by how much they change what their device holds.
+        lags: ticks of every link.
+        caps: the most every device may hold.
+        shortest: ticks of the shortest pass of every device.
+    """
+
+    device: list[int]
+    price: list[int]
+    before: list[int]
+    waits: list[Waits]
+    ticks: Sequence[int]
+    change: Sequence[int]
+    lags: list[int]
+    caps: Sequence[int]
+    shortest: list[int]
 
 
 @dataclass(frozen=True)
@@ -43,23 +74,30 @@ class Problem:
     Args:
         num_microbatches: ``m``.
         device: device of every class; class ``3 * stage + kind`` with kinds F, I, W.
-        ticks: how long a pass of the class takes.
-        change: by how much it changes what its device holds.
-        waits: ``(class, lag)`` of what a pass waits for: the pass of that class and of the same microbatch ends ``lag`` ticks
-            before it at the latest. Besides, the passes of a class run in the order of their microbatches.
+        ticks: how long a pass takes, ``[class * slices + place]`` for the place of its slice in the order of the class.
+        change: by how much it changes what its device holds, likewise.
+        waits: ``(class, lag)`` of what a pass waits for: the pass of that class, microbatch and slice ends ``lag`` ticks
+            before it at the latest. In addition, the passes of a class run in order.
         caps: the most every device may hold.
         full: stages whose backwards are full ones (B): class I has the length and the change of both, W is a shadow.
         ticks_per_second: how long a tick is.
+        slices: sequence slices of a microbatch.
     """
 
     num_microbatches: int
     device: tuple[int, ...]
     ticks: tuple[int, ...]
     change: tuple[int, ...]
-    waits: tuple[tuple[tuple[int, int], ...], ...]
+    waits: ClassWaits
     caps: tuple[int, ...]
     full: frozenset[int] = frozenset()
     ticks_per_second: float = 1.0
+    slices: int = 1
+
+    @property
+    def units(self) -> int:
+        """Return how many passes a class has."""
+        return self.num_microbatches * self.slices
 
     @property
     def num_devices(self) -> int:
@@ -83,24 +121,48 @@ class Problem:
     @cached_property
     def work(self) -> tuple[int, ...]:
         """Ticks every device computes for one microbatch."""
-        return tuple(sum(self.ticks[c] for c in classes) for classes in self.classes)
+        return self._per_device(self.ticks)
+
+    def _per_device(self, prices: Sequence[int]) -> tuple[int, ...]:
+        """Return the sum over all passes of a microbatch on every device."""
+        n = self.slices
+        return tuple(sum(sum(prices[c * n : c * n + n]) for c in classes) for classes in self.classes)
 
     @cached_property
-    def left(self) -> tuple[int, ...]:
-        """Return what every device still holds of a microbatch when all its passes have run: usually nothing."""
-        return tuple(sum(self.change[c] for c in classes) for classes in self.classes)
+    def passes(self) -> Passes:
+        return self._passes(self.waits, self.ticks, self.change, self.caps, -1)
 
     @cached_property
-    def passes(self) -> tuple[list[int], list[Waits], list[int], list[int]]:
-        """The lags of all links, and of every pass what it waits for, its class and its device (see ``walk.Graph``)."""
-        m = self.num_microbatches
-        links: dict[int, int] = {}
-        waits: list[Waits] = []
-        for each in self.waits:
-            first = [(other * m, links.setdefault(lag, len(links))) for other, lag in each]
-            waits += [[(before + k, link) for before, link in first] for k in range(m)]
-        classes = [c for c in range(len(self.ticks)) for _ in range(m)]
-        return list(links), waits, classes, [self.device[c] for c in classes]
+    def reversed(self) -> Passes:
+        """The same passes with time running backwards: what was freed last is taken first."""
+        # What is left in the end is there from the start now, and what is held counts from there.
+        left = self._per_device(self.change)
+        caps = tuple(cap - self.num_microbatches * kept for cap, kept in zip(self.caps, left, strict=True))
+        return self._passes(self.followers, self.ticks, tuple(-change for change in self.change), caps, 1)
+
+    def _passes(
+        self, waits: ClassWaits, ticks: Sequence[int], change: Sequence[int], caps: Sequence[int], before: int
+    ) -> Passes:
+        units, n, classes, links = self.units, self.slices, range(len(self.device)), dict[int, int]()
+        turned, of_pass = [mirrored(rank, n) for rank in range(units)], list[Waits]()
+        for c, each in enumerate(waits):
+            columns = []
+            for other, lag in each:
+                first, link = other * units, links.setdefault(lag, len(links))
+                ranks = turned if self.turns(c, other) else range(units)
+                columns.append([(first + rank, link) for rank in ranks])
+            of_pass += zip(*columns, strict=True) if columns else [()] * units
+        neighbours = list(range(before, len(of_pass) + before))
+        neighbours[0 if before < 0 else units - 1 :: units] = [-1] * len(classes)
+        device = [self.device[c] for c in classes for _ in range(units)]
+        price = [at for c in classes for at in list(range(c * n, c * n + n)) * self.num_microbatches]
+        shortest = [min(min(ticks[c * n : c * n + n]) for c in each) for each in self.classes]
+        return Passes(device, price, neighbours, of_pass, ticks, change, list(links), caps, shortest)
+
+    @staticmethod
+    def turns(one: int, other: int) -> bool:
+        """Return whether two classes run the slices of a microbatch in opposite orders."""
+        return (one % 3 == FORWARD) != (other % 3 == FORWARD)
 
     @cached_property
     def is_steady(self) -> bool:
@@ -119,45 +181,53 @@ class Problem:
 
     @cached_property
     def reserve(self) -> tuple[int, ...]:
-        """Return what must be free besides when a pass of every class starts: a chunk's forward leaves room for one
-        forward of every later chunk and for what an I may take, or the microbatch could never turn round.
+        """Return what must also be free when a pass starts, like ``change``: a chunk's forward leaves room for the rest of its
+        microbatch, for that of every later chunk, and for what an I may take, or the microbatch could never turn round.
         """
-        reserve = [0] * len(self.change)
+        n, change, reserve = self.slices, self.change, [0] * len(self.change)
+
+        def taken(c: int) -> int:
+            turn = (change[at] for j in range(n) for at in ((c + INPUT) * n + j, (c + WEIGHT) * n + j))
+            return max(accumulate(turn))
+
         for classes in self.classes:
             forwards = [c for c in classes if c % 3 == FORWARD]
-            taken = max(0, *(self.change[c] for c in classes if c % 3 == INPUT))
-            for index, c in enumerate(forwards):
-                reserve[c] = sum(self.change[later] for later in forwards[index + 1 :]) + taken
+            later = max(0, *map(taken, forwards))
+            for at in (c * n + j for c in reversed(forwards) for j in reversed(range(n))):
+                reserve[at] = later
+                later += change[at]
         return tuple(reserve)
 
-    @cached_property
-    def reversed(self) -> Problem:
-        """The same problem with time running backwards: what was freed last is taken first.
+    def owed(self, c: int, upcoming: Sequence[int]) -> int:
+        """Return what must be free when a slice runs forward, itself included: all forwards that its device has still to run of
+        the microbatches that it has begun, and what an I may take. Else none of them could turn round.
 
-        Its orders are the reversed orders, with microbatch ``k`` renamed ``m - 1 - k``.
+        Args:
+            c: class of the forward.
+            upcoming: the next pass of every class.
         """
-        return Problem(
-            self.num_microbatches,
-            self.device,
-            self.ticks,
-            tuple(-change for change in self.change),
-            self.followers,
-            # What is left in the end is there from the start now, and what is held counts from there.
-            tuple(cap - self.num_microbatches * left for cap, left in zip(self.caps, self.left, strict=True)),
-        )
+        n, change = self.slices, self.change
+        forwards = [other for other in self.classes[self.device[c]] if other % 3 == FORWARD]
+        ran = [upcoming[other] - other * self.units for other in forwards]
+        begun = max(max(ran), upcoming[c] % self.units + 1)
+        room = self.reserve[forwards[-1] * n + n - 1]
+        for other, done in zip(forwards, ran, strict=True):
+            first, part = other * n, other * n + done % n
+            room += (-(-begun // n) - done // n) * sum(change[first : first + n]) - sum(change[first:part])
+        return room
 
     @property
     def full_backwards(self) -> set[int]:
         """The I passes of the full stages."""
-        m = self.num_microbatches
-        return {(3 * stage + INPUT) * m + k for stage in self.full for k in range(m)}
+        units = self.units
+        return {(3 * stage + INPUT) * units + rank for stage in self.full for rank in range(units)}
 
     def held(self, order: Iterable[int]) -> int:
         """Return the most a device holds after any pass of its order."""
-        m, change = self.num_microbatches, self.change
+        units, n, change = self.units, self.slices, self.change
         now = most = 0
         for each in order:
-            now += change[each // m]
+            now += change[each // units * n + each % n]
             if now > most:
                 most = now
         return most
@@ -173,6 +243,7 @@ def make_problem(
     caps: Sequence[float] | None,
     full: frozenset[int] = frozenset(),
     staggered: bool = False,
+    slices: int = 1,
 ) -> Problem:
     """Put a placement with its prices in whole numbers.
 
@@ -184,34 +255,39 @@ def make_problem(
         full: stages whose backwards are full ones.
         staggered: every device has a clock of its own, which lags behind that of the device before. The makespan, from the
             first start to the last end by any clock, is then what no device needs longer for its part of a step.
-
-    Returns:
-        The problem, and how many of its ticks make a second.
+        slices: ``n``, of every microbatch.
 
     Raises:
         CostsError: the costs do not fit the placement, or are all 0.
     """
-    stages = placement.num_stages
-    seconds = costs.seconds(placement)
+    stages, n = placement.num_stages, slices
+    seconds, memory = costs.seconds(placement, n), costs.memory_changes(placement, slices=n)
     longest = max(max(seconds[kind]) for kind in KINDS)
     if longest <= 0:
         raise CostsError("no-time", "all passes cost 0 seconds; give at least one of them a price")
     scale = TICKS / longest
-    memory = costs.memory_changes(placement)
-    zero = (0.0,) * stages
-    length: list[float] = []
-    held: list[float] = []
-    for stage in range(stages):
+    zero = (0.0,) * (stages * n)
+    length, held = [0.0] * (3 * stages * n), [0.0] * (3 * stages * n)
+    for place in range(stages * n):
+        stage, part = divmod(place, n)
         kinds = (Kind.F, Kind.B) if stage in full else KINDS
-        length += [*(seconds[kind][stage] for kind in kinds), *(0.0,) * (3 - len(kinds))]
-        after = list(accumulate(memory.get(kind, zero)[stage] for kind in kinds))
-        held += [*after, *after[-1:] * (3 - len(kinds))]
+        after = list(accumulate(memory.get(kind, zero)[place] for kind in kinds))
+        for index in range(3):
+            at = (3 * stage + index) * n + (part if index == FORWARD else mirrored(part, n))
+            length[at] = seconds[kinds[index]][place] if index < len(kinds) else 0.0
+            held[at] = after[min(index, len(kinds) - 1)]
     # At least one tick, so that a pass always starts after what it waits for.
     ticks = tuple(max(1, round(value * scale)) for value in length)
-    memory_scale = 1 if keeps_memory_exactly(placement, costs) else MEMORY_STEPS / max(map(abs, held))
+    memory_scale = 1 if keeps_memory_exactly(placement, costs, n) else MEMORY_STEPS / max(map(abs, held))
     # What is held after a pass is rounded up, and not by how much the pass changes it: roundings do not add up.
     rounded = [ceil(value * memory_scale - _NOISE) for value in held]
-    change = tuple(after - (before if c % 3 else 0) for c, (before, after) in enumerate(pairwise([0, *rounded])))
+
+    def before(at: int) -> int:
+        """Return what the slice held before a pass."""
+        c, part = divmod(at, n)
+        return 0 if c % 3 == FORWARD else rounded[(c - 1) * n + (part if c % 3 == WEIGHT else mirrored(part, n))]
+
+    change = tuple(after - before(at) for at, after in enumerate(rounded))
     total = sum(max(0, value) for value in change) * num_microbatches
     allowed = (
         (total,) * placement.num_devices
@@ -219,28 +295,29 @@ def make_problem(
         else tuple(min(total, int(loosened(cap * memory_scale))) for cap in caps)
     )
 
-    stagger = _stagger(placement, ticks) if staggered else 0
+    stagger = _stagger(placement, ticks, n) if staggered else 0
 
     def lag(source: int, destination: int) -> int:
         a, b = placement.devices[source], placement.devices[destination]
-        return round(costs.link_seconds(a, b) * scale) - stagger * (b - a)
+        return round(costs.link_seconds(a, b) / n * scale) - stagger * (b - a)
 
     device = tuple(placement.devices[stage] for stage in range(stages) for _ in KINDS)
-    return Problem(num_microbatches, device, ticks, change, waits_of(placement, lag), allowed, full, scale)
+    return Problem(num_microbatches, device, ticks, change, waits_of(placement, lag), allowed, full, scale, n)
 
 
-def _stagger(placement: Placement, ticks: Sequence[int]) -> int:
+def _stagger(placement: Placement, ticks: Sequence[int], slices: int) -> int:
     """Return by how many ticks every device's clock is behind that of the one before: a little less than the shortest pass
     whose result goes on to a later device, so that a pass always starts after what it waits for."""
     shortest = []
     for source in range(placement.num_stages):
         for kind, destination in ((FORWARD, placement.next_stage(source)), (INPUT, placement.previous_stage(source))):
             if destination is not None and (hop := placement.devices[destination] - placement.devices[source]) > 0:
-                shortest.append((ticks[3 * source + kind] - 1) // hop)
+                first = (3 * source + kind) * slices
+                shortest.append((min(ticks[first : first + slices]) - 1) // hop)
     return max(0, min(shortest, default=0))
 
 
-def waits_of(placement: Placement, lag: Callable[[int, int], int]) -> tuple[tuple[tuple[int, int], ...], ...]:
+def waits_of(placement: Placement, lag: Callable[[int, int], int]) -> ClassWaits:
     """Return ``Problem.waits``.
 
     Args:
@@ -257,9 +334,15 @@ def waits_of(placement: Placement, lag: Callable[[int, int], int]) -> tuple[tupl
     return tuple(waits)
 
 
-def keeps_memory_exactly(placement: Placement, costs: Costs) -> bool:
-    """Return whether memory comes in whole numbers, which ``make_problem`` does not round."""
-    changes = costs.memory_changes(placement)
+def keeps_memory_exactly(placement: Placement, costs: Costs, slices: int = 1) -> bool:
+    """Return whether memory comes in whole numbers, which ``make_problem`` does not round.
+
+    Args:
+        placement: of the stages.
+        costs: with the memory.
+        slices: sequence slices of a microbatch.
+    """
+    changes = costs.memory_changes(placement, slices=slices)
     return all(float(value).is_integer() for kind in (*KINDS, Kind.B) for value in changes.get(kind, ()))
 
 
@@ -284,28 +367,29 @@ def to_schedule(
         orders: of all devices.
         fused: I passes that become one B with their W.
     """
-    m = problem.num_microbatches
+    units, n = problem.units, problem.slices
 
     def actions(order: list[int]) -> Iterator[Action]:
         for each in order:
-            stage, kind = divmod(each // m, 3)
+            stage, kind = divmod(each // units, 3)
+            unit = each % units if kind == FORWARD else mirrored(each % units, n)
             if each in fused:
-                yield Action(Kind.B, stage, each % m)
-            elif kind != WEIGHT or each - m not in fused:
-                yield Action(KINDS[kind], stage, each % m)
+                yield Action(Kind.B, stage, unit)
+            elif kind != WEIGHT or each - units not in fused:
+                yield Action(KINDS[kind], stage, unit)
 
-    return Schedule(name, placement, m, tuple(tuple(actions(order)) for order in orders))
+    return Schedule(name, placement, problem.num_microbatches, tuple(tuple(actions(o)) for o in orders), slices=n)
 
 
 def from_schedule(schedule: Schedule) -> Orders:
     """Return the orders of a schedule, its full backwards as I and W in turn."""
-    m = schedule.num_microbatches
-    offset = {kind: index * m for index, kind in enumerate(KINDS)}
+    units, n = schedule.num_microbatches * schedule.slices, schedule.slices
+    offset = {kind: index * units for index, kind in enumerate(KINDS)}
     orders = []
     for order in schedule.orders:
         passes: list[int] = []
-        for kind, stage, microbatch in order:
-            at = 3 * stage * m + microbatch
+        for kind, stage, unit in order:
+            at = 3 * stage * units + (unit if kind is Kind.F else mirrored(unit, n))
             if kind is Kind.B:
                 passes += [at + offset[Kind.I], at + offset[Kind.W]]
             else:

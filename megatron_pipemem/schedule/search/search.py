@@ -16,16 +16,18 @@ from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.progress import rare_collection, tell
 from megatron_pipemem.schedule.options import SEARCH_SECONDS, check_effort, check_whole
-from megatron_pipemem.schedule.registry import Family, synchronous_families
+from megatron_pipemem.schedule.registry import sliced_families, synchronous_families
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.clock import Clock, Step
 from megatron_pipemem.schedule.search.exploration import Exploration
 from megatron_pipemem.schedule.search.improve import Timetable
 from megatron_pipemem.schedule.search.problem import better_full
 from megatron_pipemem.schedule.search.result import Candidate, SearchResult, fastest_first
-from megatron_pipemem.schedule.search.sliced import explore_slices
 
 logger = logging.getLogger(__name__)
+
+Shape = tuple[Placement, int]
+"""A placement, and a number of slices."""
 
 MAX_CHUNKS = 8
 """Stages per device up to which placements are considered by default."""
@@ -58,7 +60,7 @@ def search_schedule(
     seed: int = 0,
     cache: ResultCache | None = None,
     period: bool = False,
-    slices: int = 1,
+    slices: int | Sequence[int] = 1,
 ) -> SearchResult:
     """Find the fastest schedule under a memory cap.
 
@@ -78,10 +80,11 @@ def search_schedule(
         cache: where finished searches are kept and looked up; ``None`` searches afresh.
         period: find the schedule whose steps follow each other soonest without a barrier between them (``stream``), and not
             the one whose single step ends soonest. What the result calls a makespan is the period then.
-        slices: sequence slices into which every microbatch is cut; the order keeps what they need of each other.
+        slices: sequence slices into which every microbatch is cut, or several such numbers, of which the best is kept. Costs
+            of every slice fit one of them; the others are left out.
 
     Returns:
-        The best schedule of every placement, the fastest first, with certified lower bounds.
+        The best schedule of every placement and number of slices, the fastest first, with certified lower bounds.
 
     Raises:
         UnsupportedError: no schedule of any of the placements fits the cap; the message says what is needed at least. Or an
@@ -99,89 +102,74 @@ def search_schedule(
     check_effort(seconds, effort, seed)
     caps = None if memory_cap is None else per_device(memory_cap, num_devices)
     check_whole("max_chunks", max_chunks)
+    counts = (slices,) if isinstance(slices, int) else tuple(slices)
     if placements is None:
-        placements = usual_placements(num_devices, max_chunks, costs, (slices,))
+        placements = usual_placements(num_devices, max_chunks, costs, counts)
     if not placements or any(
         placement.num_devices != num_devices or placement.replicas > 1 for placement in placements
     ):
         raise UnsupportedError(
             "unsupported-placement", f"give at least one placement, of one model copy on {num_devices} devices each"
         )
-    question = (num_microbatches, costs, caps, tuple(placements), effort, seed, period, slices)
+    question = (num_microbatches, costs, caps, tuple(placements), effort, seed, period, counts)
     if cache is not None and (known := cache.get(question, costs)) is not None:
         return known
-    if slices > 1:
-        candidates, bound = explore_slices(placements, num_microbatches, slices, costs, caps, clock, effort, seed)
-    else:
-        candidates, bound = _explored(placements, num_microbatches, costs, caps, clock, effort, seed, period)
-    result = SearchResult(fastest_first(candidates), bound, clock.elapsed, costs)
+    shapes = [(placement, count) for placement in placements for count in counts]
+    if len(counts) > 1:
+        shapes = [shape for shape in shapes if _misfit(costs, *shape) is None] or shapes
+    considered = _explorations(shapes, num_microbatches, costs, caps, seed, period)
+    explorations = _first_orders(considered, clock)
+    if not explorations:
+        raise UnsupportedError("cap-unreachable", _nothing_fits(shapes, num_microbatches, costs, caps))
+    _improve(explorations, clock, effort, seed)
+    bound = min(exploration.bound for exploration in considered)
+    result = SearchResult(fastest_first(_described(explorations, clock)), bound, clock.elapsed, costs)
     logger.info("%s in %.2f s, gap %.2f%%", result.best.found_by, result.seconds, 100 * result.gap)
     if cache is not None and (result.is_optimal or not clock.refused_any):
         cache.put(question, result)
     return result
 
 
-def _explored(
-    placements: Sequence[Placement],
-    num_microbatches: int,
-    costs: Costs,
-    caps: tuple[float, ...] | None,
-    clock: Clock,
-    effort: float,
-    seed: int,
-    period: bool,
-) -> tuple[list[Candidate], float]:
-    """Return the best schedule of every placement, and a bound for all; arguments as for ``search_schedule``.
-
-    Raises:
-        UnsupportedError: nothing keeps the caps.
-    """
-    considered = _explorations(placements, num_microbatches, costs, caps, seed, period)
-    explorations = _first_orders(considered, clock, tuple(synchronous_families()) if clock.seconds else ())
-    if not explorations:
-        raise UnsupportedError("cap-unreachable", _nothing_fits(placements, num_microbatches, costs, caps))
-    _improve(explorations, clock, effort, seed)
-    candidates = _described(explorations, clock)
-    return candidates, min(exploration.bound for exploration in considered)
-
-
 def _explorations(
-    placements: Sequence[Placement],
+    shapes: Sequence[Shape],
     num_microbatches: int,
     costs: Costs,
     caps: tuple[float, ...] | None,
     seed: int,
     period: bool,
 ) -> list[Exploration]:
-    """Return an exploration for every placement in which a microbatch fits the caps, and one more where a full backward
-    holds less.
+    """Return an exploration for every placement and number of slices of which a microbatch fits the caps, and one more where
+    a full backward of whole microbatches holds less.
     """
 
     def left(number: int) -> str:
-        return f"bounds of {len(placements)} placements, {len(placements) - number} left"
+        return f"bounds of {len(shapes)} placements, {len(shapes) - number} left"
 
     explorations = []
-    for number, placement in enumerate(placements):
+    for number, (placement, slices) in enumerate(shapes):
         tell(partial(left, number))
+        explore = partial(Exploration, placement, num_microbatches, costs, caps, seed, slices, period=period)
         try:
-            explorations.append(Exploration(placement, num_microbatches, costs, caps, seed, period=period))
+            explorations.append(explore())
         except UnsupportedError:
             continue  # one microbatch exceeds a cap
-        if caps is not None and (full := better_full(placement, costs)):
-            explorations.append(Exploration(placement, num_microbatches, costs, caps, seed, full, period))
+        if caps is not None and slices == 1 and (full := better_full(placement, costs)):
+            explorations.append(explore(full))
     return explorations
 
 
-def _first_orders(explorations: Sequence[Exploration], clock: Clock, families: Sequence[Family]) -> list[Exploration]:
+def _first_orders(explorations: Sequence[Exploration], clock: Clock) -> list[Exploration]:
     """Return the explorations that have an order after some quick start and all families."""
     # The quickest to say something about.
     for exploration in sorted(explorations, key=lambda e: e.num_passes):
         exploration.take_first(clock)
         if exploration.found_any:
             break
+    whole = tuple(synchronous_families()) if clock.seconds else ()
+    sliced = tuple(sliced_families()) if clock.seconds else ()
     for number, exploration in enumerate(explorations):
         clock.state = partial(_standing, f"families of {len(explorations) - number} placements", explorations)
-        exploration.take_families(families, clock)
+        exploration.take_families(whole if exploration.slices == 1 else sliced, clock)
     return [exploration for exploration in explorations if exploration.found_any]
 
 
@@ -196,14 +184,20 @@ def _improve(explorations: Sequence[Exploration], clock: Clock, effort: float, s
     leader = min(explorations, key=lambda e: e.makespan)
     if not leader.is_periodic:
         leader.polish(clock, effort * (_EFFORT_WHEN_FAR if leader.is_far_from_bound else _SHARE_OF_OTHERS))
+    for other in sorted(explorations, key=lambda e: e.makespan)[:_PLACEMENTS_TO_VARY]:
+        if other.slices > 1 and other is not leader and other.can_beat(min(e.makespan for e in explorations)):
+            other.polish(clock, effort)
     _explore_periodic(explorations, clock, effort)
 
 
 def _described(explorations: Sequence[Exploration], clock: Clock) -> list[Candidate]:
-    """Describe the best order of every placement, the fastest at least, and others as long as there is time."""
+    """Describe the best order of every placement and number of slices, the fastest at least, and others as long as there is
+    time.
+    """
     candidates: list[Candidate] = []
     for exploration in sorted(explorations, key=lambda e: e.makespan):
-        if any(candidate.schedule.placement == exploration.placement for candidate in candidates):
+        shape = exploration.placement, exploration.slices
+        if any((candidate.schedule.placement, candidate.schedule.slices) == shape for candidate in candidates):
             continue
         if not candidates or clock.allows(Step.DESCRIBE, 0, exploration.num_passes):
             with clock.step(Step.DESCRIBE, exploration.num_passes):
@@ -251,29 +245,36 @@ def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int]
         CostsError: they are for none.
     """
     found: list[Placement] = []
+    problem = None
     for placement, count in product(placements, slices):
         if placement in found:
             continue
-        try:
-            costs.seconds(placement, count)
-            costs.memory_changes(placement, slices=count)
-            costs.transfer_seconds(placement, slices=count)
-            for source, destination in pairwise(placement.devices):
-                costs.link_seconds(source, destination)
+        error = _misfit(costs, placement, count)
+        if error is None:
             found.append(placement)
-        except CostsError as error:
-            problem = error
+        problem = problem or error
     if not found:
         stages = ", ".join(map(str, sorted({each.num_stages for each in placements})))
         raise CostsError("costs-mismatch", f"the costs fit no placement of {stages} stages: {problem}")
     return tuple(found)
 
 
-def _nothing_fits(
-    placements: Sequence[Placement], num_microbatches: int, costs: Costs, caps: Sequence[float] | None
-) -> str:
+def _misfit(costs: Costs, placement: Placement, slices: int) -> CostsError | None:
+    """Return why costs are not for a placement with so many slices; ``None`` if they are."""
+    try:
+        costs.seconds(placement, slices)
+        costs.memory_changes(placement, slices=slices)
+        costs.transfer_seconds(placement, slices=slices)
+        for source, destination in pairwise(placement.devices):
+            costs.link_seconds(source, destination)
+    except CostsError as error:
+        return error
+    return None
+
+
+def _nothing_fits(shapes: Sequence[Shape], num_microbatches: int, costs: Costs, caps: Sequence[float] | None) -> str:
     unit = "activation units" if costs.memory is None else "bytes"
-    needs = [least_held(placement, num_microbatches, costs) for placement in placements]
+    needs = [least_held(placement, num_microbatches, costs, slices) for placement, slices in shapes]
     limits = caps or (math.inf,) * len(needs[0])
     # The placement that comes closest, and where it lacks most.
     lacking = [[need - loosened(cap) for need, cap in zip(needed, limits, strict=True)] for needed in needs]
@@ -313,7 +314,7 @@ def _justify_starts(explorations: Sequence[Exploration], clock: Clock, effort: f
             return
         if can_win(exploration) and exploration.may_justify(clock):
             exploration.justify(name, table, clock)
-            justified += exploration.num_passes
+            justified += exploration.num_passes // exploration.slices
 
 
 def _solve_small(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
