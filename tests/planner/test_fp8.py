@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from refusals import refused
 from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
@@ -71,9 +72,9 @@ def test_flags_of_a_run_say_the_recipe(tmp_path):
     run = Run(LLAMA, H100, megatron={"fp8_format": "e4m3", "fp8_recipe": "blockwise"})
     assert run.execution.fp8 == "blockwise"
     assert replace(run, megatron={"fp8-recipe": "blockwise"}).execution.fp8 == "none"
-    with pytest.raises(ConfigError, match="give one of none, delayed"):
+    with refused("bad-choice", kind=ConfigError):
         replace(run, megatron={"fp8-format": "e4m3", "fp8-recipe": "custom"}).execution.check(LLAMA)
-    with pytest.raises(ConfigError, match="needs Transformer Engine"):
+    with refused("needs-option", kind=ConfigError):
         Execution(fp8="delayed").check(LLAMA)
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import random_schedules
+from refusals import refused
 from weighted_oracle import Tiny, shortest
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
@@ -150,12 +151,12 @@ def test_costs_of_single_stages_and_links_count() -> None:
 
 
 def test_a_cap_below_one_microbatch_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"holds less than 0\.25 activation units.*raise the memory cap of 0\.2"):
+    with refused("cap-unreachable", "0.25", "0.2", kind=UnsupportedError):
         lower_bound(Placement.v_shape(4), 8, Costs(), 0.2)
 
 
 def test_costs_must_fit_the_placement() -> None:
-    with pytest.raises(CostsError, match="forward has 3 values but the placement has 4 stages"):
+    with refused("costs-mismatch", 3, 4, kind=CostsError):
         lower_bound(Placement.linear(4), 8, Costs(forward=(1, 2, 3)))
 
 

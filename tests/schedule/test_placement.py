@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.schedule.core.placement import Placement
@@ -43,7 +44,7 @@ def test_neighbours_of_a_stage() -> None:
 
 @pytest.mark.parametrize("devices", [(), (1,), (0, 2)])
 def test_every_device_holds_a_stage(devices: tuple[int, ...]) -> None:
-    with pytest.raises(ScheduleError, match="a placement needs every device from 0 up to hold a stage"):
+    with refused("bad-placement", 0, kind=ScheduleError):
         Placement("custom", devices)
 
 
@@ -51,5 +52,5 @@ def test_every_device_holds_a_stage(devices: tuple[int, ...]) -> None:
     "build", [lambda: Placement.linear(0), lambda: Placement.wave(2, 0), lambda: Placement.v_shape(-1)]
 )
 def test_counts_are_positive(build) -> None:
-    with pytest.raises(UnsupportedError, match="a schedule needs at least 1 of (devices|chunks), not (0|-1)"):
+    with refused("bad-number", 1, kind=UnsupportedError):
         build()

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import FAMILIES, build_or_skip, family_schedules, random_schedules
+from refusals import refused
 
 from megatron_pipemem.errors import PipememError, ScheduleFormatError
 from megatron_pipemem.schedule.core.action import WHOLE_STAGE, Action, Kind
@@ -65,12 +66,12 @@ def test_names_of_earlier_versions():
     ["", "F0", "2", "2F", "2f0", "-1F0", "2F-1", "2X0", "2F0F1", "2F 0", "F2F0", "2.0F0", "2BW0", "2RECV_B0", "O F0"],
 )
 def test_malformed_actions(text):
-    with pytest.raises(ScheduleFormatError, match=r"is not an action; write stage|needs a microbatch"):
+    with refused("not-an-action", kind=ScheduleFormatError):
         Action.parse(text)
 
 
 def test_reduce_grad_takes_no_microbatch():
-    with pytest.raises(ScheduleFormatError, match="and those take none"):
+    with refused("not-an-action", kind=ScheduleFormatError):
         Action.parse("2REDUCE_GRAD0")
 
 
@@ -149,7 +150,7 @@ def test_any_text_is_read_or_refused(text, dialect):
 
 
 def test_unknown_dialect():
-    with pytest.raises(ScheduleFormatError, match="unknown dialect 'deepspeed'; use auto, pipemem, torch"):
+    with refused("unknown-dialect", "deepspeed", kind=ScheduleFormatError):
         Schedule.from_csv("0F0,0B0\n", dialect="deepspeed")
 
 
@@ -189,7 +190,7 @@ def test_older_torch_full_backward():
 def test_the_torch_dialect_is_never_assumed():
     """In our letters an older torch file has full backwards followed by weight gradients of nothing."""
     schedule = Schedule.from_csv(OLDER_TORCH)
-    with pytest.raises(PipememError, match="needs 2I0"):
+    with refused("missing-action", "2I0"):
         validate(schedule)
 
 
@@ -215,7 +216,7 @@ def test_overlapped_pairs_are_read_in_turn():
     "cell", ["(0F1;0Q0)OVERLAP_F_B", "(0F1;)OVERLAP_F_B", "(0F1,0B0)OVERLAP_F_B", "0F1;0B0", "0SEND_Q0"]
 )
 def test_bad_torch_cells_are_placed(cell):
-    with pytest.raises(ScheduleFormatError, match="line 1, column 3: .* is not an action"):
+    with refused("not-an-action", 1, 3, kind=ScheduleFormatError):
         Schedule.from_csv(f"0F0,0B0,{cell}\n", dialect="torch")
 
 

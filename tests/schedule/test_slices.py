@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import random_schedules
+from refusals import refused
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.schedule.core.action import Action, Kind
@@ -35,7 +36,7 @@ def seconds_of_prefix(tokens: int, whole: int, attention: float) -> float:
 def test_slices_of_equal_time(slices: int, units: int, multiple: int, attention: float) -> None:
     tokens = units * multiple
     if units < slices:
-        with pytest.raises(UnsupportedError, match="cannot be cut into"):
+        with refused("slices-do-not-fit", kind=UnsupportedError):
             slice_tokens(tokens, slices, "flops", attention, multiple)
         return
     cut = slice_tokens(tokens, slices, "flops", attention, multiple)
@@ -157,7 +158,7 @@ def test_activation_units_of_unequal_slices() -> None:
     )
     partly = with_recompute(schedule, {1: Kind.RS})
     assert peaks(partly, cut)[1] == pytest.approx(max(0.375, 0.5 - 0.375 * SELECTIVE_BYTES))
-    with pytest.raises(CostsError, match="have activation units of 2 slices, and microbatches are cut into 3"):
+    with refused("costs-mismatch", 2, 3, kind=CostsError):
         peaks(build_schedule("seq1f1b", num_devices=2, num_microbatches=1, slices=3), cut)
 
 
