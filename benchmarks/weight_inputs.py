@@ -5,6 +5,7 @@ long as without gathers where the link of the tensor-parallel ranks is NVLink. T
 tensor-parallel ranks with sequence parallelism and Transformer Engine's layers.
 
     python benchmarks/weight_inputs.py               # bytes, by the planner's formulas
+    python benchmarks/weight_inputs.py --early       # bytes and seconds of mixtures of experts, by modules whose W runs with I
     python benchmarks/weight_inputs.py --emulated    # seconds: the queue of W on a device and a link that sleep
 """
 
@@ -33,7 +34,7 @@ from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import peaks
+from megatron_pipemem.schedule.core.simulator import peaks, simulate
 from megatron_pipemem.schedule.registry import build_schedule
 
 TP, SEQUENCE = 8, 4096
@@ -46,6 +47,21 @@ EXECUTIONS = {
     "shards": SHARDS,
     "no sequence parallelism": replace(SHARDS, sequence_parallel=False),
 }
+EXPERTS = Execution(ep=8, implementation="transformer_engine")
+MIXTURES = {
+    "qwen3-235b-a22b": replace(EXPERTS, tp=4, sequence_parallel=True),
+    "deepseek-v3": EXPERTS,
+    "qwen3-30b-a3b": EXPERTS,
+}
+EARLY = ("none", "auto", "head,experts_fc2")
+EARLY_BYTES = ("MiB of a layer", "after F", *(f"from I to W, `{each}`" for each in EARLY[:2]))
+EARLY_SHARES = (
+    "model",
+    "schedule",
+    "units",
+    *(f"`{each}`" for each in EARLY),
+    *(f"time, `{each}`" for each in EARLY[1:]),
+)
 COLUMNS = ("schedule", "p", "units", *EXECUTIONS)
 
 
@@ -69,6 +85,35 @@ def rows() -> list[tuple[str, ...]]:
         for devices in (4, 8)
         for name in SCHEDULES
     ]
+
+
+def early_bytes() -> list[tuple[str, ...]]:
+    """Return the bytes of a layer with experts after F, and from I to W."""
+    lines = []
+    for name, execution in MIXTURES.items():
+        model = replace(load(name, Model), sequence=SEQUENCE)
+        kept = [layer_bytes(model, replace(execution, early_weights=each), model.main_kind) for each in EARLY[:2]]
+        lines.append((name, *(f"{nbytes / 2**20:.0f}" for nbytes in (kept[0].saved, *(k.after_input for k in kept)))))
+    return lines
+
+
+def early_shares(devices: int = 8) -> list[tuple[str, ...]]:
+    """Return peaks over that of 1F1B, and makespans over those of schedules whose W all wait.
+
+    Args:
+        devices: pipeline ranks; twice as many microbatches.
+    """
+    lines = []
+    for name, execution in MIXTURES.items():
+        model = replace(load(name, Model), sequence=SEQUENCE)
+        costs = [from_formulas(model, replace(execution, early_weights=each), CLUSTER).costs() for each in EARLY]
+        for schedule in SCHEDULES[1:]:
+            ours, first = build(schedule, devices), build("1f1b", devices)
+            held = [max(peaks(ours, each)) / max(peaks(first, each)) for each in (None, *costs)]
+            took = [simulate(ours, each).makespan for each in costs]
+            shown = [*held, *(each / took[0] for each in took[1:])]
+            lines.append((name, f"`{schedule}`", *(f"{each:.2f}" for each in shown)))
+    return lines
 
 
 @dataclass
@@ -135,6 +180,7 @@ def measure(link: str, layers: int, layer_seconds: float, repeats: int) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--emulated", action="store_true", help="measure W on a device that sleeps")
+    parser.add_argument("--early", action="store_true", help="compare modules whose W runs with I")
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--layer-ms", type=float, default=200.0, help="length of the products of a layer")
     parser.add_argument("--repeats", type=int, default=3)
@@ -145,6 +191,10 @@ def main() -> None:
         written = found = [measure(link, asked.layers, asked.layer_ms / 1e3, asked.repeats) for link in links]
         lines = [[f"{value:.2f}" if isinstance(value, float) else value for value in each.values()] for each in found]
         show(console, tuple(found[0]), lines)
+    elif asked.early:
+        written = shown = early_shares()
+        show(console, EARLY_BYTES, early_bytes())
+        show(console, EARLY_SHARES, shown)
     else:
         kept = {name: layer_bytes(MODEL, execution) for name, execution in EXECUTIONS.items()}
         after = [
@@ -154,7 +204,10 @@ def main() -> None:
         show(console, ("MiB of a layer", *kept), after)
         written = shown = rows()
         show(console, COLUMNS, shown)
-    path = Path("out/benchmarks") / f"weight_inputs{'_emulated' if asked.emulated else ''}.json"
+    path = (
+        Path("out/benchmarks")
+        / f"weight_inputs{'_emulated' if asked.emulated else '_early' if asked.early else ''}.json"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(written, indent=1))
 

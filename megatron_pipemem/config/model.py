@@ -290,6 +290,7 @@ class Execution(Limited):
         tp_overlap: whether tensor-parallel messages run beside the matrix products that make or take them.
         ep_overlap: whether tokens go to experts and back while another microbatch computes.
         weight_inputs: what waits for W of tensors that sequence parallelism gathers.
+        early_weights: modules whose weight gradients are computed in I, see ``options.early_weights``.
     """
 
     micro_batch: Count = 1
@@ -308,6 +309,7 @@ class Execution(Limited):
     tp_overlap: bool = False
     ep_overlap: bool = False
     weight_inputs: Literal["sharded", "gathered"] = "sharded"
+    early_weights: str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -338,9 +340,7 @@ class Execution(Limited):
         return ceil(model.vocabulary / (_VOCABULARY_MULTIPLE * self.tp)) * _VOCABULARY_MULTIPLE
 
     def key_groups(self, model: Model) -> int:
-        """Return the key heads that a tensor-parallel rank attends with. Where they are fewer than ranks, several ranks
-        share one.
-        """
+        """Return the key heads that a tensor-parallel rank attends with. Several ranks share one if there are too few."""
         return max(1, model.key_heads // self.tp)
 
     def expert_visits(self, model: Model) -> float:

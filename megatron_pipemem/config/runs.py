@@ -33,6 +33,7 @@ from megatron_pipemem.schedule.options import (
     Rollback,
     VocabularyCut,
     WeightInputs,
+    early_weights,
 )
 from megatron_pipemem.schedule.registry import family, register_module
 from megatron_pipemem.schedule.request import FILE_SUFFIX
@@ -123,6 +124,8 @@ class ScheduleChoice(Limited):
             ``module:function``.
         weight_inputs: what waits for W of tensors that sequence parallelism gathers: ``sharded``, ``gathered``, or ``auto`` for
             ``sharded`` where the tensor-parallel ranks are of one node.
+        early_weights: modules whose weight gradients are computed in I: ``auto``, ``none`` or a list with commas, see
+            ``options.early_weights``.
         recompute: which forwards run again before their backward, see ``Execution``.
         recompute_modules: what ``selective`` runs again; ``BY_ACTION`` are run again by an action of the schedule, where it is
             not Megatron's own.
@@ -143,6 +146,7 @@ class ScheduleChoice(Limited):
     random: RandomStreams = STOCK
     vocab_parallel: VocabularyCut = OFF
     weight_inputs: WeightInputs = AUTO
+    early_weights: str = AUTO
     microbatch_costs: str | None = None
     recompute: Recompute = "none"
     recompute_modules: tuple[Recomputable, ...] = ("core_attn",)
@@ -165,6 +169,10 @@ class ScheduleChoice(Limited):
                 "slices, or auto",
                 key="slices",
             )
+        try:
+            early_weights(self.early_weights, 0, 0)
+        except PipememError as error:
+            raise ConfigError(error.code, str(error), key="early_weights") from error
         if self.module is not None:
             try:
                 register_module(self.module)
@@ -297,6 +305,7 @@ class Run:
             expert_load=self._expert_load(),
             **{name: choice.name == STOCK and bool(self.flags.get(flag)) for name, flag in STOCK_OVERLAPS.items()},
             weight_inputs=self._weight_inputs(),
+            early_weights=choice.early_weights,
         )
 
     def _weight_inputs(self) -> Literal["sharded", "gathered"]:

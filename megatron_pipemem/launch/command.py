@@ -289,8 +289,8 @@ def _schedule_flags(run: Run) -> Flags:
             recomputes = {"recompute-granularity": "selective", "recompute-modules": choice.recompute_modules}
     elif choice.recompute == "full":
         recomputes = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
-    names = ["memory_cap", "costs", "offload", "random", "vocab_parallel", "weight_inputs", "microbatch_costs"]
-    names += ["slice_cut", "overlap_steps", "rollback", "overlap_after"]
+    names = ["memory_cap", "costs", "offload", "random", "vocab_parallel", "weight_inputs", "early_weights"]
+    names += ["microbatch_costs", "slice_cut", "overlap_steps", "rollback", "overlap_after"]
     plain = {key: getattr(choice, key) for key in names}
     said = {key: value for key, value in plain.items() if value != getattr(ScheduleChoice, key)}
     switches = run.cluster.switches if choice.offload != "off" else ()

@@ -9,6 +9,7 @@ from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.slices import SLICE_CUTS
 from megatron_pipemem.schedule.options import (
+    EARLY_WEIGHTS,
     MESSAGE_SHAPES,
     OFFLOAD,
     OVERLAP_AFTER,
@@ -65,6 +66,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
         metavar="|".join(WEIGHT_INPUTS),
         help="what waits for W of tensors that sequence parallelism gathers: sharded: this rank's shards, which W gathers "
         "again; gathered: the whole tensors; auto (default): sharded where the tensor-parallel ranks are of one node",
+    ),
+    "--pipemem-early-weights": dict(
+        metavar=f"auto|none|{','.join(EARLY_WEIGHTS)}",
+        help="modules whose weight gradients are computed in I, so that nothing of theirs waits for W; auto (default): the "
+        "second matrix of experts that are narrower than the model",
     ),
     "--pipemem-single-queue": dict(
         action="store_true",

@@ -40,6 +40,7 @@ from megatron_pipemem.cpu.hybrid_layers import hybrid_stack_spec
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.command import model_flags
 from megatron_pipemem.mcore.model import linear
+from megatron_pipemem.mcore.model.early_weights import mark_early
 from megatron_pipemem.mcore.model.fused_kernels import FlashAttention, fused_rms_norm
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, watch_batches
@@ -48,6 +49,7 @@ from megatron_pipemem.mcore.patching import PatchSet
 from megatron_pipemem.mcore.step.observation import observe
 from megatron_pipemem.mcore.step.split_backward import sharded_replacements
 from megatron_pipemem.mcore.symbols import DISPATCH, LINEAR
+from megatron_pipemem.planner.counts import early_modules
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.trace import TracedAction
@@ -166,6 +168,7 @@ def build_stage(
             config, spec, *size, hybrid_layer_pattern=hybrid.FURTHER.join(("".join(kinds), *further)), **ends
         )
     stage.cuda()
+    mark_early([stage], early_modules(model, execution))
     if gpu_norms:
         for module in stage.modules():
             if isinstance(module, torch.nn.RMSNorm):

@@ -117,7 +117,7 @@ class _Enabled:
             extensions.append(AsynchronousTraining(source, settings.train_steps, delayed))
         elif settings.overlap_steps:
             extensions.append(OverlappedSteps(OverlappedOptimizer(settings.rollback, settings.overlap_after)))
-        extensions.append(SplitBackward(request, record is not None, settings.weight_inputs))
+        extensions.append(SplitBackward(request, record is not None, settings.weight_inputs, settings.early_weights))
         # An asynchronous step runs forwards of the next one, whose shapes nobody knows.
         if settings.message_shapes == "step" and not request.is_asynchronous:
             extensions.append(StepShapes(chunk_placement))

@@ -21,6 +21,7 @@ from megatron_pipemem.schedule.options import (
     RECOMPUTE,
     STOCK,
     WEIGHT_INPUTS,
+    early_weights,
 )
 from megatron_pipemem.schedule.overlap import check_overlap, check_overlaps
 from megatron_pipemem.schedule.registry import register_module
@@ -119,6 +120,7 @@ class Settings:
         vocab_piece_tokens: compute the logits of a cut head for so many tokens at a time, which bounds what they take in fp32;
             ``None`` for all tokens of a microbatch.
         weight_inputs: what waits for W of tensors that sequence parallelism gathers, see ``options.WEIGHT_INPUTS``.
+        early_weights: modules whose weight gradients are computed in I, see ``options.early_weights``.
         single_queue: order what ranks launch for one hardware queue each, also where ``CUDA_DEVICE_MAX_CONNECTIONS`` is not 1.
         random: what first weights and dropout depend on: ``stock`` for Megatron's streams of every rank, or ``layerwise``
             for the seed, the iteration, the microbatch and the layer alone, so that every schedule trains the same from step 0.
@@ -151,6 +153,7 @@ class Settings:
     vocab_parallel: str = OFF
     vocab_piece_tokens: int | None = None
     weight_inputs: str = AUTO
+    early_weights: str = AUTO
     single_queue: bool = False
     random: str = STOCK
     message_shapes: str = "step"
@@ -195,6 +198,7 @@ class Settings:
         ):
             if getattr(self, name) not in allowed:
                 raise UnsupportedError("bad-choice", f"{name} {getattr(self, name)!r} is none of {', '.join(allowed)}")
+        early_weights(self.early_weights, 0, 0)
         if self.schedule != STOCK:
             prices_of(self.costs)
         if self.single_queue and self.schedule == STOCK:

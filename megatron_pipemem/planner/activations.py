@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_pipemem.config.model import Block, Execution, Model, Summed
-from megatron_pipemem.planner.counts import Matrix, MatrixCut, matrices
+from megatron_pipemem.planner.counts import Matrix, MatrixCut, early_modules, matrices
 
 _AHEAD = "next token's embedding"
 _SUM = 4  # bytes of a statistic, a softmax's sum, or a logit's exponential: always fp32
@@ -30,6 +30,7 @@ class Saved:
         needed: until which pass: ``I``, or ``W`` for inputs of linear layers, whoever else needs them.
         recompute: which of ``Recomputable`` would make it again.
         statistic: whether it is one number per token and norm or head.
+        early: whether the weight gradient that needs it is computed in I.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Saved:
     needed: Literal["I", "W"]
     recompute: tuple[str, ...] = ()
     statistic: bool = False
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,11 +194,13 @@ def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     n, e = execution.tokens(model), execution.element
     visits = n * execution.expert_visits(model)
     inner = visits * model.expert_width / execution.tp * e
+    early = early_modules(model, execution)
     yield Saved("router's choice", _router_bytes(model) * n / execution.sequence_ranks, "I", ("moe",))
     yield Saved("experts' shares", visits * e, "I", ("moe",), statistic=True)
-    yield Saved("experts' inputs", visits * model.hidden * e, "W", ("moe",))
+    yield Saved("experts' inputs", visits * model.hidden * e, "W", ("moe",), early="experts_fc1" in early)
     yield Saved("experts' activation's input", inner * (model.projections - 1), "I", ("moe",))
-    yield Saved("experts' second projection's input", inner, "W", ("moe", "moe_act", "activation"))
+    again = ("moe", "moe_act", "activation")
+    yield Saved("experts' second projection's input", inner, "W", again, early="experts_fc2" in early)
     if not (execution.fused and model.fuses_experts):
         yield Saved("experts' activation's output", inner * (3 if model.gated else 1), "I", ("moe", "moe_act"))
     if model.shared_expert_ffn:
@@ -259,7 +263,7 @@ def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
     """
     kind = kind or model.kinds[0]
     tensors = layer_tensors(model, execution, kind)
-    after_input = sum(each.nbytes for each in tensors if each.needed == "W")
+    after_input = sum(each.nbytes for each in tensors if each.needed == "W" and not each.early)
     after_input += _gradient_bytes(model, execution, kind) + gathered_bytes(model, execution, kind)
     return Kept(sum(each.nbytes for each in _kept(tensors, execution)), after_input)
 
@@ -288,7 +292,8 @@ def head_bytes(model: Model, execution: Execution) -> Kept:
     statistics = _statistics("final norm's statistics", model, execution).nbytes
     logits = execution.tokens(model) * execution.vocabulary_rows(model)
     once = Kept(between + statistics, 0.0)
-    return once + Kept(between + logits * _SUM, between + logits * execution.element) * model.heads_of_output
+    waits = 0.0 if "head" in early_modules(model, execution) else between + logits * execution.element
+    return once + Kept(between + logits * _SUM, waits) * model.heads_of_output
 
 
 def embedding_bytes(model: Model, execution: Execution) -> Kept:
@@ -311,7 +316,7 @@ def _gradient_bytes(model: Model, execution: Execution, kind: str) -> float:
         each.width(execution.tp) * each.visits / (execution.sequence_ranks if _output_is_shard(each, execution) else 1)
         for block in kind
         for each in matrices(model, execution, block)
-        if each.waits
+        if each.waits and not each.early
     )
     return execution.product_element * execution.tokens(model) * widths
 

@@ -10,11 +10,12 @@ and the head ``2bshV`` in each (arXiv 2401.10241, arXiv 2411.05288).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from megatron_pipemem.config.model import Block, Execution, Model, Passes
+from megatron_pipemem.schedule.options import EarlyWeights, early_weights
 
 SCAN = 7  # FLOPs per token, channel and state of a Mamba block's scan, as Megatron counts them
 
@@ -34,7 +35,8 @@ class Matrix:
         copies: how many a rank holds: its experts.
         visits: how often a token of the rank meets it or one of its copies.
         routed: whether a dispatcher brings its tokens, whole sequences of them.
-        waits: whether its weight gradient is computed in W. The router's is not.
+        waits: whether its backward is split, and its weight gradient may be computed in W. The router's is not.
+        early: whether its weight gradient is computed in I nevertheless.
         recompute: which of ``Recomputable`` would run its F again.
     """
 
@@ -46,6 +48,7 @@ class Matrix:
     visits: float = 1.0
     routed: bool = False
     waits: bool = True
+    early: bool = False
     recompute: tuple[str, ...] = ()
 
     def parameters(self, tp: int) -> int:
@@ -62,6 +65,17 @@ class Matrix:
     def depth(self, tp: int) -> float:
         """Return the inputs of one of ``tp`` ranks."""
         return self.inputs / (tp if self.cut == "rows" else 1)
+
+
+def early_modules(model: Model, execution: Execution) -> frozenset[EarlyWeights]:
+    """Return the modules of a model whose weight gradients are computed in I.
+
+    Args:
+        model: its shape.
+        execution: says which modules the user asks for.
+    """
+    width = model.expert_width / execution.tp if model.experts else 0
+    return early_weights(execution.early_weights, model.hidden, width)
 
 
 @lru_cache(maxsize=1024)
@@ -96,18 +110,23 @@ def _latent_attention(model: Model, execution: Execution) -> Iterable[Matrix]:
 
 def _ffn(
     model: Model, width: int, recompute: tuple[str, ...], copies: int = 1, visits: float = 1.0, routed: bool = False
-) -> Iterable[Matrix]:
+) -> tuple[Matrix, Matrix]:
     bias = model.bias == "all"
-    yield Matrix(
-        model.hidden, (model.projections - 1) * width, "columns", bias, copies, visits, routed, recompute=recompute
+    return (
+        Matrix(
+            model.hidden, (model.projections - 1) * width, "columns", bias, copies, visits, routed, recompute=recompute
+        ),
+        Matrix(width, model.hidden, "rows", bias, copies, visits, routed, recompute=recompute),
     )
-    yield Matrix(width, model.hidden, "rows", bias, copies, visits, routed, recompute=recompute)
 
 
 def _experts(model: Model, execution: Execution) -> Iterable[Matrix]:
     yield Matrix(model.hidden, model.experts, "none", model.bias == "all", waits=False, recompute=("moe",))
     copies, visits = model.experts // execution.ep, execution.expert_visits(model)
-    yield from _ffn(model, model.expert_width, ("moe",), copies, visits, routed=True)
+    early = early_modules(model, execution)
+    first, second = _ffn(model, model.expert_width, ("moe",), copies, visits, routed=True)
+    yield replace(first, early="experts_fc1" in early)
+    yield replace(second, early="experts_fc2" in early)
     if model.shared_expert_ffn:
         yield from _ffn(model, model.shared_expert_ffn, ("moe", "shared_experts"))
 
@@ -187,6 +206,24 @@ def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> 
     if execution.recompute == "full":
         again = linear + core
     return Passes(linear + core, linear + 2 * core + again, linear)
+
+
+@lru_cache(maxsize=1024)
+def early_share(model: Model, execution: Execution, kind: str) -> float:
+    """Return the share of the seconds of one layer's weight gradients that I takes, by FLOPs.
+
+    Args:
+        model: the shape.
+        execution: how it runs.
+        kind: the blocks of the layer.
+    """
+    products: dict[bool, float] = {True: 0.0, False: 0.0}
+    for block in kind:
+        for each in matrices(model, execution, block):
+            products[each.early] += (
+                each.inputs * each.outputs * each.visits / (1 if each.cut == "none" else execution.tp)
+            )
+    return products[True] / (sum(products.values()) or 1.0)
 
 
 @lru_cache(maxsize=1024)

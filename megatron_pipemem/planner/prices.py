@@ -123,6 +123,8 @@ def layer(
         again += 2 * max(0.0, dropped) / (cluster.memory_gb_per_s * 1e9)
     computing = products + Passes(moving, 2 * moving) + _quantising_seconds(model, execution, cluster, kind)
     computing = each_pass(operator.mul, computing, pace)
+    early = computing.weight * counts.early_share(model, execution, kind)
+    computing += Passes(input=early, weight=-early)
     gathers = _shown_gathers(model, execution, cluster, kind, computing.weight)
     communication += Passes(weight=gathers)
     again = again * pace.input + repeated
@@ -176,6 +178,8 @@ def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _A
     moving = 2 * depths * logit_bytes(model, execution) / (cluster.memory_gb_per_s * 1e9)
     messages = depths * all_reduce(between, execution.tp, cluster.link(execution.tp))
     computing = each_pass(operator.mul, flops * (1 / cluster.flops) + Passes(2 * moving, moving), pace)
+    if "head" in counts.early_modules(model, execution):
+        computing = Passes(computing.forward, computing.input + computing.weight)
     sums = depths * 3 * all_reduce(execution.tokens(model) * _LOGIT, execution.tp, cluster.link(execution.tp))
     gathered = messages / 2 if execution.sequence_parallel else 0.0
     communication = Passes(gathered + sums, messages / 2 if execution.sequence_parallel else messages)

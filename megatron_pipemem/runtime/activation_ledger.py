@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Concatenate, NamedTuple
+from typing import Any, Concatenate, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -278,13 +278,18 @@ def saved_as_is(*counted: torch.Tensor) -> Iterator[None]:
         autograd._push_saved_tensors_default_hooks(*hooks)
 
 
-def data_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def is_quantised(tensor: object) -> bool:
+    """Return whether this is a quantised tensor of Transformer Engine, which consists of several."""
+    return hasattr(tensor, "get_data_tensors")
+
+
+def data_of(tensor: Any) -> tuple[torch.Tensor, ...]:
     """Return the tensors that hold a tensor's bytes: for a quantised tensor of Transformer Engine, its data.
 
     Such a tensor has no storage of its own. It returns a new empty storage at every call, or one of the size that the values
     would have without quantisation. An empty storage holds no bytes, and its address is soon that of another one.
     """
-    parts = tensor.get_data_tensors() if hasattr(tensor, "get_data_tensors") else (tensor,)
+    parts = tensor.get_data_tensors() if is_quantised(tensor) else (tensor,)
     listed = (parts,) if isinstance(parts, torch.Tensor) else parts
     return tuple(part for part in listed if part is not None and part.untyped_storage().nbytes())
 

@@ -15,7 +15,8 @@ import torch
 
 GRADIENT_READY = "_pipemem_gradient_ready"
 """Set on a weight to what wants to be told when a microbatch's gradient of it is complete."""
-
+EARLY = "_pipemem_early"
+"""Set on a weight whose gradient is computed in I."""
 
 _AHEAD = 2
 """How many GEMMs before its own a gather starts. A projection's GEMM is shorter than the gather for the next layer, and the
@@ -104,6 +105,7 @@ class ImmediateWeightGradients(WeightGradientQueue):
 
     def put(self, work: DeferredWeightGradient) -> None:
         with torch.no_grad():
+            work.begin()
             work.run()
 
 
@@ -142,6 +144,11 @@ class collecting:
 def current_queue() -> WeightGradientQueue | None:
     """Return the queue of the action that is running, or ``None`` when its backward is not split."""
     return _collecting
+
+
+def is_early(weight: torch.Tensor) -> bool:
+    """Return whether a weight's gradient is computed in I."""
+    return hasattr(weight, EARLY)
 
 
 def defers() -> bool:

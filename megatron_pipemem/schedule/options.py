@@ -34,6 +34,9 @@ WeightInputs = Literal["auto", "sharded", "gathered"]
 WEIGHT_INPUTS: tuple[WeightInputs, ...] = get_args(WeightInputs)
 """What waits for W of a tensor that sequence parallelism gathers: this rank's shard, or all of it. ``auto`` keeps shards where
 the tensor-parallel ranks are of one node, whose links gather them again while W computes."""
+EarlyWeights = Literal["head", "experts_fc1", "experts_fc2"]
+EARLY_WEIGHTS: tuple[EarlyWeights, ...] = get_args(EarlyWeights)
+"""Modules whose weight gradients may be computed in I: the LM head, and the two matrices of routed experts."""
 Rollback = Literal["auto", "device", "host"]
 ROLLBACK: tuple[Rollback, ...] = get_args(Rollback)
 """Where the state waits that an optimizer's step without a barrier is rolled back to: wherever it fits, on the device, on the
@@ -68,6 +71,34 @@ def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
             raise UnsupportedError("given-twice", f"{flag} {pair!r}: {key} is given twice")
         options[key] = _value(value)
     return options
+
+
+def early_weights(text: str, hidden: int, expert_width: float) -> frozenset[EarlyWeights]:
+    """Return the modules whose weight gradients are computed in I.
+
+    ``auto`` chooses the second matrix of experts that are narrower than the model. Of a token this matrix keeps ``hidden`` +
+    ``expert_width`` elements for W, among them a gradient that is as wide as the model and replaces nothing that F kept. Its W
+    takes ``hidden`` x ``expert_width`` products. So it keeps more bytes per second of W than a square matrix of the model does.
+    An LM head keeps fewer.
+
+    Args:
+        text: ``auto``, ``none``, or some of ``EARLY_WEIGHTS`` with commas between.
+        hidden: channels of the model.
+        expert_width: channels within a routed expert on one rank; 0 without experts.
+
+    Raises:
+        UnsupportedError: the text names another module.
+    """
+    if text == AUTO:
+        return frozenset(("experts_fc2",) if 0 < expert_width < hidden else ())
+    named = [] if text == "none" else text.split(",")
+    if unknown := [each for each in named if each not in EARLY_WEIGHTS]:
+        raise UnsupportedError(
+            "bad-choice",
+            f"early_weights {unknown[0]!r} is none of {', '.join(EARLY_WEIGHTS)}; name some of them with commas between, or "
+            "auto or none",
+        )
+    return frozenset(each for each in EARLY_WEIGHTS if each in named)
 
 
 def _value(text: str) -> object:

@@ -27,6 +27,7 @@ from megatron_pipemem.mcore.vocabulary.depths import weigh  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.stages import _swapped  # noqa: E402
 from megatron_pipemem.runtime.vocabulary.batch import Batch  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
+    EARLY,
     GRADIENT_READY,
     ImmediateWeightGradients,
     WeightGradientQueue,
@@ -56,11 +57,13 @@ class Embedding:
         self.weight = weight
 
 
-def trained(linear, embed, queue) -> tuple[torch.nn.Parameter, list[torch.Tensor]]:
+def trained(linear, embed, queue, early=False) -> tuple[torch.nn.Parameter, list[torch.Tensor]]:
     """A weight after two microbatches in which it embeds and is the head of two depths; it is told what is reported."""
     generator = torch.Generator().manual_seed(5)
     weight = torch.nn.Parameter(torch.randn(7, 4, generator=generator))
     weight.shared = True
+    if early:
+        setattr(weight, EARLY, True)
     reported = []
 
     def take():
@@ -75,7 +78,7 @@ def trained(linear, embed, queue) -> tuple[torch.nn.Parameter, list[torch.Tensor
             for _ in range(2):
                 x = linear(x, weight, None, False, False, False, tp_group=OneRank()) @ weight.detach()
             x.square().sum().backward()
-        if type(queue) is WeightGradientQueue:
+        if type(queue) is WeightGradientQueue and not early:
             assert weight.grad is None
             queue.run()
         else:
@@ -83,12 +86,15 @@ def trained(linear, embed, queue) -> tuple[torch.nn.Parameter, list[torch.Tensor
     return weight, reported
 
 
-@pytest.mark.parametrize("queue", [WeightGradientQueue(), ImmediateWeightGradients()])
-def test_a_weight_that_is_used_several_times_is_reported_once_with_autograds_own_sum(queue):
+@pytest.mark.parametrize(
+    ("queue", "early"),
+    [(WeightGradientQueue(), False), (WeightGradientQueue(), True), (ImmediateWeightGradients(), False)],
+)
+def test_a_weight_that_is_used_several_times_is_reported_once_with_autograds_own_sum(queue, early):
     linear = layers.linear_with_grad_accumulation_and_async_allreduce
     embed = layers.VocabParallelEmbedding.forward
     _, wanted = trained(linear, embed, None)
-    _, found = trained(partial(split_linear, linear), partial(split_embedding, embed), queue)
+    _, found = trained(partial(split_linear, linear), partial(split_embedding, embed), queue, early)
     assert len(found) == len(wanted) == 2
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 

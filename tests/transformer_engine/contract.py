@@ -34,11 +34,16 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from megatron_pipemem.config.model import Execution, Model  # noqa: E402
 from megatron_pipemem.mcore import lone_stage  # noqa: E402
-from megatron_pipemem.mcore.model.transformer_engine import MARKS_THE_PARAMETER, defer, delayed_modules  # noqa: E402
+from megatron_pipemem.mcore.model.transformer_engine import (  # noqa: E402
+    MARKS_THE_PARAMETER,
+    defer,
+    delayed_modules,
+    notice_frozen_input,
+)
 from megatron_pipemem.mcore.step.observation import observe  # noqa: E402
 from megatron_pipemem.planner.activations import layer_bytes  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
-from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue  # noqa: E402
+from megatron_pipemem.runtime.weight_gradients import EARLY, WeightGradientQueue  # noqa: E402
 from megatron_pipemem.schedule.core.action import Action, Kind  # noqa: E402
 
 MICROBATCHES, SEQUENCE, HIDDEN, INNER = 3, 4, 8, 16
@@ -93,11 +98,16 @@ def gradients(
     net: torch.nn.Module,
     order: str | None,
     seen: Callable[[str, WeightGradientQueue], None] = lambda action, queue: None,
+    frozen: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Of three microbatches, run in this order; ``None`` runs ordinary backwards. ``seen`` is called after every action."""
+    """Of three microbatches, run in this order; ``None`` runs ordinary backwards. ``seen`` is called after every action.
+    ``frozen`` says that inputs need no gradients.
+    """
     delayed, queues = delayed_modules(net), {}
     generator = torch.Generator().manual_seed(3)
-    inputs = [torch.randn(SEQUENCE, 2, HIDDEN, generator=generator).requires_grad_() for _ in range(MICROBATCHES)]
+    inputs = [
+        torch.randn(SEQUENCE, 2, HIDDEN, generator=generator).requires_grad_(not frozen) for _ in range(MICROBATCHES)
+    ]
     with net.no_sync() if hasattr(net, "no_sync") else nullcontext():
         losses = [net(each).square().sum() for each in inputs]
         if order is None:
@@ -133,6 +143,9 @@ def cases() -> Iterator[tuple[str, Callable[..., None], tuple]]:
             name = f"{'bias' if bias else 'no bias'}, {_ddp(overlap)}, {'fusion, ' if fusion else ''}{order}"
             yield name, _exact, (bias, fusion, overlap, ORDERS[order])
     yield "frozen weights", _frozen, ()
+    for overlap in (None, True):
+        yield f"frozen input, {_ddp(overlap)}", _frozen_input, (overlap,)
+    yield "early weight", _early_weight, ()
     yield "bytes of what waits for W", _bytes, ()
     yield "the stage's input does not wait for W", _input_goes, ()
     for delayed in (False, True):
@@ -158,6 +171,32 @@ def _frozen() -> None:
     net = build(True, True, True, True, frozen)
     assert [type(module).__name__ for module in delayed_modules(net)] == ["TERowParallelLinear"]
     same(gradients(net, ORDERS["IIWIWW"]), gradients(build(True, False, True, False, frozen), None))
+
+
+def _frozen_input(overlap: bool | None) -> None:
+    """What trains behind something frozen has nothing that waits for W."""
+    net, waiting = build(True, True, False, overlap), []
+    for module in delayed_modules(net):
+        module.register_forward_pre_hook(notice_frozen_input)
+
+    def count(action: str, queue: WeightGradientQueue) -> None:
+        waiting.append([type(work.module).__name__ for work in queue._pending])
+
+    found = gradients(net, ORDERS["IIWIWW"], count, frozen=True)
+    same(found, gradients(build(True, False, False, None if overlap is None else False), None, frozen=True))
+    one = ["TERowParallelLinear"]
+    assert waiting == [one, one, [], one, [], []], waiting
+
+
+def _early_weight() -> None:
+    net, waiting = build(True, True, True, True), []
+    setattr(net.module.fc2.weight, EARLY, True)
+    found = gradients(
+        net, ORDERS["IIWIWW"], lambda action, queue: waiting.append([type(work.module) for work in queue._pending])
+    )
+    same(found, gradients(build(True, False, True, False), None))
+    one = [TELayerNormColumnParallelLinear]
+    assert waiting == [one, one, [], one, [], []], waiting
 
 
 def _bytes() -> None:

@@ -26,6 +26,7 @@ from megatron_pipemem.runtime.weight_gradients import (
     WeightGradientQueue,
     current_queue,
     defers,
+    is_early,
 )
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,8 @@ def _split(
     fused = gradient_accumulation_fusion and hasattr(weight, "main_grad")
     group = get_tensor_model_parallel_group_if_none(tp_group)
     call = _Call(queue, weight, fused, allreduce_dgrad, sequence_parallel, group)
-    return _SplitLinear.apply(input, weight if isinstance(queue, ImmediateWeightGradients) else None, bias, call)
+    at_once = isinstance(queue, ImmediateWeightGradients) or is_early(weight)
+    return _SplitLinear.apply(input, weight if at_once else None, bias, call)
 
 
 @functools.cache

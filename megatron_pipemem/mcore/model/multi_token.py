@@ -13,9 +13,10 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron_pipemem.mcore.model.linear import add_gradient
 from megatron_pipemem.runtime.weight_gradients import (
     DeferredWeightGradient,
-    ImmediateWeightGradients,
     WeightGradientQueue,
     current_queue,
+    defers,
+    is_early,
 )
 
 
@@ -31,9 +32,10 @@ def split_embedding(original: Callable, embedding: VocabParallelEmbedding, input
         input_: token numbers, ``[b, s]``.
     """
     queue = current_queue()
-    splits = queue is not None and not isinstance(queue, ImmediateWeightGradients) and torch.is_grad_enabled()
+    if queue is None or not defers() or is_early(embedding.weight) or not torch.is_grad_enabled():
+        return original(embedding, input_)
     changed = embedding.deterministic_mode or embedding.reduce_scatter_embeddings
-    if splits and embedding.tp_group.size() == 1 and not changed and getattr(embedding.weight, "shared", False):
+    if embedding.tp_group.size() == 1 and not changed and getattr(embedding.weight, "shared", False):
         empty = embedding.weight.new_empty(0, requires_grad=True)
         return _SplitEmbedding.apply(empty, input_, queue, embedding)
     return original(embedding, input_)

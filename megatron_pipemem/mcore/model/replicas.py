@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 from megatron_pipemem.config.refusals import REPLICAS
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.refusals import check_config
+from megatron_pipemem.runtime.activation_ledger import is_quantised
 from megatron_pipemem.runtime.weight_gradients import gradient_of
 from megatron_pipemem.schedule.core.placement import Placement
 
@@ -42,7 +43,7 @@ def make_replicas(chunks: Sequence[torch.nn.Module], placement: Placement, group
     """
     original, replica = chunks
     check_config(get_model_config(original), REPLICAS)
-    if any(hasattr(parameter, "get_data_tensors") for parameter in original.parameters()):
+    if any(map(is_quantised, original.parameters())):
         raise UnsupportedError(
             "unsupported-setting",
             f"quantised weights are not supported{REPLICAS.feature}: {REPLICAS.sentences['fp8_param']}",

@@ -28,8 +28,15 @@ from megatron.core.utils import get_te_version, is_te_min_version
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.refusals import check_model
 from megatron_pipemem.mcore.symbols import DDP, LANGUAGE_MODULE, TRANSFORMER_ENGINE
+from megatron_pipemem.runtime.activation_ledger import data_of, is_quantised
 from megatron_pipemem.runtime.sharded import Arriving, Shard, remember, shard_of
-from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue, defers
+from megatron_pipemem.runtime.weight_gradients import (
+    DeferredWeightGradient,
+    ImmediateWeightGradients,
+    WeightGradientQueue,
+    defers,
+    is_early,
+)
 
 MARKS_THE_PARAMETER = "2.20.2"
 
@@ -106,10 +113,26 @@ def _marks_what_it_saved(module: torch.nn.Module) -> bool:
     return getattr(module, "fuse_wgrad_accumulation", False) and not any(_hooked_by_module(module))
 
 
+_FROZEN_INPUT = "_pipemem_frozen_input"
+
+
+def notice_frozen_input(module: torch.nn.Module, inputs: tuple) -> None:
+    """Run before a delayed module's forward, as a hook: remember whether the input needs no gradient, because all before it is
+    frozen. I frees nothing of such a module, so its weight gradient does not wait for W.
+    """
+    if torch.is_grad_enabled():
+        setattr(module, _FROZEN_INPUT, bool(inputs) and not inputs[0].requires_grad)
+
+
 def defer(modules: tuple[torch.nn.Module, ...], queue: WeightGradientQueue) -> None:
-    """Put into ``queue`` what the backward that has just run left to its W, in Transformer Engine and in ``grad``."""
+    """Put into ``queue`` what the backward that has just run left to its W, in Transformer Engine and in ``grad``. Run what
+    may not wait.
+    """
+    at_once = ImmediateWeightGradients()
     for module in modules:
-        queue.put(DelayedWeightGradient(module, *_left_by_backward(module)))
+        early = getattr(module, _FROZEN_INPUT, False)
+        early = early or any(is_early(weight) for _, weight in _hooked_by_module(module))
+        (at_once if early else queue).put(DelayedWeightGradient(module, *_left_by_backward(module)))
 
 
 @dataclass
@@ -143,7 +166,7 @@ class DelayedWeightGradient(DeferredWeightGradient):
         while self._arriving:
             place, arriving = self._arriving.pop()
             self.kept[place] = arriving.wait()
-            if _is_quantized(self.kept[place]):
+            if is_quantised(self.kept[place]):
                 self.kept[place].update_usage(columnwise_usage=True)  # as Transformer Engine's backward does
 
     @torch.no_grad()
@@ -199,7 +222,7 @@ def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacem
 
     def gather(original: Callable, inp: Any, process_group, async_op: bool = False, quantizer: Any = None, **others):
         whole, work = original(inp, process_group, async_op=async_op, quantizer=quantizer, **others)
-        known = whole is not inp and not others and (quantizer is None or _is_quantized(inp))
+        known = whole is not inp and not others and (quantizer is None or is_quantised(inp))
         if known and defers() and keeps(process_group):
             usage = () if quantizer is None else (quantizer.rowwise_usage, quantizer.columnwise_usage)
 
@@ -221,11 +244,6 @@ def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacem
     return list(zip(TRANSFORMER_ENGINE, (gather, keep), strict=True)) if get_te_version().release[0] else []
 
 
-def _is_quantized(kept: object) -> bool:
-    """Return whether this is a quantised tensor, which consists of several."""
-    return hasattr(kept, "get_data_tensors")
-
-
 def _is_computed(module: Any, name: str) -> bool:
     """Return whether ``backward_dw()`` sets this parameter's ``grad``: of weights unless it accumulates, of biases that
     it added.
@@ -242,12 +260,10 @@ def _without_graph(kept: Any) -> Any:
 
 
 def _tensors_in(kept: Any) -> Iterator[torch.Tensor]:
-    if isinstance(kept, Shard):
-        kept = kept.tensor
-    if _is_quantized(kept):
-        kept = kept.get_data_tensors()
-    if isinstance(kept, torch.Tensor):
-        yield kept
-    elif isinstance(kept, (list, tuple)):
+    if isinstance(kept, (list, tuple)):
         for each in kept:
             yield from _tensors_in(each)
+    elif isinstance(kept, Shard):
+        yield from data_of(kept.tensor)
+    elif isinstance(kept, torch.Tensor) or is_quantised(kept):
+        yield from data_of(kept)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.model import transformer_engine
+from megatron_pipemem.mcore.model.early_weights import early_modules, mark_early
 from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, countable_linear, sharded_gradients, split_linear
 from megatron_pipemem.mcore.model.multi_token import split_embedding
 from megatron_pipemem.mcore.patching import Replacements
@@ -17,7 +19,7 @@ from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import GATHER_GRADIENT, LINEAR, LOOKUP
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.groups import within_node
-from megatron_pipemem.runtime.weight_gradients import GRADIENT_READY
+from megatron_pipemem.runtime.weight_gradients import EARLY, GRADIENT_READY
 from megatron_pipemem.schedule.options import AUTO, GATHERED
 from megatron_pipemem.schedule.request import Request
 
@@ -43,15 +45,19 @@ class SplitBackward(Extension):
         request: for the run's schedules.
         counted: whether bytes may be counted.
         weight_inputs: of gathered tensors that wait for W, whether to keep shards, see ``options.WEIGHT_INPUTS``.
+        early: modules whose weight gradients are computed in I, see ``options.early_weights``.
 
     Attributes:
         has_run_delayed: whether modules of Transformer Engine have left their weight gradients to this.
     """
 
-    def __init__(self, request: Request, counted: bool, weight_inputs: str = AUTO):
+    def __init__(self, request: Request, counted: bool, weight_inputs: str = AUTO, early: str = AUTO):
         self._request = request
         self._counted = counted
         self._weight_inputs = weight_inputs
+        self._early = early
+        self._watched: dict[torch.nn.Module, RemovableHandle] = {}
+        self._marked: list[torch.nn.Parameter] = []
         self._hooked: list[torch.nn.Parameter] = []
         self.has_run_delayed = False
 
@@ -69,6 +75,10 @@ class SplitBackward(Extension):
 
     def prepare(self, step: Step) -> None:
         self._hooked += attach_ddp_hooks(step.chunks)
+        for module in (each for chunk in step.chunks for each in transformer_engine.delayed_modules(chunk)):
+            if module not in self._watched:
+                self._watched[module] = module.register_forward_pre_hook(transformer_engine.notice_frozen_input)
+        self._marked += mark_early(step.chunks, early_modules(self._early, step.context.config))
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         self.has_run_delayed |= any(stage.delayed for stage in step.stages.values())
@@ -78,5 +88,11 @@ class SplitBackward(Extension):
         for parameter in self._hooked:
             delattr(parameter, GRADIENT_READY)
         self._hooked.clear()
+        for hook in self._watched.values():
+            hook.remove()
+        self._watched.clear()
+        for weight in self._marked:
+            delattr(weight, EARLY)
+        self._marked.clear()
         if self.has_run_delayed:
             tell(logger, transformer_engine.STAYS_DELAYED, level=logging.WARNING)

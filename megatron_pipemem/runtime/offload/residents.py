@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_pipemem.runtime.activation_ledger import data_of, storage_key
+from megatron_pipemem.runtime.activation_ledger import data_of, is_quantised, storage_key
 
 
 class Residents:
@@ -53,7 +53,7 @@ class Residents:
         if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
             return "permanent"
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
-        if hasattr(tensor, "get_data_tensors"):
+        if is_quantised(tensor):
             return self._whose(tensor) or "unsupported"
         if not plain or tensor.is_conj() or tensor.is_neg():
             return "unsupported"

@@ -1,0 +1,59 @@
+"""Weight gradients that are computed in I add up as stock's do, and nothing of theirs waits for W."""
+
+from __future__ import annotations
+
+import pytest
+from test_experts import ALL_TO_ALL, EXPERTS, PADDED
+from test_multi_token import ONE
+from test_transformer_engine import DEFAULTS, GROUPED_EXPERTS, NO_BIAS
+
+NARROW = ("--moe-ffn-hidden-size", "32")
+SHARED_EXPERTS = ("--moe-shared-expert-intermediate-size", "64")
+ALL = "head,experts_fc1,experts_fc2"
+FLAG = "--pipemem-early-weights"
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
+def test_local_experts_and_the_head_hold_less_for_w(train, assert_same_training, schedule):
+    """All experts get as many tokens, so bytes are predicted exactly."""
+    flags = (*ALL_TO_ALL, *PADDED, *NARROW, *SHARED_EXPERTS, "--overlap-grad-reduce", "--ddp-bucket-size", "20000")
+    runs = {early: train(schedule, *flags, FLAG, early) for early in ("none", "auto", "experts_fc2", ALL)}
+    stock = train("stock", *flags)
+    for run in runs.values():
+        assert_same_training(run, stock)
+        assert run.predicted_peaks == run.counted_peaks
+    peaks = {early: max(run.counted_peaks) for early, run in runs.items()}
+    assert peaks["none"] > peaks["auto"] == peaks["experts_fc2"] > peaks[ALL]
+
+
+def test_wide_experts_wait_unless_told_otherwise(train):
+    flags = (*EXPERTS, *PADDED, "--moe-token-dispatcher-type", "alltoall", "--moe-ffn-hidden-size", "256")
+    auto, none = (train("zb-h1", *flags, FLAG, early) for early in ("auto", "none"))
+    assert auto.counted_peaks == none.counted_peaks
+
+
+def test_the_head_of_multi_token_prediction(train, assert_same_training):
+    """It predicts twice with one weight, and a copy of the embedding stands on its stage."""
+    run, stock = train("zb-h1", *ONE, FLAG, "head"), train("stock", *ONE)
+    assert_same_training(run, stock)
+    assert run.predicted_peaks == run.counted_peaks
+    assert run.counted_peaks[-1] < train("zb-h1", *ONE).counted_peaks[-1]
+
+
+def test_a_head_that_is_cut_over_the_pipeline_is_left_alone(train):
+    cut = ("--pipemem-vocab-parallel", "2")
+    early, waiting = (train("zb-h1", *cut, *more) for more in ((FLAG, "head"), ()))
+    assert early.losses == waiting.losses
+    assert early.counted_peaks == waiting.counted_peaks
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
+def test_grouped_experts_of_transformer_engine(train_with_transformer_engine, assert_same_training, schedule):
+    train = train_with_transformer_engine
+    flags = (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, *NARROW, *SHARED_EXPERTS)
+    stock = train("stock", *flags)
+    runs = {early: train(schedule, *flags, FLAG, early) for early in ("none", "auto", ALL)}
+    for run in runs.values():
+        assert_same_training(run, stock)
+    none, auto, everything = (max(run.counted_peaks) for run in runs.values())
+    assert none > auto > everything
