@@ -107,7 +107,7 @@ import megatron_pipemem
 import megatron_pipemem.schedule as schedule
 names = [m.name for m in pkgutil.walk_packages(schedule.__path__, schedule.__name__ + ".")]
 with_numpy = {
-    "search": ("periodic", "sampling", "many_orders", "order_variation", "step_plan"),
+    "search": ("periodic", "sampling", "order_variation", "step_plan"),
     "features.offload": ("planner", "timetable"),
 }
 for room, modules in with_numpy.items():

@@ -27,7 +27,7 @@ from megatron_pipemem.schedule.features.offload.planning import plan_offload
 from megatron_pipemem.schedule.features.offload.recompute import with_recompute
 from megatron_pipemem.schedule.knowledge import Knowledge
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.search.many_orders import ManyOrders
+from megatron_pipemem.schedule.search.order_variation import ManyOrders
 
 LINEAR = Placement.linear(2)
 

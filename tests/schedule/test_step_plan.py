@@ -25,7 +25,7 @@ from megatron_pipemem.schedule.features.offload.recompute import with_recompute
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.search import step_plan
-from megatron_pipemem.schedule.search.many_orders import ManyOrders
+from megatron_pipemem.schedule.search.order_variation import ManyOrders
 from megatron_pipemem.schedule.search.step_dispatch import Dispatcher
 from megatron_pipemem.schedule.search.step_plan import StepPlan, plan_step
 

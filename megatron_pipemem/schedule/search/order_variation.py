@@ -6,12 +6,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
+from typing import NamedTuple
 
+import numpy as np
+
+from megatron_pipemem.schedule.core.action import COLLECTIVES, Kind, place
+from megatron_pipemem.schedule.core.action_prices import ActionPrices
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import peaks, simulate
-from megatron_pipemem.schedule.search.many_orders import ManyOrders
+from megatron_pipemem.schedule.core.vocabulary import EVERYWHERE
 
 # Variations tried at once: a try takes as long as there are actions one after another, and hardly longer for more orders.
 _AT_ONCE = 96
@@ -106,3 +112,170 @@ def random_move(count: int, random: Random) -> Move:
         return tuple(changed)
 
     return moved
+
+
+class Outcomes(NamedTuple):
+    """Hold what came of every order that was tried.
+
+    Args:
+        makespans: seconds, without sums over replicas of the model.
+        excess: the largest share of its cap by which any device exceeds it; at most 0 where all keep theirs.
+    """
+
+    makespans: np.ndarray
+    excess: np.ndarray
+
+
+class _Level(NamedTuple):
+    """Hold the nodes that wait for nodes of earlier levels only.
+
+    Args:
+        nodes: they are neighbours.
+        before: the node before each of them in its lane.
+        needs: one array per wait: the nodes awaited, and the rows of their lags, or ``None`` where no message takes time.
+    """
+
+    nodes: slice
+    before: np.ndarray
+    needs: list[tuple[np.ndarray, np.ndarray | None]]
+
+
+class ManyOrders:
+    """Say how long a schedule takes, and what it holds, for many orders of its microbatches in one pass over its actions.
+
+    Args:
+        schedule: valid, without transfers to the host: those wait for a channel in an order of their own.
+        costs: with weights of the microbatches, in arrival order.
+        caps: the most every device may hold, in the unit of the costs' memory.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, caps: Sequence[float]) -> None:
+        assert not schedule.offloads and costs.microbatch is not None
+        found = Dependencies.of_schedule(schedule)
+        self._weights = costs.microbatch
+        self._rows: list[tuple[float, ...]] = []
+        self._levels, numbers = _levels(found)
+        nodes = sorted(range(len(numbers)), key=numbers.__getitem__)
+        self._price_nodes(schedule, costs, found, nodes)
+        self._price_messages(schedule, costs, found, numbers)
+        self._weigh_lanes(schedule, costs, caps)
+
+    def try_all(self, orders: Sequence[Sequence[int]]) -> Outcomes:
+        """Run all orders; each names the microbatch of every position by its place in the weights."""
+        chosen = np.asarray(orders).T
+        weights = np.asarray(self._rows)[:, chosen]
+        seconds = np.zeros((len(self._of_node[0][0]), len(orders)))
+        for prices, rows, units in self._of_node:
+            seconds += prices * weights[rows, units]
+        lags = None if self._lags is None else self._lags[0] * weights[self._lags[1], self._lags[2]]
+        ends = np.zeros((len(seconds) + 1, len(orders)))  # the last ends when the step begins
+        for nodes, before, needs in self._levels:
+            start = ends[before]
+            for needed, links in needs:
+                arrival = ends[needed]
+                if links is not None and lags is not None:
+                    arrival += lags[links]
+                np.maximum(start, arrival, out=start)
+            np.add(start, seconds[nodes], out=ends[nodes])
+        excess = np.full(len(orders), -np.inf)
+        for changes, units, cap in self._held:
+            peaks = np.cumsum(changes * weights[self._tokens][units], axis=0).max(axis=0)
+            np.maximum(excess, (peaks - cap) / (cap or 1.0), out=excess)
+        return Outcomes(ends.max(axis=0), excess)
+
+    def _row(self, weights: tuple[float, ...]) -> int:
+        if weights not in self._rows:
+            self._rows.append(weights)
+        return self._rows.index(weights)
+
+    def _price_nodes(self, schedule: Schedule, costs: Costs, found: Dependencies, nodes: list[int]) -> None:
+        """Write the seconds of every node as prices times weights: one for each, and for a B those of I and of W."""
+        prices, weights = ActionPrices(schedule, costs), self._weights
+        rows = {kind: self._row(weights.seconds_of(kind)) for kind, _ in found.kinds}
+        split = Kind.B not in weights.kinds and any(kind is Kind.B for kind, _ in found.kinds)
+        parts: list[list[tuple[float, int, int]]] = [[], []] if split else [[]]
+        for node in nodes:
+            kind, stage, unit = found.actions[node]
+            microbatch = unit // schedule.slices
+            kinds = (Kind.I, Kind.W) if split and kind is Kind.B else (kind,)
+            for number, part in enumerate(parts):
+                each = kinds[min(number, len(kinds) - 1)]
+                costly = number < len(kinds) and (kind not in COLLECTIVES or stage == EVERYWHERE)
+                row = rows[each] if each in rows else self._row(weights.seconds_of(each))
+                part.append((prices.priced(each, stage, unit) if costly else 0.0, row, microbatch))
+        self._of_node = [_columns(part) for part in parts]
+
+    def _price_messages(self, schedule: Schedule, costs: Costs, found: Dependencies, numbers: list[int]) -> None:
+        """Give every link and microbatch a lag, and every wait the row of its lag, unless no message takes time."""
+        prices, self._tokens = ActionPrices(schedule, costs), self._row(self._weights.tokens)
+        seconds = [prices.of_message(link) for link in found.links]
+        self._lags = None
+        if not any(seconds):
+            return
+        m, slices = schedule.num_microbatches, schedule.slices
+        self._lags = _columns([(lag, self._tokens, k) for lag in seconds for k in range(m)])
+        nodes = {number: node for node, number in enumerate(numbers)}
+        for level in self._levels:
+            at = range(level.nodes.start, level.nodes.stop)
+            for slot, (needed, _) in enumerate(level.needs):
+                links = np.zeros(len(needed), int)
+                for row, number in enumerate(at):
+                    waits = found.graph.waits[nodes[number]]
+                    if slot < len(waits):
+                        other, link = waits[slot]
+                        links[row] = link * m + found.actions[other].microbatch // slices
+                level.needs[slot] = (needed, links)
+
+    def _weigh_lanes(self, schedule: Schedule, costs: Costs, caps: Sequence[float]) -> None:
+        """Note by how much the actions of every device change what it holds."""
+        slices = schedule.slices
+        changes = costs.memory_changes(schedule.placement, schedule.recomputed, slices)
+        unit = costs.memory_unit(schedule.placement, slices)
+        self._held = []
+        for order, cap in zip(schedule.orders, caps, strict=True):
+            of_device = [
+                (changes[a.kind][place(a, slices)] * unit, 0, a.microbatch // slices)
+                for a in order
+                if a.kind in changes
+            ]
+            if of_device:
+                change, _, units = _columns(of_device)
+                self._held.append((change, units, cap))
+
+
+def _columns(entries: list[tuple[float, int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return prices as a column, rows of weights, and microbatches."""
+    prices, rows, units = zip(*entries, strict=True)
+    return np.asarray(prices, float)[:, None], np.asarray(rows), np.asarray(units)
+
+
+def _levels(found: Dependencies) -> tuple[list[_Level], list[int]]:
+    """Return the levels of a graph, and the number of every node when all are numbered level by level."""
+    graph = found.graph
+    before: dict[int, int] = {}
+    for lane in graph.lanes:
+        before.update(zip(lane[1:], lane, strict=False))
+    level_of = [0] * len(graph.waits)
+    members: list[list[int]] = []
+    for node in found.walk.nodes:
+        earlier = [needed for needed, _ in graph.waits[node]]
+        if node in before:
+            earlier.append(before[node])
+        level_of[node] = 1 + max((level_of[each] for each in earlier), default=-1)
+        if level_of[node] == len(members):
+            members.append([])
+        members[level_of[node]].append(node)
+    numbers = [0] * len(graph.waits)
+    for number, node in enumerate(node for level in members for node in level):
+        numbers[node] = number
+    begin, levels, first = len(numbers), [], 0
+    for level in members:
+        most = max(len(graph.waits[node]) for node in level)
+        needs = [
+            np.asarray([numbers[waits[slot][0]] if slot < len(waits := graph.waits[node]) else begin for node in level])
+            for slot in range(most)
+        ]
+        lane_before = np.asarray([numbers[before[node]] if node in before else begin for node in level])
+        levels.append(_Level(slice(first, first + len(level)), lane_before, [(each, None) for each in needs]))
+        first += len(level)
+    return levels, numbers
