@@ -87,7 +87,7 @@ _ENTRIES = {
     ),
     "trace": _Entry(
         "trace.trace",
-        "Show a step as it ran beside its plan in Perfetto, or explain what a profiler recorded of stock Megatron.",
+        "Show a step as it ran beside its plan in Perfetto.",
     ),
     "run": _Entry(
         "run.run_script", "Run a Megatron script with the plugin on, usually under torchrun.", kind=RunCommand

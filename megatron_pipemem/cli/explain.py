@@ -17,16 +17,15 @@ from megatron_pipemem.planner.changes import Case
 from megatron_pipemem.planner.explanation import LACKS_STEP, case_of_report, explain
 from megatron_pipemem.report.explanation import change_lines, idle_table, lines
 
-SEARCH_HELP = "Seconds for each search of a better order, of two; 0 for none."
-SearchSeconds = Annotated[float, typer.Option("--search-seconds", min=0, help=SEARCH_HELP)]
-
 
 def explain_command(
     report: Annotated[
         Path,
         typer.Argument(metavar="FOLDER|FILE", help="What --pipemem-report wrote, or the `output` folder of a run."),
     ],
-    search_seconds: SearchSeconds = 2.0,
+    search_seconds: Annotated[
+        float, typer.Option(min=0, help="Seconds for each search of a better order, of two; 0 for none.")
+    ] = 2.0,
     as_json: Json = False,
 ) -> None:
     """Tell where the time of a run's last step went, rank by rank, and the three changes that would win most.
@@ -35,8 +34,7 @@ def explain_command(
     unequal microbatches, messages, the host, actions that were late and whose, and the barrier at the step's end. Changes
     are simulated with the run's own times: other schedules in the same memory, offload, other layers per stage, steps
     without a barrier, vocabulary parallelism, ordered microbatches. What the run's configuration refuses is left out. Stock
-    Megatron is explained, too: run it with `--pipemem-schedule stock --pipemem-report FILE`, or record it with a profiler
-    and give that to `pipemem trace`.
+    Megatron is explained, too: run it with `--pipemem-schedule stock --pipemem-report FILE`.
 
     Examples:
         # a run, by its report
@@ -44,7 +42,18 @@ def explain_command(
         # for programs
         pipemem explain out/runs/tiny-cpu --json
     """
-    show(read_case(report, search_seconds), as_json)
+    case = read_case(report, search_seconds)
+    with showing("simulating what the run could do otherwise"):
+        facts = explain(case)
+    if as_json:
+        print_json(facts)
+        return
+    out = console()
+    for line in lines(facts):
+        out.print(line, soft_wrap=True, markup=False)
+    out.print(idle_table(facts))
+    for line in change_lines(facts):
+        out.print(line, soft_wrap=True, markup=False)
 
 
 def read_case(path: Path, search_seconds: float) -> Case:
@@ -63,23 +72,3 @@ def read_case(path: Path, search_seconds: float) -> Case:
     if case is None:
         raise ConfigError("wrong-file", LACKS_STEP, file=path)
     return case
-
-
-def show(case: Case, as_json: bool) -> None:
-    """Print what there is to say of a step.
-
-    Args:
-        case: of the run.
-        as_json: print JSON instead.
-    """
-    with showing("simulating what the run could do otherwise"):
-        facts = explain(case)
-    if as_json:
-        print_json(facts)
-        return
-    out = console()
-    for line in lines(facts):
-        out.print(line, soft_wrap=True, markup=False)
-    out.print(idle_table(facts))
-    for line in change_lines(facts):
-        out.print(line, soft_wrap=True, markup=False)

@@ -11,7 +11,6 @@ from measured_steps import as_measured
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
 
-RECORDED = Path(__file__).parents[1] / "planner" / "profiler" / "1f1b"
 SLOW_LAST = (0.01, 0.01, 0.01, 0.02)
 FAST = ("--search-seconds", 0)
 
@@ -136,34 +135,3 @@ def test_plan_and_run_in_one_file_for_perfetto(pipemem, pipemem_json, run, tmp_p
     assert ends == pytest.approx([570_000, 570_000])
     facts = pipemem_json("trace", run(), "--output", tmp_path / "both.html")
     assert Path(facts["output"]).is_file() and facts["measured_seconds"] == pytest.approx(facts["planned_seconds"])
-
-
-def test_what_a_profiler_recorded_of_stock(pipemem, pipemem_json, tmp_path):
-    told = pipemem("trace", RECORDED, "--output", tmp_path / "trace.json", *FAST)
-    assert told.exit_code == 0, told.stderr
-    assert (tmp_path / "trace.json").is_file()
-    ranks = [RECORDED / f"rank-{rank}.json.gz" for rank in (1, 0)]
-    facts = pipemem_json("trace", *ranks, "--layers", 4, *FAST)
-    computing = max(rank["work_ns"] for rank in facts["idle"]) / 1e9
-    assert (
-        facts["bubble_rate"] >= 1 - computing / (facts["seconds"] * 0.9)
-        and f"{facts['bubble_rate']:.1%}" in told.stdout
-    )
-    assert facts["layers"] == [2, 2] and "--pipemem-schedule" in facts["changes"][0]["flags"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ((RECORDED, "--layers", "3"), "no layers of 2 stages"),
-        ((RECORDED, "--layers", "a"), "no layers of 2 stages"),
-        ((RECORDED / "rank-0.json.gz",), "at least two pipeline ranks"),
-        ((RECORDED, "--output", "x.pdf"), ".pdf"),
-    ],
-)
-def test_traces_that_cannot_be_read_so(refuses, arguments, says):
-    assert says in refuses("trace", *arguments)
-
-
-def test_a_report_knows_its_layers(refuses, run):
-    assert "--layers is for what a profiler recorded" in refuses("trace", run(), "--layers", 4)

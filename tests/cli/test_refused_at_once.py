@@ -49,7 +49,6 @@ SMALL = ("1f1b", "-p", 4, "-m", 8)
         (("profile", TINY, "--formulas", "--tp", 2), "--tp is said by the run"),
         (("check", ROOT), "Is a directory"),
         (("trace", "nope.json"), "from nope.json: there is no such file or folder"),
-        (("trace", ROOT / "README.md", "nope.json"), "from nope.json: there is no such file or folder"),
         (("report", "nope.json"), "from nope.json: there is no such file or folder"),
         (("plan", "nope.sh"), "there is no file nope.sh; give the path of a YAML file"),
         (("plan", "nope.yaml"), "there is no file nope.yaml; give the path of a YAML file"),
