@@ -34,7 +34,7 @@ class _Entry:
 _ENTRIES = {
     "schedules": _Entry(
         "schedules.schedules",
-        "List every schedule: what it holds at its peak, how long it idles, what it needs; or explain one, with a picture.",
+        "List the schedules to choose from: what each holds at its peak, how long it idles, what it needs; or explain one.",
     ),
     "simulate": _Entry(
         "simulate.simulate",

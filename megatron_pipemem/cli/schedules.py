@@ -21,6 +21,23 @@ from megatron_pipemem.schedule.registry import Family, build_schedule, families,
 
 # Arguments of every schedule; those that list them fit their order to them.
 _FLAGS = {"costs": "--costs", "memory_cap": "--memory-cap"}
+RESEARCH = frozenset(
+    (
+        "gpipe",
+        "1f1b-eager",
+        "looped-bfs",
+        "zb-h1",
+        "zb-h2",
+        "zb-auto",
+        "gis-h",
+        "po-f",
+        "1f1b-v",
+        "dualpipe-v",
+        "hanayo",
+    )
+    + ("chimera", "gems", "dualpipe", "slimpipe", "pipedream", "pipedream-2bw")
+)
+"""Families of this package that docs/choosing-a-schedule.md recommends for no usual run."""
 _COLUMNS = (
     *("name", "placement", "summary", "peak", "bubble", "source", "splits_backward", "min_devices", "chunks", "needs"),
     *("asynchronous", "slices", "offloads", "replicas"),
@@ -34,10 +51,11 @@ def schedules(
     ] = None,
     devices: Devices = None,
     microbatches: Microbatches = None,
+    every: Annotated[bool, typer.Option("--all", help="List the schedules for research, too.")] = False,
     as_json: Json = False,
     _modules: ScheduleModules = None,
 ) -> None:
-    """List every schedule: what it holds at its peak, how long it idles, what it needs; or explain one, with a picture.
+    """List the schedules to choose from: what each holds at its peak, how long it idles, what it needs; or explain one.
 
     Peaks are in activation units: 1 is what 1F1B's first device holds, with equal stages and with nothing more held from I
     to W than from F to I. Bubbles are for many microbatches, with F, I, W, B the seconds of one device's share of the model,
@@ -45,8 +63,10 @@ def schedules(
     update weights in the middle of a step, so they train differently from all others.
 
     Examples:
-        # all, with formulas
+        # those to choose from, with formulas
         pipemem schedules
+        # those for research, too
+        pipemem schedules --all
         # one, with a picture
         pipemem schedules v-half
     """
@@ -57,18 +77,21 @@ def schedules(
         raise UnsupportedError(
             "needs-option", "--devices and --microbatches are those of the picture of one schedule; name it"
         )
+    listed = [each for each in families() if every or each.name not in RESEARCH]
     if as_json:
-        print_json([_row(each) for each in families()])
+        print_json([_row(each) for each in listed])
         return
     figures = _table("name", "placement", "peak", "bubble")
     origins = _table("name", "backward", "source", "needs and options")
-    for each in families():
-        figures.add_row(each.name, each.placement, each.peak, each.bubble)
+    for each in listed:
+        name = f"{each.name} (for research)" if each.name in RESEARCH else each.name
+        figures.add_row(name, each.placement, each.peak, each.bubble)
         needs = [*_needs(each), *(f"{flag}: {text}" for flag, text in _options(each))]
         origins.add_row(each.name, _backward(each), each.source, "\n".join(needs))
     out = console()
     out.print(figures, origins)
-    out.print("pipemem schedules NAME explains one", soft_wrap=True)
+    more = "" if every else f"; --all lists {len(RESEARCH)} more, for research"
+    out.print(f"pipemem schedules NAME explains one{more}", soft_wrap=True)
 
 
 def _table(*columns: str) -> FittingTable:
@@ -128,4 +151,7 @@ def _options(chosen: Family) -> Iterator[tuple[str, str]]:
 
 
 def _row(chosen: Family) -> dict[str, object]:
-    return {key: getattr(chosen, key) for key in _COLUMNS} | {"options": dict(chosen.options)}
+    return {key: getattr(chosen, key) for key in _COLUMNS} | {
+        "options": dict(chosen.options),
+        "for_research": chosen.name in RESEARCH,
+    }

@@ -78,7 +78,7 @@ def family(name: str) -> Family:
     raise UnknownScheduleError(
         "unknown-schedule",
         f"unknown schedule {name!r}; {hint}known: {', '.join(listed)} and {len(known) - len(listed)} more, which "
-        "`pipemem schedules` lists",
+        "`pipemem schedules --all` lists",
     )
 
 

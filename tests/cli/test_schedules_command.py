@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_pipemem.cli.completion import complete_families, complete_schedules
+from megatron_pipemem.cli.schedules import RESEARCH
 from megatron_pipemem.schedule import registry
 from megatron_pipemem.schedule.registry import families, family
 
@@ -37,7 +38,17 @@ def test_the_picture_has_the_size_that_is_asked_for(pipemem, refuses):
 
 
 def test_one_row_of_the_json_is_that_of_the_whole_table(pipemem_json):
-    assert pipemem_json("schedules", "gis-h") in pipemem_json("schedules")
+    assert pipemem_json("schedules", "gis-h") in pipemem_json("schedules", "--all")
+
+
+def test_eight_schedules_are_listed_and_all_if_asked(pipemem, pipemem_json):
+    rows = pipemem_json("schedules", "--all")
+    assert [row["name"] for row in rows] == NAMES
+    chosen = [row["name"] for row in rows if not row["for_research"]]
+    assert chosen == [row["name"] for row in pipemem_json("schedules")] and len(chosen) == 8
+    assert set(NAMES) >= RESEARCH and len(NAMES) == 8 + len(RESEARCH), "every row is of one kind"
+    shown = [pipemem("schedules", *flags).stdout for flags in ((), ("--all",))]
+    assert ["zb-h1" in text for text in shown] == ["for research)" in text for text in shown] == [False, True]
 
 
 def complete(pipemem, monkeypatch, words: str) -> list[str]:

@@ -224,17 +224,17 @@ def test_an_invalid_file_is_not_simulated(refuses, tmp_path):
 
 
 def test_schedules_lists_every_family(pipemem, pipemem_json):
-    rows = {row["name"]: row for row in pipemem_json("schedules")}
+    rows = {row["name"]: row for row in pipemem_json("schedules", "--all")}
     assert list(rows) == NAMES
     assert set(rows["zbv"]) == {
         "name", "placement", "summary", "peak", "bubble", "source", "splits_backward", "min_devices", "options",
-        "chunks", "needs", "asynchronous", "slices", "offloads", "replicas",
+        "chunks", "needs", "asynchronous", "slices", "offloads", "replicas", "for_research",
     }  # fmt: skip
     assert rows["zbv"]["placement"] == "v" and rows["zbv"]["splits_backward"] is True
     assert "chunks" in rows["interleaved"]["options"]
     assert [name for name, row in rows.items() if row["asynchronous"]] == ["pipedream", "pipedream-2bw"]
     assert rows["dualpipe"]["needs"] == "even p, even m of at least 2p"
-    shown = pipemem("schedules").stdout
+    shown = pipemem("schedules", "--all").stdout
     assert all(name in shown for name in NAMES)
     assert shown.count("2 copies of the weights") == 3
     assert shown.count("asynchronous") == 2 and "asynchronous, simulated only" not in shown and "even p" in shown
