@@ -40,7 +40,6 @@ def profile(
     model: Annotated[str | None, typer.Option(help="A model by name or YAML file, instead of a run.")] = None,
     cluster: ClusterName = None,
     sequence: SequenceLength = None,
-    fake: Annotated[bool, typer.Option("--fake", help="Count bytes with fake tensors; seconds by formulas.")] = False,
     formulas: Annotated[bool, typer.Option("--formulas", help="Nothing is run, and Megatron is not needed.")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="Measure the way to the host and back, too.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Microbatches that are timed.")] = 5,
@@ -63,10 +62,6 @@ def profile(
     """
     if (run is None) == (model is None):
         raise UnsupportedError("missing-option", "what is to be profiled? give a run configuration, or --model NAME")
-    if fake and formulas:
-        raise UnsupportedError(
-            "conflicting-options", "--fake runs Megatron's modules and --formulas runs nothing; give one of them"
-        )
     if output is not None:
         check_writable(output)
     if run is not None:
@@ -82,11 +77,7 @@ def profile(
         shape = replace(shape, sequence=sequence)
     execution.check(shape)
     with showing("loading Megatron"):
-        found = (
-            from_formulas(shape, execution, machine)
-            if formulas
-            else _run(shape, execution, machine, fake, repeats, verbose)
-        )
+        found = from_formulas(shape, execution, machine) if formulas else _run(shape, execution, repeats, verbose)
         if offload:
             found = replace(found, bandwidths=_bandwidths())
     result = found.to_json(machine.inter_node if machine.nodes > 1 else machine.intra_node)
@@ -99,25 +90,24 @@ def profile(
         write_whole(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
 
 
-def _run(model: Model, execution: Execution, cluster: Cluster, fake: bool, repeats: int, verbose: bool) -> Profile:
+def _run(model: Model, execution: Execution, repeats: int, verbose: bool) -> Profile:
     from megatron_pipemem.mcore import INSTALL, is_installed
 
     if not is_installed():
         raise UnsupportedError("not-installed", f"{INSTALL}, or give --formulas, which needs none")
     import torch
 
-    if fake or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         from megatron_pipemem.cpu import activate
         from megatron_pipemem.cpu.quiet import missing_packages
 
         activate(verbose=verbose)
         if not verbose and (said := missing_packages()) is not None:
             report_note(said)
-        if not fake:
-            report_note("no GPU here: seconds are this CPU's, and its kernels keep other bytes than a GPU's")
+        report_note("no GPU here: seconds are this CPU's, and its kernels keep other bytes than a GPU's")
     from megatron_pipemem.mcore.profiling import profile as profile_stages
 
-    return profile_stages(model, execution, cluster if fake else None, repeats)
+    return profile_stages(model, execution, None, repeats)
 
 
 def _bandwidths() -> Bandwidths | None:

@@ -101,13 +101,13 @@ def _check(model: Model, execution: Execution, fake: bool) -> None:
     if execution.cp > 1 and (not fake or execution.attention == "unfused"):
         raise UnsupportedError(
             "cannot-profile",
-            "attention over a sequence shared by context-parallel ranks needs those ranks: profile with cp 1, or count bytes "
-            "of fused attention with --fake",
+            "attention over a sequence shared by context-parallel ranks needs those ranks: profile with cp 1, or give "
+            "--formulas",
         )
     if Block.MAMBA in "".join(model.all_kinds) and (fake or find_spec("mamba_ssm") is None):
         raise UnsupportedError(
             "cannot-profile",
-            "Mamba layers run with the package mamba_ssm, on a GPU; profile there without --fake, or give --formulas",
+            "Mamba layers run with the package mamba_ssm, on a GPU; profile there, or give --formulas",
         )
 
 

@@ -4,7 +4,7 @@ What is listed is what Megatron's modules keep between F and the pass that needs
 activations as inputs of linear layers (needed by W), queries, keys, values and the softmax's sums (needed by I). A tensor
 that two operations keep counts once. With 16-bit elements and no dropout a GPT layer keeps ``32bsh``, with dropout masks
 ``34bsh``, and ``20bsh`` when norms, activation and masks are recomputed (arXiv 2503.01328).
-``pipemem profile --fake`` counts the same on Megatron's own modules.
+Tests count the same on Megatron's own modules, with fake tensors.
 """
 
 from __future__ import annotations

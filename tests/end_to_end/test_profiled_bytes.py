@@ -1,4 +1,4 @@
-"""What `pipemem profile --fake` says of a model foretells, to the byte, what the ranks of a real run hold."""
+"""What profiling a model with fake tensors says predicts, to the byte, what the ranks of a real run hold."""
 
 from __future__ import annotations
 
@@ -20,13 +20,24 @@ parallelism: {{pp: 4, global_batch: 6}}
 schedule: {{name: {schedule}}}
 """
 
+COUNT = """
+import json, sys
+from pathlib import Path
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.runs import Run
+from megatron_pipemem.cpu import activate
+activate()
+from megatron_pipemem.mcore.profiling import profile
+run = load(Path(sys.argv[1]), Run)
+Path(sys.argv[2]).write_text(json.dumps(profile(run.model, run.execution, run.cluster, 1).to_json()))
+"""
+
 
 def profiled(schedule: str, folder) -> Costs:
-    """By the command, in a process of its own: it sets Megatron up for the CPU."""
+    """In a process of its own, which sets Megatron up for the CPU."""
     run, costs = folder / "run.yaml", folder / "costs.json"
     run.write_text(RUN.format(schedule=schedule))
-    command = [sys.executable, "-m", "megatron_pipemem", "profile", str(run), "--fake", "--output", str(costs)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", COUNT, str(run), str(costs)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return Costs.from_json(costs)
 
