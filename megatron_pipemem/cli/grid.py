@@ -24,7 +24,7 @@ from megatron_pipemem.cli.progress import duration, showing
 from megatron_pipemem.cli.report import show
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.grid import slurm
-from megatron_pipemem.launch.grid.config import Point, label, load_points
+from megatron_pipemem.launch.grid.config import GridPoint, label, load_points
 from megatron_pipemem.launch.grid.local import LocalRunner
 from megatron_pipemem.launch.grid.results import Result
 from megatron_pipemem.launch.grid.store import Store, store_of_point
@@ -110,7 +110,7 @@ def grid(
         raise typer.Exit(1)
 
 
-def _write_down(store: Store, grid_file: Path, points: Sequence[Point], resume: bool, progress: Console) -> None:
+def _write_down(store: Store, grid_file: Path, points: Sequence[GridPoint], resume: bool, progress: Console) -> None:
     """Keep the points in the grid's folder, and say which are left out.
 
     Raises:
@@ -228,7 +228,7 @@ def _terminated_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _print_commands(points: Sequence[Point], store: Store, as_json: bool) -> None:
+def _print_commands(points: Sequence[GridPoint], store: Store, as_json: bool) -> None:
     """Print the commands that would start each point by hand."""
     rows = []
     for point in points:
@@ -243,7 +243,7 @@ def _print_commands(points: Sequence[Point], store: Store, as_json: bool) -> Non
         typer.echo(row["command"] if row["reason"] is None else f"# {row['command']}  # {row['reason']}")
 
 
-def _print_jobs(points: Sequence[Point], store: Store, max_parallel: int, options: Options, as_json: bool) -> None:
+def _print_jobs(points: Sequence[GridPoint], store: Store, max_parallel: int, options: Options, as_json: bool) -> None:
     """Print the commands that would submit the points, and the batch file."""
     runs = {point.index: point.run for point in points if point.run is not None and point.reason is None}
     jobs = slurm.jobs(store.folder, runs, max_parallel, options)

@@ -19,7 +19,7 @@ import torch
 CAPABILITY = (8, 0)  # the oldest generation with bfloat16; newer ones switch on kernels that have no CPU form
 
 
-class Stream:
+class HostStream:
     """Stands in for ``torch.cuda.Stream``: work on it is done as soon as it is issued."""
 
     cuda_stream = 0
@@ -37,7 +37,7 @@ class Stream:
 
     def synchronize(self) -> None: ...
 
-    def wait_stream(self, stream: Stream) -> None: ...
+    def wait_stream(self, stream: HostStream) -> None: ...
 
     def wait_event(self, event: Event) -> None: ...
 
@@ -53,7 +53,7 @@ class Event:
     def __init__(self, *_: Any, **__: Any):
         self._seconds = 0.0
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: HostStream | None = None) -> None:
         self._seconds = time.perf_counter()
 
     def query(self) -> bool:
@@ -61,7 +61,7 @@ class Event:
 
     def synchronize(self) -> None: ...
 
-    def wait(self, stream: Stream | None = None) -> None: ...
+    def wait(self, stream: HostStream | None = None) -> None: ...
 
     def elapsed_time(self, end_event: Event) -> float:
         """Return milliseconds from this event to ``end_event``."""
@@ -73,7 +73,7 @@ class _Device:
 
     def __init__(self) -> None:
         self.index = 0
-        self.default_stream = Stream()
+        self.default_stream = HostStream()
         self.stream = self.default_stream
 
     @property
@@ -86,11 +86,11 @@ class _Device:
         if index is not None and index >= 0:  # torch.cuda ignores negative indices too
             self.index = index
 
-    def set_stream(self, stream: Stream | None) -> None:
+    def set_stream(self, stream: HostStream | None) -> None:
         self.stream = stream or self.default_stream
 
     @contextlib.contextmanager
-    def use_stream(self, stream: Stream | None):
+    def use_stream(self, stream: HostStream | None):
         previous = self.stream
         self.set_stream(stream or previous)
         try:
@@ -152,7 +152,7 @@ def install() -> None:
         "get_device_capability": lambda *_: CAPABILITY,
         "get_device_properties": _properties,
         # streams
-        "Stream": Stream,
+        "Stream": HostStream,
         "Event": Event,
         "current_stream": lambda *_: device.stream,
         "default_stream": lambda *_: device.default_stream,

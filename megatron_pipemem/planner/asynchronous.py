@@ -18,7 +18,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner.plans import Base, Group
 from megatron_pipemem.planner.prices import MeasuredSlowdown, all_reduce
 from megatron_pipemem.planner.space import Limits, Order
-from megatron_pipemem.planner.step import DISTRIBUTED, GRADIENT, Step, price
+from megatron_pipemem.planner.step import DISTRIBUTED, GRADIENT, PlannedStep, price
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.features.windows import family_window, steady, updates_per_batch
 from megatron_pipemem.schedule.registry import Family, build_schedule, families
@@ -60,7 +60,7 @@ def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, reject
         yield _priced(family, own, price(own, Placement.linear(p), pace=pace), per_batch)
 
 
-def _priced(family: Family, run: Run, step: Step, per_batch: bool) -> Priced:
+def _priced(family: Family, run: Run, step: PlannedStep, per_batch: bool) -> Priced:
     p, m = run.parallelism.pp, run.parallelism.microbatches
     batch = min(m, 2 * p)
 

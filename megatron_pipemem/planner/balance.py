@@ -18,8 +18,8 @@ from megatron_pipemem.config import hybrid, layout
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.planner.memory import request_of, schedule_of
-from megatron_pipemem.planner.replay import Price, Replay, Timing, priced, shortest
-from megatron_pipemem.planner.step import Step, loads_of, price
+from megatron_pipemem.planner.replay import OrderPrice, Replay, Timing, priced, shortest
+from megatron_pipemem.planner.step import PlannedStep, loads_of, price
 from megatron_pipemem.planner.variants import vocabulary_step
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
@@ -53,7 +53,7 @@ class Layout:
 
     name: str
     layers: tuple[int, ...]
-    step: Step = field(repr=False)
+    step: PlannedStep = field(repr=False)
     seconds: float
     held: tuple[float, ...] = field(repr=False)
 
@@ -162,7 +162,7 @@ class _Scale:
             seconds, peaks = self._price(step.costs)
         return Layout(name, layers, step, seconds + step.outside, step.held(peaks))
 
-    def _price(self, costs: Costs) -> Price:
+    def _price(self, costs: Costs) -> OrderPrice:
         if self._request.file is not None:
             return self._replay(self._count).timing(costs).price
 
@@ -231,7 +231,7 @@ class _Scale:
                 best, slowest, shortest, tried = layers, max(step.work), seconds, 0
         return self.layout("", best)
 
-    def _short(self, step: Step) -> float:
+    def _short(self, step: PlannedStep) -> float:
         """Return the seconds of a step, or of one with fewer microbatches that tells as much."""
         return self._replay(self._count).makespan(step.costs)
 
@@ -249,7 +249,7 @@ class _Scale:
         has = [any(self._loads.needed[a:b]) for a, b in pairwise(ends)]
         return sum(not any(has[stage % self.stages] for stage in owned) for owned in self.placement.stages)
 
-    def _step(self, layers: tuple[int, ...] | None) -> Step:
+    def _step(self, layers: tuple[int, ...] | None) -> PlannedStep:
         if self._barriers:
             return vocabulary_step(self._barriers, self.run, self.placement, layers=layers)
         return price(self.run, self.placement, layers)

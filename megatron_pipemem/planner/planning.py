@@ -27,7 +27,7 @@ from megatron_pipemem.planner.plans import Answer, Base, Entry, Group, Plan
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.replay import (
     MOST_ACTIONS,
-    Price,
+    OrderPrice,
     Timing,
     family_schedule,
     measured,
@@ -37,7 +37,7 @@ from megatron_pipemem.planner.replay import (
 )
 from megatron_pipemem.planner.slices import sliced_step
 from megatron_pipemem.planner.space import SEARCHED, Limits, Order, cuts, hides_messages, orders
-from megatron_pipemem.planner.step import Step, least_seconds, least_static, price
+from megatron_pipemem.planner.step import PlannedStep, least_seconds, least_static, price
 from megatron_pipemem.planner.variants import PLAIN, Variant, variants
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.bounds import lower_bound
@@ -113,7 +113,7 @@ class _Planner:
         self.queue: list[Entry] = []
         self.aside: list[Entry] = []
         self._effort: float = _EFFORT
-        self._times: dict[object, Price] = {}
+        self._times: dict[object, OrderPrice] = {}
         for cut in cuts(run, limits, self.rejected):
             if least_static(cut) > memory:
                 self.rejected[TOO_MUCH_STATIC] += 1
@@ -202,9 +202,9 @@ class _Planner:
         if run.schedule.overlap_steps or _slices(run) > 1 or hides_messages(run):
             return
         for base, makespan, peaks in asynchronous(run, self.limits, self._pace, self.rejected):
-            self._wait(self._plan(base, None, Price(makespan, peaks)))
+            self._wait(self._plan(base, None, OrderPrice(makespan, peaks)))
 
-    def _bound(self, run: Run, step: Step, found: list[Order], variant: Variant | None) -> None:
+    def _bound(self, run: Run, step: PlannedStep, found: list[Order], variant: Variant | None) -> None:
         room = step.room(self._memory)
         if min(room) <= 0:
             self.rejected[TOO_MUCH_STATIC] += len(found)
@@ -264,7 +264,7 @@ class _Planner:
             return found
         return replace(found, order=None)  # which its name and the slices stand for
 
-    def _measured(self, group: Group, order: Order) -> Price:
+    def _measured(self, group: Group, order: Order) -> OrderPrice:
         """Return the price of an order alone, which offload and both ways to cut the vocabulary start from."""
         cut, costs = group.run.parallelism, group.step.costs
         key = (order, cut.pp, cut.microbatches, same_passes(costs))
@@ -335,7 +335,7 @@ class _Planner:
         timing = Timing.simulated(schedule, base.group.step.costs, base.group.run.schedule.overlap_steps)
         return self._plan(base, schedule, timing.price)
 
-    def _plan(self, base: Base, schedule: Schedule | None, price: Price) -> Plan | None:
+    def _plan(self, base: Base, schedule: Schedule | None, price: OrderPrice) -> Plan | None:
         """Return a plan, if it fits."""
         if not self._fits(base.group, price.peaks):
             return None
@@ -363,7 +363,7 @@ def _units(run: Run) -> int:
     return run.parallelism.microbatches * _slices(run)
 
 
-def _busiest(step: Step, slices: int = 1) -> float:
+def _busiest(step: PlannedStep, slices: int = 1) -> float:
     """Return the seconds per microbatch that some device computes at least, the passes of a cut vocabulary included."""
     prices, vocabulary = step.costs.seconds(step.placement, slices), step.costs.vocabulary
     cut = {} if vocabulary is None else vocabulary.seconds(step.placement.num_devices)

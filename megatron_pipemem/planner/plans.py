@@ -15,7 +15,7 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.config.yaml_text import write_yaml
 from megatron_pipemem.planner.replay import Replay, measured
 from megatron_pipemem.planner.space import Order, hides_messages
-from megatron_pipemem.planner.step import Step, mfu, price
+from megatron_pipemem.planner.step import PlannedStep, mfu, price
 from megatron_pipemem.planner.variants import PLAIN, Variant
 from megatron_pipemem.schedule.baseline import bytes_of_1f1b
 from megatron_pipemem.schedule.core.placement import Placement
@@ -53,7 +53,7 @@ class Plan:
         return PLAIN if self.base.group.variant is None else self.base.group.variant.name
 
     @property
-    def step(self) -> Step:
+    def step(self) -> PlannedStep:
         return self.base.group.step
 
     @property
@@ -219,7 +219,7 @@ class Group:
     """
 
     run: Run
-    step: Step
+    step: PlannedStep
     orders: tuple[Order, ...]
     variant: Variant | None
     bound: float

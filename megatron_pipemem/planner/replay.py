@@ -34,7 +34,7 @@ MOST_ACTIONS = 300_000
 """Of a step that is built; a longer one is priced by shorter ones."""
 
 
-class Price(NamedTuple):
+class OrderPrice(NamedTuple):
     """Say what a step takes.
 
     Args:
@@ -56,7 +56,7 @@ class Timing(NamedTuple):
     """
 
     schedule: Schedule
-    price: Price
+    price: OrderPrice
     ends: Sequence[Sequence[float]]
 
     @classmethod
@@ -70,10 +70,12 @@ class Timing(NamedTuple):
         """
         timeline = simulate(schedule, costs)
         seconds = stream(schedule, costs, steps=1).period if overlaps else timeline.makespan
-        return cls(schedule, Price(seconds, timeline.peaks), [[end for _, end in spans] for spans in timeline.spans])
+        return cls(
+            schedule, OrderPrice(seconds, timeline.peaks), [[end for _, end in spans] for spans in timeline.spans]
+        )
 
 
-def priced(run: Callable[[int], Timing], num_devices: int, num_microbatches: int) -> Price:
+def priced(run: Callable[[int], Timing], num_devices: int, num_microbatches: int) -> OrderPrice:
     """Return the price of a step of any length.
 
     A step of up to some eight microbatches per device, or whose middle never comes to a rhythm, is run as a whole; one that is
@@ -111,7 +113,7 @@ def _congruent(least: int, number: int, modulus: int) -> int:
     return least + (number - least) % modulus
 
 
-def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> Price:
+def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> OrderPrice:
     """Return the price of a step that goes on like the longer one. Peaks stay, unless all microbatches are held at once."""
     (before, held_before), (after, held_after) = shorter.price, longer.price
     few, many = shorter.schedule.num_microbatches, longer.schedule.num_microbatches
@@ -120,7 +122,7 @@ def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> Price:
         b * num_microbatches / many if isclose(b * few, a * many) else b
         for a, b in zip(held_before, held_after, strict=True)
     )
-    return Price(seconds, tuple(held))
+    return OrderPrice(seconds, tuple(held))
 
 
 def _rhythm(num_devices: int) -> int:
@@ -180,7 +182,7 @@ class Replay:
         times = self._run(costs)([begin - min(begins) for begin in begins])
         lanes = self._found.lanes[: self.schedule.num_devices]
         ends = [times.ends[nodes.start : nodes.stop] for nodes in lanes]
-        price = Price(max(times.free) if seconds is None else seconds, self.peaks(costs))
+        price = OrderPrice(max(times.free) if seconds is None else seconds, self.peaks(costs))
         return Timing(self.schedule, price, ends)
 
     @property
@@ -269,7 +271,7 @@ def same_passes(costs: Costs) -> tuple[object, ...]:
 
 def measured(
     name: str, num_devices: int, num_microbatches: int, chunks: int | None, costs: Costs, overlaps: bool = False
-) -> Price:
+) -> OrderPrice:
     """Return the price of a family's step.
 
     Args:

@@ -23,7 +23,7 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner import counts, prices
 from megatron_pipemem.planner.prices import MeasuredSlowdown
-from megatron_pipemem.planner.step import Step, price
+from megatron_pipemem.planner.step import PlannedStep, price
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.slices import TOKENS, slice_tokens
@@ -110,7 +110,7 @@ def sliced_step(
     layers: tuple[int, ...] | None = None,
     pace: MeasuredSlowdown | None = None,
     shared_ends: bool = False,
-) -> Step:
+) -> PlannedStep:
     """Price a run whose microbatches are cut into slices: costs are per stage and slice.
 
     Args:
@@ -174,7 +174,7 @@ class _Slice:
         sequence: tokens of the sequence.
     """
 
-    step: Step
+    step: PlannedStep
     begin: int
     end: int
     sequence: int

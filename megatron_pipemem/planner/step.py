@@ -53,7 +53,7 @@ _MESSAGES_IN_FLIGHT = 2  # per stage and direction: one that is used, one that a
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedStep:
     """Hold what does not depend on the order of the passes.
 
     Args:
@@ -197,7 +197,7 @@ def price(
     layers: tuple[int, ...] | None = None,
     pace: MeasuredSlowdown | None = None,
     shared_ends: bool = False,
-) -> Step:
+) -> PlannedStep:
     """Price a run.
 
     Args:
@@ -285,7 +285,7 @@ def _loads(cut: _Cut, placement: Placement) -> tuple[Loads, bool]:
 
 
 @lru_cache(maxsize=1024)
-def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> Step:
+def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedStep:
     parts = cut.parts()
     ends = list(accumulate(layers))
     stages = [parts[end - count : end] for end, count in zip(ends, layers, strict=True)]
@@ -310,7 +310,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> Step:
     held = [[*share, *(part for stage in owned for part in stages[stage])] for owned in placement.stages]
     replicas = placement.replicas
     updated = [sum(cut.updated(part) for part in device) for device in held]
-    return Step(
+    return PlannedStep(
         placement=placement,
         layers=layers,
         moved=tuple(sum(part.moved for part in stage) for stage in stages),

@@ -21,7 +21,7 @@ from megatron_pipemem.errors import MemoryCapError, UnsupportedError
 from megatron_pipemem.planner.activations import message_bytes
 from megatron_pipemem.planner.prices import MeasuredSlowdown, gather, logit_bytes
 from megatron_pipemem.planner.slices import sliced_step, why_not_sliced
-from megatron_pipemem.planner.step import Step, ends_seconds, price
+from megatron_pipemem.planner.step import PlannedStep, ends_seconds, price
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Channel
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_cap
@@ -53,8 +53,8 @@ class Variant:
 
     name: str
     choice: Callable[[ScheduleChoice], ScheduleChoice]
-    prepare: Callable[[Run, Placement, MeasuredSlowdown | None], Step]
-    apply: Callable[[Schedule, Step, tuple[float, ...]], Schedule]
+    prepare: Callable[[Run, Placement, MeasuredSlowdown | None], PlannedStep]
+    apply: Callable[[Schedule, PlannedStep, tuple[float, ...]], Schedule]
     frees_memory: bool = False
 
 
@@ -86,7 +86,7 @@ HOST_MEMORY = "pipemem-host-memory"
 
 def offload_step(
     run: Run, placement: Placement, pace: MeasuredSlowdown | None = None, layers: tuple[int, ...] | None = None
-) -> Step:
+) -> PlannedStep:
     """Price a step with the channel to the host, what goes over it, and how much of it the host can hold.
 
     Args:
@@ -114,7 +114,7 @@ def host_bytes(run: Run) -> float:
     return parse_cap(str(given)).amounts[0] / run.cluster.devices_per_node
 
 
-def offloaded(schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
+def offloaded(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Schedule:
     """Return the schedule with transfers to the host and back, so that it fits.
 
     Args:
@@ -143,7 +143,7 @@ def vocabulary_step(
     placement: Placement,
     pace: MeasuredSlowdown | None = None,
     layers: tuple[int, ...] | None = None,
-) -> Step:
+) -> PlannedStep:
     """Price a step with embedding and head cut over all devices, and what their passes take and keep. Slices have equal parts
     of that, and prices of their own of the layers.
 
@@ -192,7 +192,7 @@ register_variant(
 )
 
 
-def _cut_vocabulary(barriers: int, schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
+def _cut_vocabulary(barriers: int, schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Schedule:
     return with_vocabulary(schedule, barriers, step.costs)
 
 

@@ -47,7 +47,7 @@ class HostTransfer(NamedTuple):
     end: float
 
 
-class Message(NamedTuple):
+class DrawnMessage(NamedTuple):
     """Say what ``consumer`` needs from ``producer``, which runs on another device."""
 
     producer: Box
@@ -179,7 +179,7 @@ class DrawnRun:
         )
 
     @property
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[DrawnMessage]:
         """Every message between two devices, collectives left out, by its consumer's place in ``rows``."""
         found = Dependencies.of_schedule(self.timeline.schedule)
         by_action = {box.action: box for row in self.rows for box in row}
@@ -191,7 +191,7 @@ class DrawnRun:
                 # What a window shows may need what ran before it.
                 producer = None if needed == NEVER else by_action.get(found.actions[needed])
                 if producer is not None:
-                    yield Message(producer, consumer)
+                    yield DrawnMessage(producer, consumer)
 
     @cached_property
     def awaited(self) -> dict[Action, Box]:

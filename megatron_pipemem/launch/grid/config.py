@@ -67,7 +67,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Point:
+class GridPoint:
     """One run of a grid.
 
     Args:
@@ -92,7 +92,7 @@ def label(settings: Settings) -> str:
     return ", ".join(f"{key}={value}" for key, value in settings.items()) or "the run itself"
 
 
-def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool = False) -> list[Point]:
+def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool = False) -> list[GridPoint]:
     """Return the points of a grid's file, feasible or not, filters applied.
 
     Args:
@@ -125,12 +125,12 @@ def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool 
         raise ConfigError("no-points", f"no point is a run: {runs[0]}", file=grid_file)
     _check_different(settings, runs, grid_file)
     kept = _filter(grid, grid_file, changed_run, changes, able)
-    points: list[Point] = []
+    points: list[GridPoint] = []
     for own, everything, run in zip(settings, changes, runs, strict=True):
         if isinstance(run, ConfigError):
-            points.append(Point(len(points), own, everything, base, None, str(run)))
+            points.append(GridPoint(len(points), own, everything, base, None, str(run)))
         elif kept(run):
-            points.append(Point(len(points), own, everything, base, run, feasible(run, any_size)))
+            points.append(GridPoint(len(points), own, everything, base, run, feasible(run, any_size)))
     if not points:
         raise ConfigError("no-points", "its filters leave no point", file=grid_file)
     return points

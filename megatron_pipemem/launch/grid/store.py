@@ -22,14 +22,14 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.config.yaml_text import write_yaml
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
-from megatron_pipemem.launch.grid.config import Point, Settings, label
+from megatron_pipemem.launch.grid.config import GridPoint, Settings, label
 from megatron_pipemem.launch.grid.results import Result, collect, read_result, write_result
 from megatron_pipemem.reading import read_json
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """Hold what the index says of a point; see ``Point``."""
+class _PointEntry:
+    """Hold what the index says of a point; see ``GridPoint``."""
 
     settings: Settings
     changes: Settings
@@ -69,17 +69,20 @@ class Store:
         """
         check_writable(self.folder / ".lock")
 
-    def create(self, source: Path, points: Sequence[Point]) -> None:
+    def create(self, source: Path, points: Sequence[GridPoint]) -> None:
         """Write every point's run, and the result of those that are not worth starting.
 
         The index comes last: a folder without one was left half made, and is made again.
         """
         for point in points:
             self._write(point)
-        index = {"grid": str(source), "points": [asdict(_Entry(point.settings, point.changes)) for point in points]}
+        index = {
+            "grid": str(source),
+            "points": [asdict(_PointEntry(point.settings, point.changes)) for point in points],
+        }
         write_whole(self._index, json.dumps(index, indent=2) + "\n")
 
-    def resume(self, points: Sequence[Point]) -> None:
+    def resume(self, points: Sequence[GridPoint]) -> None:
         """Take over what has become of points that were not worth starting: they are judged, and written, anew.
 
         Raises:
@@ -136,7 +139,7 @@ class Store:
                 )
             yield
 
-    def _write(self, point: Point) -> None:
+    def _write(self, point: GridPoint) -> None:
         if point.run is not None:
             run = replace(point.run, output=str(self.place(point.index)))
             write_whole(self.run_file(point.index), write_yaml(settings_of(run)))
@@ -145,7 +148,7 @@ class Store:
         else:
             self._keep(Result(point.index, point.settings, "infeasible", point.reason))
 
-    def _check_same(self, points: Sequence[Point]) -> None:
+    def _check_same(self, points: Sequence[GridPoint]) -> None:
         there = self._entries()
         if len(there) != len(points):
             raise self._other(f"{len(there)} points, not {len(points)}")
@@ -163,12 +166,12 @@ class Store:
             "and --set",
         )
 
-    def _entries(self) -> list[_Entry]:
+    def _entries(self) -> list[_PointEntry]:
         if not self.exists():
             raise ConfigError("wrong-file", "holds no grid; give the folder that pipemem grid wrote", file=self.folder)
         index = read_json(self._index, "a grid")
         try:
-            return [typed(entry, _Entry) for entry in index["points"]]
+            return [typed(entry, _PointEntry) for entry in index["points"]]
         except (KeyError, TypeError, ConfigError) as error:
             raise ConfigError(
                 "wrong-file", "is no index of a grid; give the folder that pipemem grid wrote", file=self._index

@@ -91,7 +91,7 @@ class WindowPlan(ChosenSchedule):
         return self.window.simulate(self.costs)
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """One training step.
 
     Args:
@@ -185,7 +185,7 @@ class AsynchronousTraining(Extension):
         self._stream: _Stream | None = None
         self._optimizer = StageOptimizer()
         self._saved: SavedVersions | None = None
-        self._call: Call | None = None
+        self._call: StepCall | None = None
         tell(logger, WARNING, source.name, level=logging.WARNING)
 
     def replacements(self) -> Replacements:
@@ -214,11 +214,11 @@ class AsynchronousTraining(Extension):
         stream.weights.forget_updates()
         if self._delayed is not None:
             self._delayed.weights = stream.weights
-        self._call = Call(plan, device, left)
+        self._call = StepCall(plan, device, left)
         return Compiled(plan.window.program, plan)
 
     @property
-    def _current(self) -> tuple[_Stream, Call]:
+    def _current(self) -> tuple[_Stream, StepCall]:
         """The stream and the call that ``choose`` has begun."""
         assert self._stream is not None and self._call is not None
         return self._stream, self._call

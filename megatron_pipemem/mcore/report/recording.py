@@ -15,13 +15,13 @@ from megatron_pipemem.mcore.loop_arguments import prints_log, saves_after, scala
 from megatron_pipemem.mcore.model.weight_memory import count_weights
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.report.run_record import LOSSES, STEPS, RunRecord
-from megatron_pipemem.mcore.report.run_report import Step as MeasuredStep
+from megatron_pipemem.mcore.report.run_report import RecordedStep
 from megatron_pipemem.mcore.report.step_record import count_layers
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import SAVE_AND_TIME, TRAIN, TRAINING_LOG
 from megatron_pipemem.report.run import bubble_of_steps, busiest
 
-_Numbers = tuple[MeasuredStep, int | None, float]
+_Numbers = tuple[RecordedStep, int | None, float]
 """The last step of a rank, its foretold peak and its planned bubble."""
 
 

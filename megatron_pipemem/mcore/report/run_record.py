@@ -68,7 +68,7 @@ class RunRecord:
     grad_norms: list[Any] = field(default_factory=list)
     group: dist.ProcessGroup | None = None
     config: object | None = None
-    steps: list[run_report.Step] = field(default_factory=list)
+    steps: list[run_report.RecordedStep] = field(default_factory=list)
     held: run_report.OfRank = field(default_factory=run_report.OfRank)
     overlap: Callable[[], run_report.Overlap] = run_report.Overlap
     _failures: dict[str, str] = field(default_factory=dict)
@@ -247,7 +247,7 @@ class RunRecord:
         span = self._last[0].start if self._last else 0.0, max((traced.end for traced in self._last), default=0.0)
         peak = self.steps[-1].peak if observed.ledger is None else observed.ledger.peak
         planned = self._last_plan.timeline.makespan, self._last_plan.arrival_makespan
-        self.steps.append(run_report.Step(plan, span, work, peak, *planned, observed.offload()))
+        self.steps.append(run_report.RecordedStep(plan, span, work, peak, *planned, observed.offload()))
 
     def write(self) -> None:
         """Gather the records of all ranks and write report and pictures on rank 0. Every rank must call this.

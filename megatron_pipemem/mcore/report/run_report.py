@@ -25,7 +25,7 @@ Plans = Sequence[tuple[int, ChosenSchedule]]
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """One training step of a rank.
 
     Args:
@@ -53,7 +53,7 @@ class Shared:
 
     Args:
         of_stages: bytes of one version of every stage that the rank holds.
-        spans: of its steps, see ``Step``.
+        spans: of its steps, see ``RecordedStep``.
     """
 
     of_stages: Mapping[int, int]
@@ -184,7 +184,7 @@ def report_of(ranks: Sequence[Summary], timelines: Path | None) -> dict:
 
 
 def measured(
-    steps: Sequence[Step],
+    steps: Sequence[RecordedStep],
     plan: ChosenSchedule,
     device: int,
     held: OfRank,
@@ -229,7 +229,7 @@ def makespans(shared: Sequence[Shared]) -> list[float]:
     return [max(end for _, end in spans) - min(start for start, _ in spans) for spans in steps]
 
 
-def described(number: int, plans: Plans, steps: Sequence[Step], shared: Sequence[Shared] | None) -> dict:
+def described(number: int, plans: Plans, steps: Sequence[RecordedStep], shared: Sequence[Shared] | None) -> dict:
     """Describe a plan as the report shows it.
 
     Args:

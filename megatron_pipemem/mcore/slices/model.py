@@ -51,7 +51,7 @@ class KeyValueCaches:
         return self._caches[layer, name]
 
 
-class _Part(NamedTuple):
+class _SlicePart(NamedTuple):
     """Say which tokens run, and what is kept of the earlier ones."""
 
     begin: int
@@ -88,7 +88,7 @@ class SlicedModel:
         self._attention = [module for module in model.modules() if isinstance(module, Attention)]
         for attention in self._attention:
             _check_attention(attention)
-        self._part: _Part | None = None
+        self._part: _SlicePart | None = None
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -120,7 +120,7 @@ class SlicedModel:
             end: the first token behind it.
             caches: of its sequence.
         """
-        before, self._part = self._part, _Part(begin, end, caches)
+        before, self._part = self._part, _SlicePart(begin, end, caches)
         try:
             yield
         finally:

@@ -30,10 +30,10 @@ from megatron_pipemem.runtime.activation_ledger import storage_key
 from megatron_pipemem.runtime.offload.channel import Channel, Copy, Direction
 from megatron_pipemem.runtime.offload.cuda_channel import CudaChannel
 from megatron_pipemem.runtime.offload.host_channel import HostChannel
-from megatron_pipemem.runtime.offload.host_pool import Block, HostPool
+from megatron_pipemem.runtime.offload.host_pool import HostBlock, HostPool
 from megatron_pipemem.runtime.offload.residents import Residents
 from megatron_pipemem.runtime.offload.saved import Capture, Hold, Place, Remains, SavedStorage, SavedView, checksum
-from megatron_pipemem.runtime.offload.traffic import OffloadStatistics, Traffic, Transfer
+from megatron_pipemem.runtime.offload.traffic import OffloadStatistics, StartedTransfer, Traffic
 
 _log = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class OffloadEngine:
             and not captured.held_by_others(storage)
         ]
         self._collect_ended()
-        blocks: list[Block] = []
+        blocks: list[HostBlock] = []
         try:
             for storage in leaving:
                 blocks.append(self.pool.take(storage.nbytes, f"activations of {key}"))
@@ -341,7 +341,7 @@ class OffloadEngine:
             )
         return captured
 
-    def _settle(self, transfer: Transfer) -> None:
+    def _settle(self, transfer: StartedTransfer) -> None:
         for storage in self._traffic.join(transfer):
             if transfer.direction is Direction.OUT:
                 self._release(storage)

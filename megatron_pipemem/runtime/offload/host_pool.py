@@ -29,7 +29,7 @@ class _Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class HostBlock:
     """``nbytes`` of host memory, to be written only when the transfers in ``after`` have ended."""
 
     data: torch.Tensor
@@ -73,7 +73,7 @@ class HostPool:
         while (missing := min(nbytes, self.budget) - self.reserved_bytes) >= ALIGNMENT:
             self._add_segment(1 << (missing.bit_length() - 1))
 
-    def take(self, nbytes: int, purpose: str) -> Block:
+    def take(self, nbytes: int, purpose: str) -> HostBlock:
         """Return a block for ``nbytes``.
 
         Raises:
@@ -89,9 +89,9 @@ class HostPool:
             piece.size = size
         self.used_bytes += nbytes
         data = self._segments[piece.segment].narrow(0, piece.start, nbytes)
-        return Block(data, piece.pending(), piece)
+        return HostBlock(data, piece.pending(), piece)
 
-    def give(self, block: Block, after: Iterable[Ticket]) -> None:
+    def give(self, block: HostBlock, after: Iterable[Ticket]) -> None:
         """Take a block back at once; its next user will wait for the transfers in ``after``."""
         self.used_bytes -= block.nbytes
         piece = block._piece

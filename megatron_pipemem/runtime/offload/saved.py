@@ -13,7 +13,7 @@ import torch
 
 from megatron_pipemem.errors import OffloadError
 from megatron_pipemem.runtime.offload.channel import Channel, Ticket
-from megatron_pipemem.runtime.offload.host_pool import Block
+from megatron_pipemem.runtime.offload.host_pool import HostBlock
 
 ALIGNMENT = 512
 """Bytes. What moves begins on a multiple, so that views come back as well aligned as they left and kernels choose alike. It
@@ -36,7 +36,7 @@ class Remains(NamedTuple):
 
     device_bytes: int
     host_bytes: int
-    block: Block | None
+    block: HostBlock | None
     departure: Ticket | None
 
 
@@ -65,7 +65,7 @@ class SavedStorage:
         self.end = 0
         self.device_bytes = storage.nbytes()
         self.host_bytes = 0
-        self.block: Block | None = None
+        self.block: HostBlock | None = None
         self.departure: Ticket | None = None
         self.transfer: object | None = None
         self.checksum: torch.Tensor | None = None
@@ -85,7 +85,7 @@ class SavedStorage:
         return self.storage
 
     @property
-    def host_block(self) -> Block:
+    def host_block(self) -> HostBlock:
         """The memory on the host, of what is away."""
         assert self.block is not None, f"activations of {self.key} are {self.place.value}"
         return self.block

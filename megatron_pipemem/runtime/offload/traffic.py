@@ -64,7 +64,7 @@ class OffloadStatistics:
 
 
 @dataclass(eq=False)
-class Transfer:
+class StartedTransfer:
     """Hold copies under way, and their tensors until computing has been ordered after them.
 
     The memory of a tensor freed earlier could go to the next kernel while it is still being read.
@@ -103,7 +103,7 @@ class Traffic:
 
     def __init__(self, channel: Channel[Any]):
         self._channel = channel
-        self.transfers: list[Transfer] = []
+        self.transfers: list[StartedTransfer] = []
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -137,7 +137,7 @@ class Traffic:
         if not copies:
             return None
         ticket = self._channel.start(direction, copies, after)
-        transfer = Transfer(key, direction, ticket, tuple(copies), WeakSet(moving))
+        transfer = StartedTransfer(key, direction, ticket, tuple(copies), WeakSet(moving))
         for storage in moving:
             storage.transfer = transfer
         self.transfers.append(transfer)
@@ -147,7 +147,7 @@ class Traffic:
             self.bytes_in += transfer.nbytes
         return ticket
 
-    def join(self, transfer: Transfer) -> list[SavedStorage]:
+    def join(self, transfer: StartedTransfer) -> list[SavedStorage]:
         """Order computing after the transfer, and return the storages that no later transfer has taken over.
 
         Raises:

@@ -42,7 +42,7 @@ class ShardedLayers(Protocol):
         """
 
 
-class LastStage(Protocol):
+class HeadStage(Protocol):
     """Define what the stage before the head does for it."""
 
     def gather_head_input(self, output: torch.Tensor) -> torch.Tensor:

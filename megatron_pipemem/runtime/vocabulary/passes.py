@@ -24,7 +24,7 @@ from megatron_pipemem.runtime.vocabulary.head_gradients import (
     combine,
     finish_input_gradient,
 )
-from megatron_pipemem.runtime.vocabulary.interfaces import LastStage, ShardedLayers
+from megatron_pipemem.runtime.vocabulary.interfaces import HeadStage, ShardedLayers
 from megatron_pipemem.runtime.vocabulary.microbatch import HeadMicrobatch
 from megatron_pipemem.schedule.core.action import VOCABULARY, VOCABULARY_COMPUTE, Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
@@ -64,7 +64,7 @@ class VocabularyPasses:
     layers: ShardedLayers
     channels: Channels
     batch: Batch
-    last_stage: LastStage | None
+    last_stage: HeadStage | None
     trains: bool
     ledger: ActivationLedger | None = None
     slices: int = 1
@@ -111,7 +111,7 @@ class VocabularyPasses:
         }
 
     @property
-    def _own_last_stage(self) -> LastStage:
+    def _own_last_stage(self) -> HeadStage:
         assert self.last_stage is not None, f"device {self.device} does not hold the last stage"
         return self.last_stage
 

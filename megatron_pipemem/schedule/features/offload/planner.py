@@ -56,7 +56,7 @@ class _Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Group:
+class _TripGroup:
     """A plan of the devices that share a channel.
 
     Args:
@@ -155,7 +155,7 @@ class Planner:
                 plan = other
         return [self._proposal(plan, whole)]
 
-    def _proposal(self, plan: Sequence[_Group], whole: set[int]) -> Proposal:
+    def _proposal(self, plan: Sequence[_TripGroup], whole: set[int]) -> Proposal:
         """Return the orders of a plan of all devices, and why what stays does."""
         orders = {
             device: self._placed(device, group.part.timetable, group.trips).order(self._base.orders[device])
@@ -175,19 +175,19 @@ class Planner:
                 del kept[trip.item.key]
         return tuple(orders[device] for device in range(self._base.num_devices)), kept, plan[0].part.timetable
 
-    def _rank(self, groups: Sequence[_Group]) -> tuple[float, ...]:
+    def _rank(self, groups: Sequence[_TripGroup]) -> tuple[float, ...]:
         peaks, trips = [group.peak for group in groups], sum(len(group.trips) for group in groups)
         if self._caps is None:
             return max(peaks), sum(peaks), -trips
         over = sum(group.over for group in groups)
         return over, max(peaks) if over else 0.0, sum(peaks) if over else 0.0, trips
 
-    def _plan_all(self, stages: frozenset[int], timetable: Timetable, stretch: float) -> list[_Group]:
+    def _plan_all(self, stages: frozenset[int], timetable: Timetable, stretch: float) -> list[_TripGroup]:
         """Return the best plan of every device when all but transfers takes ``stretch`` times as long."""
         timetable = timetable.stretched(stretch)
         return [self._best(_Part(devices, timetable), stages) for devices in self._groups]
 
-    def _best(self, part: _Part, stages: frozenset[int]) -> _Group:
+    def _best(self, part: _Part, stages: frozenset[int]) -> _TripGroup:
         """Return the plan of some devices: within the caps with the fewest round trips, or else with the lowest peak."""
         items = self._items(part, stages, 1.0)
         if self._caps is None:
@@ -209,9 +209,9 @@ class Planner:
             return NO_HOST_MEMORY
         return TOO_SHORT if item.lifespan < item.out + item.back else CHANNEL_FULL
 
-    def _lowest(self, part: _Part, stages: frozenset[int]) -> _Group:
+    def _lowest(self, part: _Part, stages: frozenset[int]) -> _TripGroup:
         """Try, without caps, the longest-lived items, ever fewer of them, until no fewer can be better."""
-        found: list[tuple[tuple[float, ...], float, int, _Group]] = []
+        found: list[tuple[tuple[float, ...], float, int, _TripGroup]] = []
         for factor in _SLOWER:
             items = self._items(part, stages, factor)
             for count in reversed([0, *_counts(items)]):
@@ -227,7 +227,7 @@ class Planner:
         trips = [trip for trip in trips if trip.out + trip.item.out <= trip.back]
         return self._rank([self._group(part, trips, ())])
 
-    def _with_fewer(self, part: _Part, stages: frozenset[int], factor: float, best: _Group) -> _Group:
+    def _with_fewer(self, part: _Part, stages: frozenset[int], factor: float, best: _TripGroup) -> _TripGroup:
         """Try, with caps, the longest-lived items, ever more of them, and then no more than it takes."""
         items = self._items(part, stages, factor)
         too_few, enough = 0, None
@@ -264,7 +264,7 @@ class Planner:
         tick = 1e-6 * max((item.lifespan for item in items), default=1.0) or 1.0
         return sorted(items, key=lambda item: (-round(item.lifespan / tick), item.microbatch * _GOLDEN % 1, item.stage))
 
-    def _plan(self, part: _Part, chosen: Sequence[Item], others: Sequence[Item]) -> _Group:
+    def _plan(self, part: _Part, chosen: Sequence[Item], others: Sequence[Item]) -> _TripGroup:
         """Plan round trips of as many of ``chosen`` as have room in the channel and in host memory."""
         if self._budgets is None:
             return self._plan_within(part, chosen, others, None)
@@ -290,7 +290,7 @@ class Planner:
         chosen: Sequence[Item],
         others: Sequence[Item],
         budgets: Sequence[float] | None,
-    ) -> _Group:
+    ) -> _TripGroup:
         """Plan round trips without those that nothing runs in the absence of."""
         idle: list[Item] = []
         for _ in range(2):
@@ -305,7 +305,7 @@ class Planner:
         reasons = {item.key: why for item, why in kept.items()} | {item.key: TOO_SHORT for item in idle}
         return replace(group, kept={**group.kept, **reasons})
 
-    def _group(self, part: _Part, trips: Sequence[RoundTrip], others: Sequence[Item]) -> _Group:
+    def _group(self, part: _Part, trips: Sequence[RoundTrip], others: Sequence[Item]) -> _TripGroup:
         """Return what these round trips come to."""
         placed = {device: self._placed(device, part.timetable, trips) for device in part.devices}
         held = {d: each.peak(self._changes, self._base_changes[d]) * self._unit for d, each in placed.items()}
@@ -314,7 +314,7 @@ class Planner:
             if self._caps is not None:
                 over += max(0.0, held[device] - loosened(self._caps[device]))
         kept = {item.key: NOT_NEEDED for item in others}
-        return _Group(part, trips, kept, over, max(held.values()))
+        return _TripGroup(part, trips, kept, over, max(held.values()))
 
     def _placed(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> PlacedTrips:
         return PlacedTrips.of(device, timetable, trips, self._lives[device])

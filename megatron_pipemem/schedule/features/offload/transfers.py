@@ -90,10 +90,10 @@ def plan_round_trips(
     Returns:
         The round trips, by the start of their transfers out, and for every other item why it stays.
     """
-    return _Channel(items, duplex, host_budget).run()
+    return _TransferPlan(items, duplex, host_budget).run()
 
 
-class _Channel:
+class _TransferPlan:
     def __init__(self, items: Sequence[Item], duplex: bool, host_budget: Sequence[float] | None) -> None:
         self._items, self._duplex = items, duplex
         self._coming = sorted(items, key=lambda item: item.made, reverse=True)

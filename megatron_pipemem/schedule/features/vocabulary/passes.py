@@ -48,7 +48,7 @@ _TICKS = 12 * 10**6
 Collective = tuple[Kind, int]
 
 
-class Run:
+class PassRun:
     """Every device runs the most urgent of what is ready: its own order, and the passes that the collectives allow.
 
     Args:
@@ -307,7 +307,7 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
     check_placement(schedule.placement)
     costs = costs or Costs()
     orders = _put_off(schedule, barriers, costs)
-    return replace(schedule, orders=Run(schedule, orders, barriers, costs).lists(), vocabulary_barriers=barriers)
+    return replace(schedule, orders=PassRun(schedule, orders, barriers, costs).lists(), vocabulary_barriers=barriers)
 
 
 def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ...]:
