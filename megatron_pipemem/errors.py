@@ -26,7 +26,7 @@ CODES = {
     "unknown-flag": "There is no such flag. The message names the nearest one.",
     "unknown-key": "There is no such key. The message names those that there are.",
     "unknown-option": "The schedule or feature has no such option. `pipemem schedules NAME` lists those of a schedule.",
-    "unknown-schedule": "There is no schedule of that name. `pipemem schedules --all` lists all; `--schedule-module` adds yours.",
+    "unknown-schedule": "There is no such schedule. `pipemem schedules --all` lists all; `--schedule-module` adds yours.",
     "wrong-count": "A list has another number of entries than there are devices, microbatches or chunks. Give one each.",
     # Files, packages and machines
     "based-on-itself": "A configuration is based on itself, perhaps through others. Take one `base` out.",
