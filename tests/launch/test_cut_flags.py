@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from refusals import refused
 
 from megatron_pipemem.config import hybrid, layout
 from megatron_pipemem.errors import UnsupportedError
@@ -59,9 +60,7 @@ def test_layers_that_no_stages_come_of(flag, number):
 
 
 def test_more_stages_than_layers_are_refused_before_any_schedule_is_built():
-    with pytest.raises(
-        UnsupportedError, match="4,000,000,000 stages on 4 pipeline ranks, more than 24 layers; pass a smaller"
-    ):
+    with refused("too-few-layers", 4, "000", 24, kind=UnsupportedError):
         cut_of({VIRTUAL_STAGES: "1000000000"}, P, LAYERS)
     assert cut_of({VIRTUAL_STAGES: "1", "account-for-loss-in-pipeline-split": True}, P, 3).chunks == 1
 
@@ -131,7 +130,7 @@ def test_what_is_cut_already_or_is_no_pattern_stays(flags):
 
 def test_a_proposed_layout_has_what_predicts_ahead():
     """Megatron asserts that the layout has as many m as there are layers of it."""
-    with pytest.raises(UnsupportedError, match=r"'Et\|t\*2\|t\|tm\*2L'"):
+    with refused("does-not-divide", 2, "2L", kind=UnsupportedError):
         check_layers({"mtp-num-layers": 2}, 5, 4, 1)
-    with pytest.raises(UnsupportedError, match=r"'Et\|t\*2\|t\|tmL'"):
+    with refused("does-not-divide", 2, kind=UnsupportedError):
         check_layers({"mtp-num-layers": "1"}, 5, 4, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from refusals import refused
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -62,7 +63,7 @@ class Steps:
 def test_more_steps_than_were_told_are_refused_as_that():
     steps = Steps(2)
     assert [steps.run(), steps.run()] == [1, 0]
-    with pytest.raises(UnsupportedError, match="more than train_steps=2 steps"):
+    with refused("steps-exhausted", "train_steps", 2, kind=UnsupportedError):
         steps.begin()
 
 

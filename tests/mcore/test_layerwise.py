@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from refusals import refused
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
@@ -173,11 +174,11 @@ def test_a_microbatch_of_a_later_batch_has_that_iteration_s_key(feature):
 
 def test_a_model_that_draws_otherwise_and_a_loop_without_seed_are_refused(feature, monkeypatch):
     found, _, _ = feature
-    with pytest.raises(UnsupportedError, match="built after enable.* this Linear is none"):
+    with refused("enabled-too-late", kind=UnsupportedError):
         forward_step(found, torch.nn.Linear(2, 2), 0)
     assert forward_step(found, torch.nn.Linear(2, 2).eval(), 0) is None
     monkeypatch.setattr(loop_arguments, "_arguments", lambda: None)
-    with pytest.raises(UnsupportedError, match="does not use it"):
+    with refused("needs-megatron-loop", kind=UnsupportedError):
         loop_arguments.iteration_and_seed()
 
 

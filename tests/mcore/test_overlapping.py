@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from refusals import refused
 
 pytest.importorskip("megatron.core")
 
@@ -72,5 +73,5 @@ def test_all_ranks_hear_of_a_signal_one_step_later(world):
 
 
 def test_without_an_optimizer_of_megatrons_nothing_can_overlap(world):
-    with pytest.raises(UnsupportedError, match=r"call enable\(\) before get_megatron_optimizer"):
+    with refused("enabled-too-late", "get_megatron_optimizer", kind=UnsupportedError):
         OverlappedOptimizer("auto", 10).require()

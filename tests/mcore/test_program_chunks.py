@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from refusals import refused
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -66,7 +67,7 @@ def test_chunks_see_the_ranks_that_the_placement_gives_them(monkeypatch):
     assert [model.pg_collection.pp.rank() for model in models] == [1, 2, 1, 2]
     assert [model.sharded_state_dict() for model in models] == [1, 2, 1, 2]
     assert all(model.pg_collection.embd is None for model in models) and GROUPS.embd
-    with pytest.raises(UnsupportedError, match="cannot generate"):
+    with refused("unsupported-setting", kind=UnsupportedError):
         models[0](1, inference_context=object())
 
 
@@ -93,14 +94,14 @@ def test_what_cannot_be_placed_is_refused(monkeypatch, built, words):
 
 
 def test_two_replicas_and_a_cut_vocabulary_are_refused(monkeypatch):
-    with pytest.raises(UnsupportedError, match="vocabulary is cut when all chunks"):
+    with refused("chunks-by-program", kind=UnsupportedError):
         placed(monkeypatch, cut=lambda *_: None).placing().__enter__()
     program = placed(monkeypatch, Placement.bidirectional)
     monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: None)
-    with pytest.raises(UnsupportedError, match="two replicas"), program.placing():
+    with refused("chunks-by-program", kind=UnsupportedError), program.placing():
         chunk(None)
 
 
 def test_needs_the_plugin():
-    with pytest.raises(UnsupportedError, match=r"call enable\(\)"):
+    with refused("not-enabled", kind=UnsupportedError):
         megatron_pipemem.place_model_chunks()

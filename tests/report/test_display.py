@@ -9,6 +9,7 @@ import sys
 from html import unescape
 
 import pytest
+from refusals import refused
 from rich.console import Console
 
 from megatron_pipemem import Costs, UnsupportedError, build_schedule, search_schedule, simulate
@@ -81,7 +82,7 @@ def test_a_data_frame_has_a_row_per_action(schedule) -> None:
 
 def test_without_pandas_the_error_says_what_to_install(schedule, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(UnsupportedError, match="pip install pandas"):
+    with refused("not-installed", kind=UnsupportedError):
         simulate(schedule).to_dataframe()
 
 
@@ -100,5 +101,5 @@ schedule.show()
 
 def test_without_the_front_the_error_says_what_to_import(schedule, monkeypatch) -> None:
     monkeypatch.setattr(hook, "_drawn_by", "")
-    with pytest.raises(UnsupportedError, match="from megatron_pipemem itself"):
+    with refused("nothing-draws", "megatron_pipemem", kind=UnsupportedError):
         schedule.show()
