@@ -238,7 +238,7 @@ def check(placement: Placement, stages: list, monkeypatch, problem_of_last: str 
         contents = [[look_into(stages[stage]) for stage in held] for held in placement.stages]
         gathered = [own, *((None, of_rank) for of_rank in contents[1:])]
         if problem_of_last is not None:
-            gathered[-1] = problem_of_last, contents[-1]
+            gathered[-1] = ("enabled-too-late", problem_of_last), contents[-1]
         return gathered
 
     monkeypatch.setattr(whole_model, "gather", gather)
@@ -300,7 +300,7 @@ def test_what_is_not_the_model_is_refused(placement, stages, words, monkeypatch)
 
 
 def test_what_one_rank_finds_wrong_every_rank_hears(monkeypatch):
-    with pytest.raises(UnsupportedError, match="chunk 1 of pipeline rank 3"):
+    with refused("enabled-too-late", "chunk 1 of pipeline rank 3", kind=UnsupportedError):
         check(Placement.linear(4), cut(*EVEN), monkeypatch, "chunk 1 of pipeline rank 3 was not built for this")
 
 
