@@ -32,7 +32,6 @@ CODES = {
     "based-on-itself": "A configuration is based on itself, perhaps through others. Take one `base` out.",
     "busy": "Another process works in the folder or trains the point. Wait for it, or end it.",
     "cannot-import": "A module or function of yours cannot be imported, or defines nothing. Its own error is in the message.",
-    "cannot-launch": "The run cannot be started as it is configured. The message says which limit it breaks.",
     "cannot-read": "A file cannot be read: no permission, no text, or damaged. Give another one.",
     "cannot-write": "A file cannot be written: no permission, no folder, a full disk. Give another path.",
     "exists-already": "A file, grid or name is there already. Choose another, or go on with it as the message says.",

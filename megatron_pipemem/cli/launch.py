@@ -20,7 +20,7 @@ from megatron_pipemem.files import check_writable
 from megatron_pipemem.launch import slurm
 from megatron_pipemem.launch.command import Command, Nodes, command, min_nodes, ranks_per_node
 from megatron_pipemem.launch.devices import check_devices
-from megatron_pipemem.launch.feasibility import check_data, feasible
+from megatron_pipemem.launch.feasibility import check_data, refusal
 from megatron_pipemem.mcore import INSTALL, is_installed
 
 Set = Annotated[
@@ -90,8 +90,8 @@ def launch(
     """
     options = slurm_options(launcher, sbatch, srun)
     run = load(run_file, Run, overrides or ())
-    if (reason := feasible(run, yes)) is not None:
-        raise UnsupportedError("cannot-launch", f"{run_file}: {reason}")
+    if (reason := refusal(run, yes)) is not None:
+        raise UnsupportedError(reason.code, f"{run_file}: {reason}")
     if launcher != "slurm" and not (print_only or as_json):
         check_devices(run)
         if run.script is None and not is_installed():

@@ -29,8 +29,8 @@ from megatron_pipemem.schedule.size import check_affordable, is_fitted
 from megatron_pipemem.schedule.text.weights_file import read_microbatch_costs
 
 
-def feasible(run: Run, any_size: bool = False) -> str | None:
-    """Return why a run cannot work, in one sentence, or ``None``. It looks at everything that can be known without a
+def refusal(run: Run, any_size: bool = False) -> PipememError | None:
+    """Return why a run cannot work, or ``None``. It looks at everything that can be known without a
     device.
 
     Args:
@@ -41,8 +41,14 @@ def feasible(run: Run, any_size: bool = False) -> str | None:
         for check in _CHECKS if any_size else (_affordable, *_CHECKS):
             check(run)
     except PipememError as error:
-        return str(error)
+        return error
     return None
+
+
+def feasible(run: Run, any_size: bool = False) -> str | None:
+    """Return the message of ``refusal``, or ``None``."""
+    error = refusal(run, any_size)
+    return None if error is None else str(error)
 
 
 def check_data(run: Run) -> None:
