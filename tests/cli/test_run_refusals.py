@@ -57,9 +57,12 @@ def start(script: Path, *flags: str, **environment: str) -> subprocess.Popen[str
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--pipemem-shedule v-half", "unknown flag --pipemem-shedule; did you mean --pipemem-schedule?"),
-        ("--pipmem-schedule v-half", "unknown flag --pipmem-schedule; did you mean --pipemem-schedule?"),
-        ("--pipemem_schedule=v-half", "unknown flag --pipemem_schedule; did you mean --pipemem-schedule?"),
+        ("--pipemem-shedule v-half", "unknown flag --pipemem-shedule; did you mean --pipemem-schedule? [unknown-flag]"),
+        ("--pipmem-schedule v-half", "unknown flag --pipmem-schedule; did you mean --pipemem-schedule? [unknown-flag]"),
+        (
+            "--pipemem_schedule=v-half",
+            "unknown flag --pipemem_schedule; did you mean --pipemem-schedule? [unknown-flag]",
+        ),
         ("--pipemem-schedule", "expected one argument"),
         ("--pipemem-schedule v-hlaf", "unknown schedule 'v-hlaf'; did you mean 'v-half'?"),
         ("--pipemem-schedule interleaved --pipemem-option chunk=2", "'chunk'"),
@@ -108,7 +111,7 @@ def test_of_several_ranks_one_says_what_is_wrong(script: Path, tmp_path: Path, b
         ranks.append(start(script, "--pipemem-shedule", "v-half", **job))
     said = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1, 1]
-    sentence = "error: unknown flag --pipemem-shedule; did you mean --pipemem-schedule?"
+    sentence = "error: unknown flag --pipemem-shedule; did you mean --pipemem-schedule? [unknown-flag]"
     assert said == ["" if by_torchrun else f"{sentence}\n", "", ""], "torchrun prints what stands in the file"
     files = sorted(tmp_path.glob("error-*.json"))
     assert [file.name for file in files] == (["error-0.json"] if by_torchrun else [])
