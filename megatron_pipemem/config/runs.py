@@ -25,12 +25,10 @@ from megatron_pipemem.schedule.options import (
     AUTO,
     GATHERED,
     OFF,
-    OVERLAP_AFTER,
     SHARDED,
     STOCK,
     Offload,
     RandomStreams,
-    Rollback,
     VocabularyCut,
     WeightInputs,
     early_weights,
@@ -130,9 +128,6 @@ class ScheduleChoice(Limited):
         recompute_modules: what ``selective`` runs again; ``BY_ACTION`` are run again by an action of the schedule, where it is
             not Megatron's own.
         overlap_steps: whether ranks begin a step without waiting for each other at the end of the one before.
-        rollback: where the state waits that a step without a barrier is rolled back to if it had to be clipped: ``device``,
-            ``host`` or ``auto``.
-        overlap_after: how many steps in a row must not have been clipped before one goes without a barrier.
         module: Python file or module that adds the family to the table.
     """
 
@@ -151,8 +146,6 @@ class ScheduleChoice(Limited):
     recompute: Recompute = "none"
     recompute_modules: tuple[Recomputable, ...] = ("core_attn",)
     overlap_steps: bool = False
-    rollback: Rollback = AUTO
-    overlap_after: CountOrZero = OVERLAP_AFTER
     module: str | None = None
 
     @property

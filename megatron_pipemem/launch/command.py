@@ -290,7 +290,7 @@ def _schedule_flags(run: Run) -> Flags:
     elif choice.recompute == "full":
         recomputes = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
     names = ["memory_cap", "costs", "offload", "random", "vocab_parallel", "weight_inputs", "early_weights"]
-    names += ["microbatch_costs", "slice_cut", "overlap_steps", "rollback", "overlap_after"]
+    names += ["microbatch_costs", "slice_cut", "overlap_steps"]
     plain = {key: getattr(choice, key) for key in names}
     said = {key: value for key, value in plain.items() if value != getattr(ScheduleChoice, key)}
     switches = run.cluster.switches if choice.offload != "off" else ()

@@ -187,14 +187,11 @@ def _fits_in_memory(run: Run, request: Request) -> None:
             "model further, recompute, or take a schedule with a lower peak",
         )
     if (most := max(found.host)) > found.room:
-        where, way_out = f"its host, which has {found.room / GIB:.1f} GiB for each rank", "cut the model further"
-        sends = f"sends {most / GIB:.1f} GiB to {where}; offload less, or {way_out}"
-        if run.rolls_back:
-            sends = (
-                f"keeps {most / GIB:.1f} GiB of state to roll a step back to on {where}; drop schedule.overlap_steps, clip "
-                f"nothing (clip-grad: 0), or {way_out}"
-            )
-        raise UnsupportedError("does-not-fit", f"pipeline rank {found.host.index(most)} {sends}")
+        raise UnsupportedError(
+            "does-not-fit",
+            f"pipeline rank {found.host.index(most)} sends {most / GIB:.1f} GiB to its host, which has {found.room / GIB:.1f} "
+            "GiB for each rank; offload less, or cut the model further",
+        )
 
 
 def _if_even(run: Run, request: Request, rank: int) -> str:

@@ -12,10 +12,8 @@ from megatron_pipemem.schedule.options import (
     EARLY_WEIGHTS,
     MESSAGE_SHAPES,
     OFFLOAD,
-    OVERLAP_AFTER,
     RANDOM,
     RECOMPUTE,
-    ROLLBACK,
     VOCABULARY,
     WEIGHT_INPUTS,
 )
@@ -101,16 +99,6 @@ _FLAGS: dict[str, dict[str, Any]] = {
         action="store_true",
         help="let every rank begin a step as soon as it has done its own part of the one before: no rank waits for another one "
         "between steps, and training stays the same to the bit",
-    ),
-    "--pipemem-rollback": dict(
-        metavar="|".join(ROLLBACK),
-        help="with that and gradient clipping, where the state is kept that a step is rolled back to whose gradients turn out "
-        "to be clipped; auto: on the device where it fits",
-    ),
-    "--pipemem-overlap-after": dict(
-        metavar="N",
-        type=int,
-        help=f"with those, wait for the gradient norm until N steps in a row were not clipped (default: {OVERLAP_AFTER})",
     ),
     "--pipemem-option": dict(metavar="KEY=VALUE", action="append", help="option of the schedule"),
 }

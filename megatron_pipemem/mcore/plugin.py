@@ -116,7 +116,7 @@ class _Enabled:
             extensions += [] if delayed is None else [DelayedSteps(delayed)]
             extensions.append(AsynchronousTraining(source, settings.train_steps, delayed))
         elif settings.overlap_steps:
-            extensions.append(OverlappedSteps(OverlappedOptimizer(settings.rollback, settings.overlap_after)))
+            extensions.append(OverlappedSteps(OverlappedOptimizer()))
         extensions.append(SplitBackward(request, record is not None, settings.weight_inputs, settings.early_weights))
         # An asynchronous step runs forwards of the next one, whose shapes nobody knows.
         if settings.message_shapes == "step" and not request.is_asynchronous:

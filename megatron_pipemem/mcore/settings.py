@@ -16,14 +16,13 @@ from megatron_pipemem.schedule.options import (
     MESSAGE_SHAPES,
     OFF,
     OFFLOAD,
-    OVERLAP_AFTER,
     RANDOM,
     RECOMPUTE,
     STOCK,
     WEIGHT_INPUTS,
     early_weights,
 )
-from megatron_pipemem.schedule.overlap import check_overlap, check_overlaps
+from megatron_pipemem.schedule.overlap import check_overlaps
 from megatron_pipemem.schedule.registry import register_module
 from megatron_pipemem.schedule.request import Request, check_slice_cut, check_vocab_parallel, check_weighs, prices_of
 from megatron_pipemem.schedule.text.weights_file import read_microbatch_costs
@@ -132,9 +131,6 @@ class Settings:
             ``flops`` for slices whose forwards take equally many FLOPs.
         overlap_steps: let every rank begin a training step as soon as it has done its own part of the one before, without
             waiting for the others; training stays the same to the bit.
-        rollback: with that and gradient clipping, where the state is kept that a step is rolled back to whose gradients turn
-            out to be clipped: ``device``, ``host``, or ``auto`` for the device where it fits.
-        overlap_after: wait for the gradient norm until so many steps in a row were not clipped.
         train_steps: training steps of the run, for asynchronous schedules: the last one reads no data of a next one.
             Megatron's own training loop tells it by itself.
         schedule_module: Python file (``mine.py``) or module (``package.module``) that adds the schedule to the table.
@@ -160,8 +156,6 @@ class Settings:
     microbatch_costs: MicrobatchCosts | None = None
     slice_cut: str = TOKENS
     overlap_steps: bool = False
-    rollback: str = AUTO
-    overlap_after: int = OVERLAP_AFTER
     train_steps: int | None = None
     schedule_module: str | None = None
 
@@ -216,7 +210,6 @@ class Settings:
             if isinstance(self.microbatch_costs, str):
                 read_microbatch_costs(self.microbatch_costs)
         check_slice_cut(self.schedule, request, self.slice_cut)
-        check_overlap(self.rollback, self.overlap_after)
         if self.overlap_steps:
             check_overlaps(self.schedule, request, self.microbatch_costs is not None)
         return None if self.schedule == STOCK else request

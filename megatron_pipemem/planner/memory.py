@@ -9,7 +9,7 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
 from megatron_pipemem.planner.slices import sliced_step, why_not_sliced
 from megatron_pipemem.planner.step import price
-from megatron_pipemem.planner.variants import HOST_MEMORY, host_bytes, offload_step, vocabulary_step
+from megatron_pipemem.planner.variants import HOST_MEMORY, offload_step, vocabulary_step
 from megatron_pipemem.schedule.core.bounds import least_held
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap
 from megatron_pipemem.schedule.core.placement import Placement
@@ -28,7 +28,7 @@ class MemoryUse:
 
     Args:
         device: on its device, everything included.
-        host: on the host, of its activations or its state to roll back to.
+        host: on the host, of its activations.
         room: on the host, for them.
     """
 
@@ -135,15 +135,7 @@ def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, .
     versions = (1,) * placement.num_devices if schedule is None else versions_held(schedule)
     older = tuple((count - 1) * nbytes for count, nbytes in zip(versions, step.weights, strict=True))
     device = tuple(map(sum, zip(kept, step.static, step.buffers, older, strict=True)))
-    if not run.rolls_back or run.schedule.rollback == "device":
-        return MemoryUse(device, host, step.host)
-    there = run.cluster.memory_bytes if run.schedule.rollback == AUTO else 0
-    ways = [
-        (on_device + state, away) if on_device + state <= there else (on_device, away + state)
-        for on_device, away, state in zip(device, host, step.rollback, strict=True)
-    ]
-    on_devices, on_hosts = zip(*ways, strict=True)
-    return MemoryUse(on_devices, on_hosts, host_bytes(run))
+    return MemoryUse(device, host, step.host)
 
 
 def _sliced(run: Run, slices: int) -> Run:

@@ -42,7 +42,7 @@ OUTCLASSED = {
 """Families that are never worth their memory, and why; considered where a user names them."""
 OF_REPLICAS = {DISTRIBUTED: True, "overlap-grad-reduce": True, "overlap-param-gather": True}
 """What the prices of several data-parallel ranks take for granted, where the run does not say otherwise."""
-_KEPT_OF_SCHEDULE = ("recompute_modules", "overlap_steps", "rollback", "overlap_after")
+_KEPT_OF_SCHEDULE = ("recompute_modules", "overlap_steps")
 _MOST_CHUNKS = 8
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _SLICES = (1, 2, 4, 8, 16, 32, 64)

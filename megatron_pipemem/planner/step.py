@@ -69,8 +69,7 @@ class PlannedStep:
         work: per device, seconds per microbatch.
         reduction: seconds of data-parallel messages that nothing hides, on the worst device.
         optimizer: seconds, on the worst device.
-        rollback: per device, bytes of the state that a step may have to be rolled back to, on the device or the host; part of
-            ``static`` where the run says on the device.
+        rollback: per device, bytes of the state that a step may have to be rolled back to; part of ``static``.
         host: bytes of host memory that a rank may take.
     """
 
@@ -124,7 +123,7 @@ class _Cut:
     dp: int
     distributed: bool
     pace: MeasuredSlowdown
-    rollback: str | None = None
+    rolls_back: bool = False
     gradients: int = 1
     needed: tuple[bool, ...] = ()
     shared_ends: bool = False
@@ -181,7 +180,7 @@ class _Cut:
         """Return the bytes of parameters, gradients and optimizer on one rank, and of what is kept of them to roll back to."""
         element, optimizer = self.execution.element, _OPTIMIZER[self.execution.precision]
         held = part.parameters * (element + self.gradients * GRADIENT) + part.cached
-        return held + (optimizer + _ROLLBACK * (self.rollback == "device")) * self.updated(part)
+        return held + (optimizer + _ROLLBACK * self.rolls_back) * self.updated(part)
 
     def updated(self, part: Price) -> float:
         """Return the number of parameters in the rank's shard of the optimizer."""
@@ -220,7 +219,7 @@ def _cut(run: Run, pace: MeasuredSlowdown | None) -> _Cut:
         run.parallelism.dp,
         distributed=bool(run.flags.get(DISTRIBUTED)),
         pace=pace or MeasuredSlowdown(),
-        rollback=run.schedule.rollback if run.rolls_back else None,
+        rolls_back=run.rolls_back,
         gradients=2 if run.delays_updates else 1,
         needed=tuple(needed_layers(run.model.pattern or "", run.flags)),
     )
@@ -324,7 +323,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> PlannedSt
         reduction=max(_exposed(cut, device, replicas) for device in held)
         + max(_sums(cut, device, placement) for device in held),
         optimizer=max(updated) * prices.adam_seconds(cut.cluster),
-        rollback=tuple(_ROLLBACK * (cut.rollback is not None) * count for count in updated),
+        rollback=tuple(_ROLLBACK * cut.rolls_back * count for count in updated),
     )
 
 

@@ -98,7 +98,6 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         back, state = _most(ranks, "steps_taken_back"), "the state to take a step back to takes"
         held = {
             "rollback_bytes": f"{state} {{}} of the device",
-            "rollback_host_bytes": f"{state} {{}} of the host",
             "waiting_gradient_bytes": "gradients that wait for their step take {} of the device",
         }
         found.append(f"{ahead} of {report['steps']} steps waited for no gradient norm; {back} of them were taken back")

@@ -37,12 +37,6 @@ the tensor-parallel ranks are of one node, whose links gather them again while W
 EarlyWeights = Literal["head", "experts_fc1", "experts_fc2"]
 EARLY_WEIGHTS: tuple[EarlyWeights, ...] = get_args(EarlyWeights)
 """Modules whose weight gradients may be computed in I: the LM head, and the two matrices of routed experts."""
-Rollback = Literal["auto", "device", "host"]
-ROLLBACK: tuple[Rollback, ...] = get_args(Rollback)
-"""Where the state waits that an optimizer's step without a barrier is rolled back to: wherever it fits, on the device, on the
-host."""
-OVERLAP_AFTER = 10
-"""Steps that must need no clipping, one behind the other, before one is taken without waiting for its norm."""
 
 TOKENS, FLOPS = "tokens", "flops"
 """By what microbatches are weighed, in the place of a file or a function; in capitals or not."""

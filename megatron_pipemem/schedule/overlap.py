@@ -4,23 +4,8 @@ from __future__ import annotations
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.features.windows import updates_per_batch
-from megatron_pipemem.schedule.options import ROLLBACK, STOCK, check_whole
+from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.request import Request
-
-
-def check_overlap(rollback: object, after: object) -> None:
-    """Check what is said about steps without a barrier between them.
-
-    Args:
-        rollback: where the state waits that a step is rolled back to.
-        after: how many steps in a row must not have been clipped first.
-
-    Raises:
-        UnsupportedError: one of them is nothing of the kind.
-    """
-    if rollback not in ROLLBACK:
-        raise UnsupportedError("bad-choice", f"rollback {rollback!r} is none of {', '.join(ROLLBACK)}")
-    check_whole("overlap_after", after, least=0)
 
 
 def check_overlaps(schedule: str, request: Request, weighs: bool) -> None:

@@ -111,6 +111,7 @@ class Trainer:
         by_provider: bool = False,
         gradients: bool = False,
         as_on_gpus: bool = False,
+        clean: int | None = None,
     ) -> Run:
         """A run of ``ITERATIONS`` steps on four ranks, PP4 unless ``flags`` say otherwise.
 
@@ -124,9 +125,10 @@ class Trainer:
             by_provider: the script builds the model and not Megatron.
             gradients: note those of the first step; for runs without data parallelism.
             as_on_gpus: as if hosts waited for their device at every first launch.
+            clean: with ``--pipemem-overlap-steps``, steps that must need no clipping before one does not wait.
         """
         size = ranks or self.ranks.size
-        key = (schedule, flags, initialise, sabotage, emulate, size, by_provider, gradients, as_on_gpus)
+        key = (schedule, flags, initialise, sabotage, emulate, size, by_provider, gradients, as_on_gpus, clean)
         if key not in self._runs:
             self._runs[key] = self._train(*key)
         return self._runs[key]
@@ -142,6 +144,7 @@ class Trainer:
         by_provider: bool,
         gradients: bool,
         as_on_gpus: bool,
+        clean: int | None,
     ) -> Run:
         taken_away = {flag.removeprefix("+") for flag in flags if flag.startswith("+")}
         given = [flag for flag in flags if not flag.startswith("+")]
@@ -166,6 +169,7 @@ class Trainer:
             "by_provider": by_provider,
             "gradients": str(noted) if gradients else None,
             "as_on_gpus": as_on_gpus,
+            **({} if clean is None else {"clean": clean}),
         }
         seen = self.ranks.run(case)
         for rank, result in enumerate(seen):

@@ -15,9 +15,8 @@ sys.path.append(str(Path(__file__).parents[1] / "watching"))
 from ranks import CaseFailed, Ranks
 
 CHUNKS = {"zbv": 2, "v-half": 2, "1f1b": 1, "zb-h2": 1}
-SPIKES = {"clip": "spikes", "spikes": (2, 3, 5), "steps": 8, "evaluates": (3,), "overlap": {"overlap_after": 1}}
-AT_ONCE = {"overlap": {"overlap_after": 0}}
-HOST = {"overlap": {"overlap_after": 0, "rollback": "host"}}
+SPIKES = {"clip": "spikes", "spikes": (2, 3, 5), "steps": 8, "evaluates": (3,), "clean": 1}
+AT_ONCE = {"clean": 0}
 BF16, GATHER = {"dtype": "bfloat16"}, {"distributed": True, "gather": True}
 
 
@@ -25,14 +24,12 @@ def cases(schedule: str) -> Iterator[tuple[str, dict]]:
     """Yield the combinations of a schedule, by name."""
     four = {"schedule": schedule, "chunks": CHUNKS[schedule], "pp": 4}
     two = {**four, "pp": 2}
-    late = {"clip": "spikes", "spikes": (12, 13), "overlap": {"overlap_after": 10}}
+    late = {"clip": "spikes", "spikes": (12, 13), "clean": 10}
     yield "20 steps, no clipping", {**four, "steps": 20}
     yield "20 steps, clipped twice behind a gate of 10", {**four, **late, "steps": 20}
     yield "dropout", {**four, **SPIKES, "dropout": True}
     yield "bf16, tied", {**four, **SPIKES, **BF16, "tied": True}
     yield "always clipped", {**four, **AT_ONCE, "clip": "always"}
-    yield "never clipped, host", {**four, **HOST, "clip": "never"}
-    yield "host", {**four, **SPIKES, **HOST}
     yield "dp2, bf16, distributed optimizer", {**two, **SPIKES, **BF16, "distributed": True}
     yield "dp2, bf16, gathers that overlap", {**two, **SPIKES, **BF16, **GATHER}
     yield "dp2, gathers that overlap, always clipped", {**two, **AT_ONCE, **GATHER, "clip": "always"}

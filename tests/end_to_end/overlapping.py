@@ -23,6 +23,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 import megatron_pipemem
+from megatron_pipemem.mcore.overlap import optimizer as overlapped_optimizer
 from megatron_pipemem.mcore.overlap import steps as overlapped_steps
 from megatron_pipemem.mcore.overlap.norm import LateNorm
 from megatron_pipemem.mcore.overlap.optimizer import OverlappedOptimizer
@@ -31,7 +32,6 @@ SEQUENCE, VOCABULARY, HIDDEN = 16, 64, 32
 CLIPS = {"off": 0.0, "never": 1e6, "always": 1e-3, "spikes": 20.0}
 SPIKE = 100.0
 STEPS = 6
-OVERLAPPED = {"overlap_steps": True, "overlap_after": 2}
 
 
 KINDS = ("synchronous", "overlapped")
@@ -41,19 +41,21 @@ def run(case: dict, training: type[Training] | None = None, kinds: Sequence[str]
     """Train as the case says, once with Megatron's own end of every step and once overlapped.
 
     Args:
-        case: ``schedule``, and optionally ``chunks`` of every rank, ``microbatches``, ``steps``, ``overlap`` (settings of the
-            plugin), ``dtype``, ``tp``, ``distributed`` (the optimizer), ``gather`` (parameters while others compute), ``tied``,
-            ``dropout``, ``clip`` (one of ``CLIPS``), ``spikes`` (steps whose gradients are a hundred times as large),
-            ``evaluates`` (steps behind which there is an evaluation), ``ahead`` (whether steps read data of the next one) and
-            ``runs_ahead``: a step from which on the last rank of the pipeline ends none, overlapped, before the first rank has
-            run a forward of the next one.
-        training: what trains, in the place of ``Training``.\n        kinds: of these trainings.\n
+        case: ``schedule``, and optionally ``chunks`` of every rank, ``microbatches``, ``steps``, ``clean`` (steps that must
+            need no clipping before one is taken without waiting), ``dtype``, ``tp``, ``distributed`` (the optimizer),
+            ``gather`` (parameters while others compute), ``tied``, ``dropout``, ``clip`` (one of ``CLIPS``), ``spikes``
+            (steps whose gradients are a hundred times as large), ``evaluates`` (steps behind which there is an evaluation),
+            ``ahead`` (whether steps read data of the next one) and ``runs_ahead``: a step from which on the last rank of the
+            pipeline ends none, overlapped, before the first rank has run a forward of the next one.
+        training: what trains, in the place of ``Training``.
+        kinds: of these trainings.
+
     Returns:
         What both trainings showed on this rank, and how many steps were taken without waiting and how many taken back.
     """
     shown = {}
     for kind in kinds:
-        settings = OVERLAPPED | case.get("overlap", {}) if kind == "overlapped" else {}
+        settings = {"overlap_steps": True} if kind == "overlapped" else {}
         if case.get("ahead"):
             settings = {**settings, "train_steps": case.get("steps", STEPS)}
         megatron_pipemem.enable(case["schedule"], **settings)
@@ -66,7 +68,8 @@ def run(case: dict, training: type[Training] | None = None, kinds: Sequence[str]
         )
         try:
             ahead = case.get("runs_ahead") if kind == "overlapped" else None
-            shown[kind] = (training or Training)(case, ahead).run()
+            with mock.patch.object(overlapped_optimizer, "CLEAN_STEPS", case.get("clean", 2)):
+                shown[kind] = (training or Training)(case, ahead).run()
         finally:
             megatron_pipemem.disable()
             parallel_state.destroy_model_parallel()

@@ -67,15 +67,6 @@ class Training:
         self.optimizer.prepare_grads()
         assert self.optimizer.step_with_ready_grads()
 
-    @torch.no_grad()
-    def set_weights(self) -> None:
-        for part in self.optimizer.chained_optimizers:
-            for parameter in part.get_parameters():
-                parameter.mul_(0.5)
-            if hasattr(part, "_copy_main_params_to_model_params"):
-                part._copy_main_params_to_model_params()
-        self.gathered()
-
     def schedule(self, step: int) -> None:
         """Do what a scheduler does between steps."""
         for number, group in enumerate(self.optimizer.param_groups):
@@ -120,7 +111,7 @@ def run(case: dict) -> dict:
     """Train with and without steps that are taken back.
 
     Args:
-        case: ``where`` the state waits, ``early`` for whether it begins to be copied before its step, and how to train.
+        case: how to train.
     """
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
@@ -128,8 +119,6 @@ def run(case: dict) -> dict:
     plain, wanted = Training(*how), []
     norms = []
     for step in range(STEPS):
-        if case["early"] and step == 2:
-            plain.set_weights()
         plain.backward(step)
         norms.append(plain.optimizer.step()[1])
         plain.schedule(step)
@@ -137,12 +126,8 @@ def run(case: dict) -> dict:
     assert min(norms) > CLIP, norms
 
     training = Training(*how)
-    snapshot = Snapshot.of(training.optimizer, case["where"])
+    snapshot = Snapshot(training.optimizer)
     for step in range(STEPS):
-        if case["early"]:
-            snapshot.mirror()
-            if step == 2:
-                training.set_weights()  # and nobody has said so
         training.backward(step)
         before = training.state(own=True)
         snapshot.take()
@@ -162,7 +147,7 @@ def run(case: dict) -> dict:
         with snapshot.rolled_back():
             assert training.optimizer.step()[1] == norms[step]
         assert training.state() == wanted[step], step
-    held = snapshot.bytes
+    held = snapshot.nbytes
     parameters = sum(each.numel() for part in training.optimizer.chained_optimizers for each in part.get_parameters())
     snapshot.close()
-    return {"where": snapshot.where, "bytes": tuple(held), "parameters": parameters}
+    return {"bytes": held, "parameters": parameters}

@@ -8,7 +8,7 @@ import pytest
 from ranks import Ranks
 
 ZBV = {"schedule": "zbv", "chunks": 2, "pp": 4}
-EAGER = {"overlap": {"overlap_after": 1}}
+EAGER = {"clean": 1}
 # With the steps that are taken before their norm is known, and how many of them are taken back before the training ends.
 AHEAD = {"schedule": "pipedream-2bw", "pp": 4, "ahead": True}
 CASES = {
@@ -17,7 +17,7 @@ CASES = {
     "delayed and clipped at times": ({**AHEAD, "clip": "spikes", "spikes": (1, 4), "microbatches": 4}, 0, 0),
     "unclipped": ({**ZBV, "runs_ahead": 0, "steps": 3}, 0, 0),
     "never clipped": ({**ZBV, **EAGER, "clip": "never", "runs_ahead": 1, "steps": 4}, 2, 0),
-    "always clipped": ({**ZBV, "clip": "always", "overlap": {"overlap_after": 0}, "steps": 3}, 2, 2),
+    "always clipped": ({**ZBV, "clip": "always", "clean": 0, "steps": 3}, 2, 2),
     "spikes": (
         {**ZBV, **EAGER, "clip": "spikes", "spikes": (1, 4, 5), "evaluates": (4,), "dropout": True, "steps": 8},
         3,
@@ -62,7 +62,7 @@ def test_megatrons_loop_shows_and_saves_the_same(train, tmp_path, clips):
     """Its log lines, evaluations and checkpoints come in between, and TensorBoard has the norm of every step."""
 
     def run(*flags: str):
-        return train("zbv", *FLAGS, *flags, "--clip-grad", limit)
+        return train("zbv", *FLAGS, *flags, "--clip-grad", limit, clean=1)
 
     limit = "0"
     if clips:
@@ -71,9 +71,7 @@ def test_megatrons_loop_shows_and_saves_the_same(train, tmp_path, clips):
     folders = [tmp_path / "synchronous", tmp_path / "overlapped"]
     synchronous, overlapped = (
         run(*flags, "--save", str(folder), "--save-interval", "6", "--tensorboard-dir", str(folder))
-        for folder, flags in zip(
-            folders, ((), ("--pipemem-overlap-steps", "--pipemem-overlap-after", "1")), strict=True
-        )
+        for folder, flags in zip(folders, ((), ("--pipemem-overlap-steps",)), strict=True)
     )
     assert overlapped.weights == synchronous.weights
     assert overlapped.grad_norms == synchronous.grad_norms

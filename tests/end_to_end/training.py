@@ -25,6 +25,7 @@ from megatron.training import arguments, training
 
 from megatron_pipemem import disable
 from megatron_pipemem.mcore.launch import enable_from_command_line
+from megatron_pipemem.mcore.overlap import optimizer as overlapped_optimizer
 from megatron_pipemem.mcore.step import queues
 from megatron_pipemem.mcore.step.queues import LaunchOrders
 from megatron_pipemem.runtime.offload.channel import Direction
@@ -73,7 +74,8 @@ def run(case: dict) -> dict:
             gets a value that depends on its name alone, so that runs with other placements start from the same model.
             With ``by_provider``, a function of the script builds the model, as older scripts have it, and not Megatron.
             ``gradients`` is a folder for the first step's. ``sabotage`` names one of ``SABOTAGE`` for rank 1. ``emulate``
-            has the arguments of ``emulate.emulated``. ``as_on_gpus`` lets hosts seem to wait for first launches.
+            has the arguments of ``emulate.emulated``. ``as_on_gpus`` lets hosts seem to wait for first launches. ``clean``
+            is how many steps must need no clipping before one is taken without waiting for its norm.
 
     Returns:
         The plugin's ``report`` (``None`` where there is none), names iterations and values of the ``scalars`` that went to
@@ -99,6 +101,7 @@ def run(case: dict) -> dict:
             _noted_gradients(case["gradients"]) if case.get("gradients") else nullcontext(),
             sabotage(case),
             _stand_in("torch.utils.tensorboard", SimpleNamespace(SummaryWriter=_Writer)),
+            mock.patch.object(overlapped_optimizer, "CLEAN_STEPS", case["clean"]) if "clean" in case else nullcontext(),
             emulation,
             _model_by_provider() if case.get("by_provider") else nullcontext(),
             _launching_as_on_gpus(single_queues) if case.get("as_on_gpus") else nullcontext(),

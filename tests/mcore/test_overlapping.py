@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,12 +12,15 @@ from refusals import refused
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.optimizer.optimizer import FP32Optimizer
 from streams import Group, Streams, Work
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.overlap import snapshot
 from megatron_pipemem.mcore.overlap.loop import TrainingLoop
 from megatron_pipemem.mcore.overlap.norm import MARGIN, LateNorm, LateSum
 from megatron_pipemem.mcore.overlap.optimizer import OverlappedOptimizer
+from megatron_pipemem.mcore.overlap.snapshot import Snapshot
 
 
 def late(value: float, group) -> LateSum:
@@ -74,4 +78,18 @@ def test_all_ranks_hear_of_a_signal_one_step_later(world):
 
 def test_without_an_optimizer_of_megatrons_nothing_can_overlap(world):
     with refused("enabled-too-late", "get_megatron_optimizer", kind=UnsupportedError):
-        OverlappedOptimizer("auto", 10).require()
+        OverlappedOptimizer().require()
+
+
+def test_a_snapshot_that_the_device_has_no_room_for_is_refused(monkeypatch):
+    parameter = mock.Mock(nbytes=1 << 30, device=torch.device("cuda"))
+    parameter.detach.return_value = parameter
+    inner = SimpleNamespace(param_groups=[{"params": [parameter]}], state={})
+    part = object.__new__(FP32Optimizer)
+    part.optimizer, part.is_stub_optimizer = inner, False
+    monkeypatch.setattr(snapshot, "_left_on", lambda device: (3 << 30) - 1)
+    with pytest.raises(UnsupportedError) as refused:
+        Snapshot(part)
+    assert "3.00GiB" in str(refused.value) and "--clip-grad 0" in str(refused.value)
+    monkeypatch.setattr(snapshot, "_left_on", lambda device: 3 << 30)
+    assert Snapshot(part).nbytes == 0

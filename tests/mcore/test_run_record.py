@@ -96,11 +96,11 @@ def test_a_norm_that_is_not_known_yet_is_waited_for_at_the_end_only(record):
     record.add_step(PLAN, PROGRAM, 0, observed(None))
     record.add_losses({"lm loss": 3.0}, norm)
     norm.value = 0.5
-    record.overlap = lambda: Overlap(1, 1, 24, 0, 0)
+    record.overlap = lambda: Overlap(1, 1, 24, 0)
     record.write()
     report = json.loads(record.report.read_text())
     assert report["grad_norms"] == [0.5]
-    assert [report["ranks"][0][name] for name in Overlap._fields] == [1, 1, 24, 0, 0]
+    assert [report["ranks"][0][name] for name in Overlap._fields] == [1, 1, 24, 0]
 
 
 def test_a_run_is_told_and_written(record, caplog):

@@ -297,7 +297,7 @@ def test_limits_that_leave_nothing_are_refused_at_once(tmp_path, limit, words):
 
 def test_plans_without_a_barrier_between_steps_launch_so():
     free = Limits({"pp": [4], "recompute": ["none"], "schedule": ["zbv", "chimera", "pipedream-2bw"]})
-    asked = replace(RUN, schedule=replace(RUN.schedule, overlap_steps=True, rollback="device"))
+    asked = replace(RUN, schedule=replace(RUN.schedule, overlap_steps=True))
     found = plan(asked, limits=free, search_seconds=0, top=50)
     assert {each.schedule for each in found.plans} == {"zbv"} and {each.variant for each in found.plans} == {PLAIN}
     assert found.rejected[WAITS]
@@ -444,7 +444,7 @@ def test_every_rank_of_a_planned_hybrid_model_has_experts_where_megatron_waits_f
 
 
 def test_plans_without_a_barrier_between_steps_are_ranked_by_their_period(tmp_path):
-    run = replace(RUN, schedule=ScheduleChoice(overlap_steps=True, rollback="host"))
+    run = replace(RUN, schedule=ScheduleChoice(overlap_steps=True))
     limits = {
         "schedule": ("1f1b", "zb-h2", "zbv"),
         "tp": (1,),

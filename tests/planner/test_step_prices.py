@@ -228,39 +228,23 @@ def test_what_offload_and_a_cut_vocabulary_change_is_counted():
     assert max(held(little).host) <= GIB / 4 and "of" in feasible(little)
 
 
-def test_the_state_to_roll_back_to_is_counted_where_it_is():
+def test_the_state_to_roll_back_to_is_counted():
     cut = Parallelism(pp=2, dp=2, global_batch=8)
     flags = {DISTRIBUTED: True, "rerun-mode": "disabled"}
     run = replace(RUN, parallelism=cut, megatron=flags, schedule=ScheduleChoice("1f1b"))
-
-    def use(where: str, **changes):
-        return held(replace(run, schedule=replace(run.schedule, overlap_steps=True, rollback=where), **changes))
-
-    plain = held(run)
+    overlapped = replace(run, schedule=replace(run.schedule, overlap_steps=True))
+    plain, ahead = held(run), held(overlapped)
     # A parameter in fp32 and two moments, of the rank's half.
     state = [count * 12 / 2 for count in parameters_of_halves()]
-    kept = [with_state - without for with_state, without in zip(use("device").device, plain.device, strict=True)]
-    assert kept == pytest.approx(state)
-    assert use("device").host == plain.host == (0, 0)
-    assert use("host").device == plain.device and use("host").host == pytest.approx(state)
-    # Where it fits the second rank only, the first one has it on its host.
-    assert plain.device[1] + state[1] < (most := plain.device[0] + state[0])
-    tight = replace(CLUSTER, memory_gib=(most - 1) / GIB)
-    assert use("auto").device == use("device").device
-    mixed = use("auto", cluster=tight)
-    assert mixed.device == (plain.device[0], use("device").device[1]) and mixed.host == pytest.approx((state[0], 0))
-    assert use("device", megatron={**flags, "clip-grad": 0}).device == plain.device
-    assert use("device", precision="fp32").device[0] - held(replace(run, precision="fp32")).device[0] == pytest.approx(
-        state[0]
-    )
+    kept = [with_state - without for with_state, without in zip(ahead.device, plain.device, strict=True)]
+    assert kept == pytest.approx(state) and ahead.host == plain.host == (0, 0)
+    assert held(replace(overlapped, megatron={**flags, "clip-grad": 0})).device == plain.device
+    in_single = held(replace(overlapped, precision="fp32")).device[0] - held(replace(run, precision="fp32")).device[0]
+    assert in_single == pytest.approx(state[0])
 
-    overlapped = replace(run, schedule=replace(run.schedule, overlap_steps=True, rollback="device"))
-    assert feasible(overlapped) is None
+    tight = replace(CLUSTER, memory_gib=(ahead.device[0] - 1) / GIB)
+    assert feasible(overlapped) is None is feasible(replace(run, cluster=tight))
     assert "needs" in feasible(replace(overlapped, cluster=tight))
-    poor = replace(tight, host_memory_gib=state[0] / GIB)
-    away = replace(overlapped, schedule=replace(overlapped.schedule, rollback="auto"))
-    assert feasible(replace(away, cluster=tight)) is None
-    assert "of state to roll a step back to on its host" in feasible(replace(away, cluster=poor))
 
 
 def test_layouts_of_models_that_predict_ahead():

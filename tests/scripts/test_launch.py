@@ -92,8 +92,6 @@ def test_parallelism_and_schedule_become_flags():
             "schedule.random=layerwise",
             "schedule.microbatch_costs=FLOPs",
             "schedule.overlap_steps=true",
-            "schedule.rollback=host",
-            "schedule.overlap_after=3",
             "parallelism.chunks=2",
         )
     )
@@ -111,8 +109,6 @@ def test_parallelism_and_schedule_become_flags():
         "--pipemem-random": ["layerwise"],
         "--pipemem-microbatch-costs": ["FLOPs"],
         "--pipemem-overlap-steps": [],
-        "--pipemem-rollback": ["host"],
-        "--pipemem-overlap-after": ["3"],
         "--pipemem-option=chunks=2": [],
     }.items():
         assert found[flag] == values, flag

@@ -17,7 +17,6 @@ from megatron_pipemem.mcore.overlap.steps import OverlappedSteps
 from megatron_pipemem.mcore.report.run_report import Overlap
 from megatron_pipemem.mcore.step.extension import Step
 from megatron_pipemem.runtime.weight_versions import WeightVersions
-from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.stream import gain_without_barrier
 
@@ -50,7 +49,7 @@ class DelayedOptimizer(OverlappedOptimizer):
     delays = True
 
     def __init__(self) -> None:
-        super().__init__(AUTO, 0)
+        super().__init__()
         self.weights: WeightVersions | None = None
         self._waiting: _Waiting | None = None
         self._kept: dict[torch.Tensor, torch.Tensor] = {}

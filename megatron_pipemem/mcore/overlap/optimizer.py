@@ -13,8 +13,11 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import done_by_all
 from megatron_pipemem.mcore.overlap.norm import LateNorm, LateSum, Norms
-from megatron_pipemem.mcore.overlap.snapshot import HOST, Snapshot, SnapshotBytes
+from megatron_pipemem.mcore.overlap.snapshot import Snapshot
 from megatron_pipemem.mcore.report.run_report import Overlap
+
+CLEAN_STEPS = 10
+"""Steps in a row that must need no clipping before one is taken without waiting for its norm."""
 
 
 class OverlappedOptimizer:
@@ -27,10 +30,6 @@ class OverlappedOptimizer:
     Whether a step was right follows from one sum over all ranks of the job. So every rank decides the same, and nobody waits
     for what another one does not do.
 
-    Args:
-        rollback: where the state is kept that a step is taken back to, see ``Snapshot.of``.
-        after: how many steps in a row must need no clipping before one is taken without waiting.
-
     Attributes:
         overlaps: whether steps may be taken without waiting; the schedule must gain by it.
         answers_locally: whether what the loop asks the other ranks about the last step is known here.
@@ -39,9 +38,8 @@ class OverlappedOptimizer:
     delays = False
     """Whether a step is taken when its norm is known, and never taken back."""
 
-    def __init__(self, rollback: str, after: int):
+    def __init__(self) -> None:
         self.overlaps = self.answers_locally = False
-        self._rollback, self._after = rollback, after
         self._caught: ChainedOptimizer | None = None
         self._chunks: list[torch.nn.Module] = []
         self._step: Callable[[], tuple] | None = None
@@ -129,12 +127,12 @@ class OverlappedOptimizer:
         """
         optimizer = self.require()
         if self.clip > 0:
-            if self._clean < self._after:
+            if self._clean < CLEAN_STEPS:
                 stepped = take_step()
                 self._is_clean(norm)
                 return stepped
             if self._snapshot is None:  # now that the most is known that steps leave of the device's memory
-                self._snapshot = done_by_all(lambda: Snapshot.of(optimizer, self._rollback))
+                self._snapshot = done_by_all(lambda: Snapshot(optimizer))
             self._snapshot.take()
             self._pending = norm
         optimizer.grad_norms_by_group = {}
@@ -145,14 +143,6 @@ class OverlappedOptimizer:
         self.answers_locally = True
         self._ahead += 1
         return stepped, norm, None
-
-    def mirror(self) -> None:
-        """Begin to copy what the coming step may have to be taken back to, where that is not done on the device. Called when
-        the weights are right, before a step's backwards.
-        """
-        snapshot = self._snapshot
-        if snapshot is not None and snapshot.where == HOST and self.overlaps and self._clean >= self._after:
-            snapshot.mirror()
 
     def total(self, own: float) -> LateSum:
         """Begin to sum a number up over all ranks of the job. Every rank must call this at the same time."""
@@ -207,8 +197,8 @@ class OverlappedOptimizer:
 
     def told(self) -> Overlap:
         """Return what steps have come to so far."""
-        nbytes = SnapshotBytes(0, 0) if self._snapshot is None else self._snapshot.bytes
-        return Overlap(self._ahead, self._redone, *nbytes)
+        nbytes = 0 if self._snapshot is None else self._snapshot.nbytes
+        return Overlap(self._ahead, self._redone, nbytes)
 
     def _is_clean(self, norm: LateNorm) -> bool:
         clean = norm.is_below(self.clip)

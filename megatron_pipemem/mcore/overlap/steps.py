@@ -63,8 +63,6 @@ class OverlappedSteps(Extension):
         step.overlap = self._optimizer.told
         if self._optimizer.is_pending:
             step.trial = LeadingForwards(self._optimizer, step)
-        else:
-            self._optimizer.mirror()
 
     def settle_now(self) -> None:
         """Leave no step pending. Every rank must call this at the same time."""
@@ -132,14 +130,10 @@ class LeadingForwards(Trial):
         self._traces = ForwardTraces()
 
     def stands(self) -> bool:
-        stands = self._optimizer.validate()
-        if stands:
-            self._optimizer.mirror()
-        return stands
+        return self._optimizer.validate()
 
     def start_over(self) -> None:
         self._optimizer.redo()
-        self._optimizer.mirror()
         step = self._step
         for iterator in self._data:
             if iterator is not None:

@@ -68,9 +68,7 @@ class Overlap(NamedTuple):
     steps_taken_back: int = 0
     """of these, those whose gradients had to be clipped"""
     rollback_bytes: int = 0
-    """of the state that a step may be taken back to, on the device"""
-    rollback_host_bytes: int = 0
-    """likewise, on the host"""
+    """of the state that a step may be taken back to"""
     waiting_gradient_bytes: int = 0
     """of the gradients that wait for their step while the next batch adds up its own"""
 
@@ -87,10 +85,9 @@ class OfRank:
         predicted_weight_bytes: parameters, as the schedule says; ``None`` where a rank of the pipeline could not measure.
         counted_weight_bytes: parameters, as they are there.
         weight_versions: of them, at once.
-        steps_ahead: see ``Overlap``, as for the next four.
+        steps_ahead: see ``Overlap``, as for the next three.
         steps_taken_back: as there.
         rollback_bytes: as there.
-        rollback_host_bytes: as there.
         waiting_gradient_bytes: as there.
         predicted_host_peak_bytes: what was away on the host, as foretold.
         counted_host_peak_bytes: what was away, as counted.
@@ -113,7 +110,6 @@ class OfRank:
     steps_ahead: int = 0
     steps_taken_back: int = 0
     rollback_bytes: int = 0
-    rollback_host_bytes: int = 0
     waiting_gradient_bytes: int = 0
     predicted_host_peak_bytes: int = 0
     counted_host_peak_bytes: int = 0
