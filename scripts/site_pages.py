@@ -144,7 +144,7 @@ def python_api_page() -> str:
         if name in megatron_pipemem._NEEDS_MEGATRON:
             sections["On Megatron"].append(f"megatron_pipemem.mcore.plugin.{name}")
             if name == "enable":  # whose keyword arguments are its fields
-                sections["On Megatron"].append("megatron_pipemem.mcore.settings.Settings")
+                sections["On Megatron"].append("megatron_pipemem.schedule.request.Request")
             continue
         value = getattr(megatron_pipemem, name)
         kind = "Functions"

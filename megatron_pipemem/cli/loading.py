@@ -15,6 +15,7 @@ from megatron_pipemem.cli.common import CANNOT_RUN, report_note
 from megatron_pipemem.cli.options import Dialect, Question, Size, is_file
 from megatron_pipemem.cli.prices import head_seconds, note_uneven_cuts, priced_head
 from megatron_pipemem.errors import ScheduleFormatError, UnsupportedError
+from megatron_pipemem.schedule.conflicts import SEARCH_OPTIONS, check_search_options
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_cap, parse_caps
 from megatron_pipemem.schedule.core.schedule import Schedule
@@ -26,7 +27,7 @@ from megatron_pipemem.schedule.features.vocabulary.choice import REDISTRIBUTE, c
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, check_recompute, parse_options, slice_counts
 from megatron_pipemem.schedule.registry import check_options, family
-from megatron_pipemem.schedule.request import SEARCH_OPTIONS, Request, check_search_options
+from megatron_pipemem.schedule.request import Request
 from megatron_pipemem.schedule.resolve import ChosenSchedule, resolve, vocabulary_ways
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.size import is_fitted
@@ -130,9 +131,10 @@ def load_schedule(
             check_search_options(settings, (*SEARCH_OPTIONS, "max_chunks"))
         else:
             check_options(name, settings)
-    request = Request(name, cap, settings, select, recompute, host_memory is not None, file=file)
+    budget = _host_budget(host_memory, costs)
+    request = Request(name, cap, options=settings, offload=select, recompute=recompute, file=file)
     shape = Shape(devices, None, microbatches)
-    knowledge = Knowledge(costs, host_budget=_host_budget(host_memory, costs), cache=ResultCache())
+    knowledge = Knowledge(costs, host_budget=budget, cache=ResultCache())
     return Loaded(request, shape, knowledge, resolve(request, shape, knowledge))
 
 
@@ -300,4 +302,4 @@ def _with_head(loaded: Loaded, prices: Costs, asked: Question) -> tuple[Loaded, 
         return loaded, priced_head(asked, prices, schedule, 0), reason
     barriers = BARRIERS_OF_ALGORITHM[int(algorithm)]
     priced = priced_head(asked, prices, schedule, barriers)
-    return loaded.again(replace(loaded.request, barriers=barriers), priced), priced, reason
+    return loaded.again(loaded.request.decided(barriers), priced), priced, reason

@@ -18,7 +18,7 @@ from megatron_pipemem.files import check_writable
 from megatron_pipemem.mcore import INSTALL, is_installed
 from megatron_pipemem.mcore.flags import add_virtual_stages, cpu_flags, take_flags
 from megatron_pipemem.mcore.run_log import show_log
-from megatron_pipemem.mcore.settings import Settings
+from megatron_pipemem.schedule.request import Request
 
 _OPTIONS = ("--cpu", "--verbose", "--help")
 
@@ -64,22 +64,22 @@ def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) ->
     show_log()
     launched, alike = "RANK" in job, job.get("LOCAL_WORLD_SIZE") == job.get("WORLD_SIZE")
     with rank_guard() if not alike else refused_together() if launched else nullcontext():
-        settings, others = _checked(cpu, script, arguments)
-        if settings is not None and (alike or job["RANK"] == "0"):  # which writes them
-            for path in settings.outputs:
+        request, others = _checked(cpu, script, arguments)
+        if request is not None and (alike or job["RANK"] == "0"):  # which writes them
+            for path in request.outputs:
                 check_writable(path)
         if cpu:
             others += cpu_flags(others)
     with rank_guard() if launched else nullcontext():
-        _prepare(cpu, settings, verbose)
+        _prepare(cpu, request, verbose)
     with rank_guard():
         sys.argv = [str(script), *others]
         sys.path[0] = str(script.resolve().parent)
         runpy.run_path(str(script), run_name="__main__")
 
 
-def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Settings | None, list[str]]:
-    """Return the plugin's settings and the script's own arguments. Nothing slow is imported.
+def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Request | None, list[str]]:
+    """Return what the plugin's flags ask for, and the script's own arguments. Nothing slow is imported.
 
     Raises:
         PipememError: there is no such script, something is not installed, or the plugin's flags are wrong.
@@ -93,13 +93,13 @@ def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Settings | 
     plugin = any(argument.startswith("--pipemem-") for argument in arguments)
     if (cpu or plugin) and not is_installed():
         raise UnsupportedError("not-installed", INSTALL)
-    settings, others = take_flags(arguments)
-    if settings is not None:
-        others = add_virtual_stages(settings, others)
-    return settings, list(others)
+    request, others = take_flags(arguments)
+    if request is not None:
+        others = add_virtual_stages(request, others)
+    return request, list(others)
 
 
-def _prepare(cpu: bool, settings: Settings | None, verbose: bool) -> None:
+def _prepare(cpu: bool, request: Request | None, verbose: bool) -> None:
     """Activate the CPU lane and enable the plugin, as far as they are asked for.
 
     Raises:
@@ -109,10 +109,10 @@ def _prepare(cpu: bool, settings: Settings | None, verbose: bool) -> None:
         from megatron_pipemem.cpu import activate
 
         activate(verbose=verbose)
-    if settings is not None:
+    if request is not None:
         from megatron_pipemem.mcore.launch import enable_in_script
 
-        enable_in_script(settings)
+        enable_in_script(request)
     if cpu and not verbose:
         from megatron_pipemem.cpu.quiet import shorten_log
 

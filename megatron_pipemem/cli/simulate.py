@@ -22,6 +22,7 @@ from megatron_pipemem.report.placements import placements_table
 from megatron_pipemem.report.run import UNITS
 from megatron_pipemem.report.timeline import bytes_text
 from megatron_pipemem.schedule.baseline import share_of_1f1b
+from megatron_pipemem.schedule.conflicts import check_conflicts
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.costs import Costs
@@ -31,7 +32,6 @@ from megatron_pipemem.schedule.core.single_queue import run_single_queues
 from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.features.offload.recompute import recomputed_by_mode
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.overlap import check_overlaps
 from megatron_pipemem.schedule.search import MAX_CHUNKS
 from megatron_pipemem.schedule.stream import stream
 
@@ -142,8 +142,9 @@ def _without_barrier(loaded: Loaded, costs: Costs, steps: int) -> dict[str, Any]
         "period": found.period,
         "gain": found.gain,
     }
+    weights = None if costs.microbatch is None else "tokens"
     try:
-        check_overlaps(loaded.schedule.name, loaded.request, costs.microbatch is not None)
+        check_conflicts(replace(loaded.request, overlap_steps=True, microbatch_costs=weights))
     except UnsupportedError as reason:
         facts["a_run_refuses"] = str(reason)
     return facts

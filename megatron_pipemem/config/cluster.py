@@ -9,8 +9,6 @@ from megatron_pipemem.config.limits import MOST_DEVICES, Amount, AmountOrZero, D
 from megatron_pipemem.errors import ConfigError
 
 GIB = 1 << 30
-DEFAULT_HOST_SHARE = 0.5
-"""The part of a host's memory that activations may take, where nobody says."""
 
 
 @dataclass(frozen=True)

@@ -20,21 +20,9 @@ from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.limits import MOST_DEVICES, Amount, Count, CountOrZero, Devices, Limited
 from megatron_pipemem.config.model import Execution, Fp8, Model, Recomputable, Recompute
 from megatron_pipemem.errors import ConfigError, PipememError
-from megatron_pipemem.schedule.core.slices import TOKENS, SliceCut
-from megatron_pipemem.schedule.options import (
-    AUTO,
-    GATHERED,
-    OFF,
-    SHARDED,
-    STOCK,
-    Offload,
-    RandomStreams,
-    VocabularyCut,
-    WeightInputs,
-    early_weights,
-)
+from megatron_pipemem.schedule.options import AUTO, GATHERED, OFF, SHARDED, STOCK, Offload, early_weights
 from megatron_pipemem.schedule.registry import family, register_module
-from megatron_pipemem.schedule.request import FILE_SUFFIX
+from megatron_pipemem.schedule.request import CAP, FILE_SUFFIX, SENT, WEIGHTS, ScheduleOptions
 
 
 @dataclass(frozen=True)
@@ -102,50 +90,29 @@ BY_ACTION = ("core_attn", "layernorm", "activation")
 
 
 @dataclass(frozen=True)
-class ScheduleChoice(Limited):
-    """Say which schedule runs, and what it does beside computing.
+class ScheduleChoice(ScheduleOptions, Limited):
+    """Say which schedule runs, and how.
 
     Args:
         name: a family of ``pipemem schedules``, a schedule file (``.csv``), ``auto`` for a search, or ``stock`` for
             Megatron's own.
         memory_cap: the most a rank may hold: activation units (``"0.5"``) or, with ``auto``, bytes (``"6GiB"``).
-        costs: ``unit``, ``profile`` or a JSON file.
-        options: of the family.
-        slices: into which every microbatch is cut along its sequence, where the schedule leaves a choice.
-        slice_cut: how sequences are cut where there are slices: ``tokens`` for equally many tokens, ``flops`` for equally many
-            FLOPs of a forward.
+        slices: number of pieces into which every microbatch is cut along its sequence, where the schedule leaves a choice.
         offload: which activations wait on the host: ``off``, ``half``, ``full`` or ``auto``.
-        random: what first weights and dropout depend on: ``stock`` for Megatron's streams of every rank, or ``layerwise`` for
-            the seed, the iteration, the microbatch and the layer alone.
-        vocab_parallel: ``off``, Algorithm ``1`` or ``2`` of arXiv 2411.05288, or ``auto``.
-        microbatch_costs: what microbatches cost that are not alike: ``tokens``, ``FLOPs``, a JSON file of weights, or
-            ``module:function``.
-        weight_inputs: what waits for W of tensors that sequence parallelism gathers: ``sharded``, ``gathered``, or ``auto`` for
-            ``sharded`` where the tensor-parallel ranks are of one node.
-        early_weights: modules whose weight gradients are computed in I: ``auto``, ``none`` or a list with commas, see
-            ``options.early_weights``.
+        microbatch_costs: ``tokens``, ``FLOPs``, a JSON file of weights, or ``module:function``.
         recompute: which forwards run again before their backward, see ``Execution``.
         recompute_modules: what ``selective`` runs again; ``BY_ACTION`` are run again by an action of the schedule, where it is
             not Megatron's own.
-        overlap_steps: whether ranks begin a step without waiting for each other at the end of the one before.
         module: Python file or module that adds the family to the table.
     """
 
     name: str = STOCK
-    memory_cap: str | None = None
-    costs: str = "unit"
-    options: dict[str, Any] = field(default_factory=dict)
+    memory_cap: str | None = field(default=None, metadata={"flag": CAP})
     slices: Count | None = None
-    slice_cut: SliceCut = TOKENS
-    offload: Offload = OFF
-    random: RandomStreams = STOCK
-    vocab_parallel: VocabularyCut = OFF
-    weight_inputs: WeightInputs = AUTO
-    early_weights: str = AUTO
-    microbatch_costs: str | None = None
+    offload: Offload = field(default=OFF, metadata={"flag": SENT})
+    microbatch_costs: str | None = field(default=None, metadata={"flag": WEIGHTS})
     recompute: Recompute = "none"
     recompute_modules: tuple[Recomputable, ...] = ("core_attn",)
-    overlap_steps: bool = False
     module: str | None = None
 
     @property

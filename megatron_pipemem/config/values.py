@@ -7,6 +7,7 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.brief import shortened
 
 
@@ -68,7 +69,7 @@ def _within(words: str, value: Any, hint: Any) -> Any:
 
 
 def _is_enumeration(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, Enum)
+    return isinstance(hint, type) and issubclass(hint, (Enum, Kind))
 
 
 def _wanted(hint: Any, origin: Any, arguments: tuple) -> str:

@@ -16,6 +16,7 @@ from megatron_pipemem.config.model import LATENT, Block, Model
 from megatron_pipemem.config.runs import BY_ACTION, MOCK, Run, ScheduleChoice, resolve_script
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.schedule.request import flags_of
 
 Flags = dict[str, Any]
 """Name without dashes in front -> value, as under ``megatron:`` of a run."""
@@ -289,15 +290,13 @@ def _schedule_flags(run: Run) -> Flags:
             recomputes = {"recompute-granularity": "selective", "recompute-modules": choice.recompute_modules}
     elif choice.recompute == "full":
         recomputes = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
-    names = ["memory_cap", "costs", "offload", "random", "vocab_parallel", "weight_inputs", "early_weights"]
-    names += ["microbatch_costs", "slice_cut", "overlap_steps"]
-    plain = {key: getattr(choice, key) for key in names}
-    said = {key: value for key, value in plain.items() if value != getattr(ScheduleChoice, key)}
+    flags = {key: flag.name.removeprefix("--") for key, flag in flags_of(ScheduleChoice).items() if not flag.repeated}
+    said = {key: getattr(choice, key) for key in flags if getattr(choice, key) != getattr(ScheduleChoice, key)}
     switches = run.cluster.switches if choice.offload != "off" else ()
     return {
         "pipemem-schedule": choice.name,
         "pipemem-schedule-module": choice.module,
-        **{f"pipemem-{key.replace('_', '-')}": value for key, value in said.items()},
+        **{flags[key]: value for key, value in said.items()},
         **recomputes,
         # Repeated with one option each, as --name=value because a list would be several values of one flag.
         **{f"pipemem-option={key}={_word(value)}": True for key, value in options.items()},

@@ -13,20 +13,12 @@ from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import all_flags, min_nodes, script_flags
 from megatron_pipemem.planner.memory import held, request_of, schedule_of
 from megatron_pipemem.planner.slices import run_slices
+from megatron_pipemem.schedule.conflicts import check_barriers, check_replicas
 from megatron_pipemem.schedule.model_cut import known_chunks
 from megatron_pipemem.schedule.options import AUTO, STOCK
-from megatron_pipemem.schedule.overlap import check_overlaps
 from megatron_pipemem.schedule.registry import family
-from megatron_pipemem.schedule.request import (
-    FILE_SUFFIX,
-    Request,
-    check_barriers,
-    check_replicas,
-    check_slice_cut,
-    check_weighs,
-)
+from megatron_pipemem.schedule.request import FILE_SUFFIX, Request
 from megatron_pipemem.schedule.size import check_affordable, is_fitted
-from megatron_pipemem.schedule.text.weights_file import read_microbatch_costs
 
 
 def refusal(run: Run, any_size: bool = False) -> PipememError | None:
@@ -127,12 +119,7 @@ def _schedules(run: Run) -> None:
             "no-pipeline", f"pp 1 leaves no pipeline for schedule {choice.name}; set schedule.name to {STOCK}"
         )
     request, options = request_of(run), run.schedule_options
-    check_slice_cut(choice.name, request, choice.slice_cut)
-    if choice.microbatch_costs is not None:
-        check_weighs(choice.name, request)
-        read_microbatch_costs(choice.microbatch_costs)
     if choice.overlap_steps:
-        check_overlaps(choice.name, request, choice.microbatch_costs is not None)
         refusals.refuse_overlapped(refusals.flag_values(all_flags(run)), request.is_asynchronous)
     recomputes = request.recompute != "none"
     schedule = None if choice.name == AUTO else schedule_of(run, request)

@@ -15,11 +15,11 @@ from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import CPU_FLAGS, words
 from megatron_pipemem.launch.flags import Parser, flag_parser, plan_parser
 from megatron_pipemem.mcore.plan_file import add_planned_flags
-from megatron_pipemem.mcore.settings import Settings
+from megatron_pipemem.schedule.conflicts import check
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.model_cut import known_chunks
 from megatron_pipemem.schedule.options import OFF, STOCK, parse_options
-from megatron_pipemem.schedule.request import Request, prices_of
+from megatron_pipemem.schedule.request import Request, flags_of, prices_of
 from megatron_pipemem.schedule.resolve import family_schedule
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file
 from megatron_pipemem.schedule.size import estimated, is_fitted
@@ -32,11 +32,11 @@ _NEAR = 0.85
 """The least likeness of a misspelt flag with another beginning. No flag of Megatron is more than 0.7 like one of ours."""
 
 
-def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
+def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
     """Split the plugin's flags off a Megatron command line.
 
     Returns:
-        The settings, ``None`` when no flag is given, and the other arguments in their order.
+        The request, checked, ``None`` when no flag is given, and the other arguments in their order.
 
     Raises:
         UnsupportedError: an unknown ``--pipemem-*`` flag, a missing value, flags without ``--pipemem-schedule``, or a plan that
@@ -54,16 +54,14 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         _check_known(argument.partition("=")[0], list(parser._option_string_actions), parser)
     if len(others) == len(arguments):
         return None, others
-    # Flags are called like the settings, but for those that are repeated, one option at a time.
-    given = {name.removeprefix("pipemem_"): value for name, value in vars(found).items()}
-    given.pop("plan", None)
+    flags = flags_of(Request)
+    given = {name: value for name, value in vars(found).items() if name in flags}
     if "schedule" not in given:
         parser.error("--pipemem-schedule is missing")
-    given["options"] = parse_options("--pipemem-option", given.pop("option", []))
-    given["offload_options"] = parse_options("--pipemem-offload-option", given.pop("offload_option", []))
-    settings = Settings(**given | {"memory_cap": _units_or_text(given.get("memory_cap"))})
-    _ = settings.request  # refuses what cannot be
-    return settings, others
+    for name, value in given.items():
+        if flags[name].repeated:
+            given[name] = parse_options(flags[name].name, value)
+    return check(Request(**given)), others
 
 
 def _check_known(flag: str, known: list[str], parser: Parser) -> None:
@@ -79,7 +77,7 @@ def _check_known(flag: str, known: list[str], parser: Parser) -> None:
 _ELSEWHERE = ("yaml-cfg", "use-checkpoint-args")
 
 
-def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
+def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     """Ask Megatron for the chunks the schedule needs, unless the user says how the model is cut. A hybrid model's pattern is
     cut by what its layers compute.
 
@@ -88,7 +86,7 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
             schedule does not run a model that is cut as these arguments say, or one of them does not go with its placement.
     """
     flags = _values(arguments)
-    if settings.schedule == STOCK or any(cut_flags.given(flags, name) for name in _ELSEWHERE):
+    if request.is_stock or any(cut_flags.given(flags, name) for name in _ELSEWHERE):
         return arguments
     parser = Parser()
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
@@ -98,32 +96,30 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
     if p == 1:
         raise UnsupportedError(
             "no-pipeline",
-            f"there is no pipeline for schedule {settings.schedule}: pass --pipeline-model-parallel-size 2 or more, or "
+            f"there is no pipeline for schedule {request.schedule}: pass --pipeline-model-parallel-size 2 or more, or "
             f"--pipemem-schedule {STOCK} to measure Megatron's own step",
         )
-    request = settings.request
-    assert request is not None, "only stock has none"
     request.caps(p)  # refuses another number of them
     file = request.file
     if file is not None:
         check_devices_of_file(file, p)
     refuse(flag_values(flags), SCHEDULES)
-    if settings.overlap_steps:
+    if request.overlap_steps:
         refuse_overlapped(flag_values(flags), request.is_asynchronous)
-    placements = cut_flags.checked_placements(flags, settings.schedule, settings.options, p, layers, file)
-    pattern = cut_flags.cut_pattern(flags, placements[0], with_head=settings.vocab_parallel == OFF)
+    placements = cut_flags.checked_placements(flags, request.schedule, request.options, p, layers, file)
+    pattern = cut_flags.cut_pattern(flags, placements[0], with_head=request.vocab_parallel == OFF)
     written = (pattern or "").partition("=")[2] or cut_flags.pattern_of(flags)[1]
     if hybrid.is_cut(written):
         cut_flags.check_experts(flags, written, placements[0])
     if os.environ.get("RANK", "0") == "0":
-        for remark in cut_flags.remarks(flags, settings.schedule):
+        for remark in cut_flags.remarks(flags, request.schedule):
             logger.warning(remark)
         if pattern is not None:
             logger.info("the pattern is cut into the stages of %s: %s", placements[0].name, pattern)
     if pattern is not None:
         return [*arguments, pattern]
     chunks = known_chunks(placements[0])
-    _check_cap(settings, request, Shape(p, chunks, _microbatches(flags, p), _whole(flags, cut_flags.GROUP_SIZE)))
+    _check_cap(request, Shape(p, chunks, _microbatches(flags, p), _whole(flags, cut_flags.GROUP_SIZE)))
     if chunks == 1 or any(cut_flags.given(flags, name) for name in cut_flags.CUTS):
         return arguments
     return [*arguments, f"--{cut_flags.VIRTUAL_STAGES}", str(chunks)]
@@ -150,22 +146,21 @@ def cpu_flags(arguments: list[str]) -> list[str]:
     return added
 
 
-def _check_cap(settings: Settings, request: Request, shape: Shape) -> None:
+def _check_cap(request: Request, shape: Shape) -> None:
     """Refuse a cap that a family's schedule cannot keep, where that is found at once; the first step refuses the others.
 
     Args:
-        settings: of the run.
-        request: the schedule that the settings ask for.
+        request: of the run.
         shape: of a step; 0 microbatches if the flags leave their number open.
 
     Raises:
         UnsupportedError: the schedule needs more.
     """
     others = (request.searches, request.file, request.plans_offload, request.cuts_vocabulary, request.is_asynchronous)
-    size = estimated(shape.num_devices, shape.num_microbatches, shape.chunks or 1, is_fitted(request.name))
+    size = estimated(shape.num_devices, shape.num_microbatches, shape.chunks or 1, is_fitted(request.schedule))
     prompt = size.actions > 0 and size.seconds < _PROMPT_SECONDS
     if prompt and request.cap_in_units is not None and not any(others):
-        family_schedule(request, shape, Knowledge(prices_of(settings.costs)[0]))
+        family_schedule(request, shape, Knowledge(prices_of(request.costs)[0]))
 
 
 def _microbatches(flags: dict[str, str | bool], num_devices: int) -> int:
@@ -193,10 +188,3 @@ def _values(arguments: list[str]) -> dict[str, str | bool]:
             name, equals, value = argument[2:].partition("=")
             found[name] = value if equals else True if follower.startswith("--") else follower
     return found
-
-
-def _units_or_text(cap: str | None) -> float | str | None:
-    try:
-        return None if cap is None else float(cap)
-    except ValueError:
-        return cap

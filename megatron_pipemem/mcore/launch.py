@@ -9,7 +9,7 @@ import sys
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.plugin import enable_with
 from megatron_pipemem.mcore.run_log import show_log
-from megatron_pipemem.mcore.settings import Settings
+from megatron_pipemem.schedule.request import Request
 
 
 def enable_from_command_line(arguments: list[str] | None = None) -> list[str]:
@@ -26,17 +26,17 @@ def enable_from_command_line(arguments: list[str] | None = None) -> list[str]:
     Raises:
         PipememError: a wrong flag, an unknown schedule, or a Megatron-Core that the plugin does not know.
     """
-    settings, others = take_flags(sys.argv[1:] if arguments is None else arguments)
-    if settings is not None:
+    request, others = take_flags(sys.argv[1:] if arguments is None else arguments)
+    if request is not None:
         show_log()
-        others = add_virtual_stages(settings, others)
-        enable_in_script(settings)
+        others = add_virtual_stages(request, others)
+        enable_in_script(request)
     if arguments is None:
         sys.argv[1:] = others
     return others
 
 
-def enable_in_script(settings: Settings) -> None:
+def enable_in_script(request: Request) -> None:
     """Enable the plugin for a training script that has not started yet.
 
     Raises:
@@ -45,4 +45,4 @@ def enable_in_script(settings: Settings) -> None:
     # Loaded first, so that its model builders and its training loop are among what is replaced.
     if importlib.util.find_spec("megatron.training") is not None:
         importlib.import_module("megatron.training.training")
-    enable_with(settings)
+    enable_with(request)

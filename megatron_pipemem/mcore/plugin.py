@@ -28,7 +28,6 @@ from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.report.observer import StockObserver
 from megatron_pipemem.mcore.report.recording import Recording
 from megatron_pipemem.mcore.report.run_record import RunRecord
-from megatron_pipemem.mcore.settings import Settings
 from megatron_pipemem.mcore.slices.step import SequenceSlices
 from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.extension import Extension
@@ -46,32 +45,22 @@ from megatron_pipemem.mcore.step.unequal import UnequalMicrobatches
 from megatron_pipemem.mcore.step.weighing import weigher_of
 from megatron_pipemem.mcore.symbols import USED
 from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
+from megatron_pipemem.schedule.conflicts import check
 from megatron_pipemem.schedule.options import LAYERWISE
-from megatron_pipemem.schedule.request import (
-    PROFILE,
-    prices_of,
-)
+from megatron_pipemem.schedule.request import PROFILE, Request, prices_of
 
 logger = logging.getLogger(__name__)
 
 
-def source_for(settings: Settings) -> tuple[Source | None, Offloading]:
-    """Return where the schedules of such a run come from, ``None`` for stock's own, and its host side.
-
-    Raises:
-        PipememError: settings that cannot be or go together.
-    """
-    offloading = Offloading(settings.offload_settings)
-    if settings.request is None:
-        return None, offloading
-    prices = prices_of(settings.costs)
-    ratio = offloading.settings.ratio
-    return Source(settings.request, *prices, offloading, ratio, settings.vocab_piece_tokens), offloading
+def source_for(request: Request) -> tuple[Source, Offloading]:
+    """Return the source of a run's schedules, and the host side of the run."""
+    offloading = Offloading(request.offload_options, request.host_memory)
+    return Source(request, *prices_of(request.costs), offloading), offloading
 
 
 @dataclass
 class _Enabled:
-    settings: Settings
+    request: Request
     features: list[Feature]
     patches: PatchSet = field(default_factory=PatchSet)
     forward_backward: ForwardBackward | None = None
@@ -79,53 +68,55 @@ class _Enabled:
     record: RunRecord | None = None
 
     @classmethod
-    def of(cls, settings: Settings) -> _Enabled:
+    def of(cls, request: Request) -> _Enabled:
         """Make what such a run consists of; nothing is rebound.
 
+        Args:
+            request: checked.
+
         Raises:
-            PipememError: settings that cannot be or go together, or outputs that cannot be written.
+            OutputError: an output cannot be written.
         """
         record = None
-        if settings.trace is not None or settings.report is not None:
-            report, trace = (None if path is None else Path(path) for path in (settings.report, settings.trace))
+        if request.trace is not None or request.report is not None:
+            report, trace = (None if path is None else Path(path) for path in (request.report, request.trace))
             record = RunRecord(report, trace)
             record.check_outputs()
         recording = [] if record is None else [Recording(record)]
-        layerwise = [LayerwiseRandom()] if settings.random == LAYERWISE else []
-        source, offloading = source_for(settings)
-        request = settings.request
-        if source is None or request is None:
-            observer = StockObserver(record, *prices_of(settings.costs))
-            return cls(settings, [observer, ReshardableState(), *recording, *layerwise], record=record)
+        layerwise = [LayerwiseRandom()] if request.random == LAYERWISE else []
+        if request.is_stock:
+            observer = StockObserver(record, *prices_of(request.costs))
+            return cls(request, [observer, ReshardableState(), *recording, *layerwise], record=record)
+        source, offloading = source_for(request)
         chunk_placement = ChunkPlacement(
             source.placement,
             request.is_round_robin,
             source.cut if request.cuts_vocabulary else None,
-            settings.schedule,
+            request.schedule,
         )
         extensions: list[Extension] = [offloading]
         if source.costs.part_prices is not None:
             extensions.append(LayersOfStages(source))
-        profiles = settings.costs == PROFILE or source.needs_seconds
+        profiles = request.costs == PROFILE or source.needs_seconds
         if profiles or source.needs_bytes:
             extensions.append(Replanner(source, profiles))
-        if settings.microbatch_costs is not None:
-            extensions.append(UnequalMicrobatches(source, weigher_of(settings.microbatch_costs)))
+        if request.microbatch_costs is not None:
+            extensions.append(UnequalMicrobatches(source, weigher_of(request.microbatch_costs)))
         if request.is_asynchronous:
-            delayed = DelayedOptimizer() if settings.overlap_steps else None
+            delayed = DelayedOptimizer() if request.overlap_steps else None
             extensions += [] if delayed is None else [DelayedSteps(delayed)]
-            extensions.append(AsynchronousTraining(source, settings.train_steps, delayed))
-        elif settings.overlap_steps:
+            extensions.append(AsynchronousTraining(source, request.train_steps, delayed))
+        elif request.overlap_steps:
             extensions.append(OverlappedSteps(OverlappedOptimizer()))
-        extensions.append(SplitBackward(request, record is not None, settings.weight_inputs, settings.early_weights))
+        extensions.append(SplitBackward(request, record is not None, request.weight_inputs, request.early_weights))
         # An asynchronous step runs forwards of the next one, whose shapes nobody knows.
-        if settings.message_shapes == "step" and not request.is_asynchronous:
+        if request.message_shapes == "step" and not request.is_asynchronous:
             extensions.append(StepShapes(chunk_placement))
         # A step of an asynchronous schedule updates weights between its actions, and a check must come before that.
         reductions = [] if request.is_asynchronous else [GradientReductions()]
         extensions += [
             ReplicaSteps(),
-            SequenceSlices(settings.slice_cut),
+            SequenceSlices(request.slice_cut),
             VocabularySteps(),
             *reductions,
             Losses(),
@@ -134,10 +125,10 @@ class _Enabled:
             Markers(),
         ]
         forward_backward = ForwardBackward(
-            ProgramCache(source), chunk_placement, extensions, LaunchOrders(settings.single_queue)
+            ProgramCache(source), chunk_placement, extensions, LaunchOrders(request.single_queue)
         )
         features = [forward_backward, chunk_placement, ReshardableState(), *extensions]
-        return cls(settings, features, PatchSet(), forward_backward, ProgramChunks(chunk_placement), record)
+        return cls(request, features, PatchSet(), forward_backward, ProgramChunks(chunk_placement), record)
 
     def install(self) -> None:
         """Rebind what the features ask for.
@@ -163,7 +154,7 @@ def enable(schedule: str, **settings: Any) -> None:
 
     Args:
         schedule: name of a schedule family (``pipemem schedules`` lists them), a schedule file, or ``auto``.
-        settings: see ``Settings``.
+        settings: see ``Request``.
 
     Raises:
         UnknownScheduleError: no such family.
@@ -172,17 +163,17 @@ def enable(schedule: str, **settings: Any) -> None:
         ScheduleError: a schedule file that must not run.
         UpstreamError: this Megatron-Core lacks a symbol we rely on. Nothing has been changed then.
     """
-    enable_with(Settings(schedule, **settings))
+    enable_with(check(Request(schedule, **settings)))
 
 
-def enable_with(wanted: Settings) -> None:
-    """As ``enable``, with settings that have been made already."""
+def enable_with(wanted: Request) -> None:
+    """As ``enable``, with a request that has been checked."""
     global _enabled
     if _enabled is not None:
-        if _enabled.settings != wanted:
+        if _enabled.request != wanted:
             raise UnsupportedError(
                 "enabled-already",
-                f"the plugin is enabled already with {_enabled.settings}; call disable() before enabling other settings",
+                f"the plugin is enabled already with {_enabled.request}; call disable() before enabling other settings",
             )
         return
     enabled = _Enabled.of(wanted)
@@ -268,12 +259,12 @@ def _program_chunks() -> ProgramChunks:
     return _enabled.program_chunks
 
 
-def _brief(settings: Settings) -> str:
+def _brief(request: Request) -> str:
     """Return what differs from the defaults."""
-    others = (each for each in fields(settings) if each.name != "schedule")
+    others = (each for each in fields(request) if each.name not in ("schedule", "file"))
     chosen = [
-        f"{each.name} {getattr(settings, each.name)}"
+        f"{each.name} {getattr(request, each.name)}"
         for each in others
-        if getattr(settings, each.name) not in (each.default, {}, None)
+        if getattr(request, each.name) not in (each.default, {}, None)
     ]
-    return ", ".join([f"schedule {settings.schedule}", *chosen])
+    return ", ".join([f"schedule {request.schedule}", *chosen])

@@ -80,8 +80,6 @@ class Source:
         costs: prices of plans; measured ones may take their place in the run.
         priced_by: where ``costs`` are from.
         host: of the run; ``None`` where nothing leaves the device beside what a schedule says itself.
-        offload_ratio: see ``OffloadSettings.ratio``.
-        piece_tokens: of a cut vocabulary's head, see ``HeadOptions``.
     """
 
     queues: tuple[bool, ...] = (False,)
@@ -93,20 +91,18 @@ class Source:
         costs: Costs | None = None,
         priced_by: str = "unit",
         host: Host | None = None,
-        offload_ratio: float | None = None,
-        piece_tokens: int | None = None,
     ):
         self.request = request
         self._host = host
-        self.knowledge = Knowledge(costs or Costs(), priced_by, measures=True, ratio=offload_ratio, cache=ResultCache())
-        self._piece_tokens = piece_tokens
+        ratio = request.offload_options.ratio
+        self.knowledge = Knowledge(costs or Costs(), priced_by, measures=True, ratio=ratio, cache=ResultCache())
         self._chosen: dict[tuple[int, int], Placement] = {}
         # What the choice of the placement or of the vocabulary has found already.
         self._answers: dict[tuple[Placement, int, int], ChosenSchedule] = {}
 
     @property
     def name(self) -> str:
-        return self.request.name
+        return self.request.schedule
 
     @property
     def costs(self) -> Costs:
@@ -226,7 +222,7 @@ class Source:
         """
         if not self.request.cuts_vocabulary or placement.num_devices == 1:
             return
-        if self.request.vocabulary == AUTO:
+        if self.request.vocab_parallel == AUTO:
             model = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
             assert pg_collection is not None, "whoever builds the model has made them"
             layout = layout_of(chunks, placement, pg_collection.pp)
@@ -238,7 +234,7 @@ class Source:
             self.knowledge = replace(self.knowledge, costs=costs)
             self._answers.clear()
         if self.request.barriers:
-            cut_vocabulary(chunks, placement, pg_collection, self.request.barriers, self._piece_tokens)
+            cut_vocabulary(chunks, placement, pg_collection, self.request.barriers, self.request.vocab_piece_tokens)
 
     def _ways(self, placement: Placement, chunks: int) -> dict[int, Schedule]:
         """Return what most training steps would run without vocabulary passes and with those of either algorithm, where

@@ -292,7 +292,7 @@ def _checked_request(run: Run) -> Request:
         )
     request = replace(without_offload(request_of(run)), recompute="none")  # which the price of a layer knows
     if request.file is None:
-        known = family(request.name)
+        known = family(request.schedule)
         if known.asynchronous or known.slices > 1:
             raise UnsupportedError(
                 "conflicting-features",

@@ -234,7 +234,7 @@ def _orders(case: Case) -> Iterator[tuple[str, Schedule, Costs, tuple[int, ...]]
             if _may_place(case, placement, AUTO):
                 costs, counts = _cut_for(case, placement)
                 cap = MemoryCap(case.own.peak, case.in_bytes)
-                request = Request(AUTO, cap, {"seconds": case.search_seconds}, barriers=barriers)
+                request = Request(AUTO, cap, options={"seconds": case.search_seconds}).decided(barriers)
                 with suppress(PipememError):
                     found = resolve(
                         request, Shape(p, None, m), Knowledge(replace(costs, microbatch=None), placement=placement)

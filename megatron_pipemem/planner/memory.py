@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.runs import Run
@@ -10,15 +10,16 @@ from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedErro
 from megatron_pipemem.planner.slices import sliced_step, why_not_sliced
 from megatron_pipemem.planner.step import price
 from megatron_pipemem.planner.variants import HOST_MEMORY, offload_step, vocabulary_step
+from megatron_pipemem.schedule.conflicts import check
 from megatron_pipemem.schedule.core.bounds import least_held
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_caps
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule, versions_held
 from megatron_pipemem.schedule.core.simulator import peaks
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK
-from megatron_pipemem.schedule.request import Request, prices_of
+from megatron_pipemem.schedule.request import Request, ScheduleOptions
 from megatron_pipemem.schedule.resolve import resolve, without_offload
 
 
@@ -64,7 +65,7 @@ def held(run: Run, request: Request | None = None) -> MemoryUse | None:
     refused: PipememError | None = None
     for barriers in _barriers(run, schedule):
         try:
-            ways.append(_held(run, placement, replace(request, barriers=barriers), layers))
+            ways.append(_held(run, placement, request.decided(barriers), layers))
         except (ScheduleError, UnsupportedError) as error:
             refused = error
     if refused is not None and not ways:
@@ -80,12 +81,13 @@ def request_of(run: Run) -> Request:
     """
     choice, cut = run.schedule, run.parallelism
     recompute = "selective" if choice.recomputes_by_action else str(run.flags.get("pipemem-recompute", "none"))
-    asked = (choice.name, choice.memory_cap, choice.costs, run.schedule_options, choice.offload, recompute)
-    prices_of(choice.costs)
-    request = Request.of(*asked, HOST_MEMORY in run.flags, choice.vocab_parallel)
+    given = {each.name: getattr(choice, each.name) for each in fields(ScheduleOptions)}
+    given |= {"options": run.schedule_options, "microbatch_costs": choice.microbatch_costs, "offload": choice.offload}
+    given |= {"host_memory": run.flags.get(HOST_MEMORY), "recompute": recompute}
+    request = check(Request(choice.name, None if choice.memory_cap is None else parse_caps(choice.memory_cap), **given))
     if choice.name != STOCK:
         return request
-    return replace(request, name="1f1b" if (cut.chunks or 1) == 1 else "interleaved")
+    return replace(request, schedule="1f1b" if (cut.chunks or 1) == 1 else "interleaved")
 
 
 def schedule_of(run: Run, request: Request) -> Schedule:
@@ -96,7 +98,7 @@ def schedule_of(run: Run, request: Request) -> Schedule:
     """
     cut = run.parallelism
     shape = Shape(cut.pp, None, cut.microbatches)
-    return resolve(without_offload(replace(request, barriers=0)), shape, Knowledge()).schedule
+    return resolve(without_offload(request.decided(0)), shape, Knowledge()).schedule
 
 
 def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:

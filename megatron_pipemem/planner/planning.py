@@ -167,7 +167,7 @@ class _Planner:
                         "period": group.run.schedule.overlap_steps,
                         "slices": _slices(group.run),
                     }
-                    request = Request(AUTO, MemoryCap(group.step.room(self._memory), True), options)
+                    request = Request(AUTO, MemoryCap(group.step.room(self._memory), True), options=options)
                     known = Knowledge(group.step.costs, placement=group.step.placement)
                     found = resolve(request, Shape(p, None, m), known)
             except PipememError as error:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.config.runs import Run, ScheduleChoice
 from megatron_pipemem.errors import MemoryCapError, UnsupportedError
 from megatron_pipemem.planner.activations import message_bytes
@@ -32,7 +31,7 @@ from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.options import AUTO
-from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.request import DEFAULT_HOST_SHARE, Request
 from megatron_pipemem.schedule.resolve import resolve
 
 

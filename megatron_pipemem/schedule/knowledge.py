@@ -127,7 +127,9 @@ class Knowledge:
             return request.in_bytes and request.searches and self.changes is None
         if self.changes is not None:
             return self.selective is None and request.recompute in ("selective", "auto")
-        return request.in_bytes or (request.offload != OFF and (self.lacks_seconds(request) or request.bounds_host))
+        return request.in_bytes or (
+            request.offload != OFF and (self.lacks_seconds(request) or request.host_memory is not None)
+        )
 
     def counted_costs(self, placement: Placement, in_bytes: bool) -> Costs:
         """Return the costs with the memory that a cap is about, messages counted with the actions that need or make

@@ -88,7 +88,7 @@ def counting(request: Request, num_microbatches: int, knowledge: Knowledge) -> S
         knowledge: of a run that has built its model. Where it has counted bytes already, every stage is recomputed
             selectively.
     """
-    placement, name = knowledge.placement, f"{request.name} (counting bytes)"
+    placement, name = knowledge.placement, f"{request.schedule} (counting bytes)"
     assert placement is not None, "the model has been built"
     schedule = serial_schedule(placement, num_microbatches, name)
     if knowledge.changes is not None:
@@ -116,7 +116,7 @@ def last_resort(
     """
     least: list[tuple[float, int, Schedule]] = []
     for placement in placements:
-        serial = serial_schedule(placement, microbatches, request.name, better_full(placement, costs))
+        serial = serial_schedule(placement, microbatches, request.schedule, better_full(placement, costs))
         serial = with_barriers(serial if request.offload == OFF else _away(serial), request.barriers, costs)
         more = knowledge.excess(request, serial, costs)
         if not any(more):

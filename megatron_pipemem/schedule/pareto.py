@@ -131,7 +131,7 @@ def choices(
         knowledge = Knowledge(costs, with_passes=tuple(known) if count else None, cache=cache)
         for number, cap in enumerate(caps):
             at_most = (len(caps) - number) * seconds
-            request = Request(AUTO, MemoryCap(cap, costs.memory is not None), options, barriers=count)
+            request = Request(AUTO, MemoryCap(cap, costs.memory is not None), options=options).decided(count)
             what = f"memory cap {cap:.4g}, search {number + 1} of {len(caps)}, at most {at_most:.0f} s for all"
             with suppress(PipememError), doing(what):
                 found.append((resolve(request, shape, knowledge).schedule, cap))

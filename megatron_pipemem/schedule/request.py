@@ -1,118 +1,411 @@
-"""Describe what a user asks of the schedules of a run, as far as it can be judged before anything is built.
+"""Define all that a user can ask of the schedules of a run.
 
-The launcher asks here before it starts a run, and the run itself when it starts, so that both refuse the same.
+A field of ``Request`` is an argument of ``enable()``. Its metadata give the ``--pipemem-*`` flag, the help text and the reader
+of its value; flags, the ``schedule:`` section of a run's YAML file and the documents' table of flags are made from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, cast
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_caps
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_bytes, parse_caps
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.slices import TOKENS
+from megatron_pipemem.schedule.core.slices import SLICE_CUTS, TOKENS, SliceCut
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
-from megatron_pipemem.schedule.features.windows import UPDATE_EVERY
+from megatron_pipemem.schedule.family import Family
 from megatron_pipemem.schedule.options import (
     AUTO,
+    EARLY_WEIGHTS,
+    MESSAGE_SHAPES,
     OFF,
+    OFFLOAD,
+    RANDOM,
+    RECOMPUTE,
     STOCK,
     VOCABULARY,
-    check_effort,
+    WEIGHT_INPUTS,
+    RandomStreams,
+    VocabularyCut,
+    WeightInputs,
+    early_weights,
     searched_placements,
     slice_counts,
 )
-from megatron_pipemem.schedule.registry import check_options, chunks_per_device, family
-from megatron_pipemem.schedule.schedule_file import schedule_of_file
+from megatron_pipemem.schedule.registry import chunks_per_device, family
 
 PROFILE = "profile"
 FILE_SUFFIX = ".csv"
 
-SEARCH_OPTIONS = ("chunks", "placement", "seconds", "effort", "seed", "period", "slices")
+DEFAULT_HOST_SHARE = 0.5
+"""Of the host's available memory, the part that activations may take by default."""
+
+MicrobatchCosts = str | Callable[[object], object]
+"""``tokens``, ``FLOPs``, a JSON file, ``module:function``, or the function itself."""
+
+Reader = Callable[[str, Any], Any]
+"""Reads a value, given the flag's name for messages. A value that has been read already is returned unchanged."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """Describe what a user asks of the schedules of a run.
+class Flag:
+    """Describe the ``--pipemem-*`` flag of a field.
 
     Args:
-        name: a family, ``auto`` for a search, the path of a file, or ``stock`` for Megatron's own schedule.
-        memory_cap: the most a device may hold; ``None`` for no limit.
-        options: of the family or of the search.
-        offload: which activations wait on the host, see ``plan_offload``.
-        recompute: what runs again, see ``options.RECOMPUTE``.
-        bounds_host: whether the host's memory is limited by the user.
-        barriers: of vocabulary parallelism; 0 for embedding and head as parts of the first and the last stage.
-        vocabulary: how it is cut, see ``options.VOCABULARY``; ``auto`` as long as nobody has decided.
-        file: the schedule of a file, read and proved.
+        help: meaning.
+        metavar: form of the value; empty for a switch.
+        name: with its dashes; by default made of the field's name.
+        read: reader of the value.
+        kind: type of the value, where argparse converts it.
+        repeated: whether the flag is given once for every ``KEY=VALUE``.
+        page: of the documents, where they say more.
     """
 
-    name: str
-    memory_cap: MemoryCap | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    offload: str | int = OFF
-    recompute: str = "none"
-    bounds_host: bool = False
-    barriers: int = 0
-    vocabulary: str = OFF
-    file: Schedule | None = None
+    help: str
+    metavar: str = ""
+    name: str = ""
+    read: Reader | None = None
+    kind: type | None = None
+    repeated: bool = False
+    page: str = ""
+
+
+def flags_of(request: type) -> dict[str, Flag]:
+    """Return the flags of a dataclass like ``Request``, by the names of their fields."""
+    own_first = sorted(fields(request), key=lambda each: each.name not in request.__annotations__)
+    found = {each.name: each.metadata["flag"] for each in own_first if "flag" in each.metadata}
+    return {
+        name: flag if flag.name else replace(flag, name=f"--pipemem-{name.replace('_', '-')}")
+        for name, flag in found.items()
+    }
+
+
+def _field(default: Any, help: str, metavar: str = "", choices: Sequence[str] = (), **told: Any) -> Any:
+    """Return a field with a flag. ``choices`` are all its values."""
+    if choices:
+        told["read"] = _one_of(choices)
+    flag = Flag(help, metavar or "|".join(choices), **told)
+    how: dict[str, Any] = {"default_factory": type(default)} if isinstance(default, dict) else {"default": default}
+    return field(**how, metadata={"flag": flag})
+
+
+def _one_of(choices: Sequence[str]) -> Reader:
+    def read(flag: str, value: Any) -> str:
+        if str(value) not in choices:
+            raise UnsupportedError("bad-choice", f"{flag} {value!r} is none of {', '.join(choices)}")
+        return str(value)
+
+    return read
+
+
+def _caps(flag: str, value: Any) -> MemoryCap | None:
+    return value if value is None or isinstance(value, MemoryCap) else parse_caps(value)
+
+
+def _bytes(flag: str, value: Any) -> float | None:
+    return None if value is None else parse_bytes(flag, value if isinstance(value, str) else f"{value:f}B")
+
+
+def _sent(flag: str, value: Any) -> str | int:
+    """Read which activations wait on the host. Commands that simulate also take a number of them."""
+    return value if isinstance(value, int) else _one_of(OFFLOAD)("offload", value)
+
+
+def _pieces(flag: str, value: Any) -> int | None:
+    if value is not None and value < 1:
+        raise UnsupportedError("bad-number", f"{flag} {value}: give at least 1")
+    return value
+
+
+def _early(flag: str, value: Any) -> str:
+    early_weights(value, 0, 0)  # refuses other modules
+    return value
+
+
+def _switch(flag: str, value: Any) -> bool:
+    if value not in (0, 1, False, True):
+        raise UnsupportedError("bad-choice", f"{flag} {value!r} is neither 0 nor 1")
+    return bool(value)
+
+
+def _groups(flag: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    groups = value if isinstance(value, (list, tuple)) else [None]
+    members = [each for group in groups for each in (group if isinstance(group, (list, tuple)) else [None])]
+    if len(set(map(str, members))) < len(members) or not all(type(each) is int and each >= 0 for each in members):
+        raise UnsupportedError(
+            "bad-syntax",
+            f"{flag} {value!r} are no groups of ranks of a node, each in one of them; write [[0, 1], [2, 3]]",
+        )
+    return tuple(map(tuple, groups))
+
+
+def _ratio(flag: str, value: Any) -> float | None:
+    try:
+        number = None if value is None else float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if number is not None and not 0 < number < math.inf:
+        raise UnsupportedError("bad-number", f"{flag} {value!r} is no positive number")
+    return number
+
+
+def _least_bytes(flag: str, value: Any) -> int:
+    return value if isinstance(value, int) else int(parse_bytes(flag, value))
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """Say how activations travel to the host and back.
+
+    Args:
+        bandwidth: bytes per second to pretend on CPU ranks, each way; ``None`` for the speed of the memory.
+        min_bytes: smaller storages stay on the device; a copy costs the host a few microseconds however small it is.
+        guard: overwrite with NaN the memory that has been copied, and compare checksums before and after a round trip. Slow;
+            it finds users of memory that is away.
+        ratio: the seconds of a round trip of a layer's activations over those of its F, I and W; ``None`` to measure it.
+        switches: groups of ranks of a node, counted on every node from 0, whose devices share a channel to the host.
+    """
+
+    bandwidth: float | None = field(default=None, metadata={"read": _bytes})
+    min_bytes: int = field(default=1 << 16, metadata={"read": _least_bytes})
+    guard: bool = field(default=False, metadata={"read": _switch})
+    ratio: float | None = field(default=None, metadata={"read": _ratio})
+    switches: tuple[tuple[int, ...], ...] = field(default=(), metadata={"read": _groups})
 
     @classmethod
-    def of(
-        cls,
-        name: str,
-        memory_cap: float | str | None = None,
-        costs: str = "unit",
-        options: Mapping[str, Any] | None = None,
-        offload: str = OFF,
-        recompute: str = "none",
-        bounds_host: bool = False,
-        vocabulary: str = OFF,
-    ) -> Request:
-        """Return what a run asks, judged as far as it can be; a file is read and proved here, once.
-
-        Args:
-            name: see the class, as for the others.
-            memory_cap: as ``parse_caps`` reads it.
-            costs: ``unit``, ``profile`` or a JSON file.
-            options: of the schedule.
-            offload: see the class.
-            recompute: see the class.
-            bounds_host: see the class.
-            vocabulary: see the class.
+    def of(cls, flag: str, given: Any) -> TransferOptions:
+        """Read options by name: ``bandwidth`` and ``min_bytes`` (``1GiB``, ``64KiB``, ``100B``), ``guard`` (0 or 1), ``ratio``,
+        ``switches`` (``[[0, 1], [2, 3]]``).
 
         Raises:
-            PipememError: its parts do not go together, or the file must not run.
+            UnsupportedError: there is no such option, or it has another kind of value.
         """
-        cap = None if memory_cap is None else parse_caps(memory_cap)
-        request = cls(name, cap, dict(options or {}), offload, recompute, bounds_host, vocabulary=vocabulary)
-        _check(request, costs)
-        file = None
-        if name.endswith(FILE_SUFFIX):
-            file = schedule_of_file(name, None if cap is None or request.plans_offload else cap.amount)
-            check_barriers(name, file.vocabulary_barriers, vocabulary)
-            if file.vocabulary_barriers:
-                return replace(request, file=file).decided(file.vocabulary_barriers)
-        barriers = 0 if vocabulary in (OFF, AUTO) else BARRIERS_OF_ALGORITHM[int(vocabulary)]
-        return replace(request, barriers=barriers, file=file)
+        if isinstance(given, cls):
+            return given
+        readers: dict[str, Reader] = {each.name: each.metadata["read"] for each in fields(cls)}
+        unknown = sorted(set(given) - set(readers))
+        if unknown:
+            raise UnsupportedError(
+                "unknown-option", f"activation offload has no option {unknown[0]!r}; its options: {', '.join(readers)}"
+            )
+        return cls(**{name: readers[name](f"offload option {name}", value) for name, value in given.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions:
+    """The part of a request that a run's YAML file can give too, as keys of its ``schedule:`` section.
+
+    Args:
+        costs: ``unit``, a JSON file of costs, or ``profile`` to measure them in the run itself. They price the predicted
+            bubble, and ``auto`` searches for them.
+        options: of the schedule family, for example ``group_size``; for ``auto`` see ``SEARCH_OPTIONS``.
+        vocab_parallel: cut of embedding and LM head over the pipeline's ranks: ``off``, the algorithm of arXiv 2411.05288,
+            ``1`` (two barriers) or ``2`` (one barrier, one microbatch less in flight), or ``auto`` to choose by
+            the model's sizes, its layout, ``costs`` and ``memory_cap``.
+        weight_inputs: ``sharded``, ``gathered`` or ``auto``: which tensors wait for W under sequence parallelism.
+        early_weights: modules whose weight gradients are computed in I, see ``options.early_weights``.
+        random: ``stock`` or ``layerwise``: the numbers that first weights and dropout depend on.
+        slice_cut: ``tokens`` for slices of equally many tokens, ``flops`` for slices whose forwards take equally many FLOPs.
+        overlap_steps: whether every rank begins a training step when it has done its own part of the one before. Training stays
+            the same to the bit.
+    """
+
+    costs: str = _field(
+        "unit", "what passes take: equal, measured in the run, or as the JSON file says", "unit|profile|FILE"
+    )
+    options: dict[str, Any] = _field({}, "option of the schedule", "KEY=VALUE", name="--pipemem-option", repeated=True)
+    vocab_parallel: VocabularyCut = _field(
+        OFF,
+        "cut embedding and LM head over the pipeline's ranks, by Algorithm 1 (two barriers, two microbatches more in flight) "
+        "or Algorithm 2 (one barrier, one microbatch more) of arXiv 2411.05288; auto: whichever of the three the model's sizes "
+        "and layout, the costs and the cap call for",
+        choices=VOCABULARY,
+        page="vocabulary.md",
+    )
+    weight_inputs: WeightInputs = _field(
+        AUTO,
+        "what waits for W of tensors that sequence parallelism gathers: sharded: this rank's shards, which W gathers again; "
+        "gathered: the whole tensors; auto (default): sharded where the tensor-parallel ranks are of one node",
+        choices=WEIGHT_INPUTS,
+        page="gpu.md#what-waits-for-w",
+    )
+    early_weights: str = _field(
+        AUTO,
+        "modules whose weight gradients are computed in I, so that nothing of theirs waits for W; auto (default): the second "
+        "matrix of experts that are narrower than the model",
+        f"auto|none|{','.join(EARLY_WEIGHTS)}",
+        read=_early,
+        page="gpu.md#what-waits-for-w",
+    )
+    random: RandomStreams = _field(
+        STOCK,
+        "what first weights and dropout depend on: stock: Megatron's streams of every rank; layerwise: the seed, the "
+        "iteration, the microbatch and the layer alone, so that every schedule, stock included, trains the same from step 0",
+        choices=RANDOM,
+        page="choosing-a-schedule.md#my-loss-differs-from-1f1bs-at-step-1",
+    )
+    slice_cut: SliceCut = _field(
+        TOKENS,
+        "how sequences are cut where the schedule has slices: tokens: slices of equally many tokens; flops: slices whose "
+        "forwards take equally many FLOPs, since later ones attend to more keys (default: tokens)",
+        choices=SLICE_CUTS,
+        page="long-sequences.md",
+    )
+    overlap_steps: bool = _field(
+        False,
+        "let every rank begin a step as soon as it has done its own part of the one before: no rank waits for another one "
+        "between steps, and training stays the same to the bit",
+        page="steps-without-barrier.md",
+    )
+
+
+CAP = Flag(
+    "the most a rank may hold: activation units, or, with auto, bytes of activations; one for all pipeline ranks, or one each",
+    "X|XGiB|XMiB|XB|X,X,...",
+    read=_caps,
+)
+SENT = Flag(
+    "which activations wait on the host for their backward, beside what the schedule itself says",
+    "|".join(OFFLOAD),
+    read=_sent,
+    page="offload.md",
+)
+WEIGHTS = Flag(
+    "what microbatches cost that are not alike (packed or long documents): every training step then runs them in the order, "
+    "and by the schedule, that suit them; a function takes what the data iterator yields",
+    "FLOPs|tokens|FILE.json|module:function",
+    page="unequal-microbatches.md",
+)
+"""Flags whose values a YAML file gives as text, and a program in other ways too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(ScheduleOptions):
+    """All that a user can ask of the schedules of a run.
+
+    Values are read when a request is made. ``conflicts.check`` says whether they go together.
+
+    Args:
+        schedule: name of a family, path of a schedule file (``.csv``), ``auto`` for the fastest schedule that a search finds
+            within ``memory_cap``, or ``stock`` to leave Megatron's own schedule in place and only observe it.
+        memory_cap: the most any rank may hold, in activation units (``0.6``), or for ``auto`` in bytes (``"6GiB"``,
+            ``"800MiB"``, ``"123456B"``), one for all pipeline ranks or one each (``"0.5,0.6,0.6,0.7"``); a schedule that needs
+            more is refused.
+        offload: which activations wait on the host for their backward: ``off``, ``half``, ``full`` or ``auto``.
+        microbatch_costs: ``tokens``, ``FLOPs``, a JSON file of weights, ``module:function`` or a function of a microbatch as
+            the data iterator yields it.
+        trace: directory for timelines of plan and run.
+        report: JSON file that sets counted bytes, measured bubbles and losses against the plan.
+        host_memory: bytes per node (``"64GiB"``), shared by its ranks.
+        recompute: ``none``, ``selective``, ``full`` or ``auto``.
+        offload_options: see ``TransferOptions.of``.
+        vocab_piece_tokens: tokens of a piece of a cut head's logits; ``None`` for all tokens of a microbatch.
+        single_queue: whether what a rank launches is ordered for one hardware queue, whatever CUDA_DEVICE_MAX_CONNECTIONS is.
+        message_shapes: ``step`` or ``message``.
+        train_steps: training steps of the run, for asynchronous schedules: the last one reads no data of a next one.
+            Megatron's own training loop tells it by itself.
+        schedule_module: Python file (``mine.py``) or module (``package.module``) that adds the schedule to the table.
+        file: the schedule of a file, read and proved; ``conflicts.check`` fills it in.
+    """
+
+    schedule: str = field(kw_only=False, metadata={"flag": Flag("which schedule to run", "NAME|FILE.csv|auto|stock")})
+    memory_cap: MemoryCap | None = field(kw_only=False, default=None, metadata={"flag": CAP})
+    schedule_module: str | None = _field(
+        None,
+        "add the schedules of a Python file or module, so that one can be named",
+        "FILE.py|package.module",
+        page="adding-a-schedule.md",
+    )
+    offload: str | int = field(default=OFF, metadata={"flag": SENT})
+    host_memory: float | None = _field(
+        None,
+        f"host memory per node for these, shared by its ranks (default: {DEFAULT_HOST_SHARE:g} of what is available)",
+        "XGiB",
+        read=_bytes,
+    )
+    recompute: str = _field(
+        "none",
+        "what runs again before its backward: of every stage what is cheap (norms, activation functions, unfused attention), "
+        "or all; auto: whatever of these a memory cap needs, per stage",
+        choices=RECOMPUTE,
+    )
+    offload_options: TransferOptions = field(
+        default=TransferOptions(),
+        metadata={
+            "flag": Flag(
+                "ratio, min_bytes, guard, switches, and bandwidth for CPU ranks",
+                "KEY=VALUE",
+                name="--pipemem-offload-option",
+                repeated=True,
+                read=TransferOptions.of,
+            )
+        },
+    )
+    trace: str | None = _field(None, "write timelines of plan and run", "DIR")
+    report: str | None = _field(None, "write predicted and counted bytes, bubbles, losses", "FILE")
+    vocab_piece_tokens: int | None = _field(
+        None,
+        "compute the cut head's logits for N tokens at a time, which bounds what they take in fp32 (default: all)",
+        "N",
+        kind=int,
+        read=_pieces,
+    )
+    single_queue: bool = _field(
+        False,
+        "order what a rank launches for one hardware queue, as is done anyway on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1, and "
+        "in the first steps on every GPU",
+        page="how-it-works.md#one-hardware-queue-per-rank",
+    )
+    message_shapes: str = _field(
+        "step",
+        "how ranks learn the shapes of messages under variable_seq_lengths: step: all of a step at its start, from the tokens "
+        "that the first stage passes to the model; message: each from a header, which every receive waits for",
+        choices=MESSAGE_SHAPES,
+        page="how-it-works.md#microbatches-that-differ",
+    )
+    microbatch_costs: MicrobatchCosts | None = field(default=None, metadata={"flag": WEIGHTS})
+    train_steps: int | None = None
+    file: Schedule | None = None
+
+    def __post_init__(self) -> None:
+        for name, flag in flags_of(type(self)).items():
+            if flag.read is not None:
+                object.__setattr__(self, name, flag.read(flag.name, getattr(self, name)))
 
     def decided(self, barriers: int) -> Request:
-        """Return the request, with the vocabulary cut so, or not at all."""
-        return replace(self, barriers=barriers, vocabulary=str(_algorithm(barriers)) if barriers else OFF)
+        """Return the request, with the vocabulary cut with that many barriers, or not at all."""
+        cut = cast(VocabularyCut, str(algorithm_of(barriers)) if barriers else OFF)
+        return replace(self, vocab_parallel=cut)
+
+    @property
+    def is_stock(self) -> bool:
+        """Return whether Megatron's own schedule runs."""
+        return self.schedule == STOCK
+
+    @property
+    def barriers(self) -> int:
+        """Return the barriers of vocabulary parallelism; 0 for an uncut vocabulary, and as long as it is not decided."""
+        return 0 if self.vocab_parallel in (OFF, AUTO) else BARRIERS_OF_ALGORITHM[int(self.vocab_parallel)]
+
+    @property
+    def outputs(self) -> list[Path]:
+        """Return the files that show whether report and timelines can be written."""
+        return outputs(self.report, self.trace)
 
     @property
     def cuts_vocabulary(self) -> bool:
         """Return whether the vocabulary is cut over the pipeline, or may be."""
-        return self.vocabulary != OFF
+        return self.vocab_parallel != OFF
 
     @property
     def searches_period(self) -> bool:
         """Return whether an order is to be searched for whose steps follow each other soonest without a barrier."""
-        return self.searches and bool(self.options.get("period"))
+        return self.searches and bool(self.options.get("period", self.overlap_steps))
 
     @property
     def slice_counts(self) -> tuple[int, ...]:
@@ -122,7 +415,7 @@ class Request:
     @property
     def searches(self) -> bool:
         """Return whether an order is to be searched for."""
-        return self.name == AUTO and self.file is None
+        return self.schedule == AUTO and self.file is None
 
     @property
     def plans_offload(self) -> bool:
@@ -154,23 +447,32 @@ class Request:
         return None if self.memory_cap is None else self.memory_cap.of(num_devices)
 
     @property
+    def family(self) -> Family | None:
+        """Return the family that builds the schedule; ``None`` for a search, a file, and Megatron's own schedule.
+
+        Raises:
+            UnknownScheduleError: there is none of that name.
+        """
+        return None if self.searches or self.is_stock or self.file is not None else family(self.schedule)
+
+    @property
     def is_asynchronous(self) -> bool:
         """Return whether weights change in the middle of the schedule."""
-        return not self.searches and self.file is None and family(self.name).asynchronous
+        return self.family is not None and self.family.asynchronous
 
     @property
     def may_split(self) -> bool:
         """Return whether the schedule may have I and W, so that layers must be able to split their backwards."""
         if self.file is not None:
             return self.file.splits_backward
-        return self.searches or family(self.name).splits_backward
+        return self.searches or (self.family is not None and self.family.splits_backward)
 
     @property
     def may_offload(self) -> bool:
         """Return whether activations may leave the device."""
         if self.file is not None:
             return self.offload != OFF or self.file.offloads
-        return self.offload != OFF or (not self.searches and family(self.name).offloads)
+        return self.offload != OFF or (self.family is not None and self.family.offloads)
 
     @property
     def may_recompute(self) -> bool:
@@ -179,149 +481,34 @@ class Request:
 
     @property
     def replicas(self) -> int:
-        """Replicas of the model that the schedule runs."""
+        """Return the number of replicas of the model that the schedule runs."""
         if self.file is not None:
             return self.file.placement.replicas
-        return 1 if self.searches else family(self.name).replicas
+        return 1 if self.family is None else self.family.replicas
 
     @property
     def chunks(self) -> int:
-        """Model chunks per rank and replica to ask Megatron for when the user does not say how the model is cut."""
+        """Return the model chunks per rank and replica to ask Megatron for, if the user does not say how the model is cut."""
         if self.file is not None:
-            return self.file.placement.num_chunks // self.file.placement.replicas
+            return self.file.placement.num_chunks // self.replicas
         if self.searches:
             return searched_placements(1, self.options.get("placement"), self.options.get("chunks"))[0].num_chunks
-        return chunks_per_device(self.name, **self.options) // family(self.name).replicas
+        return chunks_per_device(self.schedule, **self.options) // self.replicas
 
     @property
     def is_round_robin(self) -> bool:
-        """Return whether Megatron's own placement is all that can come."""
+        """Return whether the placement can only be Megatron's own."""
         if self.file is not None:
             return self.file.placement.is_round_robin
-        if self.searches:
+        if self.family is None:
             return self.options.get("placement") in ("interleaved", "linear") or self.chunks == 1
-        return self.options.get("placement", family(self.name).placement) in ("linear", "interleaved")
+        return self.options.get("placement", self.family.placement) in ("linear", "interleaved")
 
 
-def check_vocab_parallel(vocab_parallel: str, piece_tokens: int | None = None) -> None:
-    """Raises:
-    UnsupportedError: no such algorithm, or pieces of no tokens or of an uncut head.
-    """
-    if str(vocab_parallel) not in VOCABULARY:
-        raise UnsupportedError(
-            "bad-choice", f"--pipemem-vocab-parallel {vocab_parallel!r} is none of {', '.join(VOCABULARY)}"
-        )
-    if piece_tokens is None:
-        return
-    if piece_tokens < 1:
-        raise UnsupportedError("bad-number", f"--pipemem-vocab-piece-tokens {piece_tokens}: give at least 1")
-    if vocab_parallel == OFF:
-        raise UnsupportedError(
-            "needs-option",
-            "--pipemem-vocab-piece-tokens is about a head cut over the pipeline; pass --pipemem-vocab-parallel 1, 2 or auto, "
-            "or leave it out",
-        )
-
-
-def check_search_options(options: Mapping[str, Any], allowed: Sequence[str] = SEARCH_OPTIONS) -> None:
-    """Raises:
-    UnsupportedError: ``auto`` has no such option, or not with that value.
-    """
-    unknown = sorted(set(options) - set(allowed))
-    if unknown:
-        raise UnsupportedError(
-            "unknown-option", f"schedule 'auto' has no option {unknown[0]!r}; its options: {', '.join(allowed)}"
-        )
-    searched_placements(1, options.get("placement"), options.get("chunks"))
-    check_effort(options.get("seconds", 0), options.get("effort", 0), options.get("seed", 0))
-    slice_counts(options.get("slices", 1))
-    if not isinstance(period := options.get("period", False), bool):
-        raise UnsupportedError("bad-choice", f"period of a search must be true or false, not {period!r}")
-
-
-def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
-    """Refuse a schedule whose vocabulary passes are others than those that are asked for.
-
-    Args:
-        name: of the schedule.
-        barriers: of its passes; 0 when it has none, so that any can be added.
-        vocab_parallel: ``off``, ``1``, ``2`` or ``auto``.
-
-    Raises:
-        UnsupportedError: others are asked for, or none.
-    """
-    if barriers and vocab_parallel not in (AUTO, str(_algorithm(barriers))):
-        raise UnsupportedError(
-            "conflicting-options",
-            f"{name} is a schedule for a vocabulary cut over the pipeline; pass --pipemem-vocab-parallel "
-            f"{_algorithm(barriers)}, not {vocab_parallel}",
-        )
-
-
-def check_weighs(schedule: str, request: Request) -> None:
-    """Check a schedule by the name that the user gave, and what is asked of it.
-
-    Raises:
-        UnsupportedError: steps of this schedule cannot be planned for the weights of their microbatches.
-    """
-    if schedule == STOCK:
-        raise UnsupportedError(
-            "not-for-stock",
-            "--pipemem-microbatch-costs orders microbatches for schedules of this package, and stock is Megatron's own; leave "
-            "one of them out",
-        )
-    if request.is_asynchronous:
-        raise UnsupportedError(
-            "conflicting-features",
-            f"schedule {schedule!r} runs forwards of the next step, whose microbatches nobody has weighed; drop "
-            "--pipemem-microbatch-costs, or take a synchronous schedule",
-        )
-
-
-def check_slice_cut(schedule: str, request: Request, cut: str) -> None:
-    """Check how a schedule is to cut sequences into slices.
-
-    Args:
-        schedule: by the name that the user gave.
-        request: what is asked of it.
-        cut: ``tokens``, which is the default and goes with everything, or ``flops``.
-
-    Raises:
-        UnsupportedError: this schedule cuts none, so that it is no matter how.
-    """
-    if cut == TOKENS:
-        return
-    slices: object = 1
-    if request.file is not None:
-        slices = request.file.slices
-    elif schedule != STOCK:
-        slices = request.options.get("slices", 1 if request.searches else family(schedule).slices)
-    if slices == 1:
-        raise UnsupportedError(
-            "no-slices",
-            f"--pipemem-slice-cut {cut} says how sequences are cut into slices, and schedule {schedule!r} leaves them whole; "
-            "add --pipemem-option slices=4 to one that takes it, or leave it out",
-        )
-
-
-def check_replicas(placement: Placement) -> None:
-    """Raises:
-    UnsupportedError: there are replicas of the model elsewhere than Megatron can build them.
-    """
-    if placement.replicas == 1:
-        return
-    if placement.name != "bidirectional":
-        raise UnsupportedError(
-            "unsupported-placement",
-            f"{placement.replicas} replicas of the model run in opposite directions only, stage r and stage p-1-r on device r; "
-            "this placement has them elsewhere",
-        )
-    if placement.num_devices == 1:
-        raise UnsupportedError(
-            "no-pipeline",
-            "two replicas of the model need at least two pipeline ranks; pass --pipeline-model-parallel-size 2 or more, or "
-            "another schedule",
-        )
+def outputs(report: str | Path | None, trace: str | Path | None) -> list[Path]:
+    """Return the files that show whether a run's report and its folder of timelines can be written."""
+    files = [] if report is None else [Path(report)]
+    return files if trace is None else [*files, Path(trace) / "run.html"]
 
 
 def prices_of(costs: str) -> tuple[Costs, str]:
@@ -337,75 +524,6 @@ def prices_of(costs: str) -> tuple[Costs, str]:
     return found, "file"
 
 
-def _check(request: Request, costs: str) -> None:
-    """Refuse a request whose parts do not go together."""
-    name, options, cap = request.name, request.options, request.memory_cap
-    if name == STOCK:
-        _check_stock(request)
-        return
-    if request.cuts_vocabulary and request.plans_offload:
-        raise UnsupportedError(
-            "conflicting-features",
-            "offload and recomputation are not planned together with vocabulary passes; pass --pipemem-vocab-parallel off, or "
-            "--pipemem-offload off and --pipemem-recompute none with Megatron's own --recompute-* flags",
-        )
-    if request.in_bytes and name != AUTO and not request.plans_offload:
-        raise UnsupportedError(
-            "unit-mismatch",
-            f"a memory cap in bytes ({cap}) needs --pipemem-schedule auto, which fits a schedule to it, "
-            f"or --pipemem-offload; {name!r} is what it is, so give the cap in activation units (1.0 is what 1F1B's "
-            "first rank holds)",
-        )
-    if name == AUTO:
-        check_search_options(options)
-    elif name.endswith(FILE_SUFFIX):
-        if options:
-            raise UnsupportedError(
-                "options-of-file",
-                f"a schedule file has no options; drop --pipemem-option {next(iter(options))}={next(iter(options.values()))}",
-            )
-    else:
-        check_options(name, options)
-        if request.is_asynchronous:
-            _check_asynchronous(request, costs)
-        chunks_per_device(name, **options)  # which refuses options that the family has not
-
-
-def _check_stock(request: Request) -> None:
-    if request.plans_offload:
-        raise UnsupportedError(
-            "not-for-stock",
-            "Megatron's own schedule has no place for offload or recomputation of ours; name another one, for example "
-            "--pipemem-schedule 1f1b, or use Megatron's own flags",
-        )
-    if request.cuts_vocabulary:
-        raise UnsupportedError(
-            "not-for-stock",
-            "Megatron's own schedules have no passes for a cut vocabulary; take a schedule of this package, or pass "
-            "--pipemem-vocab-parallel off",
-        )
-
-
-def _check_asynchronous(request: Request, costs: str) -> None:
-    """Refuses what plans a step as one that ends empty, and an option that the training loop decides."""
-    for asked, off in (
-        (request.plans_offload, "--pipemem-offload off and --pipemem-recompute none"),
-        (request.cuts_vocabulary, "--pipemem-vocab-parallel off"),
-        (costs == PROFILE, "--pipemem-costs unit or a file"),
-    ):
-        if asked:
-            raise UnsupportedError(
-                "conflicting-features",
-                f"schedule {request.name!r} leaves microbatches in flight between steps, which offload, recomputation, "
-                f"vocabulary parallelism and profiles do not know; pass {off}",
-            )
-    if UPDATE_EVERY in request.options:
-        raise UnsupportedError(
-            "has-own-flag",
-            f"{UPDATE_EVERY} of schedule {request.name!r} is the number of microbatches of a step here; drop the option and "
-            "choose --global-batch-size",
-        )
-
-
-def _algorithm(barriers: int) -> int:
+def algorithm_of(barriers: int) -> int:
+    """Return the algorithm of arXiv 2411.05288 that has so many barriers."""
     return next(algorithm for algorithm, count in BARRIERS_OF_ALGORITHM.items() if count == barriers)

@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from itertools import chain
 
 from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
+from megatron_pipemem.schedule.conflicts import check_conflicts
 from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
@@ -97,17 +98,12 @@ def resolve(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSched
         ScheduleError: a family has built what must not run.
         CostsError: the costs do not fit the schedule's placement.
     """
-    if request.searches_period and (request.cuts_vocabulary or request.plans_offload):
+    check_conflicts(request)
+    if max(request.slice_counts) > 1 and request.in_bytes and (knowledge.measures or knowledge.changes is not None):
         raise UnsupportedError(
-            "conflicting-features",
-            "a period is searched for alone, without offload, recomputation and vocabulary passes; drop the option period",
-        )
-    if max(request.slice_counts) > 1:
-        _check_slices(request, knowledge)
-    if request.barriers and request.plans_offload:
-        raise UnsupportedError(
-            "conflicting-features",
-            "offload and recomputation are not planned together with vocabulary passes; leave one of them out",
+            "unit-mismatch",
+            "a run counts the bytes of whole microbatches, not of slices; give the memory cap in activation units, or drop the "
+            "option slices",
         )
     if knowledge.lacks_bytes(request):
         schedule = counting(request, shape.num_microbatches, knowledge)
@@ -123,21 +119,6 @@ def resolve(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSched
     return replace(chosen, priced_by=knowledge.priced_by)
 
 
-def _check_slices(request: Request, knowledge: Knowledge) -> None:
-    if request.searches_period or request.cuts_vocabulary or request.plans_offload:
-        raise UnsupportedError(
-            "conflicting-features",
-            "slices are searched for without a period, offload, recomputation and vocabulary passes; drop these, or the option "
-            "slices",
-        )
-    if request.in_bytes and (knowledge.measures or knowledge.changes is not None):
-        raise UnsupportedError(
-            "unit-mismatch",
-            "a run counts the bytes of whole microbatches, not of slices; give the memory cap in activation units, or drop the "
-            "option slices",
-        )
-
-
 def family_schedule(request: Request, shape: Shape, knowledge: Knowledge) -> Schedule:
     """Build a family's schedule for a model with as many chunks per rank as ``shape`` says, without anything added.
 
@@ -149,7 +130,7 @@ def family_schedule(request: Request, shape: Shape, knowledge: Knowledge) -> Sch
     Raises:
         UnsupportedError: the family cannot be built so, or not within the cap.
     """
-    options, accepted = dict(request.options), family(request.name).options
+    options, accepted = dict(request.options), family(request.schedule).options
     # Megatron's default, and ours, which copes better with an odd last group.
     group_size = None if shape.group_size == shape.num_devices else shape.group_size
     # Only where the user left them to us: Megatron's own flags then say how the model is cut.
@@ -157,7 +138,7 @@ def family_schedule(request: Request, shape: Shape, knowledge: Knowledge) -> Sch
         if option in accepted and value is not None:
             options.setdefault(option, value)
     return build_schedule(
-        request.name,
+        request.schedule,
         num_devices=shape.num_devices,
         num_microbatches=shape.num_microbatches,
         memory_cap=request.cap_in_units,
@@ -182,10 +163,10 @@ def vocabulary_ways(
     Raises:
         PipememError: there is no schedule without passes.
     """
-    ways = {0: resolved(replace(request, barriers=0))}
+    ways = {0: resolved(request.decided(0))}
     for barriers in BARRIERS:
         try:
-            ways[barriers] = resolved(replace(request, barriers=barriers))
+            ways[barriers] = resolved(request.decided(barriers))
         except (ScheduleError, UnsupportedError) as error:
             refused(barriers, error)
     return ways

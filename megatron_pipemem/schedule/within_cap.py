@@ -173,8 +173,8 @@ class Plans:
         why = f"; what stays: {plan.binds}" if plan.binds else ""
         return MemoryCapError(
             "cap-unreachable",
-            f"no plan of {request.name} with offload {request.offload} and recompute {request.recompute} keeps a memory cap "
-            f"of {request.memory_cap}: the least found is {least}{why}; raise the cap, or let offload, recompute or the "
+            f"no plan of {request.schedule} with offload {request.offload} and recompute {request.recompute} keeps a memory "
+            f"cap of {request.memory_cap}: the least found is {least}{why}; raise the cap, or let offload, recompute or the "
             "schedule be chosen (auto)",
             obstacles=tuple(sorted(plan.obstacles)),
         )

@@ -31,7 +31,7 @@ from megatron_pipemem.schedule.request import Request
 from megatron_pipemem.schedule.resolve import resolve
 
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
-OFFLOADING = Request("auto", MemoryCap(0.6, False), {"seconds": 3}, "auto")
+OFFLOADING = Request("auto", MemoryCap(0.6, False), options={"seconds": 3}, offload="auto")
 COSTS = Costs(1, 1.5, 0.5, channel=Channel(0.5))
 
 

@@ -303,7 +303,7 @@ def test_recomputation_of_a_named_schedule(pipemem, pipemem_json, refuses):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--offload", "most"), "cannot offload 'most'; take off, half, full, auto, or a number of chunks"),
+        (("--offload", "most"), "offload 'most' is none of off, half, full, auto"),
         (
             ("--offload", "full", "--memory-cap", "0.01"),
             "keeps a memory cap of 0.01 activation units: the least found is",

@@ -178,11 +178,14 @@ def test_shards_wait_unless_told_otherwise(train_with_transformer_engine, assert
 @pytest.mark.parametrize("layers", ["transformer_engine", "local"])
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_four_tensor_parallel_ranks_train_as_stock(
-    train_with_transformer_engine, assert_same_training, schedule, layers
+    train_with_transformer_engine, assert_same_training, assert_close_training, schedule, layers
 ):
+    """Megatron sums the norms' gradients over tensor-parallel ranks in one buffer of all layers of a rank. Over more than two
+    ranks the order of a sum depends on the place in the buffer, and a V puts other layers there.
+    """
     flags = (*TP4_SEQUENCE, "--transformer-impl", layers)
     run, stock = (train_with_transformer_engine(name, *flags, size=8) for name in (schedule, "stock"))
-    assert_same_training(run, stock)
+    (assert_same_training if schedule == "zb-h1" else assert_close_training)(run, stock)
     assert run.predicted_peaks == run.counted_peaks
 
 

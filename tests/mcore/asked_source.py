@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_pipemem.mcore.plugin import Settings, source_for
+from megatron_pipemem.mcore.plugin import source_for
 from megatron_pipemem.mcore.source import Source
+from megatron_pipemem.schedule.conflicts import check
+from megatron_pipemem.schedule.request import Request
 
 
 def source_of(
@@ -16,5 +18,6 @@ def source_of(
     **settings: object,
 ) -> Source:
     """As a run has it that is enabled with these settings."""
-    source, _ = source_for(Settings(schedule, memory_cap, costs, options=options or {}, **settings))
+    request = Request(schedule, memory_cap, costs=costs, options=options or {}, **settings)
+    source, _ = source_for(check(request))
     return source

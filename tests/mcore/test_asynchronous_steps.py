@@ -30,7 +30,7 @@ class Steps:
     """Runs steps that do nothing on one of two ranks."""
 
     def __init__(self, train_steps: int):
-        self.training = AsynchronousTraining(Source(Request.of("pipedream-2bw")), train_steps)
+        self.training = AsynchronousTraining(Source(Request("pipedream-2bw")), train_steps)
         self.chunks = [torch.nn.Linear(2, 2)]
 
     def begin(self):

@@ -9,6 +9,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.source import Source
+from megatron_pipemem.schedule.conflicts import check
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.knowledge import Shape
 from megatron_pipemem.schedule.registry import build_schedule, families, family
@@ -19,7 +20,7 @@ RUNNABLE = [each.name for each in families()]
 
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_every_family_says_how_many_chunks_it_wants_and_builds_for_them(name):
-    source = Source(Request.of(name))
+    source = Source(Request(name))
     plan = source.plan(Shape(4, source.request.chunks, 8), "start")
     placement = plan.schedule.placement
     assert placement == source.placement(4, source.request.chunks) == source.placement(4, None)
@@ -35,22 +36,22 @@ def test_every_family_says_how_many_chunks_it_wants_and_builds_for_them(name):
     [("hanayo", {}, 4), ("hanayo", {"waves": 1}, 2), ("gis", {"chunks": 3}, 3), ("looped-bfs", {}, 2)],
 )
 def test_options_decide_the_chunks(name, options, chunks):
-    assert Request.of(name, options=options).chunks == chunks
+    assert Request(name, options=options).chunks == chunks
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("hanayo", 6), ("gis-h", 3), ("looped-bfs", 4)])
 def test_a_model_that_is_cut_otherwise_decides_too(name, chunks):
-    assert Source(Request.of(name)).placement(4, chunks).num_chunks == chunks
+    assert Source(Request(name)).placement(4, chunks).num_chunks == chunks
 
 
 def test_waves_that_disagree_with_the_model_are_refused():
     with refused("needs-chunks", 2, 4, kind=UnsupportedError):
-        Source(Request.of("hanayo", options={"waves": 1})).placement(4, 4)
+        Source(Request("hanayo", options={"waves": 1})).placement(4, 4)
 
 
 def test_group_size_of_megatron_is_ours_unless_it_is_its_default():
     def schedule(name, group_size):
-        return Source(Request.of(name)).plan(Shape(4, 2, 12, group_size), "start").schedule
+        return Source(Request(name)).plan(Shape(4, 2, 12, group_size), "start").schedule
 
     assert schedule("gis", 3) == build_schedule("gis", num_devices=4, num_microbatches=12, group_size=3)
     assert schedule("gis-h", 4) == build_schedule("gis-h", num_devices=4, num_microbatches=12)
@@ -58,7 +59,7 @@ def test_group_size_of_megatron_is_ours_unless_it_is_its_default():
 
 def test_cap_and_costs_fit_the_order_and_measured_costs_fit_it_again():
     costs, measured = Costs(p2p=0.3), Costs((1.0, 1.0, 1.0, 2.0), 1.5, 0.5)
-    source = Source(Request.of("zb-auto", 1.5), costs)
+    source = Source(Request("zb-auto", 1.5), costs)
 
     def wanted(costs):
         return build_schedule("zb-auto", num_devices=4, num_microbatches=12, memory_cap=1.5, costs=costs)
@@ -71,4 +72,4 @@ def test_cap_and_costs_fit_the_order_and_measured_costs_fit_it_again():
 
 def test_cap_and_costs_are_no_options():
     with refused("has-own-flag", "zb-auto", kind=UnsupportedError):
-        Request.of("zb-auto", options={"costs": 1})
+        check(Request("zb-auto", options={"costs": 1}))

@@ -18,6 +18,7 @@ from megatron_pipemem.errors import PipememError, ScheduleFormatError, UnknownSc
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.launch import enable_from_command_line
 from megatron_pipemem.schedule import registry
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap
 from megatron_pipemem.schedule.registry import build_schedule
 
 MEGATRON = ["--num-layers", "8", "--bf16", "--lr", "1e-4", "--pipeline-model-parallel-size", "4"]
@@ -41,7 +42,11 @@ def test_takes_our_flags_and_leaves_megatrons_in_order():
         ]
     )
     assert others == MEGATRON
-    assert (settings.schedule, settings.memory_cap, settings.report) == ("v-half", 0.75, "out/report.json")
+    assert (settings.schedule, settings.memory_cap, settings.report) == (
+        "v-half",
+        MemoryCap(0.75, False),
+        "out/report.json",
+    )
 
 
 def test_takes_a_search_for_bytes_and_measured_costs():
@@ -49,7 +54,7 @@ def test_takes_a_search_for_bytes_and_measured_costs():
         [*MEGATRON, "--pipemem-schedule", "auto", "--pipemem-memory-cap", "6GiB", "--pipemem-costs", "profile"]
     )
     assert others == MEGATRON
-    assert (settings.schedule, settings.memory_cap, settings.costs) == ("auto", "6GiB", "profile")
+    assert (settings.schedule, settings.memory_cap, settings.costs) == ("auto", MemoryCap(6 * 2**30, True), "profile")
 
 
 def test_random_numbers_are_megatrons_unless_asked():
@@ -231,7 +236,9 @@ def test_steps_overlap_only_if_asked():
     settings, others = take_flags([*MEGATRON, *asked, "--pipemem-overlap-steps"])
     assert others == MEGATRON and settings.overlap_steps
     searched, _ = take_flags(["--pipemem-schedule", "auto", "--pipemem-overlap-steps", "--pipemem-option", "seed=3"])
-    assert searched.request.options == {"period": True, "seed": 3}, "the order whose steps follow each other soonest"
+    assert searched.searches_period and searched.options == {"seed": 3}, (
+        "the order whose steps follow each other soonest"
+    )
 
 
 @pytest.mark.parametrize(
@@ -270,7 +277,7 @@ def test_what_needs_a_barrier_is_refused_before_the_model_is_built():
 def test_how_sequences_are_cut_comes_from_the_command_line():
     sliced = [*MEGATRON, "--pipemem-schedule", "seq1f1b", "--pipemem-slice-cut"]
     assert take_flags([*sliced, "flops"])[0].slice_cut == "flops"
-    with refused("bad-choice", "slice_cut", "time", kind=UnsupportedError):
+    with refused("bad-choice", "--pipemem-slice-cut", "time", kind=UnsupportedError):
         take_flags([*sliced, "time"])
     for whole in ("1f1b", "stock", "auto"):
         with refused("no-slices", "--pipemem-option", 4, kind=UnsupportedError):

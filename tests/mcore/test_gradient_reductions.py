@@ -25,10 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, split_linear  # noqa: E402
 from megatron_pipemem.mcore.patching import PatchSet  # noqa: E402
-from megatron_pipemem.mcore.plugin import Settings, _Enabled  # noqa: E402
+from megatron_pipemem.mcore.plugin import _Enabled  # noqa: E402
 from megatron_pipemem.mcore.step.gradient_reductions import GradientReductions, _BucketStarts  # noqa: E402
 from megatron_pipemem.runtime.executor import Executor  # noqa: E402
 from megatron_pipemem.schedule.core.action import Action  # noqa: E402
+from megatron_pipemem.schedule.request import Request  # noqa: E402
 
 LAYERS, WIDTH = 3, 8
 STOCK = layers.linear_with_grad_accumulation_and_async_allreduce
@@ -262,5 +263,5 @@ def test_megatron_judges_every_result_of_a_step_that_runs_again(make, state, que
 @pytest.mark.parametrize(("name", "checks_late"), [("v-half", True), ("1f1b", True), ("pipedream-2bw", False)])
 def test_weights_are_never_updated_before_the_check(name, checks_late):
     """A step of an asynchronous schedule updates weights itself."""
-    features = _Enabled.of(Settings(name)).features
+    features = _Enabled.of(Request(name)).features
     assert any(isinstance(each, GradientReductions) for each in features) == checks_late

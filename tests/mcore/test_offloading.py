@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -16,13 +17,14 @@ import torch
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import agreement
 from megatron_pipemem.mcore.model.stages import Tape, watch_batches
-from megatron_pipemem.mcore.plugin import Settings, source_for
+from megatron_pipemem.mcore.plugin import source_for
 from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step import offloading
-from megatron_pipemem.mcore.step.offloading import Offloading, OffloadSettings
+from megatron_pipemem.mcore.step.offloading import Offloading
 from megatron_pipemem.runtime.offload.host_link import HostLink
 from megatron_pipemem.runtime.offload.host_pool import ALIGNMENT
 from megatron_pipemem.schedule import one_by_one
+from megatron_pipemem.schedule.conflicts import check
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.placement import Placement
@@ -30,7 +32,7 @@ from megatron_pipemem.schedule.core.simulator import peaks
 from megatron_pipemem.schedule.core.validator import validate, validate_program
 from megatron_pipemem.schedule.knowledge import ASSUMED_RATIO, Knowledge, Shape
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.request import Request, TransferOptions
 from megatron_pipemem.schedule.resolve import ChosenSchedule
 
 SHAPE = Shape(4, 2, 8)
@@ -72,7 +74,7 @@ def plan_with_bytes(wanted: Source, shape: Shape) -> ChosenSchedule:
 
 
 def source(schedule: str, cap=None, **settings) -> Source:
-    found, _ = source_for(Settings(schedule, memory_cap=cap, **settings))
+    found, _ = source_for(check(Request(schedule, memory_cap=cap, **settings)))
     return found
 
 
@@ -86,27 +88,29 @@ def offloaded(schedule) -> list[Action]:
 
 def test_settings_as_users_write_them():
     options = {"bandwidth": "2GiB", "min_bytes": 100, "guard": 1, "ratio": "0.5", "switches": [[0, 1], [2, 3]]}
-    read = OffloadSettings.of("half", "auto", "64GiB", options)
-    assert read == OffloadSettings("half", "auto", 64 * 2**30, 2 * 2**30, 100, True, 0.5, ((0, 1), (2, 3)))
+    read = Request("v-half", offload="half", recompute="auto", host_memory="64GiB", offload_options=options)
+    assert (read.offload, read.recompute, read.host_memory) == ("half", "auto", 64 * 2**30)
+    assert read.offload_options == TransferOptions(2 * 2**30, 100, True, 0.5, ((0, 1), (2, 3)))
+    assert replace(read) == read
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (("most", "none", None, {}), "--pipemem-offload 'most' is none of off, half, full, auto"),
-        (("full", "some", None, {}), "--pipemem-recompute 'some'"),
-        (("full", "none", "0.5", {}), "--pipemem-host-memory '0.5': give a number of bytes, as in 60GiB"),
-        (("full", "none", None, {"speed": 1}), "no option 'speed'; its options: bandwidth"),
-        (("full", "none", None, {"ratio": 0}), "offload option ratio 0 is no positive number"),
-        (("full", "none", None, {"guard": 3}), "neither 0 nor 1"),
-        (("full", "none", None, {"switches": "0,1"}), "no groups of ranks of a node"),
-        (("full", "none", None, {"switches": [0, 1]}), "no groups of ranks of a node"),
-        (("full", "none", None, {"switches": [[0, 1], [1, 2]]}), "each in one of them"),
+        ({"offload": "most"}, "offload 'most' is none of off, half, full, auto"),
+        ({"offload": "full", "recompute": "some"}, "--pipemem-recompute 'some'"),
+        ({"offload": "full", "host_memory": "0.5"}, "--pipemem-host-memory '0.5': give a number of bytes, as in 60GiB"),
+        ({"offload": "full", "offload_options": {"speed": 1}}, "no option 'speed'; its options: bandwidth"),
+        ({"offload": "full", "offload_options": {"ratio": 0}}, "offload option ratio 0 is no positive number"),
+        ({"offload": "full", "offload_options": {"guard": 3}}, "neither 0 nor 1"),
+        ({"offload": "full", "offload_options": {"switches": "0,1"}}, "no groups of ranks of a node"),
+        ({"offload": "full", "offload_options": {"switches": [0, 1]}}, "no groups of ranks of a node"),
+        ({"offload": "full", "offload_options": {"switches": [[0, 1], [1, 2]]}}, "each in one of them"),
     ],
 )
 def test_wrong_settings_are_refused_in_words(given, told):
     with pytest.raises(UnsupportedError, match=told):
-        OffloadSettings.of(*given)
+        Request("v-half", **given)
 
 
 def test_stocks_own_schedule_is_left_alone():
@@ -166,7 +170,7 @@ def test_devices_that_share_a_channel_measure_it_in_turns(monkeypatch):
     monkeypatch.setattr(offloading, "measure_host_link", lambda channel: happened.append("measured") or LINK)
     monkeypatch.setattr(offloading, "done_by_all", lambda do: (do(), happened.append("all have"))[0])
     monkeypatch.setattr(Offloading, "budget", lambda self: 0)
-    assert Offloading(OffloadSettings()).links(2) == (LINK, LINK)
+    assert Offloading(TransferOptions()).links(2) == (LINK, LINK)
     assert happened == ["all have", "all have", "measured", "all have"]
 
 
@@ -184,14 +188,14 @@ def test_a_rank_that_fails_alone_tells_the_others(stage, monkeypatch):
     monkeypatch.setattr(offloading, "measure_host_link", lambda channel: LINK)
     monkeypatch.setattr(*((Offloading, stage) if stage == "engine" else (offloading, stage)), broken)
     with pytest.raises(OSError, match="no such group"):
-        Offloading(OffloadSettings()).links(1)
+        Offloading(TransferOptions()).links(1)
     assert told[-1] == "no such group"
 
 
 def test_one_after_another_keeps_a_cap_that_takes_full_backwards():
     placement = Placement.linear(2)
     costs = Costs(memory={Kind.F: (1, 1), Kind.I: (1, 1), Kind.W: (-2, -2)})
-    request = Request.of("auto", 1.0, offload="auto")
+    request = Request("auto", 1.0, offload="auto")
     order = next(one_by_one.last_resort(request, [placement], 3, Knowledge(costs), costs))
     validate(order)
     assert max(peaks(order, costs)) == 1
@@ -217,7 +221,7 @@ def test_host_memory_is_taken_before_the_step_where_the_plan_is_in_bytes(in_byte
     wanted = source("v-half", offload="full", offload_options={"ratio": 0.5})
     if in_bytes:
         wanted.measured(None, counted(8))
-    plan, host = wanted.plan(SHAPE, "start"), Offloading(OffloadSettings())
+    plan, host = wanted.plan(SHAPE, "start"), Offloading(TransferOptions())
     host._budget = 1 << 20
     for _ in range(2):
         step = SimpleNamespace(

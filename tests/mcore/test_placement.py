@@ -129,7 +129,7 @@ def test_a_wrong_number_of_chunks_names_the_flag():
 @pytest.mark.parametrize(("virtual_stages", "chunks"), [(2, 2), (4, 4), (6, 6)])
 def test_a_model_is_built_with_as_many_chunks_as_megatron_counts_with(as_rank, monkeypatch, virtual_stages, chunks):
     as_rank(1)
-    source = Source(Request.of("hanayo"))
+    source = Source(Request("hanayo"))
     placement = ChunkPlacement(source.placement, source.request.is_round_robin, name="hanayo")
     built = placement.build_chunks(Chunk, GROUPS, virtual_stages)
     assert [chunk.vp_stage for chunk in built] == list(range(chunks))
@@ -171,7 +171,7 @@ def test_the_layers_of_all_ranks_are_those_of_the_model(as_rank, monkeypatch, vi
     config = sizes(vp_size)
     accepted = 0
     for family in RUN:
-        source = Source(Request.of(family))
+        source = Source(Request(family))
         held: dict[int, list[int]] = {}
         chunks = ChunkPlacement(source.placement, source.request.is_round_robin, name=family)
         for rank in range(P):

@@ -25,7 +25,7 @@ def compile(programs, m=8, chunks=2, forward_only=False, agree=lambda digest: No
 
 
 def family(name, **settings):
-    return ProgramCache(Source(Request.of(name, **settings)))
+    return ProgramCache(Source(Request(name, **settings)))
 
 
 def test_compiles_once_per_shape_and_asks_for_agreement_each_time_it_does():
@@ -94,7 +94,7 @@ def test_where_first_launches_wait_both_orders_are_compiled_and_agreed_on_at_onc
     assert [both.order(False).actions, both.order(True).actions] == [each.actions for each in alone]
     assert both.order(False).schedule is both.order(True).schedule and len(set(digests)) == len(digests) == 3
     assert programs.compile(Shape(4, 2, 8), forward_only=False, agree=digests.append) is both
-    other = Source(Request.of("zb-h1")).plan(Shape(4, 1, 8), "test").schedule
+    other = Source(Request("zb-h1")).plan(Shape(4, 1, 8), "test").schedule
     asked = [programs.of_step(other, both, Costs(), single_queue) for single_queue in (False, True, False)]
     assert asked[0] is asked[2] and asked[0].actions != asked[1].actions
     assert programs.of_step(both.program.schedule, both, Costs(), True) is both.in_one_queue

@@ -91,7 +91,7 @@ def steps_until_news(run, trace=None, limit=3 * WINDOW):
 
 
 def test_costs_are_measured_after_a_warm_up_and_read_one_step_late():
-    run = Run(Source(Request.of("zb-h1")))
+    run = Run(Source(Request("zb-h1")))
     news, plan = run.step(Trace(forward=50.0))
     assert news is None and plan.priced_by == "unit" and plan.reason == "start"
     step, news, plan = steps_until_news(run)
@@ -102,7 +102,7 @@ def test_costs_are_measured_after_a_warm_up_and_read_one_step_late():
 
 
 def test_steady_costs_change_nothing_and_drift_is_noticed_once():
-    run = Run(Source(Request.of("zb-h1")))
+    run = Run(Source(Request("zb-h1")))
     steps_until_news(run)
     assert steps_until_news(run) is None
     step, news, plan = steps_until_news(run, Trace(forward=1.5))
@@ -134,7 +134,7 @@ def test_bytes_and_seconds_come_one_after_the_other():
 
 
 def test_every_number_of_microbatches_is_planned_anew_when_it_comes():
-    programs = ProgramCache(Source(Request.of("zb-h1")))
+    programs = ProgramCache(Source(Request("zb-h1")))
 
     def plan(m):
         return programs.compile(Shape(2, 1, m), forward_only=False, agree=lambda digest: None).plan
@@ -164,7 +164,7 @@ class Broken(Trace):
 
 
 def test_a_rank_that_cannot_measure_keeps_the_plan_of_all(caplog):
-    run = Run(Source(Request.of("zb-h1")))
+    run = Run(Source(Request("zb-h1")))
     _, first = run.step()
     assert steps_until_news(run, Broken()) is None
     assert sum("its plan stays" in each.message for each in caplog.records) >= 1
@@ -182,7 +182,7 @@ def test_what_another_rank_could_not_measure_is_not_planned_with(monkeypatch):
         return [own, replanning._Contribution(1, None, {}, {}, failure="RuntimeError: the clock is gone")]
 
     monkeypatch.setattr(replanning, "gather", gather)
-    run = Run(Source(Request.of("zb-h1")))
+    run = Run(Source(Request("zb-h1")))
     assert steps_until_news(run) is None and gathered
 
 
@@ -201,7 +201,7 @@ def test_bytes_that_cannot_be_counted_leave_the_first_plan():
     "failure", [ZeroDivisionError("oops"), UnsupportedError("cap-unreachable", "nothing was found"), None]
 )
 def test_a_search_that_fails_in_the_middle_of_a_run_keeps_its_plan(monkeypatch, caplog, failure):
-    run = Run(Source(Request.of("zb-h1")))
+    run = Run(Source(Request("zb-h1")))
     _, first = run.step()
 
     def plan(*arguments):

@@ -22,6 +22,7 @@ from megatron_pipemem.mcore.model.weight_memory import count_weights, predict_we
 from megatron_pipemem.mcore.refusals import check_chunks, check_config  # noqa: E402
 from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.mcore.step.batch_distribution import deal  # noqa: E402
+from megatron_pipemem.schedule.conflicts import check_replicas  # noqa: E402
 from megatron_pipemem.schedule.core.action import Kind  # noqa: E402
 from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
 from megatron_pipemem.schedule.core.simulator import simulate  # noqa: E402
@@ -30,7 +31,7 @@ from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
 from megatron_pipemem.schedule.one_by_one import forward_schedule, serial_schedule  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
-from megatron_pipemem.schedule.request import Request, check_replicas  # noqa: E402
+from megatron_pipemem.schedule.request import Request  # noqa: E402
 
 
 class Counted:
@@ -83,7 +84,7 @@ def test_megatron_is_told_of_one_copy():
 
 
 def test_evaluation_takes_any_number_of_microbatches():
-    source = Source(Request.of("dualpipe"))
+    source = Source(Request("dualpipe"))
     for m in (1, 3, 8, 9):
         schedule = source.forwards(Shape(4, 2, m))
         validate(schedule)
@@ -107,7 +108,7 @@ def test_one_microbatch_after_another_goes_both_ways(p, m):
 
 
 def test_vocabulary_passes_are_refused_before_the_model_is_built():
-    source = Source(Request.of("gems", vocabulary="2"))
+    source = Source(Request("gems", vocab_parallel="2"))
     with refused("unsupported-placement", kind=UnsupportedError):
         source.placement(4, 1)
 

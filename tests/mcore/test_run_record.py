@@ -46,7 +46,7 @@ def record(world, tmp_path) -> RunRecord:
     return record
 
 
-PLAN = Source(Request.of("zb-h1")).plan(Shape(1, 1, 2), "start")
+PLAN = Source(Request("zb-h1")).plan(Shape(1, 1, 2), "start")
 PROGRAM = lower(PLAN.schedule)
 
 
@@ -175,7 +175,7 @@ def test_the_last_step_is_written_for_explain(record, world):
 
 
 def test_a_step_that_was_not_timed_as_planned_is_not_written(record):
-    schedule = Source(Request.of("1f1b")).plan(Shape(1, 1, 2), "another").schedule  # whose actions did not run
+    schedule = Source(Request("1f1b")).plan(Shape(1, 1, 2), "another").schedule  # whose actions did not run
     record.trace = None
     record.add_step(Plan(schedule, PLAN.costs, "unit", "start"), PROGRAM, 0, observed())
     record.write()
@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_written_is_warned_of_once(record, caplog):
 
 
 def test_a_picture_that_cannot_be_drawn_leaves_the_others(record, caplog):
-    schedule = Source(Request.of("1f1b")).plan(Shape(1, 1, 2), "another").schedule  # whose actions did not run
+    schedule = Source(Request("1f1b")).plan(Shape(1, 1, 2), "another").schedule  # whose actions did not run
     record.add_step(Plan(schedule, PLAN.costs, "unit", "start"), PROGRAM, 0, observed())
     record.write()
     assert {path.name for path in record.trace.iterdir()} == {"plan.html", "plan.png", "plan.json"}

@@ -18,7 +18,7 @@ from quantised import Quantised, WithEmptyStorage, eight_bits  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.model.placement import ChunkPlacement  # noqa: E402
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext  # noqa: E402
-from megatron_pipemem.mcore.plugin import Settings, source_for  # noqa: E402
+from megatron_pipemem.mcore.plugin import source_for  # noqa: E402
 from megatron_pipemem.mcore.step import forward_backward as step  # noqa: E402
 from megatron_pipemem.mcore.step.extension import Extension  # noqa: E402
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward  # noqa: E402
@@ -30,6 +30,7 @@ from megatron_pipemem.runtime.groups import new_groups  # noqa: E402
 from megatron_pipemem.runtime.transport import Pipeline, edges  # noqa: E402
 from megatron_pipemem.schedule.core.action import Action, Kind  # noqa: E402
 from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
+from megatron_pipemem.schedule.request import Request  # noqa: E402
 
 ONE_CHUNK, TWO_CHUNKS = Placement.linear(4), Placement.interleaved(4, 2)
 
@@ -41,7 +42,7 @@ def function(monkeypatch) -> ForwardBackward:
         return Pipeline(group, placement, 0, [0], dict.fromkeys(edges(placement), channel))
 
     monkeypatch.setattr(step, "connect", connect)
-    source, _ = source_for(Settings("interleaved"))
+    source, _ = source_for(Request("interleaved"))
     return ForwardBackward(ProgramCache(source), ChunkPlacement(source.placement, True))
 
 
@@ -137,7 +138,7 @@ def test_every_stage_makes_its_quantised_weights_in_its_first_forward(monkeypatc
     ("name", "refused"), [("v-half", True), ("gis", True), ("interleaved", False), ("zb-h1", False)]
 )
 def test_routers_are_not_replayed_where_forwards_come_in_another_order(world, name, refused):
-    source, _ = source_for(Settings(name))
+    source, _ = source_for(Request(name))
     function = ForwardBackward(ProgramCache(source), ChunkPlacement(source.placement, True))
     chunks = [torch.nn.Linear(1, 1)] * source.placement(1, None).num_chunks
     config = SimpleNamespace(moe_enable_routing_replay=True)

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
 from megatron_pipemem.errors import MemoryCapError, PipememError, UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore.plugin import Settings, source_for  # noqa: E402
+from megatron_pipemem.mcore.plugin import source_for  # noqa: E402
 from megatron_pipemem.mcore.step import unequal  # noqa: E402
 from megatron_pipemem.mcore.step.programs import ProgramCache  # noqa: E402
 from megatron_pipemem.mcore.step.unequal import UnequalMicrobatches  # noqa: E402
@@ -21,6 +21,7 @@ from megatron_pipemem.mcore.step.weighing import FullMicrobatch, weigher_of  # n
 from megatron_pipemem.schedule.core.action import Kind  # noqa: E402
 from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights  # noqa: E402
 from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
+from megatron_pipemem.schedule.request import Request  # noqa: E402
 
 WEIGHTS = (1.0, 4.0, 0.5, 2.0, 3.0, 0.25)
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -30,7 +31,7 @@ class Run:
     """A pipeline of which this is rank 0. Whatever is read from its iterators is its own weight."""
 
     def __init__(self, schedule: str, **settings):
-        self.source, _ = source_for(Settings(schedule, **settings))
+        self.source, _ = source_for(Request(schedule, **settings))
         self.extension = UnequalMicrobatches(self.source, weigher_of(float))
         self.programs = ProgramCache(self.source)
 

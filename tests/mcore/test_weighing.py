@@ -14,9 +14,10 @@ pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from megatron_pipemem.errors import CostsError, UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore.plugin import Settings  # noqa: E402
 from megatron_pipemem.mcore.step.weighing import FullMicrobatch, weigher_of  # noqa: E402
+from megatron_pipemem.schedule.conflicts import check  # noqa: E402
 from megatron_pipemem.schedule.core.action import Kind  # noqa: E402
+from megatron_pipemem.schedule.request import Request  # noqa: E402
 
 FULL = FullMicrobatch(1, 8)
 WHOLE = torch.zeros(1, 8)
@@ -141,11 +142,11 @@ def test_what_nobody_can_weigh_by_is_refused(asked, words):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "words"), [("stock", "is Megatron's own"), ("pipedream-2bw", "whose microbatches nobody has weighed")]
+    ("schedule", "words"), [("stock", "is Megatron's own"), ("pipedream-2bw", "whose microbatches are not weighed yet")]
 )
 def test_schedules_that_cannot_be_planned_per_step_are_refused(schedule, words):
     with pytest.raises(UnsupportedError, match=words):
-        _ = Settings(schedule, microbatch_costs="tokens").request
+        check(Request(schedule, microbatch_costs="tokens"))
 
 
 def test_hybrid_models_are_weighed_by_something_else_than_flops():

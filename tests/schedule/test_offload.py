@@ -288,7 +288,7 @@ def test_impossible_options_are_refused(name: str, options: dict[str, object]) -
 def search_offload(
     p: int, m: int, costs: Costs, cap: float, recompute: str = "none", **options: object
 ) -> ChosenSchedule:
-    request = Request("auto", MemoryCap(cap, False), options, "auto", recompute)
+    request = Request("auto", MemoryCap(cap, False), options=options, offload="auto", recompute=recompute)
     return resolve(request, Shape(p, None, m), Knowledge(costs))
 
 

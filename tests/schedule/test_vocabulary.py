@@ -298,7 +298,7 @@ def searched(p, m, barriers, cap, costs=None, placement=None, known=None, **opti
     costs = costs or Costs()
     asked = None if cap is None else MemoryCap(cap, costs.memory is not None)
     knowledge = Knowledge(costs, placement=placement, with_passes=known)
-    return resolve(Request("auto", asked, options, barriers=barriers), Shape(p, None, m), knowledge).search
+    return resolve(Request("auto", asked, options=options).decided(barriers), Shape(p, None, m), knowledge).search
 
 
 @pytest.mark.parametrize(("cap", "barriers"), [(0.75, 1), (1.0, 1), (1.0, 2), (1.5, 2)])

@@ -154,7 +154,7 @@ def test_no_page_sends_cuda_graphs_or_user_buffers_to_a_schedule_that_refuses_th
     refuse({"tp_comm_overlap": True}.get, SCHEDULES)
     (row,) = buffers
     named = re.findall(r"`([\w-]+)`", row.split("|")[3])
-    assert named and not any(Request.of(name).may_split for name in named)
+    assert named and not any(Request(name).may_split for name in named)
 
 
 def test_the_readme_counts_no_schedules():

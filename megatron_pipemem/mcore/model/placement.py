@@ -44,9 +44,9 @@ from megatron_pipemem.mcore.symbols import (
     TIED_GRADIENTS,
 )
 from megatron_pipemem.runtime.weight_gradients import gradient_of
+from megatron_pipemem.schedule.conflicts import check_replicas
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.model_cut import check_cut
-from megatron_pipemem.schedule.request import check_replicas
 
 _REAL_RANK = nullcontext()
 

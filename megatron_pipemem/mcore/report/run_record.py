@@ -23,7 +23,6 @@ from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero, gather, is_first_rank
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.report import run_report, step_record
-from megatron_pipemem.mcore.settings import outputs
 from megatron_pipemem.mcore.step.observation import Observation
 from megatron_pipemem.report import save_timeline
 from megatron_pipemem.report.run import lines, measured_bubble
@@ -37,6 +36,7 @@ from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.core.action import Action, Kind, place
 from megatron_pipemem.schedule.core.schedule import Program
 from megatron_pipemem.schedule.core.simulator import Timeline
+from megatron_pipemem.schedule.request import outputs
 from megatron_pipemem.schedule.resolve import ChosenSchedule
 
 logger = logging.getLogger(__name__)

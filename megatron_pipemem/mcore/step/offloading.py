@@ -15,10 +15,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.utils import set_ideal_affinity_for_current_gpu
 
-from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
-from megatron_pipemem.mcore.settings import OffloadSettings
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.observation import device_of
 from megatron_pipemem.runtime.executor import StepFeature
@@ -27,6 +25,7 @@ from megatron_pipemem.runtime.offload.actions import OffloadActions
 from megatron_pipemem.runtime.offload.host_link import HostLink, measure_host_link
 from megatron_pipemem.runtime.offload.host_memory import available_memory
 from megatron_pipemem.schedule.core.memory_cap import format_bytes
+from megatron_pipemem.schedule.request import DEFAULT_HOST_SHARE, TransferOptions
 from megatron_pipemem.schedule.resolve import ChosenSchedule
 
 logger = logging.getLogger(__name__)
@@ -46,14 +45,16 @@ class Offloading(Extension):
     first.
 
     Args:
-        settings: of the run.
+        options: of the run.
+        host_memory: bytes per node, shared by its ranks; ``None`` for a part of the available memory.
 
     Attributes:
         device: of the model; to be set before anything else is asked.
     """
 
-    def __init__(self, settings: OffloadSettings):
-        self.settings = settings
+    def __init__(self, options: TransferOptions, host_memory: float | None = None):
+        self._options = options
+        self._host_memory = host_memory
         self.device = torch.device("cpu")
         self._budget: int | None = None
         self._engine: OffloadEngine | None = None
@@ -70,7 +71,7 @@ class Offloading(Extension):
         """
         if self._budget is None:
             nodes = gather(done_by_all(lambda: _Node(socket.gethostname(), available_memory())))
-            self._budget = _rank_budget(nodes, self.settings.host_memory)
+            self._budget = _rank_budget(nodes, self._host_memory)
             tell(logger, "every rank may keep %s of activations on its host", format_bytes(self._budget))
         return self._budget
 
@@ -80,18 +81,18 @@ class Offloading(Extension):
             self._engine = OffloadEngine.on(
                 self.device,
                 self.budget(),
-                bandwidth=self.settings.bandwidth,
-                min_bytes=self.settings.min_bytes,
-                guard=self.settings.guard,
+                bandwidth=self._options.bandwidth,
+                min_bytes=self._options.min_bytes,
+                guard=self._options.guard,
             )
         return self._engine
 
     def switches(self) -> tuple[tuple[int, ...], ...]:
-        """Places in the pipeline that share a channel to the host, by what the settings say of a node."""
+        """Places in the pipeline that share a channel to the host, by the options of a node."""
         if self._switches is None:
             self._switches = ()
-            if self.settings.switches:
-                self._switches = _shared_channels(gather((socket.gethostname(), _place())), self.settings.switches)
+            if self._options.switches:
+                self._switches = _shared_channels(gather((socket.gethostname(), _place())), self._options.switches)
                 tell(logger, "places that share a channel to the host: %s", self._switches)
         return self._switches
 
