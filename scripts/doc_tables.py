@@ -26,14 +26,17 @@ from megatron_pipemem.config.loading import load, typed
 from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.errors import CODES
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.launch.flags import flag_parser
 from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.schedule.baseline import share_of_1f1b
+from megatron_pipemem.schedule.conflicts import CONFLICTS
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.core.single_queue import run_single_queues
 from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.request import Request, flags_of
 from megatron_pipemem.schedule.search import search_schedule
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -42,6 +45,8 @@ DOCUMENTS = {
     "schedules": "choosing-a-schedule.md",
     "slices": "choosing-a-schedule.md",
     "codes": "troubleshooting.md",
+    "flags": "usage.md",
+    "conflicts": "troubleshooting.md",
     "refusals": "troubleshooting.md",
     "queues": "gpu.md",
     "quickstart": "quickstart.md",
@@ -160,6 +165,22 @@ def table_of_codes() -> str:
     return "\n".join(rows + [f"| `{code}` | {CODES[code]} |" for code in sorted(CODES)])
 
 
+def table_of_flags() -> str:
+    plan = next(each for each in flag_parser()._actions if each.dest == "pipemem_plan")
+    rows = ["| flag | meaning |", "|---|---|", f"| `--pipemem-plan {plan.metavar}` | {plan.help} |"]
+    for flag in flags_of(Request).values():
+        more = f" ([more]({flag.page}))" if flag.page else ""
+        value = f" {flag.metavar}".replace("|", "\\|") if flag.metavar else ""
+        rows.append(f"| `{flag.name}{value}` | {flag.help}{more} |")
+    return "\n".join(rows)
+
+
+def table_of_conflicts() -> str:
+    rows = ["| feature | not with | why, and what to do |", "|---|---|---|"]
+    rows += [f"| {one} | {other} | {text.format(schedule='NAME')} |" for (one, other), text in CONFLICTS.items()]
+    return "\n".join(rows)
+
+
 def table_of_refusals() -> str:
     rows = ["| is not supported | option | why, and what to do |", "|---|---|---|"]
     for each in vars(refusals).values():
@@ -201,6 +222,8 @@ def main() -> None:
         "schedules": table_of_schedules(),
         "slices": table_of_slices(),
         "codes": table_of_codes(),
+        "flags": table_of_flags(),
+        "conflicts": table_of_conflicts(),
         "refusals": table_of_refusals(),
         "queues": table_of_queues(),
     }

@@ -216,9 +216,14 @@ class ScheduleOptions:
     """
 
     costs: str = _field(
-        "unit", "what passes take: equal, measured in the run, or as the JSON file says", "unit|profile|FILE"
+        "unit",
+        "seconds of the passes, for the predicted bubble and for auto: equal (default), measured in the run, or those of a "
+        "JSON file",
+        "unit|profile|FILE",
     )
-    options: dict[str, Any] = _field({}, "option of the schedule", "KEY=VALUE", name="--pipemem-option", repeated=True)
+    options: dict[str, Any] = _field(
+        {}, "option of the schedule, for example group_size=6", "KEY=VALUE", name="--pipemem-option", repeated=True
+    )
     vocab_parallel: VocabularyCut = _field(
         OFF,
         "cut embedding and LM head over the pipeline's ranks, by Algorithm 1 (two barriers, two microbatches more in flight) "
@@ -265,7 +270,8 @@ class ScheduleOptions:
 
 
 CAP = Flag(
-    "the most a rank may hold: activation units, or, with auto, bytes of activations; one for all pipeline ranks, or one each",
+    "the most that a rank may hold: activation units, or, with auto, bytes of activations; one for all pipeline ranks, or one "
+    "each. A schedule that needs more is refused",
     "X|XGiB|XMiB|XB|X,X,...",
     read=_caps,
 )
@@ -313,7 +319,16 @@ class Request(ScheduleOptions):
         file: the schedule of a file, read and proved; ``conflicts.check`` fills it in.
     """
 
-    schedule: str = field(kw_only=False, metadata={"flag": Flag("which schedule to run", "NAME|FILE.csv|auto|stock")})
+    schedule: str = field(
+        kw_only=False,
+        metadata={
+            "flag": Flag(
+                "schedule to run: a family, a schedule file, auto for a search, or stock to keep and measure Megatron's own",
+                "NAME|FILE.csv|auto|stock",
+                page="choosing-a-schedule.md",
+            )
+        },
+    )
     memory_cap: MemoryCap | None = field(kw_only=False, default=None, metadata={"flag": CAP})
     schedule_module: str | None = _field(
         None,
@@ -346,8 +361,16 @@ class Request(ScheduleOptions):
             )
         },
     )
-    trace: str | None = _field(None, "write timelines of plan and run", "DIR")
-    report: str | None = _field(None, "write predicted and counted bytes, bubbles, losses", "FILE")
+    trace: str | None = _field(
+        None,
+        "write timelines of the plan and of the last step as it ran: an HTML page, a picture, a Perfetto trace",
+        "DIR",
+    )
+    report: str | None = _field(
+        None,
+        "write losses, predicted and counted peak bytes, predicted and measured bubbles as JSON, for pipemem report",
+        "FILE",
+    )
     vocab_piece_tokens: int | None = _field(
         None,
         "compute the cut head's logits for N tokens at a time, which bounds what they take in fp32 (default: all)",

@@ -44,6 +44,11 @@ def test_the_table_of_codes_is_current(tables):
     assert block("codes", "docs/troubleshooting.md") == tables.table_of_codes().split("\n"), WRITTEN
 
 
+def test_the_tables_of_flags_and_conflicts_are_current(tables):
+    assert block("flags", "docs/usage.md") == tables.table_of_flags().split("\n"), WRITTEN
+    assert block("conflicts", "docs/troubleshooting.md") == tables.table_of_conflicts().split("\n"), WRITTEN
+
+
 def test_the_table_of_refusals_is_current(tables):
     assert block("refusals", "docs/troubleshooting.md") == tables.table_of_refusals().split("\n"), WRITTEN
 
