@@ -30,9 +30,9 @@ from gpt_stack import Loop, Shape, make_inputs, make_stack
 
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.runtime.offload import OffloadEngine
-from megatron_pipemem.runtime.offload.channel import Channel, Copy, Direction
+from megatron_pipemem.runtime.offload.channel import Copy, CopyChannel, Direction
 from megatron_pipemem.runtime.offload.cuda_channel import CudaChannel
-from megatron_pipemem.runtime.offload.host_channel import HostChannel
+from megatron_pipemem.runtime.offload.host_channel import ThreadChannel
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, collecting
 
 MIB = 1 << 20
@@ -143,8 +143,8 @@ class Machine:
         self.device = torch.device(settings.device)
         self.is_gpu = self.device.type == "cuda"
 
-    def channel(self) -> Channel:
-        return CudaChannel(self.device, timed=False) if self.is_gpu else HostChannel()
+    def channel(self) -> CopyChannel:
+        return CudaChannel(self.device, timed=False) if self.is_gpu else ThreadChannel()
 
     def synchronize(self) -> None:
         if self.is_gpu:
@@ -177,7 +177,7 @@ class Machine:
 class Copier:
     """Copies of one size in one direction, one after another."""
 
-    def __init__(self, machine: Machine, channel: Channel, direction: Direction, nbytes: int, volume: int):
+    def __init__(self, machine: Machine, channel: CopyChannel, direction: Direction, nbytes: int, volume: int):
         self.machine, self.channel, self.direction = machine, channel, direction
         self.count = max(1, volume // nbytes)
         on_device = torch.ones(nbytes, dtype=torch.uint8, device=machine.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from megatron_pipemem.config.model import Block
+from megatron_pipemem.config.model import Sublayer
 
 FLAGS = ("hybrid-layer-pattern", "hybrid-override-pattern")
 SEGMENTS, FURTHER = "|", "/"
@@ -39,7 +39,7 @@ def needed_layers(pattern: str, flags: Mapping[str, object]) -> list[bool]:
     """
     balanced = "aux_loss" in str(flags.get("moe-router-load-balancing-type", "aux_loss"))
     logged = balanced or flags.get("moe-z-loss-coeff") not in (None, False)
-    return [logged and symbol == Block.EXPERTS for symbol in layers_of(pattern)]
+    return [logged and symbol == Sublayer.EXPERTS for symbol in layers_of(pattern)]
 
 
 def cut(pattern: str, counts: Sequence[int]) -> str:

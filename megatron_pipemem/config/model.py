@@ -22,7 +22,7 @@ LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "
 _VOCABULARY_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by
 
 
-class Block(StrEnum):
+class Sublayer(StrEnum):
     """Name what a layer is made of, by Megatron's symbols of hybrid models (MERGE is ours)."""
 
     ATTENTION = "*"
@@ -145,7 +145,7 @@ class Model(Limited):
         self._check_patterns()
 
     def _check_patterns(self) -> None:
-        allowed = [block.value for block in Block if block is not Block.MERGE]
+        allowed = [block.value for block in Sublayer if block is not Sublayer.MERGE]
         for key in ("pattern", "mtp_pattern"):
             unknown = set(getattr(self, key) or "") - set(allowed)
             if unknown:
@@ -161,9 +161,9 @@ class Model(Limited):
         if self.pattern is not None and bool(self.mtp_pattern) != bool(self.mtp_layers):
             raise ConfigError("needs-option", "goes with mtp_layers; give both or neither", key="mtp_pattern")
         blocks = {block for kind in self.all_kinds for block in kind}
-        if Block.LATENT_ATTENTION in blocks and self.kv_lora_rank is None:
+        if Sublayer.LATENT_ATTENTION in blocks and self.kv_lora_rank is None:
             raise ConfigError("needs-option", "is needed by the pattern's latent attention, +", key="kv_lora_rank")
-        if Block.EXPERTS in blocks and not self.experts:
+        if Sublayer.EXPERTS in blocks and not self.experts:
             raise ConfigError("needs-option", "is needed by the pattern's experts, E", key="experts")
 
     @property
@@ -227,8 +227,8 @@ class Model(Limited):
         """The blocks of every layer, in order; without those of multi-token prediction."""
         if self.pattern is not None:
             return tuple(self.pattern)
-        attention = Block.ATTENTION if self.kv_lora_rank is None else Block.LATENT_ATTENTION
-        dense, expert = attention + Block.FFN, attention + Block.EXPERTS
+        attention = Sublayer.ATTENTION if self.kv_lora_rank is None else Sublayer.LATENT_ATTENTION
+        dense, expert = attention + Sublayer.FFN, attention + Sublayer.EXPERTS
         return tuple(
             expert if self.experts and layer >= self.dense_layers and layer % self.moe_every == 0 else dense
             for layer in range(self.layers)
@@ -238,7 +238,7 @@ class Model(Limited):
     def all_kinds(self) -> tuple[str, ...]:
         """The blocks of every layer, multi-token prediction's behind the others."""
         own = self.mtp_pattern if self.pattern is not None else self.kinds[-1]
-        return self.kinds + (f"{Block.MERGE}{own}",) * self.mtp_layers
+        return self.kinds + (f"{Sublayer.MERGE}{own}",) * self.mtp_layers
 
     @property
     def pieces(self) -> int:

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from megatron_pipemem.config import hybrid, layout
-from megatron_pipemem.config.model import LATENT, Block, Model
+from megatron_pipemem.config.model import LATENT, Model, Sublayer
 from megatron_pipemem.config.runs import BY_ACTION, MOCK, Run, ScheduleChoice, resolve_script
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.options import STOCK
@@ -215,7 +215,7 @@ def model_flags(model: Model) -> Flags:
     }
     if model.kv_lora_rank is not None:
         flags |= {"multi-latent-attention": True, **{name.replace("_", "-"): getattr(model, name) for name in LATENT}}
-    if Block.MAMBA in "".join(model.all_kinds):
+    if Sublayer.MAMBA in "".join(model.all_kinds):
         flags |= {
             "mamba-state-dim": model.mamba_state,
             "mamba-num-heads": model.mamba_heads,
@@ -254,7 +254,7 @@ def _expert_layers(model: Model) -> int | str | None:
         return None
     if not model.dense_layers:
         return model.moe_every if model.moe_every > 1 else None
-    groups = groupby(int(Block.EXPERTS in kind) for kind in model.kinds)
+    groups = groupby(int(Sublayer.EXPERTS in kind) for kind in model.kinds)
     return f"({'+'.join(f'[{has}]*{len(list(same))}' for has, same in groups)})"
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_pipemem.config import hybrid, layout
-from megatron_pipemem.config.model import Block
+from megatron_pipemem.config.model import Sublayer
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner import weights
 from megatron_pipemem.schedule.core.placement import Placement
@@ -134,7 +134,7 @@ def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
     segments = hybrid.segments(pattern)
     for device, stages in enumerate(placement.stages):
         held = [segments[stage % len(segments)] for stage in stages]
-        if Block.EXPERTS not in "".join(held):
+        if Sublayer.EXPERTS not in "".join(held):
             raise UnsupportedError(
                 "bad-layout",
                 f"pipeline rank {device} would hold no experts ({', '.join(held) or 'nothing'}), and Megatron's log of their "

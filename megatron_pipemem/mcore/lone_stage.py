@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_pipemem.config import hybrid
-from megatron_pipemem.config.model import Block, Execution, Model
+from megatron_pipemem.config.model import Execution, Model, Sublayer
 from megatron_pipemem.cpu.hybrid_layers import hybrid_stack_spec
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.command import model_flags
@@ -366,7 +366,7 @@ def _config(model: Model, execution: Execution, kinds: Sequence[str], position: 
             "num_moe_experts": model.experts,
             "moe_router_topk_scaling_factor": model.router_scale,
             "moe_router_load_balancing_type": "none",
-            "moe_layer_freq": [int(Block.EXPERTS in kind) for kind in kinds],
+            "moe_layer_freq": [int(Sublayer.EXPERTS in kind) for kind in kinds],
             "moe_token_dispatcher_type": "alltoall",
         }
     if model.kv_lora_rank is not None:

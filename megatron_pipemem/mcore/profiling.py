@@ -12,7 +12,7 @@ from statistics import median
 import torch
 
 from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.model import Block, Execution, Model, Passes
+from megatron_pipemem.config.model import Execution, Model, Passes, Sublayer
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.lone_stage import FIRST, LAST, MIDDLE, build_stage, changes, lone_rank, run_stage
 from megatron_pipemem.planner.activations import gathered_bytes, message_bytes
@@ -104,7 +104,7 @@ def _check(model: Model, execution: Execution, fake: bool) -> None:
             "attention over a sequence shared by context-parallel ranks needs those ranks: profile with cp 1, or give "
             "--formulas",
         )
-    if Block.MAMBA in "".join(model.all_kinds) and (fake or find_spec("mamba_ssm") is None):
+    if Sublayer.MAMBA in "".join(model.all_kinds) and (fake or find_spec("mamba_ssm") is None):
         raise UnsupportedError(
             "cannot-profile",
             "Mamba layers run with the package mamba_ssm, on a GPU; profile there, or give --formulas",

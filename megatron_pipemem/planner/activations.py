@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_pipemem.config.model import Block, Execution, Model, Summed
+from megatron_pipemem.config.model import Execution, Model, Sublayer, Summed
 from megatron_pipemem.planner.counts import Matrix, MatrixCut, early_modules, matrices
 
 _AHEAD = "next token's embedding"
@@ -66,19 +66,19 @@ def layer_tensors(model: Model, execution: Execution, kind: str | None = None) -
     return tuple(
         each if each.needed == "I" else replace(each, nbytes=each.nbytes * shrinks)
         for block in kind or model.kinds[0]
-        for each in _block_tensors(model, execution, Block(block))
+        for each in _block_tensors(model, execution, Sublayer(block))
     )
 
 
-def _block_tensors(model: Model, execution: Execution, block: Block) -> Iterable[Saved]:
-    if block is Block.MERGE:
+def _block_tensors(model: Model, execution: Execution, block: Sublayer) -> Iterable[Saved]:
+    if block is Sublayer.MERGE:
         yield from _merge_tensors(model, execution)
         return
     between = message_bytes(model, execution)
     yield Saved("input", between, "I")
     yield _statistics("norm's statistics", model, execution, ("layernorm",))
     # The router's weight gradient does not wait, and its input is never quantised.
-    waits = block is not Block.EXPERTS or (model.shared_expert_ffn and execution.fp8 == "none")
+    waits = block is not Sublayer.EXPERTS or (model.shared_expert_ffn and execution.fp8 == "none")
     yield Saved("norm's output", between, "W" if waits else "I", ("layernorm",))
     yield from _WITHIN[block](model, execution)
     if model.dropout:
@@ -223,7 +223,7 @@ def _mamba_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     """
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     inner = n * model.mamba_width / tp * e
-    projected = next(iter(matrices(model, execution, Block.MAMBA))).width(tp)
+    projected = next(iter(matrices(model, execution, Sublayer.MAMBA))).width(tp)
     yield Saved("projected input", n * projected * e, "I")
     yield Saved("scan's output", inner, "I")
     yield Saved("gated output", inner, "I")
@@ -245,11 +245,11 @@ def _merge_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 
 _WITHIN = {
-    Block.ATTENTION: _attention_tensors,
-    Block.LATENT_ATTENTION: _latent_tensors,
-    Block.FFN: lambda model, execution: _ffn_tensors(model, execution, model.ffn_width, ("mlp",)),
-    Block.EXPERTS: _expert_tensors,
-    Block.MAMBA: _mamba_tensors,
+    Sublayer.ATTENTION: _attention_tensors,
+    Sublayer.LATENT_ATTENTION: _latent_tensors,
+    Sublayer.FFN: lambda model, execution: _ffn_tensors(model, execution, model.ffn_width, ("mlp",)),
+    Sublayer.EXPERTS: _expert_tensors,
+    Sublayer.MAMBA: _mamba_tensors,
 }
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from megatron_pipemem.config.model import Block, Execution, Model, Passes
+from megatron_pipemem.config.model import Execution, Model, Passes, Sublayer
 from megatron_pipemem.schedule.options import EarlyWeights, early_weights
 
 SCAN = 7  # FLOPs per token, channel and state of a Mamba block's scan, as Megatron counts them
@@ -85,9 +85,9 @@ def matrices(model: Model, execution: Execution, block: str) -> tuple[Matrix, ..
     Args:
         model: its shape.
         execution: how it is cut over ranks.
-        block: one of ``Block``.
+        block: one of ``Sublayer``.
     """
-    return tuple(_MATRICES[Block(block)](model, execution))
+    return tuple(_MATRICES[Sublayer(block)](model, execution))
 
 
 def _attention(model: Model, execution: Execution) -> Iterable[Matrix]:
@@ -138,27 +138,27 @@ def _mamba(model: Model, execution: Execution) -> Iterable[Matrix]:
 
 
 _MATRICES = {
-    Block.ATTENTION: _attention,
-    Block.LATENT_ATTENTION: _latent_attention,
-    Block.FFN: lambda model, execution: _ffn(model, model.ffn_width, ("mlp",)),
-    Block.EXPERTS: _experts,
-    Block.MAMBA: _mamba,
-    Block.MERGE: lambda model, execution: (Matrix(2 * model.hidden, model.hidden, "columns"),),
+    Sublayer.ATTENTION: _attention,
+    Sublayer.LATENT_ATTENTION: _latent_attention,
+    Sublayer.FFN: lambda model, execution: _ffn(model, model.ffn_width, ("mlp",)),
+    Sublayer.EXPERTS: _experts,
+    Sublayer.MAMBA: _mamba,
+    Sublayer.MERGE: lambda model, execution: (Matrix(2 * model.hidden, model.hidden, "columns"),),
 }
 
 
-def _other_parameters(model: Model, execution: Execution, block: Block) -> int:
+def _other_parameters(model: Model, execution: Execution, block: Sublayer) -> int:
     """Return the number of parameters of a block's norms and convolutions."""
     per_channel = 2 if model.norm == "layernorm" else 1
-    if block is Block.MERGE:  # of the embedding, of the hidden states, and behind the layer
+    if block is Sublayer.MERGE:  # of the embedding, of the hidden states, and behind the layer
         return 3 * per_channel * model.hidden
     inner = 0
-    if block is Block.ATTENTION and model.qk_norm:
+    if block is Sublayer.ATTENTION and model.qk_norm:
         inner = 2 * model.channels
-    if block is Block.LATENT_ATTENTION and model.qk_norm:
+    if block is Sublayer.LATENT_ATTENTION and model.qk_norm:
         inner = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0)
     count = per_channel * (model.hidden + inner)
-    if block is Block.MAMBA:
+    if block is Sublayer.MAMBA:
         convolved = model.mamba_width + 2 * model.mamba_groups * model.mamba_state
         # A convolution with biases; decay, skip and step of every head; the gated norm, which is an RMS norm.
         count += (convolved * (model.mamba_convolution + 1) + 3 * model.scan_heads + model.mamba_width) // execution.tp
@@ -171,14 +171,14 @@ def core_flops(model: Model, execution: Execution, block: str) -> float:
     Args:
         model: its shape.
         execution: how it is cut over ranks.
-        block: one of ``Block``.
+        block: one of ``Sublayer``.
     """
     n, s, tp = execution.tokens(model), model.sequence, execution.tp
-    if block == Block.ATTENTION:
+    if block == Sublayer.ATTENTION:
         return 4 * n * s * model.query_width / tp
-    if block == Block.LATENT_ATTENTION:
+    if block == Sublayer.LATENT_ATTENTION:
         return 2 * n * s * model.heads * (model.latent_query_channels + model.v_head_dim) / tp
-    if block == Block.MAMBA:
+    if block == Sublayer.MAMBA:
         return SCAN * n * model.mamba_width * model.mamba_state / tp
     return 0.0
 
@@ -201,7 +201,7 @@ def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> 
             again += here * execution.recomputes(*each.recompute)
         scores = core_flops(model, execution, block)
         core += scores
-        if block != Block.MAMBA:
+        if block != Sublayer.MAMBA:
             again += scores * execution.recomputes("core_attn")
     if execution.recompute == "full":
         again = linear + core
@@ -255,7 +255,7 @@ def layer_parameters(model: Model, execution: Execution, kind: str | None = None
         kind: the blocks of the layer; by default as the model's first layer.
     """
     return sum(
-        _other_parameters(model, execution, Block(block))
+        _other_parameters(model, execution, Sublayer(block))
         + sum(each.parameters(execution.tp) for each in matrices(model, execution, block))
         for block in kind or model.kinds[0]
     )
@@ -271,7 +271,7 @@ def expert_parameters(model: Model, execution: Execution, kind: str) -> int:
     """
     copies = model.experts // execution.ep
     of_experts = (
-        each for block in kind if block == Block.EXPERTS for each in _ffn(model, model.expert_width, (), copies)
+        each for block in kind if block == Sublayer.EXPERTS for each in _ffn(model, model.expert_width, (), copies)
     )
     return sum(each.parameters(execution.tp) for each in of_experts)
 

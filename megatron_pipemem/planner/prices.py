@@ -32,11 +32,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_pipemem.config.cluster import Cluster, Link
-from megatron_pipemem.config.model import Block, Execution, Model, Passes, Summed
+from megatron_pipemem.config.model import Execution, Model, Passes, Sublayer, Summed
 from megatron_pipemem.planner import activations, counts
 
 _HALF_WAVE = 2**20  # results: half of some 120 multiprocessors times a tile of 128 x 128
-_REPEATS: dict[str, tuple[str, ...]] = {Block.FFN: ("mlp",), Block.EXPERTS: ("moe",)}
+_REPEATS: dict[str, tuple[str, ...]] = {Sublayer.FFN: ("mlp",), Sublayer.EXPERTS: ("moe",)}
 """Modules that, recomputed, send a block's messages of F once more."""
 _AS_MODELLED = Passes(1.0, 1.0, 1.0)
 _LOGIT = 4  # bytes: the loss is computed in fp32
@@ -100,9 +100,9 @@ def layer(
     plain = counts.layer_flops(model, replace(execution, recompute="none"), kind)
     touched = sum(each.nbytes for each in activations.layer_tensors(model, execution, kind))
     moving = 2 * touched / (cluster.memory_gb_per_s * 1e9)
-    of_blocks = [(block, _block_messages(model, execution, cluster, Block(block))) for block in kind]
+    of_blocks = [(block, _block_messages(model, execution, cluster, Sublayer(block))) for block in kind]
     messages = sum(sum(seconds) for _, seconds in of_blocks)
-    ring = sum(_ring_seconds(model, execution, cluster, Block(block)) for block in kind)
+    ring = sum(_ring_seconds(model, execution, cluster, Sublayer(block)) for block in kind)
     everything_again = execution.recompute == "full"
     repeated = sum(sum(seconds) for block, seconds in of_blocks if execution.recomputes(*_REPEATS.get(block, ())))
     repeated += everything_again * (messages + ring)
@@ -343,32 +343,32 @@ def _shown_messages(execution: Execution, messages: Sequence[tuple[float, float]
     return shown
 
 
-def _block_messages(model: Model, execution: Execution, cluster: Cluster, block: Block) -> tuple[float, float]:
+def _block_messages(model: Model, execution: Execution, cluster: Cluster, block: Sublayer) -> tuple[float, float]:
     """Return the seconds of a block's tensor-parallel and of its expert-parallel messages in F."""
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     link = cluster.link(tp)
     seconds = all_reduce(n * model.hidden * e, tp, link)
-    if block is Block.ATTENTION and model.key_heads < tp:
+    if block is Sublayer.ATTENTION and model.key_heads < tp:
         # Every rank gathers queries, keys and values of all heads, and scatters their gradients.
         seconds += gather(n * model.qkv_width * e, tp, link)
-    if block is Block.LATENT_ATTENTION and execution.implementation == "local":
+    if block is Sublayer.LATENT_ATTENTION and execution.implementation == "local":
         # The latents' ranks are cut, and gathered.
         width = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0) + model.qk_pos_emb_head_dim
         seconds += gather(n * width * e, tp, link)
-    if block is Block.EXPERTS and execution.ep > 1:
+    if block is Sublayer.EXPERTS and execution.ep > 1:
         visits = n * execution.expert_visits(model) * model.hidden / execution.sequence_ranks * e
         return seconds, 2 * gather(visits, execution.ep, cluster.link(execution.ep, tp))
     return seconds, 0.0
 
 
-def _ring_seconds(model: Model, execution: Execution, cluster: Cluster, block: Block) -> float:
+def _ring_seconds(model: Model, execution: Execution, cluster: Cluster, block: Sublayer) -> float:
     """Return the seconds of F in which keys and values go round the context-parallel ring and nothing hides it (arXiv
     2310.01889).
     """
-    if block not in (Block.ATTENTION, Block.LATENT_ATTENTION) or execution.cp == 1:
+    if block not in (Sublayer.ATTENTION, Sublayer.LATENT_ATTENTION) or execution.cp == 1:
         return 0.0
     width: float = 2 * execution.key_groups(model) * model.channels
-    if block is Block.LATENT_ATTENTION:
+    if block is Sublayer.LATENT_ATTENTION:
         width = model.heads / execution.tp * (model.latent_query_channels + model.v_head_dim)
     nbytes = execution.tokens(model) * width * execution.element
     ring = cluster.link(execution.cp, execution.tp).seconds(nbytes) * (execution.cp - 1)

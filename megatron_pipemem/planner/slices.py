@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from megatron_pipemem.config.model import Block, Execution, Model, Passes
+from megatron_pipemem.config.model import Execution, Model, Passes, Sublayer
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner import counts, prices
@@ -58,7 +58,9 @@ def why_not_sliced(run: Run) -> str | None:
         return "slices are for several pipeline ranks"
     if cut.cp > 1:
         return "slices are no use beside context parallelism, which cuts sequences too"
-    if model.mtp_layers or any(set(kind) - {Block.ATTENTION, Block.FFN, Block.EXPERTS} for kind in model.kinds):
+    if model.mtp_layers or any(
+        set(kind) - {Sublayer.ATTENTION, Sublayer.FFN, Sublayer.EXPERTS} for kind in model.kinds
+    ):
         return "slices are priced for plain attention alone, without latents, states and multi-token prediction"
     if run.schedule.slice_cut == TOKENS and model.sequence % (2 * slices * (cut.tp if cut.sequence_parallel else 1)):
         return f"{slices} slices do not divide the tokens of a sequence"
@@ -101,7 +103,7 @@ def attention(model: Model, execution: Execution, run: Run, kind: str, pace: Pas
     square = (whole + half * -2) * 2
     seconds = prices.each_pass(lambda flops, slower: flops * slower / run.cluster.flops, square, pace)
     keys = 2 * execution.tokens(model) * execution.key_groups(model) * model.channels * execution.element
-    return Attention(seconds, keys * kind.count(Block.ATTENTION))
+    return Attention(seconds, keys * kind.count(Sublayer.ATTENTION))
 
 
 def sliced_step(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_pipemem.config.model import LATENT, Block, Execution, Model
+from megatron_pipemem.config.model import LATENT, Execution, Model, Sublayer
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner.counts import SCAN, layer_flops
 
@@ -45,7 +45,7 @@ def layer_weight(symbol: str, of: Sizes, sequence: int) -> float:
     if symbol == _DELTA_NET:
         return _delta_net(of)
     # Sparse attention computes its scores for a part of the sequence only, and an index of the whole.
-    symbol = Block.LATENT_ATTENTION if symbol == _SPARSE else symbol
+    symbol = Sublayer.LATENT_ATTENTION if symbol == _SPARSE else symbol
     try:
         model = _model(symbol, of, sequence)
     except ConfigError:
@@ -86,7 +86,7 @@ def _model(symbol: str, of: Sizes, sequence: int) -> Model:
     """
 
     names = {**_ATTRIBUTES, "mamba_head_dim": "mamba_head_dim"}
-    if symbol == Block.LATENT_ATTENTION:
+    if symbol == Sublayer.LATENT_ATTENTION:
         names |= {name: name for name in LATENT}
     sizes: dict[str, Any] = {field: int(size) for field, attribute in names.items() if (size := of(attribute))}
     hidden, heads, gated = sizes.get("hidden", 0), sizes.get("heads", 1), bool(of("gated_linear_unit"))

@@ -111,7 +111,7 @@ def _write(axes: Axes, group: Sequence[Label]) -> Annotation:
     )  # fmt: skip
 
 
-class Place(NamedTuple):
+class LabelPlace(NamedTuple):
     """Say where a name stands: left, bottom, right and top. ``line`` goes from its point to its nearest edge, where
     there is one.
     """
@@ -126,7 +126,7 @@ def place(
     area: Sequence[float],
     farthest: Sequence[float],
     curves: NDArray,
-) -> list[Place | None]:
+) -> list[LabelPlace | None]:
     """Return a free place for every name, near its point; those that come first choose first.
 
     Args:
@@ -140,7 +140,7 @@ def place(
         _Choice.of(index, spots, np.array(size), area, limit, curves)
         for index, (size, limit) in enumerate(zip(sizes, farthest, strict=True))
     ]
-    places: list[Place | None] = [None] * len(spots)
+    places: list[LabelPlace | None] = [None] * len(spots)
     for _ in range(_ROUNDS):
         for index, choice in enumerate(choices):
             others = [found for other, found in enumerate(places) if found is not None and other != index]
@@ -183,7 +183,7 @@ class _Choice(NamedTuple):
         cost = distance + _COST_OF_LINE * joined + _COST_OF_COVERING * covers + _COST_OF_CROSSING * crossed
         return cls(boxes, lines, joined, cost)
 
-    def best(self, others: Sequence[Place]) -> Place | None:
+    def best(self, others: Sequence[LabelPlace]) -> LabelPlace | None:
         """Return the best place beside other names; ``None`` where all places are taken."""
         names = np.array([other.box for other in others]).reshape(-1, 4) + [-_PAD, -_PAD, _PAD, _PAD]
         lines = np.array([other.line for other in others if other.line is not None]).reshape(-1, 4)
@@ -193,7 +193,7 @@ class _Choice(NamedTuple):
         boxes, own, joined, cost = (each[free] for each in self)
         crossings = joined * (_meet(own, names).sum(1) + _cross(own, lines).sum(1)) + _meet(lines, boxes).sum(0)
         best = np.argmin(cost + _COST_OF_CROSSING * crossings)
-        return Place(boxes[best], own[best] if joined[best] else None)
+        return LabelPlace(boxes[best], own[best] if joined[best] else None)
 
 
 def _candidates(spot: NDArray, size: NDArray, area: Sequence[float], limit: float) -> tuple[NDArray, NDArray]:

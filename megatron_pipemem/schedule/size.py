@@ -19,7 +19,7 @@ LARGE_SECONDS, LARGE_BYTES = 60, 2 << 30
 
 
 @dataclass(frozen=True)
-class Size:
+class ScheduleSize:
     """Say how large a schedule is.
 
     Args:
@@ -50,7 +50,7 @@ def is_fitted(name: str) -> bool:
     return name == AUTO or any(each.name == name and each.placement not in _BY_RULE for each in families())
 
 
-def estimated(devices: int, microbatches: int, chunks: int, fitted: bool = True) -> Size:
+def estimated(devices: int, microbatches: int, chunks: int, fitted: bool = True) -> ScheduleSize:
     """Estimate the size within a factor of three or so. Searches keep to the time that they are given.
 
     Args:
@@ -61,7 +61,7 @@ def estimated(devices: int, microbatches: int, chunks: int, fitted: bool = True)
     """
     actions = 3 * devices * microbatches * chunks
     seconds = actions * _ACTION_SECONDS + (_DEVICE_SECONDS * devices**3 if fitted else _PAIR_SECONDS * devices**2)
-    return Size(actions, seconds, actions * _ACTION_BYTES)
+    return ScheduleSize(actions, seconds, actions * _ACTION_BYTES)
 
 
 def check_affordable(devices: int, microbatches: int, chunks: int, what: str, fitted: bool = True) -> None:

@@ -12,7 +12,7 @@ import pytest
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import Block, Model
+from megatron_pipemem.config.model import Model, Sublayer
 from megatron_pipemem.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.planner.balance import AS_GOOD, balance
 from megatron_pipemem.planner.step import price
@@ -80,7 +80,7 @@ def test_every_rank_keeps_experts_where_their_losses_are_logged():
     model = Model(**shape, pattern="*-*E*-*-EEEE")
     found = balance(Run(model, CLUSTER, Parallelism(pp=3, global_batch=12)))
     ends = accumulate(found.best.layers, initial=0)
-    assert all(Block.EXPERTS in model.pattern[a:b] for a, b in pairwise(ends))
+    assert all(Sublayer.EXPERTS in model.pattern[a:b] for a, b in pairwise(ends))
 
 
 @pytest.mark.parametrize("vocabulary", [32_000, 128_000, 512_000])

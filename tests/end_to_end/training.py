@@ -29,7 +29,7 @@ from megatron_pipemem.mcore.overlap import optimizer as overlapped_optimizer
 from megatron_pipemem.mcore.step import queues
 from megatron_pipemem.mcore.step.queues import LaunchOrders
 from megatron_pipemem.runtime.offload.channel import Direction
-from megatron_pipemem.runtime.offload.host_channel import HostChannel
+from megatron_pipemem.runtime.offload.host_channel import ThreadChannel
 from megatron_pipemem.runtime.trace import Trace
 
 ENTRY = Path(__file__).parents[2] / "scripts" / "gpt_pretraining.py"
@@ -176,20 +176,20 @@ def _digest(chunk: torch.nn.Module) -> str:
 
 @contextmanager
 def _copies_fail(case: dict) -> Iterator[None]:
-    with mock.patch.object(HostChannel, "pace", side_effect=RuntimeError("the bus is gone")):
+    with mock.patch.object(ThreadChannel, "pace", side_effect=RuntimeError("the bus is gone")):
         yield
 
 
 @contextmanager
 def _copies_are_wrong(case: dict) -> Iterator[None]:
-    carry = HostChannel._carry
+    carry = ThreadChannel._carry
 
-    def carry_wrongly(channel: HostChannel, ticket) -> None:
+    def carry_wrongly(channel: ThreadChannel, ticket) -> None:
         carry(channel, ticket)
         if ticket.direction is Direction.OUT:
             ticket.copies[0].destination[7] ^= 1
 
-    with mock.patch.object(HostChannel, "_carry", carry_wrongly):
+    with mock.patch.object(ThreadChannel, "_carry", carry_wrongly):
         yield
 
 

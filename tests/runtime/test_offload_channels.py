@@ -12,12 +12,12 @@ torch = pytest.importorskip("torch")
 from megatron_pipemem.errors import OffloadError  # noqa: E402
 from megatron_pipemem.runtime.offload.channel import Copy, Direction  # noqa: E402
 from megatron_pipemem.runtime.offload.engine import OffloadEngine  # noqa: E402
-from megatron_pipemem.runtime.offload.host_channel import HostChannel  # noqa: E402
+from megatron_pipemem.runtime.offload.host_channel import ThreadChannel  # noqa: E402
 from megatron_pipemem.runtime.offload.host_link import measure_bandwidths  # noqa: E402
 from megatron_pipemem.runtime.offload.host_pool import HostPool  # noqa: E402
 
 
-class Gated(HostChannel):
+class Gated(ThreadChannel):
     """Every copy of a direction waits until that direction is open; notes when copies begin."""
 
     def __init__(self):
@@ -42,7 +42,7 @@ def channel():
     channel.close()
 
 
-def engine_on(channel: HostChannel, budget: int = 1 << 16) -> OffloadEngine:
+def engine_on(channel: ThreadChannel, budget: int = 1 << 16) -> OffloadEngine:
     return OffloadEngine(channel, HostPool(budget, channel.host_memory), min_bytes=1)
 
 
@@ -178,7 +178,7 @@ def test_a_thread_that_is_gone_is_an_error_not_a_hang(channel, before):
 def test_a_pretended_bandwidth_takes_its_time(monkeypatch):
     slept = []
     monkeypatch.setattr("megatron_pipemem.runtime.offload.host_channel.time.sleep", slept.append)
-    channel = HostChannel(bandwidth=1000.0)
+    channel = ThreadChannel(bandwidth=1000.0)
     source = torch.ones(250, dtype=torch.uint8)
     channel.join(channel.start(Direction.OUT, [Copy(torch.empty_like(source), source)] * 2, ()), lambda seconds: None)
     channel.close()
@@ -187,7 +187,7 @@ def test_a_pretended_bandwidth_takes_its_time(monkeypatch):
 
 def test_bandwidths_are_measured_through_a_channel():
     """Here through the one that pretends one; a GPU's has the same interface."""
-    channel = HostChannel(bandwidth=200e6)
+    channel = ThreadChannel(bandwidth=200e6)
     try:
         found = measure_bandwidths(channel, nbytes=1 << 20, repeats=1, matrix=16)
     finally:

@@ -309,23 +309,25 @@ def fake_time(monkeypatch) -> SimpleNamespace:
 
 def test_a_step_begins_only_if_it_can_end_in_time(fake_time) -> None:
     started = clock.Clock(10.0)
-    assert started.allows(clock.Step.JUSTIFY, 1000, 1000) and not started.refused_any
-    with started.step(clock.Step.JUSTIFY, 1000):
+    assert started.allows(clock.SearchStep.JUSTIFY, 1000, 1000) and not started.refused_any
+    with started.step(clock.SearchStep.JUSTIFY, 1000):
         fake_time.now = 6.0
-    assert started.allows(clock.Step.JUSTIFY, 600, 0) and started.allows(clock.Step.FAMILY, 1000, 0, share=0.7)
+    assert started.allows(clock.SearchStep.JUSTIFY, 600, 0) and started.allows(
+        clock.SearchStep.FAMILY, 1000, 0, share=0.7
+    )
     assert not started.refused_any
-    assert not started.allows(clock.Step.JUSTIFY, 700, 0) and started.refused_any
-    assert not started.allows(clock.Step.FAMILY, 1000, 0, share=0.6)
+    assert not started.allows(clock.SearchStep.JUSTIFY, 700, 0) and started.refused_any
+    assert not started.allows(clock.SearchStep.FAMILY, 1000, 0, share=0.6)
 
 
 def test_on_a_slow_machine_every_step_is_expected_to_be_slow(fake_time) -> None:
     quick, slow = clock.Clock(1.0), clock.Clock(1.0)
-    with slow.step(clock.Step.FIRST, 1000):
+    with slow.step(clock.SearchStep.FIRST, 1000):
         fake_time.now = 0.4  # a hundred times the usual
-    with quick.step(clock.Step.FIRST, 1000):
+    with quick.step(clock.SearchStep.FIRST, 1000):
         pass
-    assert quick.allows(clock.Step.JUSTIFY, 1000, 1000)
-    assert not slow.allows(clock.Step.JUSTIFY, 1000, 1000)
+    assert quick.allows(clock.SearchStep.JUSTIFY, 1000, 1000)
+    assert not slow.allows(clock.SearchStep.JUSTIFY, 1000, 1000)
 
 
 def test_a_search_that_ran_out_of_time_is_not_kept(tmp_path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_pipemem.config import hybrid
-from megatron_pipemem.config.model import Block
+from megatron_pipemem.config.model import Sublayer
 from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.planner.weights import Sizes, head_weight, layer_weight
 from megatron_pipemem.schedule.core.action import Kind
@@ -45,8 +45,8 @@ def _mean_weight(model: Any) -> float:
         weights = _weights(model, hybrid.layers_of(pattern))
         return sum(weights) / len(weights)
     of = _sizes(model)
-    attention = Block.LATENT_ATTENTION if of("multi_latent_attention") else Block.ATTENTION
-    return sum(_weights(model, (attention, Block.EXPERTS if of("num_moe_experts") else Block.FFN)))
+    attention = Sublayer.LATENT_ATTENTION if of("multi_latent_attention") else Sublayer.ATTENTION
+    return sum(_weights(model, (attention, Sublayer.EXPERTS if of("num_moe_experts") else Sublayer.FFN)))
 
 
 def _weights(model: Any, symbols: Iterable[str]) -> list[float]:

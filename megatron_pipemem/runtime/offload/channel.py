@@ -30,7 +30,7 @@ class Ticket(Protocol):
         """Return whether the transfer has ended. Never blocks."""
 
 
-class Channel[Own: Ticket](Protocol):
+class CopyChannel[Own: Ticket](Protocol):
     """One device's way to its host, with a lane for each direction. Transfers of a direction run in the order started.
 
     It takes the tickets that it gave, and no others.

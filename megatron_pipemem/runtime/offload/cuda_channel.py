@@ -42,7 +42,7 @@ class CudaChannel:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[CudaTicket]) -> CudaTicket:
-        """Start transfers on the stream of their direction, as ``Channel.start`` says.
+        """Start transfers on the stream of their direction, as ``CopyChannel.start`` says.
 
         Args:
             direction: to the host or back.

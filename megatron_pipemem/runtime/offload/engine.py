@@ -27,9 +27,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pipemem.errors import OffloadError
 from megatron_pipemem.runtime.activation_ledger import storage_key
-from megatron_pipemem.runtime.offload.channel import Channel, Copy, Direction
+from megatron_pipemem.runtime.offload.channel import Copy, CopyChannel, Direction
 from megatron_pipemem.runtime.offload.cuda_channel import CudaChannel
-from megatron_pipemem.runtime.offload.host_channel import HostChannel
+from megatron_pipemem.runtime.offload.host_channel import ThreadChannel
 from megatron_pipemem.runtime.offload.host_pool import HostBlock, HostPool
 from megatron_pipemem.runtime.offload.residents import Residents
 from megatron_pipemem.runtime.offload.saved import Capture, Hold, Place, Remains, SavedStorage, SavedView, checksum
@@ -66,7 +66,7 @@ class OffloadEngine:
 
     def __init__(
         self,
-        channel: Channel[Any],
+        channel: CopyChannel[Any],
         pool: HostPool,
         *,
         permanent: Iterable[torch.Tensor] = (),
@@ -104,7 +104,7 @@ class OffloadEngine:
             raise OffloadError(
                 "offload-device", f"activations cannot be offloaded from a {device.type} device, only from cuda and cpu"
             )
-        channel: Channel[Any] = CudaChannel(device) if device.type == "cuda" else HostChannel(bandwidth)
+        channel: CopyChannel[Any] = CudaChannel(device) if device.type == "cuda" else ThreadChannel(bandwidth)
         return cls(channel, HostPool(host_memory, channel.host_memory), **options)
 
     @contextmanager

@@ -53,7 +53,7 @@ class HostTicket:
             raise _lost(self.direction, self.error) from self.error
 
 
-class HostChannel:
+class ThreadChannel:
     """One thread per direction.
 
     Args:
@@ -76,7 +76,7 @@ class HostChannel:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[HostTicket]) -> HostTicket:
-        """Start transfers in a thread, as ``Channel.start`` says.
+        """Start transfers in a thread, as ``CopyChannel.start`` says.
 
         Args:
             direction: to the host or back.

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from megatron_pipemem.runtime.offload.channel import Channel, Copy, Direction
+from megatron_pipemem.runtime.offload.channel import Copy, CopyChannel, Direction
 from megatron_pipemem.schedule.knowledge import HostLink
 
 _BYTES = 1 << 23
@@ -18,7 +18,7 @@ _DUPLEX_FACTOR = 1.5  # one direction at a time would take 2
 _MATRIX = 8192  # large enough that products, and not their launches, take the time
 
 
-def measure_host_link(channel: Channel, nbytes: int = _BYTES) -> HostLink:
+def measure_host_link(channel: CopyChannel, nbytes: int = _BYTES) -> HostLink:
     """Time transfers of ``nbytes`` each way and both ways at once, as a run does once at its start.
 
     Whoever shares a link should measure at the same time: then contention is in the result.
@@ -36,7 +36,7 @@ def measure_host_link(channel: Channel, nbytes: int = _BYTES) -> HostLink:
 
 
 def measure_bandwidths(
-    channel: Channel, nbytes: int = 256 << 20, repeats: int = 5, matrix: int = _MATRIX
+    channel: CopyChannel, nbytes: int = 256 << 20, repeats: int = 5, matrix: int = _MATRIX
 ) -> dict[str, float]:
     """Return the bytes per second: ``d2h``, ``h2d`` and ``both`` (each way), and the same with ``_computing`` beside
     matrix products.
@@ -69,7 +69,7 @@ def measure_bandwidths(
     return found
 
 
-def _seconds(channel: Channel, work: Callable[[], object]) -> float:
+def _seconds(channel: CopyChannel, work: Callable[[], object]) -> float:
     synchronize(channel)
     begin = time.perf_counter()
     work()
@@ -77,7 +77,7 @@ def _seconds(channel: Channel, work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def copy_ends(channel: Channel, nbytes: int) -> dict[Direction, Copy]:
+def copy_ends(channel: CopyChannel, nbytes: int) -> dict[Direction, Copy]:
     """Return a copy of ``nbytes`` each way, between memory of their own."""
     ends = {}
     for direction in Direction:
@@ -88,7 +88,7 @@ def copy_ends(channel: Channel, nbytes: int) -> dict[Direction, Copy]:
 
 
 def transfer_seconds(
-    channel: Channel,
+    channel: CopyChannel,
     copies: Sequence[tuple[Direction, Copy]],
     repeats: int,
     beside: Callable[[], object] = lambda: None,
@@ -121,7 +121,7 @@ def transfer_seconds(
     return median(took[1:])
 
 
-def synchronize(channel: Channel) -> None:
+def synchronize(channel: CopyChannel) -> None:
     """Wait for all work of the channel's device."""
     if channel.device.type == "cuda":
         torch.cuda.synchronize(channel.device)

@@ -48,7 +48,7 @@ class HostPool:
 
     Args:
         budget: bytes this pool may ever take from the host.
-        allocate: makes host memory; ``Channel.host_memory``.
+        allocate: makes host memory; ``CopyChannel.host_memory``.
         segment: bytes to take from the host at a time, rounded up to a power of two.
     """
 

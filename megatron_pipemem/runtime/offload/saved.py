@@ -12,7 +12,7 @@ from weakref import WeakSet, WeakValueDictionary, ref
 import torch
 
 from megatron_pipemem.errors import OffloadError
-from megatron_pipemem.runtime.offload.channel import Channel, Ticket
+from megatron_pipemem.runtime.offload.channel import CopyChannel, Ticket
 from megatron_pipemem.runtime.offload.host_pool import HostBlock
 
 ALIGNMENT = 512
@@ -129,7 +129,7 @@ class SavedStorage:
     def remains(self) -> Remains:
         return Remains(self.device_bytes, self.host_bytes, self.block, self.departure)
 
-    def restore(self, view: SavedView, channel: Channel[Any]) -> torch.Tensor:
+    def restore(self, view: SavedView, channel: CopyChannel[Any]) -> torch.Tensor:
         """Return the saved tensor, on the device.
 
         Args:

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakSet
 
 from megatron_pipemem.errors import OffloadError
-from megatron_pipemem.runtime.offload.channel import Channel, Copy, Direction, Ticket
+from megatron_pipemem.runtime.offload.channel import Copy, CopyChannel, Direction, Ticket
 from megatron_pipemem.runtime.offload.saved import SavedStorage
 
 _log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Traffic:
         stalls: every time that computing stood still for one.
     """
 
-    def __init__(self, channel: Channel[Any]):
+    def __init__(self, channel: CopyChannel[Any]):
         self._channel = channel
         self.transfers: list[StartedTransfer] = []
         self.begin_step()

@@ -13,7 +13,7 @@ from megatron_pipemem.schedule.core.prices import listed, price
 from megatron_pipemem.schedule.core.stage_prices import PartPrices, Price, checked_seconds, per_slice
 
 
-class Passes(Protocol):
+class PassPrices(Protocol):
     """What ``Costs`` say of F, I and W."""
 
     @property
@@ -60,7 +60,7 @@ class Channel:
 
     @classmethod
     def of_ratio(
-        cls, ratio: float, costs: Passes, duplex: bool = False, switches: tuple[tuple[int, ...], ...] = ()
+        cls, ratio: float, costs: PassPrices, duplex: bool = False, switches: tuple[tuple[int, ...], ...] = ()
     ) -> Channel:
         """Return the channel on which activations take ``ratio`` times as long to the host and back as their F, I and
         W.

@@ -47,7 +47,7 @@ class ReplicaReduction(NamedTuple):
     end: float
 
 
-class Stall(NamedTuple):
+class CopyStall(NamedTuple):
     """Computing stood still until a copy had ended, also where it would have had nothing else to do."""
 
     action: Action
@@ -93,7 +93,7 @@ class Timeline(Shown):
     peaks: tuple[float, ...]
     messages: int
     transfers: tuple[tuple[Transfer, ...], ...] = ()
-    stalls: tuple[tuple[Stall, ...], ...] = ()
+    stalls: tuple[tuple[CopyStall, ...], ...] = ()
     host_peaks: tuple[float, ...] = ()
     collectives: tuple[CollectiveTransfer, ...] = ()
     replica_reductions: tuple[ReplicaReduction, ...] = ()
@@ -249,7 +249,7 @@ class _Transfers:
         self._vacant: dict[tuple[int, bool], float] = {}
         self._ends: dict[Action, float] = {}
         self.transfers: list[list[Transfer]] = [[] for _ in schedule.orders]
-        self.stalls: list[list[Stall]] = [[] for _ in schedule.orders]
+        self.stalls: list[list[CopyStall]] = [[] for _ in schedule.orders]
 
     def run(self, device: int, action: Action, now: float) -> float:
         """Run an action on memory that its device reaches at ``now``, and return when the device goes on."""
@@ -263,7 +263,7 @@ class _Transfers:
         (awaited,) = action.kind.spec.needs
         end = self._ends[action._replace(kind=Kind(awaited.kind))]
         if end > now:
-            self.stalls[device].append(Stall(action, end - now))
+            self.stalls[device].append(CopyStall(action, end - now))
         return max(now, end)
 
 

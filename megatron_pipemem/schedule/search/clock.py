@@ -10,7 +10,7 @@ from enum import Enum
 from megatron_pipemem.schedule.core.progress import tell
 
 
-class Step(Enum):
+class SearchStep(Enum):
     """Name what takes time in proportion to the passes of a placement, with the seconds per pass until one was timed."""
 
     FIRST = 4e-6  # run an order that is known; as every search does it once, it tells how fast the machine is
@@ -31,7 +31,7 @@ class Clock:
         self._started, self.seconds = time.perf_counter(), seconds
         self.state: Callable[[], str] = lambda: "searching"
         """What is told after every step."""
-        self._paces: dict[Step, float] = {}
+        self._paces: dict[SearchStep, float] = {}
         self.refused_any = False
         """Whether a step did not begin because it would have ended too late."""
 
@@ -39,7 +39,7 @@ class Clock:
     def elapsed(self) -> float:
         return time.perf_counter() - self._started
 
-    def allows(self, step: Step, passes: int, result: int, share: float = 1.0) -> bool:
+    def allows(self, step: SearchStep, passes: int, result: int, share: float = 1.0) -> bool:
         """Return whether the step can be expected to end in time, and its result to be described then.
 
         Args:
@@ -48,22 +48,22 @@ class Clock:
             result: passes of the schedule that it leads to.
             share: of the time that it may end in.
         """
-        expected = self._pace(step) * passes + self._pace(Step.DESCRIBE) * result
+        expected = self._pace(step) * passes + self._pace(SearchStep.DESCRIBE) * result
         if self.elapsed + expected > self.seconds * share:
             self.refused_any = True
             return False
         return True
 
     @contextmanager
-    def step(self, step: Step, passes: int) -> Iterator[None]:
+    def step(self, step: SearchStep, passes: int) -> Iterator[None]:
         """Time a step: the next one of its kind is expected to go on at its pace."""
         before = self.elapsed
         yield
         self._paces[step] = (self.elapsed - before) / passes
         tell(lambda: f"{self.state()}; {max(0.0, self.seconds - self.elapsed):.0f} s left at most")
 
-    def _pace(self, step: Step) -> float:
+    def _pace(self, step: SearchStep) -> float:
         """Return the pace of the last such step; of the first one the usual, or slower where the first start was."""
-        usual = Step.FIRST.value
-        slowness = max(1.0, self._paces.get(Step.FIRST, usual) / usual)
+        usual = SearchStep.FIRST.value
+        slowness = max(1.0, self._paces.get(SearchStep.FIRST, usual) / usual)
         return self._paces.get(step, step.value * slowness)

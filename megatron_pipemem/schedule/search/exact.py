@@ -70,7 +70,7 @@ def _no_later(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return all(a <= b for a, b in zip(one, other, strict=True))
 
 
-class _Step(NamedTuple):
+class _Beginning(NamedTuple):
     """The beginning of a step.
 
     Args:
@@ -86,7 +86,7 @@ class _Step(NamedTuple):
     free: tuple[int, ...]
     arrivals: tuple[tuple[int, ...], ...]
     pool: int = -1
-    before: _Step | None = None
+    before: _Beginning | None = None
 
     @property
     def times(self) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ class _Steps:
         self._inputs = [[i for i in pools if self._length // 2 <= i < self._length] for pools in self._of_device]
         self._tails = [[self._tail(i, m - k) for k in range(m)] for i in range(self._length)]
         self.sizes = tuple(m * len(pool) for pool in self._pools)
-        self.start = _Step((0,) * len(first), (0,) * problem.num_devices, ((0,) * m, *((),) * (self._length - 1)))
+        self.start = _Beginning((0,) * len(first), (0,) * problem.num_devices, ((0,) * m, *((),) * (self._length - 1)))
 
     def _tail(self, pool: int, microbatches: int) -> int:
         """Return the time from the start of a pass to the end of the step, at least.
@@ -147,7 +147,7 @@ class _Steps:
             longest = max(longest, head + microbatches * all_work)
         return longest
 
-    def grown(self, step: _Step) -> Iterator[_Step]:
+    def grown(self, step: _Beginning) -> Iterator[_Beginning]:
         """Yield a beginning with one pass more, for every pool that may be next."""
         counts = step.counts
         candidates = []
@@ -175,7 +175,7 @@ class _Steps:
             if horizon is None or start < horizon:
                 yield self._with(step, start, i)
 
-    def _with(self, step: _Step, start: int, pool: int) -> _Step:
+    def _with(self, step: _Beginning, start: int, pool: int) -> _Beginning:
         end = start + self._ticks[pool]
         counts, free = list(step.counts), [max(start, time) for time in step.free]
         counts[pool] += 1
@@ -185,9 +185,9 @@ class _Steps:
             arrivals[pool] = arrivals[pool][1:]
         if pool + 1 < self._length:
             arrivals[pool + 1] += (end + self._lags[pool + 1],)
-        return _Step(tuple(counts), tuple(free), tuple(arrivals), pool, step)
+        return _Beginning(tuple(counts), tuple(free), tuple(arrivals), pool, step)
 
-    def bound(self, step: _Step) -> int:
+    def bound(self, step: _Beginning) -> int:
         """Return a time that no step with this beginning undercuts."""
         m, counts, earliest = self._problem.num_microbatches, step.counts, [0] * self._length
         longest = 0
@@ -204,7 +204,7 @@ class _Steps:
             longest = max(longest, free + left + max(0, until - free - self._before_inputs(step, device)))
         return longest
 
-    def _before_inputs(self, step: _Step, device: int) -> int:
+    def _before_inputs(self, step: _Beginning, device: int) -> int:
         """Return the most that a device can run before its next I: the W that are ready, and forwards that the cap
         admits.
         """
@@ -225,7 +225,7 @@ class _Steps:
             time += some * self._ticks[i]
         return time
 
-    def orders(self, step: _Step) -> Orders:
+    def orders(self, step: _Beginning) -> Orders:
         """Return the orders of a whole step."""
         m = self._problem.num_microbatches
         pools = []

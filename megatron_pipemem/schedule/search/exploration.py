@@ -16,7 +16,7 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import Family
-from megatron_pipemem.schedule.search.clock import Clock, Step
+from megatron_pipemem.schedule.search.clock import Clock, SearchStep
 from megatron_pipemem.schedule.search.exact import solve
 from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible, justify, timetable
 from megatron_pipemem.schedule.search.portfolio import (
@@ -126,7 +126,7 @@ class Exploration:
 
     def take_first(self, clock: Clock) -> None:
         """Take an order that is there at once."""
-        with clock.step(Step.FIRST, self.num_passes):
+        with clock.step(SearchStep.FIRST, self.num_passes):
             table = first_start(self._problem)
         if table is not None:
             self._add("evenly spaced", table)
@@ -138,13 +138,13 @@ class Exploration:
 
         def in_time() -> bool:
             share = 1.0 if self.is_periodic else _SHARE_OF_MANY_CHUNKS
-            return clock.allows(Step.FAMILY, self.num_passes, self.num_passes, share)
+            return clock.allows(SearchStep.FAMILY, self.num_passes, self.num_passes, share)
 
         if not families or not in_time():
             return
         offers = family_starts(families, self.placement, self._problem, self.costs, self.caps)
         while in_time():
-            with clock.step(Step.FAMILY, self.num_passes):
+            with clock.step(SearchStep.FAMILY, self.num_passes):
                 offer = next(offers, None)
             if offer is None:
                 break
@@ -174,7 +174,7 @@ class Exploration:
 
     def may_justify(self, clock: Clock) -> bool:
         """Return whether there is time for it."""
-        return clock.allows(Step.JUSTIFY, 2 * self.num_passes, self.num_passes)
+        return clock.allows(SearchStep.JUSTIFY, 2 * self.num_passes, self.num_passes)
 
     def justify(self, name: str, table: Timetable, clock: Clock) -> None:
         """Justify a timetable, and keep it if it is among the best.
@@ -184,7 +184,7 @@ class Exploration:
             table: when every pass starts, in ticks.
             clock: of the search.
         """
-        with clock.step(Step.JUSTIFY, 2 * self.num_passes):
+        with clock.step(SearchStep.JUSTIFY, 2 * self.num_passes):
             self._add(f"{name}, justified", justify(self._problem, justify(self._problem, table)))
 
     def try_random(self, rng: Random, clock: Clock) -> None:
@@ -252,12 +252,12 @@ class Exploration:
         while evaluated < trials * (_EFFORT_WHEN_IDLE if sampler.idles else 1) and proposed < 4 * trials:
             if sampler.exhausted or evaluated - improved > trials:
                 break
-            if not clock.allows(Step.TRY, passes, self.num_passes):
+            if not clock.allows(SearchStep.TRY, passes, self.num_passes):
                 break
             if self.bound + (sampler.stretch - 1) * idle_if_doubled > reached:
                 break
             proposed += 1
-            with clock.step(Step.TRY, passes):
+            with clock.step(SearchStep.TRY, passes):
                 proposal = sampler.propose()
                 if proposal is None:
                     continue
@@ -269,7 +269,7 @@ class Exploration:
             source.learn(block, table.makespan)
             # Every further microbatch costs an interval, or less where justification fills the steady state's gaps.
             if table.makespan + rest * max(short.work) < self._finalists[-1][0] or len(self._finalists) < _FINALISTS:
-                if rest and not clock.allows(Step.JUSTIFY, self.num_passes, self.num_passes):
+                if rest and not clock.allows(SearchStep.JUSTIFY, self.num_passes, self.num_passes):
                     break
                 before = self.makespan
                 if rest:
@@ -300,7 +300,7 @@ class Exploration:
                 share = rng.choice((0.02, 0.1, 0.3, 0.5))
                 frozen = {each for each in range(self.num_passes) if rng.random() < share}
             name, before = pool[index]
-            with clock.step(Step.JUSTIFY, 2 * self.num_passes):
+            with clock.step(SearchStep.JUSTIFY, 2 * self.num_passes):
                 table = justify(problem, justify(problem, before, frozen))
             if table.makespan < self._finalists[0][0]:
                 self._add(f"{name.removesuffix(_POLISHED)}{_POLISHED}", table)

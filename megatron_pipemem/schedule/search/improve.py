@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from megatron_pipemem.schedule.core.walk import Graph, Times
-from megatron_pipemem.schedule.search.problem import FORWARD, Orders, Passes, Problem
+from megatron_pipemem.schedule.search.problem import FORWARD, Orders, PassTable, Problem
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Row:
         return self.end
 
 
-def _earlier(passes: Passes, starts: Sequence[int], frozen: Collection[int]) -> Timetable:
+def _earlier(passes: PassTable, starts: Sequence[int], frozen: Collection[int]) -> Timetable:
     """Move every pass, in the order of these starts, into the first gap that it fits, or else behind the others."""
     device_of, price_of, before, waits, ticks, change, lags, caps, shortest = passes
     rows = [Row(cap, least) for cap, least in zip(caps, shortest, strict=True)]

@@ -23,7 +23,7 @@ _ORDERS_WITH_A_PAUSE = 60
 
 
 @dataclass(frozen=True)
-class Link:
+class ClassWait:
     """A class that waits for another class of the same microbatch.
 
     Args:
@@ -58,7 +58,9 @@ class Cycles:
                 orders[key] = _cycle_starts(*key, rng)
             self._starts.append(orders[key])
         links = [
-            Link(other, c, problem.ticks[other] + lag) for c, waits in enumerate(problem.waits) for other, lag in waits
+            ClassWait(other, c, problem.ticks[other] + lag)
+            for c, waits in enumerate(problem.waits)
+            for other, lag in waits
         ]
         device = problem.device
         self._local = [[link for link in links if device[link.source] == device[link.target] == d] for d in range(p)]
@@ -71,7 +73,7 @@ class Cycles:
         shared: dict[tuple, np.ndarray] = {}
         self._hop_waits = [self._shared_waits(d, shared) for d in range(p - 1)]
 
-    def _wait(self, device: int, link: Link) -> np.ndarray:
+    def _wait(self, device: int, link: ClassWait) -> np.ndarray:
         starts, position = self._starts[device], self._position
         return (starts[:, position[link.target]] - starts[:, position[link.source]] - link.gap) % self.interval
 
@@ -118,7 +120,7 @@ class Cycles:
                 signs.append(-1)
         return offsets, signs
 
-    def cheapest(self, prices: np.ndarray, variation: np.ndarray, among: np.ndarray | None = None) -> Block:
+    def cheapest(self, prices: np.ndarray, variation: np.ndarray, among: np.ndarray | None = None) -> PeriodicBlock:
         """Return the combination whose activations cost least.
 
         Args:
@@ -153,7 +155,9 @@ class Cycles:
             choice.append((above, rotation[above, columns]))
         return self._follow(int(best.argmin()), choice[::-1], picked)
 
-    def _follow(self, order: int, choice: list[tuple[np.ndarray, np.ndarray]], picked: list[np.ndarray]) -> Block:
+    def _follow(
+        self, order: int, choice: list[tuple[np.ndarray, np.ndarray]], picked: list[np.ndarray]
+    ) -> PeriodicBlock:
         """Follow, from the first device up, the choices made on the way down."""
         starts = np.zeros(len(self.problem.device), dtype=np.int64)
         shift = 0
@@ -167,7 +171,7 @@ class Cycles:
                 turned = offsets[int(rotation[order])]
                 shift -= int(turned[picked[d + 1][next_order], picked[d][order]])
                 order = next_order
-        return Block.along_chain(self.problem, self.interval, starts)
+        return PeriodicBlock.along_chain(self.problem, self.interval, starts)
 
     def _weights(self, prices: np.ndarray, variation: np.ndarray) -> dict[tuple[int, int], float]:
         """Return what one tick of waiting on a link costs: the price of all that is held across it."""
@@ -186,7 +190,7 @@ class Cycles:
 
 
 @dataclass(frozen=True)
-class Block:
+class PeriodicBlock:
     """Say when the passes of one microbatch start.
 
     Args:
@@ -200,7 +204,7 @@ class Block:
     starts: tuple[int, ...]
 
     @classmethod
-    def along_chain(cls, problem: Problem, interval: int, offsets: np.ndarray) -> Block:
+    def along_chain(cls, problem: Problem, interval: int, offsets: np.ndarray) -> PeriodicBlock:
         """Start every pass at the first time that has its offset, modulo the interval, and that its inputs allow.
 
         Args:
@@ -216,7 +220,7 @@ class Block:
             starts[c] = ready + (int(offsets[c]) - ready) % interval
         return cls(problem, interval, tuple(starts))
 
-    def delayed(self, after: int) -> Block:
+    def delayed(self, after: int) -> PeriodicBlock:
         """Return the block with one more interval of waiting on the way.
 
         Args:
@@ -229,7 +233,7 @@ class Block:
             later = set(self.problem.way[after:])
             later |= {c + 1 for c in later if c % 3 == INPUT}
         starts = tuple(start + self.interval * (c in later) for c, start in enumerate(self.starts))
-        return Block(self.problem, self.interval, starts)
+        return PeriodicBlock(self.problem, self.interval, starts)
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ ClassWaits = tuple[tuple[tuple[int, int], ...], ...]
 """Per class, ``(class, lag)`` of what it waits for."""
 
 
-class Passes(NamedTuple):
+class PassTable(NamedTuple):
     """Hold all passes of a problem, with time running in one direction.
 
     Args:
@@ -129,11 +129,11 @@ class Problem:
         return tuple(sum(sum(prices[c * n : c * n + n]) for c in classes) for classes in self.classes)
 
     @cached_property
-    def passes(self) -> Passes:
+    def passes(self) -> PassTable:
         return self._passes(self.waits, self.ticks, self.change, self.caps, -1)
 
     @cached_property
-    def reversed(self) -> Passes:
+    def reversed(self) -> PassTable:
         """The same passes with time running backwards: what was freed last is taken first."""
         # What is left in the end is there from the start now, and what is held counts from there.
         left = self._per_device(self.change)
@@ -142,7 +142,7 @@ class Problem:
 
     def _passes(
         self, waits: ClassWaits, ticks: Sequence[int], change: Sequence[int], caps: Sequence[int], before: int
-    ) -> Passes:
+    ) -> PassTable:
         units, n, classes, links = self.units, self.slices, range(len(self.device)), dict[int, int]()
         turned, of_pass = [mirrored(rank, n) for rank in range(units)], list[Waits]()
         for c, each in enumerate(waits):
@@ -157,7 +157,7 @@ class Problem:
         device = [self.device[c] for c in classes for _ in range(units)]
         price = [at for c in classes for at in list(range(c * n, c * n + n)) * self.num_microbatches]
         shortest = [min(min(ticks[c * n : c * n + n]) for c in each) for each in self.classes]
-        return Passes(device, price, neighbours, of_pass, ticks, change, list(links), caps, shortest)
+        return PassTable(device, price, neighbours, of_pass, ticks, change, list(links), caps, shortest)
 
     @staticmethod
     def turns(one: int, other: int) -> bool:

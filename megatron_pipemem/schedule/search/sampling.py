@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_pipemem.schedule.search.periodic import Block, Cycles
+from megatron_pipemem.schedule.search.periodic import Cycles, PeriodicBlock
 from megatron_pipemem.schedule.search.problem import Problem
 
 _BALANCING_ROUNDS = 12
@@ -48,7 +48,7 @@ class BlockSampler:
         """Return whether the prices have settled and variations have begun."""
         return self._proposed >= _BALANCING_ROUNDS
 
-    def propose(self) -> Block | None:
+    def propose(self) -> PeriodicBlock | None:
         """Propose another block; ``None`` when it was proposed before or exceeds a cap."""
         variation, among = np.zeros(self.cycles.num_links), None
         if self.balanced:
@@ -71,7 +71,7 @@ class BlockSampler:
         self._seen[block.starts] = variation
         return block
 
-    def _deepened(self, block: Block) -> Block:
+    def _deepened(self, block: PeriodicBlock) -> PeriodicBlock:
         """Spend memory that the block leaves on microbatches in flight: they cover for others when the step runs dry."""
         stages = len(block.starts) // 3
         for _ in range(int(self._rng.integers(_MOST_DELAYS + 1))):
@@ -80,7 +80,7 @@ class BlockSampler:
                 block = deeper
         return block
 
-    def learn(self, block: Block, makespan: int) -> None:
+    def learn(self, block: PeriodicBlock, makespan: int) -> None:
         """Tell how a proposed block did."""
         self._elites = sorted([*self._elites, (makespan, block.starts)])[:_ELITES]
 
@@ -117,7 +117,7 @@ class PeriodicStarts:
         """Return whether the interval had to be stretched."""
         return self.stretch > 1
 
-    def propose(self) -> tuple[BlockSampler, Block] | None:
+    def propose(self) -> tuple[BlockSampler, PeriodicBlock] | None:
         """Return a block that fits the caps; ``None`` when this trial gave none."""
         sampler = self._pick()
         block = sampler.propose()

@@ -18,7 +18,7 @@ from megatron_pipemem.schedule.core.progress import rare_collection, tell
 from megatron_pipemem.schedule.options import SEARCH_SECONDS, check_effort, check_whole
 from megatron_pipemem.schedule.registry import sliced_families, synchronous_families
 from megatron_pipemem.schedule.search.cache import ResultCache
-from megatron_pipemem.schedule.search.clock import Clock, Step
+from megatron_pipemem.schedule.search.clock import Clock, SearchStep
 from megatron_pipemem.schedule.search.exploration import Exploration
 from megatron_pipemem.schedule.search.improve import Timetable
 from megatron_pipemem.schedule.search.problem import better_full
@@ -199,8 +199,8 @@ def _described(explorations: Sequence[Exploration], clock: Clock) -> list[Candid
         shape = exploration.placement, exploration.slices
         if any((candidate.schedule.placement, candidate.schedule.slices) == shape for candidate in candidates):
             continue
-        if not candidates or clock.allows(Step.DESCRIBE, 0, exploration.num_passes):
-            with clock.step(Step.DESCRIBE, exploration.num_passes):
+        if not candidates or clock.allows(SearchStep.DESCRIBE, 0, exploration.num_passes):
+            with clock.step(SearchStep.DESCRIBE, exploration.num_passes):
                 candidates.append(exploration.candidate())
     return candidates
 

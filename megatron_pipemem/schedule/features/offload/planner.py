@@ -18,8 +18,8 @@ from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.core.schedule import Order
 from megatron_pipemem.schedule.core.simulator import Timeline
 from megatron_pipemem.schedule.features.offload.timetable import (
+    PassTimes,
     PlacedTrips,
-    Timetable,
     lives,
     paced,
     timetables,
@@ -52,7 +52,7 @@ class _Part(NamedTuple):
     """Devices that share a channel, and when their actions run."""
 
     devices: tuple[int, ...]
-    timetable: Timetable
+    timetable: PassTimes
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _TripGroup:
     peak: float
 
 
-Proposal = tuple[tuple[Order, ...], dict[Key, str], Timetable]
+Proposal = tuple[tuple[Order, ...], dict[Key, str], PassTimes]
 """Orders with round trips, why everything else stays, and when all of it runs at the latest."""
 
 
@@ -182,7 +182,7 @@ class Planner:
         over = sum(group.over for group in groups)
         return over, max(peaks) if over else 0.0, sum(peaks) if over else 0.0, trips
 
-    def _plan_all(self, stages: frozenset[int], timetable: Timetable, stretch: float) -> list[_TripGroup]:
+    def _plan_all(self, stages: frozenset[int], timetable: PassTimes, stretch: float) -> list[_TripGroup]:
         """Return the best plan of every device when all but transfers takes ``stretch`` times as long."""
         timetable = timetable.stretched(stretch)
         return [self._best(_Part(devices, timetable), stages) for devices in self._groups]
@@ -316,7 +316,7 @@ class Planner:
         kept = {item.key: NOT_NEEDED for item in others}
         return _TripGroup(part, trips, kept, over, max(held.values()))
 
-    def _placed(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> PlacedTrips:
+    def _placed(self, device: int, timetable: PassTimes, trips: Sequence[RoundTrip]) -> PlacedTrips:
         return PlacedTrips.of(device, timetable, trips, self._lives[device])
 
 

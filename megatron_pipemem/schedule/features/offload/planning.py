@@ -17,7 +17,7 @@ from megatron_pipemem.schedule.features.offload.transfers import CHANNEL_FULL, K
 from megatron_pipemem.schedule.options import OFF, OFFLOAD
 
 if TYPE_CHECKING:
-    from megatron_pipemem.schedule.features.offload.timetable import Timetable
+    from megatron_pipemem.schedule.features.offload.timetable import PassTimes
 
 Select = str | int | Collection[int]
 
@@ -112,7 +112,7 @@ _AT_ONCE = 1 / 16
 _EXACT = 1 + 1e-9
 
 
-def in_time(plan: OffloadPlan, timetable: Timetable) -> OffloadPlan:
+def in_time(plan: OffloadPlan, timetable: PassTimes) -> OffloadPlan:
     """Return the plan without round trips that make the step longer than the timetable, or the schedule without
     transfers, is.
 
@@ -135,7 +135,7 @@ def in_time(plan: OffloadPlan, timetable: Timetable) -> OffloadPlan:
     return best
 
 
-def _late(plan: OffloadPlan, timetable: Timetable, exact: float) -> list[Key]:
+def _late(plan: OffloadPlan, timetable: PassTimes, exact: float) -> list[Key]:
     """Return the round trips that some device has waited for beyond the timetable, the earliest first."""
     late: list[tuple[float, Key]] = []
     for device, (order, spans) in enumerate(zip(plan.schedule.orders, plan.timeline.spans, strict=True)):

@@ -22,22 +22,22 @@ from megatron_pipemem.schedule.core.walk import Times
 from megatron_pipemem.schedule.features.offload.transfers import Item, Key, RoundTrip
 
 
-class Timetable(NamedTuple):
+class PassTimes(NamedTuple):
     """Start and end of every action of every device's order."""
 
     starts: tuple[np.ndarray, ...]
     ends: tuple[np.ndarray, ...]
 
     @classmethod
-    def of(cls, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> Timetable:
+    def of(cls, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> PassTimes:
         return cls(*(tuple(np.array(device, dtype=float) for device in times) for times in (starts, ends)))
 
-    def stretched(self, factor: float) -> Timetable:
+    def stretched(self, factor: float) -> PassTimes:
         """Return the same with all times multiplied, as if everything but transfers were slower."""
-        return Timetable(*(tuple(device * factor for device in times) for times in self))
+        return PassTimes(*(tuple(device * factor for device in times) for times in self))
 
 
-def paced(schedule: Schedule, costs: Costs, share: float) -> Timetable:
+def paced(schedule: Schedule, costs: Costs, share: float) -> PassTimes:
     """Return an order with the forwards of every stage no closer together than a share of the busiest device's work for
     one microbatch, which makes a warm-up longer that runs many forwards in a row.
 
@@ -60,10 +60,10 @@ def paced(schedule: Schedule, costs: Costs, share: float) -> Timetable:
         times.starts[node] = start
         times.ends[node] = times.free[graph.lane_of[node]] = start + seconds[graph.prices[node]]
     lanes = found.lanes
-    return Timetable.of(*([each[nodes.start : nodes.stop] for nodes in lanes] for each in (times.starts, times.ends)))
+    return PassTimes.of(*([each[nodes.start : nodes.stop] for nodes in lanes] for each in (times.starts, times.ends)))
 
 
-def timetables(timeline: Timeline) -> tuple[Timetable, ...]:
+def timetables(timeline: Timeline) -> tuple[PassTimes, ...]:
     """Return timetables within the makespan of the schedule: the forwards of the warm-up late, and everything late.
 
     Args:
@@ -76,7 +76,7 @@ def timetables(timeline: Timeline) -> tuple[Timetable, ...]:
     return tuple(_late(timeline, found, movable) for movable in (warm_up, range(len(found.actions))))
 
 
-def _late(timeline: Timeline, found: Dependencies, movable: Container[int]) -> Timetable:
+def _late(timeline: Timeline, found: Dependencies, movable: Container[int]) -> PassTimes:
     """Return the same run with every movable node as late as its followers and consumers allow."""
     spans = timeline.spans
     graph, _, lags = ActionPrices(timeline.schedule, timeline.costs).of_graph(found)
@@ -94,7 +94,7 @@ def _late(timeline: Timeline, found: Dependencies, movable: Container[int]) -> T
             starts[device][at], ends[device][at] = latest - (end - start), latest
         for needed, link in graph.waits[node]:
             limits[needed] = min(limits[needed], starts[device][at] - lags[link])
-    return Timetable.of(starts, ends)
+    return PassTimes.of(starts, ends)
 
 
 _DEVICE_MEMORY, _HOST_MEMORY = slice(1, 3), slice(0, 4, 3)
@@ -117,7 +117,7 @@ class PlacedTrips(NamedTuple):
 
     @classmethod
     def of(
-        cls, device: int, timetable: Timetable, trips: Sequence[RoundTrip], lives: Mapping[Key, tuple[int, int]]
+        cls, device: int, timetable: PassTimes, trips: Sequence[RoundTrip], lives: Mapping[Key, tuple[int, int]]
     ) -> PlacedTrips:
         """Place every transfer where the device stands when its channel gets to it.
 
@@ -189,7 +189,7 @@ def lives(order: Order) -> dict[Key, tuple[int, int]]:
     return found
 
 
-def useless(device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> list[Item]:
+def useless(device: int, timetable: PassTimes, trips: Sequence[RoundTrip]) -> list[Item]:
     """Return those of a device's items in whose absence nothing runs.
 
     Args:
