@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
-NUMBER = 2 * (2 + 2 * 2 * 2) + 3 + 2 + 3
+NUMBER = 2 * (2 + 2 * 2 * 2) + 3 + 2 + 3 + 3
 
 
 @pytest.mark.parametrize("version", packages.VERSIONS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -96,14 +95,14 @@ class Schedule(Shown):
         return {a.stage: a.kind for order in self.orders for a in order if a.kind in RECOMPUTE}
 
     @cached_property
-    def prepared(self) -> Mapping[int, AbstractSet[Kind]]:
+    def prepared(self) -> Mapping[int, tuple[Kind, ...]]:
         """The stages on which other actions wait for one of their own, and for which kinds (``KindSpec.prepares``)."""
         found: dict[int, dict[Kind, None]] = {}
         for order in self.orders:
             for kind, stage, _ in order:
                 if kind in PREPARING:
                     found.setdefault(stage, {})[kind] = None
-        return {stage: kinds.keys() for stage, kinds in found.items()}
+        return {stage: tuple(kinds) for stage, kinds in found.items()}
 
     @cached_property
     def offloads(self) -> bool:
