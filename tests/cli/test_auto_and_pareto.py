@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from refusals import check_refusal
 
 
 @pytest.fixture(autouse=True)
@@ -41,27 +42,31 @@ def test_auto_searches_for_the_period_of_steps_without_a_barrier(pipemem, pipeme
     assert many["period"] < one["period"] and many["makespan"] >= one["makespan"]
     assert many["lower_bound"] == pytest.approx(24), "the work of every device"
     assert "of the period at most" in pipemem(*ask, "-o", "period=true").stdout
-    assert "drop the option period" in refuses(*ask[:-2], "-o", "period=true", "--offload", "half")
+    check_refusal(
+        refuses(*ask[:-2], "-o", "period=true", "--offload", "half"), "conflicting-features", "period", "offload"
+    )
 
 
 def test_auto_takes_placement_chunks_and_seed(pipemem_json, refuses):
     size = ("simulate", "auto", "-p", 4, "-m", 8)
     assert pipemem_json(*size, "-o", "placement=linear")["chunks"] == 1
     assert pipemem_json(*size, "--chunks", 4, "--memory-cap", 1)["chunks"] == 4
-    assert "none of v, interleaved, linear" in refuses(*size, "-o", "placement=x")
-    assert "its options: chunks, placement" in refuses(*size, "-o", "colour=1")
-    assert "linear needs 1 model chunk" in refuses(*size, "-o", "placement=linear", "--chunks", 2)
-    assert "v needs at least 2 model chunks" in refuses(*size, "-o", "placement=v", "--chunks", 1)
+    check_refusal(refuses(*size, "-o", "placement=x"), "bad-choice", "placement", "'x'", "interleaved")
+    check_refusal(refuses(*size, "-o", "colour=1"), "unknown-option", "'auto'", "'colour'", "placement")
+    check_refusal(refuses(*size, "-o", "placement=linear", "--chunks", 2), "needs-chunks", "linear", 1, 2)
+    check_refusal(refuses(*size, "-o", "placement=v", "--chunks", 1), "needs-chunks", "v", 2, 1)
 
 
 def test_a_cap_in_bytes(pipemem, pipemem_json, refuses, byte_costs):
     size = ("-p", 4, "-m", 8, "--costs", byte_costs)
     found = pipemem_json("simulate", "auto", *size, "--memory-cap", "2500B", "-o", "seconds=1")
     assert 0 < max(found["peak_bytes"]) <= 2500
-    assert "over the memory cap of 2500" in refuses("simulate", "1f1b", *size, "--memory-cap", "2500B", code=1)
-    assert "say nothing of bytes" in refuses("simulate", "auto", "-p", 4, "-m", 12, "--memory-cap", "2GiB")
-    assert "no positive number" in refuses("simulate", "auto", *size, "--memory-cap", "much")
-    assert "raise the cap" in refuses("simulate", "auto", *size, "--memory-cap", "10B")
+    check_refusal(refuses("simulate", "1f1b", *size, "--memory-cap", "2500B", code=1), "over-cap", 2500)
+    check_refusal(
+        refuses("simulate", "auto", "-p", 4, "-m", 12, "--memory-cap", "2GiB"), "unit-mismatch", "--memory-cap", "2GiB"
+    )
+    check_refusal(refuses("simulate", "auto", *size, "--memory-cap", "much"), "bad-number", "memory cap", "'much'")
+    check_refusal(refuses("simulate", "auto", *size, "--memory-cap", "10B"), "cap-unreachable", "10B", "1000B")
 
 
 def test_auto_can_be_shown_and_converted(pipemem, tmp_path):
@@ -144,26 +149,26 @@ def test_pareto_says_what_caps_nothing_fits(pipemem):
 
 
 def test_pareto_refuses_caps_that_are_none(refuses):
-    assert "give positive numbers" in refuses("pareto", "-p", 4, "-m", 8, "--caps", "0.5,x")
+    check_refusal(refuses("pareto", "-p", 4, "-m", 8, "--caps", "0.5,x"), "bad-number", "--caps", "0.5,x")
 
 
 def test_pareto_refuses_sizes_that_are_none(refuses):
-    assert "--devices must be at least 1, not 0" in refuses("pareto", "-p", 0, "-m", 8)
-    assert "--microbatches must be at least 1, not 0" in refuses("pareto", "-p", 4, "-m", 0)
+    check_refusal(refuses("pareto", "-p", 0, "-m", 8), "bad-number", "--devices", 0)
+    check_refusal(refuses("pareto", "-p", 4, "-m", 0), "bad-number", "--microbatches", 0)
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('{"forward": NaN}', "NaN is no number of JSON"),
-        ('{"backward_weight": [1, Infinity]}', "Infinity is no number of JSON"),
-        ('{"forward": 0, "backward_input": 0, "backward_weight": 0}', "all passes cost 0"),
-        ('{"p2p": -1}', "cost of p2p is negative: -1.0"),
-        ('{"p2p": [1, 2]}', "p2p is [1, 2]; give a number"),
-        ('{"memory": {"F": 1e300, "W": -1}}', "memory.F is 1e+300"),
+        ('{"forward": NaN}', ("not-json", "NaN")),
+        ('{"backward_weight": [1, Infinity]}', ("not-json", "Infinity")),
+        ('{"forward": 0, "backward_input": 0, "backward_weight": 0}', ("no-time",)),
+        ('{"p2p": -1}', ("bad-number", "p2p", "-1.0")),
+        ('{"p2p": [1, 2]}', ("bad-type", "p2p", "[1, 2]")),
+        ('{"memory": {"F": 1e300, "W": -1}}', ("bad-type", "memory.F", "1e+300")),
     ],
 )
 def test_a_file_of_costs_that_are_no_costs_is_refused_in_one_line(refuses, tmp_path, text, why):
     path = tmp_path / "costs.json"
     path.write_text(text, encoding="utf-8")
-    assert why in refuses("simulate", "auto", "-p", 2, "-m", 2, "--costs", path)
+    check_refusal(refuses("simulate", "auto", "-p", 2, "-m", 2, "--costs", path), *why)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from refusals import check_refusal
 
 from megatron_pipemem.schedule.core.action import Action
 from megatron_pipemem.schedule.core.schedule import Schedule
@@ -43,7 +44,7 @@ def test_check_accepts_what_convert_writes(pipemem, pipemem_json, tmp_path, name
 
 def test_torch_files_cannot_hold_everything(refuses, tmp_path):
     message = refuses("convert", "gems", tmp_path / "gems.csv", "-p", 2, "-m", 4, "--to", "torch")
-    assert "torch's files cannot say what 'gems' needs said (replicas=2 devices=0-1-1-0)" in message
+    check_refusal(message, "not-in-dialect", "gems", "replicas=2", "devices=0-1-1-0")
     assert not (tmp_path / "gems.csv").exists()
 
 
@@ -90,7 +91,7 @@ def test_check_finds_deadlocks(pipemem, csv):
     result = pipemem("check", csv("0F0,0F1,0B0,0B1,0F2,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n"))
     assert result.exit_code == 1
     first, *circle = result.stderr.splitlines()
-    assert "deadlock: a circle of 2 devices" in first and "move 1B0 before 1F2 on device 1" in first
+    check_refusal(first, "deadlock", "device 0 at 0B0", "device 1 at 1F2", "1B0 before 1F2")
     assert circle == [
         " ┌▶ device 0 stands at 0B0 (line 1, cell 3) and waits for 1B0, which comes (line 2, cell 4) after 1F2, "
         "where device 1 stands",
@@ -118,7 +119,9 @@ def test_check_judges_the_messages_of_a_lowered_file(pipemem, pipemem_json, tmp_
 
 
 def test_check_with_a_stated_number_of_microbatches(refuses, csv):
-    assert "microbatches 0 to 0; remove" in refuses("check", csv("0F0,0F1,0B0,0B1\n"), "-m", 1, code=1)
+    check_refusal(
+        refuses("check", csv("0F0,0F1,0B0,0B1\n"), "-m", 1, code=1), "unknown-microbatch", "action 0F1", "0 to 0"
+    )
 
 
 def test_check_memory_cap(pipemem, tmp_path):
@@ -132,29 +135,30 @@ def test_check_memory_cap(pipemem, tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("0F0,0B0\n1F0,1X0\n", "line 2, column 2: '1X0' is not an action"),
-        ("0F0,,0B0,oops\n", "line 1, column 4: 'oops' is not an action"),
-        ("0F0,0B0\n0F1,0B1\n", "line 2, column 1: stage 0 is on device 1 here and on device 0 above"),
-        ("0F0,0B-1\n", "line 1, column 2: '0B-1' is not an action: microbatches count from 0"),
-        ("0F0,0B0\n2F0,2B0\n", "no device runs stage 1"),
-        ("0F0,0B0\n1F0,9F0,1B0\n", "line 2, column 2: 9F0 is of stage 9, but no device runs stage 2"),
-        ("", "holds no actions"),
-        ("\n , \n", "holds no actions"),
+        ("0F0,0B0\n1F0,1X0\n", ("not-an-action", "line 2, column 2", "'1X0'")),
+        ("0F0,,0B0,oops\n", ("not-an-action", "line 1, column 4", "'oops'")),
+        ("0F0,0B0\n0F1,0B1\n", ("bad-placement", "line 2, column 1", "stage 0", "device 1", "device 0")),
+        ("0F0,0B-1\n", ("not-an-action", "line 1, column 2", "'0B-1'", -1)),
+        ("0F0,0B0\n2F0,2B0\n", ("bad-placement", "line 2, column 1", "2F0", "stage 1")),
+        ("0F0,0B0\n1F0,9F0,1B0\n", ("bad-placement", "line 2, column 2", "9F0", "stage 9", "stage 2")),
+        ("", ("no-actions",)),
+        ("\n , \n", ("no-actions",)),
     ],
 )
 def test_check_unreadable(refuses, csv, text, expected):
     file = csv(text)
     for command in ("check", "simulate"):
         said = refuses(command, file)
-        assert expected in said and f"error: {file}: " in said
+        check_refusal(said, *expected)
+        assert said.startswith(f"error: {file}: ")
 
 
 def test_check_missing_and_binary_files(refuses, tmp_path):
-    assert "No such file" in refuses("check", tmp_path / "none.csv")
-    assert "cannot read" in refuses("check", tmp_path)
+    check_refusal(refuses("check", tmp_path / "none.csv"), "cannot-read", tmp_path / "none.csv", "No such file")
+    check_refusal(refuses("check", tmp_path), "cannot-read", tmp_path)
     binary = tmp_path / "binary.csv"
     binary.write_bytes(b"\xff\xfe\x00")
-    assert "not UTF-8 text" in refuses("check", binary)
+    check_refusal(refuses("check", binary), "cannot-read", binary, "UTF-8", "byte 0")
 
 
 OLDER = "0F0,0F1,0B0,0W0,0B1,0W1\n1F0,1B0,1W0,1F1,1BW1\n"
@@ -176,8 +180,10 @@ def test_letters_are_detected_and_said(pipemem, pipemem_json, csv):
 
 def test_letters_may_be_stated(pipemem_json, refuses, csv):
     assert "(stated)" in pipemem_json("check", csv(OLDER), "--dialect", "torch-old")["letters"]
-    assert "BW is the full backward of torch before 2.6" in refuses("check", csv(OLDER), "--dialect", "pipemem")
-    assert "needs 0I0" in refuses("check", csv("0F0,0B0,0W0\n"), "--dialect", "torch-new", code=1)
+    check_refusal(refuses("check", csv(OLDER), "--dialect", "pipemem"), "not-an-action", "'1BW1'", "torch before 2.6")
+    check_refusal(
+        refuses("check", csv("0F0,0B0,0W0\n"), "--dialect", "torch-new", code=1), "missing-action", "0W0", "0I0"
+    )
 
 
 @pytest.mark.parametrize("source", ["auto", "torch", "torch-old"])
@@ -229,8 +235,10 @@ def test_converting_twice_changes_nothing(pipemem, tmp_path):
 
 def test_convert_refuses(refuses, csv, tmp_path):
     valid, target = csv("0F0,0B0\n"), tmp_path / "out.csv"
-    assert ".csv or .txt" in refuses("convert", valid, tmp_path / "out.xml")
-    assert f"{valid} is no folder" in refuses("convert", valid, valid / "such" / "out.csv")
-    assert "did you mean" in refuses("convert", "v-hal", target, "-p", 2, "-m", 2)
-    assert "action 0B0" in refuses("convert", csv("0B0,0F0\n"), target, code=1)
+    check_refusal(refuses("convert", valid, tmp_path / "out.xml"), "bad-choice", "out.xml", ".csv", ".txt")
+    check_refusal(
+        refuses("convert", valid, valid / "such" / "out.csv"), "cannot-write", valid / "such" / "out.csv", f"{valid} is"
+    )
+    check_refusal(refuses("convert", "v-hal", target, "-p", 2, "-m", 2), "unknown-schedule", "'v-half'")
+    check_refusal(refuses("convert", csv("0B0,0F0\n"), target, code=1), "wrong-order", "action 0B0")
     assert not target.exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from measured_steps import as_measured
+from refusals import check_refusal
 
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
@@ -93,7 +94,7 @@ def test_a_step_of_slices_is_read_with_bytes_of_each(pipemem, pipemem_json, run)
     assert found["peak"] == 11 << 20, "slices 0 to 4 of the first rank"
     assert found["stages"] == pytest.approx([0.05] * 4)
     wrong = pipemem("explain", run(**told, memory={"F": [1 << 20] * 4}), *FAST)
-    assert "layers and memory are not those of 4 stages of 2 slices" in wrong.stderr
+    check_refusal(wrong.stderr, "wrong-file", "4 stages", "2 slices")
 
 
 def test_nothing_that_helps_is_said(pipemem, run):
@@ -106,23 +107,23 @@ def test_nothing_that_helps_is_said(pipemem, run):
 @pytest.mark.parametrize("told", [{"plans": []}, report() | {"last_step": None}])
 def test_a_report_of_an_earlier_version_gets_one_sentence(refuses, tmp_path, told):
     (tmp_path / "report.json").write_text(json.dumps(told))
-    assert "train a few steps again with --pipemem-report" in refuses("explain", tmp_path)
+    check_refusal(refuses("explain", tmp_path), "wrong-file", "--pipemem-report")
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"spans": ["1-2"] * 4}, "are not those of"),
-        ({"spans": 3}, "is no report of a run"),
-        ({"orders": "x"}, "is no report"),
-        ({"layers": [1]}, "not those of 4 stages"),
-        ({"memory": {"F": ["much"] * 4}}, "is no report"),
-        ({"memory": {"F": [1e300] * 4}}, "is no report"),
-        ({"refused": []}, "is no report"),
+        ({"spans": ["1-2"] * 4}, ("wrong-file", "[1, 1, 1, 1]", "[16, 16, 16, 16]")),
+        ({"spans": 3}, ("wrong-file", "'int'")),
+        ({"orders": "x"}, ("wrong-file", "line 1, column 1", "'x'")),
+        ({"layers": [1]}, ("wrong-file", "layers", "4 stages")),
+        ({"memory": {"F": ["much"] * 4}}, ("wrong-file",)),
+        ({"memory": {"F": [1e300] * 4}}, ("wrong-file",)),
+        ({"refused": []}, ("wrong-file",)),
     ],
 )
 def test_what_is_no_report_is_refused(refuses, run, changes, says):
-    assert says in refuses("explain", run(**changes))
+    check_refusal(refuses("explain", run(**changes)), *says)
 
 
 def test_plan_and_run_in_one_file_for_perfetto(pipemem, pipemem_json, run, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from refusals import check_refusal
 
 from megatron_pipemem.schedule.core.costs import Costs
 
@@ -77,4 +78,4 @@ def test_a_file_of_an_earlier_version_prices_its_own_cut(tmp_path, pipemem_json,
         json.dumps({"forward": [1] * 4, "backward_input": [1] * 4, "backward_weight": [1] * 4, "profile": {}})
     )
     assert pipemem_json("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", path)["makespan"] == 33
-    assert "values but the placement has 8 stages" in refuses("simulate", "zbv", "-p", 4, "-m", 8, "--costs", path)
+    check_refusal(refuses("simulate", "zbv", "-p", 4, "-m", 8, "--costs", path), "costs-mismatch", "forward", 4, 8)

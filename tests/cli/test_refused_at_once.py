@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from refusals import check_refusal
 
 from megatron_pipemem.cli.app import load_commands
 from megatron_pipemem.schedule.core.simulator import simulate
@@ -21,44 +22,53 @@ SMALL = ("1f1b", "-p", 4, "-m", 8)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("simulate", *SMALL, "--offload-ratio", 1), "--offload-ratio 1 says how fast"),
-        (("simulate", "auto", "-p", 4, "-m", 8, "--offload-ratio", 1), "give --offload too"),
-        (("show", *SMALL, "--offload-ratio", 1), "give --offload too"),
-        (("simulate", *SMALL, "--host-memory", 1), "--host-memory 1 bounds what --offload sends"),
-        (("simulate", *SMALL, "--layers", 3), "--layers 3: the schedule cuts the model into 4 stages"),
-        (("simulate", "v-half", "-p", 4, "-m", 8, "--layers", 7), "into 8 stages"),
-        (("simulate", *SMALL, "--costs", "1e308,1,1"), "forward is 1e+308; give numbers of at most 1e+30"),
-        (("simulate", *SMALL, "--p2p", "1e308"), "p2p is 1e+308; give numbers"),
-        (("simulate", *SMALL, "--head-cost", "1e308"), "give a number from 0 to 1e+30"),
-        (("simulate", *SMALL, "--memory-cap", "1e308"), "memory cap '1e308'"),
-        (("simulate", "auto", "-p", 4, "-m", 8, "--memory-cap", "6gb"), "for 6gb take 6GiB, if that was meant"),
-        (("pareto", "-p", 2, "-m", 4, "--seconds", -1), "--seconds -1: give a number of seconds"),
-        (("pareto", "-p", 2, "-m", 4, "--seconds", "nan"), "--seconds nan"),
-        (("pareto", "-p", 4, "-m", 4, "--layers", 3), "--layers 3"),
-        (("pareto", "-p", 8, "-m", 64, "--output", "x.html"), "end it in .png or .svg"),
-        (("report", ROOT, "--output", "x.html"), "end it in .png or .svg"),
-        (("plan", TINY, "--output", "x.csv"), "end it in .yaml or .yml"),
-        (("plan", TINY, "--memory", "60gb"), "--memory '60gb': give a number of bytes, as in 60GiB"),
-        (("plan", TINY, "--search-seconds", "inf"), "--search-seconds inf"),
-        (("launch", TINY, "--nodes", 0), "--nodes 0: give at least 1"),
-        (("launch", TINY, "--master-port", 0), "--master-port 0: give a port"),
-        (("launch", TINY, "--master-port", 65536), "--master-port 65536: give a port"),
-        (("launch", TINY, "--set", "cluster.tflops=.inf"), "key cluster.tflops: is inf; give at most"),
-        (("launch", TINY, "--set", "parallelism.tp=1000000000000"), "give a whole number of at most 1,000,000"),
-        (("grid", ROOT / "configs" / "grids" / "tiny-cpu.yaml", "--sbatch=-p"), "--sbatch=-p is for --launcher slurm"),
-        (("profile", TINY, "--formulas", "--tp", 2), "--tp is said by the run"),
-        (("check", ROOT), "Is a directory"),
-        (("trace", "nope.json"), "from nope.json: there is no such file or folder"),
-        (("report", "nope.json"), "from nope.json: there is no such file or folder"),
-        (("plan", "nope.sh"), "there is no file nope.sh; give the path of a YAML file"),
-        (("plan", "nope.yaml"), "there is no file nope.yaml; give the path of a YAML file"),
-        (("plan", ROOT / "scripts" / "setup.sh"), "setup.sh is there, and not YAML by its name"),
-        (("plan", ROOT / "configs"), "configs is a folder"),
-        (("plan", TINY, "--output", "/mistyped/out.yaml"), "there is no folder /mistyped"),
+        (("simulate", *SMALL, "--offload-ratio", 1), ("needs-option", "--offload-ratio", 1)),
+        (
+            ("simulate", "auto", "-p", 4, "-m", 8, "--offload-ratio", 1),
+            ("needs-option", "--offload-ratio", 1, "--offload"),
+        ),
+        (("show", *SMALL, "--offload-ratio", 1), ("needs-option", "--offload-ratio", 1, "--offload")),
+        (("simulate", *SMALL, "--host-memory", 1), ("needs-option", "--host-memory", 1, "--offload")),
+        (("simulate", *SMALL, "--layers", 3), ("too-few-layers", "--layers", 3, 4)),
+        (("simulate", "v-half", "-p", 4, "-m", 8, "--layers", 7), ("too-few-layers", "--layers", 7, 8)),
+        (("simulate", *SMALL, "--costs", "1e308,1,1"), ("bad-type", "forward", "1e+308", "1e+30")),
+        (("simulate", *SMALL, "--p2p", "1e308"), ("bad-type", "p2p", "1e+308")),
+        (("simulate", *SMALL, "--head-cost", "1e308"), ("bad-number", "--head-cost", "1e308", "1e+30")),
+        (("simulate", *SMALL, "--memory-cap", "1e308"), ("bad-number", "memory cap", "1e308")),
+        (("simulate", "auto", "-p", 4, "-m", 8, "--memory-cap", "6gb"), ("bad-number", "memory cap", "6gb", "6GiB")),
+        (("pareto", "-p", 2, "-m", 4, "--seconds", -1), ("bad-number", "--seconds", -1)),
+        (("pareto", "-p", 2, "-m", 4, "--seconds", "nan"), ("bad-number", "--seconds", "nan")),
+        (("pareto", "-p", 4, "-m", 4, "--layers", 3), ("too-few-layers", "--layers", 3)),
+        (("pareto", "-p", 8, "-m", 64, "--output", "x.html"), ("bad-choice", "x.html", ".png", ".svg")),
+        (("report", ROOT, "--output", "x.html"), ("bad-choice", "x.html", ".png", ".svg")),
+        (("plan", TINY, "--output", "x.csv"), ("bad-choice", "x.csv", ".yaml")),
+        (("plan", TINY, "--memory", "60gb"), ("bad-number", "--memory", "60gb")),
+        (("plan", TINY, "--search-seconds", "inf"), ("bad-number", "--search-seconds", "inf")),
+        (("launch", TINY, "--nodes", 0), ("bad-number", "--nodes", 0)),
+        (("launch", TINY, "--master-port", 0), ("bad-number", "--master-port", 0)),
+        (("launch", TINY, "--master-port", 65536), ("bad-number", "--master-port", 65536)),
+        (("launch", TINY, "--set", "cluster.tflops=.inf"), ("bad-number", "cluster.tflops", "inf")),
+        (
+            ("launch", TINY, "--set", "parallelism.tp=1000000000000"),
+            ("bad-number", "parallelism.tp", 1000000000000, "1,000,000"),
+        ),
+        (
+            ("grid", ROOT / "configs" / "grids" / "tiny-cpu.yaml", "--sbatch=-p"),
+            ("conflicting-options", "--sbatch", "-p", "--launcher"),
+        ),
+        (("profile", TINY, "--formulas", "--tp", 2), ("conflicting-options", "--tp")),
+        (("check", ROOT), ("cannot-read", ROOT)),
+        (("trace", "nope.json"), ("no-file", "nope.json")),
+        (("report", "nope.json"), ("no-file", "nope.json")),
+        (("plan", "nope.sh"), ("no-file", "nope.sh")),
+        (("plan", "nope.yaml"), ("no-file", "nope.yaml")),
+        (("plan", ROOT / "scripts" / "setup.sh"), ("no-file", "setup.sh")),
+        (("plan", ROOT / "configs"), ("no-file", ROOT / "configs")),
+        (("plan", TINY, "--output", "/mistyped/out.yaml"), ("cannot-write", "/mistyped")),
     ],
 )
 def test_what_makes_no_sense(refuses, arguments, says):
-    assert says in refuses(*arguments)
+    check_refusal(refuses(*arguments), *says)
 
 
 @pytest.mark.parametrize("name", [*load_commands()])
@@ -66,7 +76,7 @@ def test_no_command_takes_sizes_of_0(refuses, name):
     """Whatever else it wants: options are looked at first."""
     options = {option for parameter in load_commands()[name].params for option in parameter.opts}
     for option in {"--devices", "--microbatches"} & options:
-        assert f"{option} must be at least 1, not 0" in refuses(name, "x", option, 0)
+        check_refusal(refuses(name, "x", option, 0), "bad-number", option, 0)
 
 
 @pytest.mark.parametrize(
@@ -74,17 +84,17 @@ def test_no_command_takes_sizes_of_0(refuses, name):
     [
         (
             ("simulate", "1f1b", "-p", 4, "-m", 100_000_000),
-            "1,200,000,000 actions, about 559 GiB of memory and 20 hours",
+            ("1,200,000,000", "559 GiB", "20 hours"),
         ),
-        (("simulate", "1f1b", "-p", 100_000, "-m", 4), "--devices 100000 and --microbatches 4 make"),
-        (("simulate", "auto", "-p", 4, "-m", 100_000_000), "actions"),
-        (("simulate", "interleaved", "-p", 4, "-m", 8, "-v", 1_000_000), "and 1000000 chunks or slices make"),
-        (("simulate", "seq1f1b", "-p", 4, "-m", 8, "-o", "slices=1000000"), "actions"),
-        (("show", "1f1b", "-p", 4, "-m", 100_000_000), "actions"),
-        (("convert", "1f1b", "x.csv", "-p", 4, "-m", 100_000_000), "actions"),
-        (("pareto", "-p", 4, "-m", 100_000_000), "actions"),
-        (("check", "FILE", "-m", 100_000_000), "actions"),
-        (("launch", TINY, "--set", "parallelism.global_batch=100000000"), "a global batch of 100000000 on 4"),
+        (("simulate", "1f1b", "-p", 100_000, "-m", 4), ("--devices", 100_000, "--microbatches", 4)),
+        (("simulate", "auto", "-p", 4, "-m", 100_000_000), ("--microbatches", 100_000_000)),
+        (("simulate", "interleaved", "-p", 4, "-m", 8, "-v", 1_000_000), ("--devices", 4, 1_000_000)),
+        (("simulate", "seq1f1b", "-p", 4, "-m", 8, "-o", "slices=1000000"), ("--devices", 4, 1_000_000)),
+        (("show", "1f1b", "-p", 4, "-m", 100_000_000), ("--microbatches", 100_000_000)),
+        (("convert", "1f1b", "x.csv", "-p", 4, "-m", 100_000_000), ("--microbatches", 100_000_000)),
+        (("pareto", "-p", 4, "-m", 100_000_000), ("--microbatches", 100_000_000)),
+        (("check", "FILE", "-m", 100_000_000), ("--microbatches", 100_000_000)),
+        (("launch", TINY, "--set", "parallelism.global_batch=100000000"), (100_000_000, 4)),
     ],
 )
 def test_what_takes_long_is_asked_about(refuses, tmp_path, arguments, says):
@@ -92,7 +102,7 @@ def test_what_takes_long_is_asked_about(refuses, tmp_path, arguments, says):
     file.write_text("0F0,0B0\n1F0,1B0\n")
     began = time.process_time()
     line = refuses(*(file if each == "FILE" else each for each in arguments))
-    assert says in line and line.endswith(" [too-large]"), line
+    check_refusal(line, "too-large", *says)
     assert time.process_time() - began < 20
 
 
@@ -140,7 +150,7 @@ def test_folders_and_full_disks(refuses, tmp_path):
         ("show", *SMALL, "--output", "/proc/x.png"),
         ("pareto", "-p", 2, "-m", 4, "--output", "/proc/x.png"),
     ):
-        assert refuses(*arguments).startswith("error: cannot write "), arguments
+        check_refusal(refuses(*arguments), "cannot-write")
     assert file.read_text() == "kept" and not list(folder.iterdir())
 
 

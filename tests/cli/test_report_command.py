@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from refusals import check_refusal
 
 from megatron_pipemem.report.run import UNITS, announcement
 from megatron_pipemem.schedule.core.action import Kind
@@ -108,22 +109,22 @@ def test_json_is_the_report(pipemem_json, run):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "line 1, column 2 is no JSON"),
-        ("[]", "is no report of a run"),
-        ("{}", "it lacks the key"),
-        (json.dumps(REPORT | {"ranks": [{}]}), "it lacks the key"),
-        (json.dumps(REPORT | {"ranks": 3}), "is no report of a run"),
-        (json.dumps(REPORT | {"losses": ["x"]}), "is no report of a run"),
-        (json.dumps(REPORT | {"timelines": 3}), "is no report of a run"),
+        ("{", ("not-json", "line 1, column 2")),
+        ("[]", ("wrong-file", "list")),
+        ("{}", ("wrong-file", "'plans'")),
+        (json.dumps(REPORT | {"ranks": [{}]}), ("wrong-file",)),
+        (json.dumps(REPORT | {"ranks": 3}), ("wrong-file",)),
+        (json.dumps(REPORT | {"losses": ["x"]}), ("wrong-file",)),
+        (json.dumps(REPORT | {"timelines": 3}), ("wrong-file",)),
     ],
 )
 def test_what_is_no_report_is_refused_in_a_line(refuses, tmp_path, content, says):
     (tmp_path / "report.json").write_text(content)
-    assert says in refuses("report", tmp_path)
+    check_refusal(refuses("report", tmp_path), *says)
 
 
 def test_a_picture_of_one_run_is_refused(refuses, run, tmp_path):
-    assert "leave it out" in refuses("report", run(), "--output", tmp_path / "x.png")
+    check_refusal(refuses("report", run(), "--output", tmp_path / "x.png"), "conflicting-options", tmp_path, "--output")
 
 
 def test_without_the_bytes_of_1f1b_there_is_no_share(pipemem, run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from refusals import check_refusal
 
 from megatron_pipemem.cli.completion import complete_families, complete_schedules
 from megatron_pipemem.cli.schedules import RESEARCH
@@ -32,9 +33,9 @@ def test_every_schedule_is_explained_with_a_picture(pipemem, name):
 def test_the_picture_has_the_size_that_is_asked_for(pipemem, refuses):
     assert "p=3, m=7" in pipemem("schedules", "zbv", "-p", 3, "-m", 7).stdout
     assert "p=6, m=12" in pipemem("schedules", "dualpipe", "-p", 6).stdout
-    assert "even" in pipemem("schedules", "dualpipe", "-p", 3).stderr
-    assert "name it" in refuses("schedules", "-p", 3)
-    assert "did you mean 'v-half'" in refuses("schedules", "v-hlaf")
+    check_refusal(pipemem("schedules", "dualpipe", "-p", 3).stderr, "needs-devices", "dualpipe", "even", 3)
+    check_refusal(refuses("schedules", "-p", 3), "needs-option", "--devices", "--microbatches")
+    check_refusal(refuses("schedules", "v-hlaf"), "unknown-schedule", "'v-half'")
 
 
 def test_one_row_of_the_json_is_that_of_the_whole_table(pipemem_json):

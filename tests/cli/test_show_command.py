@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from refusals import check_refusal
 
 
 def test_terminal_picture(pipemem):
@@ -66,7 +67,7 @@ def test_a_lowered_file_of_torch_is_simulated_and_drawn_like_its_schedule(pipeme
 @pytest.mark.parametrize("name", ["picture.pdf", "picture", "picture.PNGX"])
 def test_other_suffixes_name_the_known(refuses, tmp_path, name):
     message = refuses("show", "1f1b", "-p", 2, "-m", 2, "--output", tmp_path / name)
-    assert ".png, .svg, .html or .json" in message
+    check_refusal(message, "bad-choice", f"'{name}'", ".png", ".svg", ".html", ".json")
     assert not list(tmp_path.iterdir())
 
 
@@ -75,8 +76,8 @@ def test_several_steps_are_one_picture(pipemem_json, refuses):
     assert drawn["schedule"] == "zb-h2, 3 steps" and drawn["microbatches"] == 12
     assert [len(row) for row in drawn["timeline"]] == [3 * len(row) for row in one["timeline"]]
     assert drawn["makespan"] < 3 * one["makespan"]
-    assert "replicas" in refuses("show", "gems", "-p", 2, "-m", 4, "--steps", 2)
+    check_refusal(refuses("show", "gems", "-p", 2, "-m", 4, "--steps", 2), "no-steps", "gems", "replicas", "--steps")
 
 
 def test_unknown_name(refuses):
-    assert "did you mean 'zb-h1'" in refuses("show", "zbh1", "-p", 2, "-m", 2)
+    check_refusal(refuses("show", "zbh1", "-p", 2, "-m", 2), "unknown-schedule", "'zb-h1'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from refusals import check_refusal
 
 from megatron_pipemem.schedule.core.schedule import Schedule
 
@@ -66,11 +67,15 @@ def test_pareto_compares_all_three(pipemem_json):
 
 
 def test_refusals(refuses):
-    assert "give a number" in refuses(*SIZE, "--head-cost", "much")
-    assert "say with --layers" in refuses(*SIZE, "--head-cost", "2layers")
-    assert "give --head-cost" in refuses(*SIZE, "--vocab-parallel", "auto")
-    assert "of one model copy, and this placement holds 2" in refuses(
-        "simulate", "chimera", "-p", 2, "-m", 2, "--vocab-parallel", 1
+    check_refusal(refuses(*SIZE, "--head-cost", "much"), "bad-number", "--head-cost", "much")
+    check_refusal(refuses(*SIZE, "--head-cost", "2layers"), "needs-option", "--layers", "--head-cost", "2layers")
+    check_refusal(refuses(*SIZE, "--vocab-parallel", "auto"), "needs-option", "--head-cost", "--vocab-parallel", "auto")
+    check_refusal(
+        refuses("simulate", "chimera", "-p", 2, "-m", 2, "--vocab-parallel", 1),
+        "unsupported-placement",
+        "head",
+        "embedding",
+        2,
     )
 
 

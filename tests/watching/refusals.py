@@ -24,6 +24,16 @@ def refused(code: str, *values: object, kind: type[PipememError] = PipememError)
         yield raised
     said = str(raised.value)
     assert raised.value.code == code, said
+    _names(said, values)
+
+
+def check_refusal(output: str, code: str, *values: object) -> None:
+    """Assert that the output of a command or of ranks ends with an error that has this code and names these values."""
+    assert code_in(output) == code, output
+    _names(output, values)
+
+
+def _names(said: str, values: tuple[object, ...]) -> None:
     for value in values:
         assert re.search(rf"(?<![\w.]){re.escape(str(value))}(?!\.?\w)", said), f"{value} is not in: {said}"
 
