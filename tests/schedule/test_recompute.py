@@ -141,4 +141,5 @@ def test_running_again_early_is_valid_never_slower_and_within_the_cap(data: st.D
 def test_a_schedule_goes_to_other_processes() -> None:
     schedule = with_recompute(build_schedule("v-half", num_devices=2, num_microbatches=4), {0: Kind.R, 1: Kind.RS})
     assert schedule.recomputed == {0: Kind.R, 1: Kind.RS}
+    validate(schedule)  # what it keeps for itself goes too
     assert pickle.loads(pickle.dumps(schedule)) == schedule
