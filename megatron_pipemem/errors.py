@@ -153,8 +153,9 @@ class PipememError(Exception):
         message: what is wrong and how to mend it. Classes below put in front of it where the mistake is.
     """
 
-    def __init__(self, code: str, message: str):
-        self.code = code
+    def __init__(self, code: str, message: str | None = None):
+        # Megatron raises an error of a layer's builder anew, of the same class and with the message alone.
+        self.code, message = ("", code) if message is None else (code, message)
         super().__init__(message)
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
@@ -173,7 +174,7 @@ def _restored(error: type[PipememError], args: tuple[Any, ...]) -> PipememError:
 
 def with_code(error: BaseException) -> str:
     """Return the message of an error as users see it: an error of this package ends with its code, ``... [deadlock]``."""
-    return f"{error} [{error.code}]" if isinstance(error, PipememError) else str(error)
+    return f"{error} [{error.code}]" if isinstance(error, PipememError) and error.code else str(error)
 
 
 class ScheduleError(PipememError, ValueError):

@@ -323,7 +323,7 @@ SLICED = ("schedule.name=seq1f1b", "schedule.options={slices: 4}")
         (["schedule.name=stock", "schedule.vocab_parallel=2"], "no passes for a cut vocabulary"),
         (["schedule.name=stock", "schedule.offload=full"], "no place for offload"),
         (["schedule.name=stock", "schedule.microbatch_costs=tokens"], "orders microbatches"),
-        ([*ASYNCHRONOUS, "schedule.microbatch_costs=tokens"], "whose microbatches nobody has weighed"),
+        ([*ASYNCHRONOUS, "schedule.microbatch_costs=tokens"], "whose microbatches are not weighed yet"),
         (["schedule.microbatch_costs=flop"], "is neither tokens, FLOPs"),
         (["schedule.microbatch_costs=gone.json"], "gone.json"),
         (["schedule.name=stock", "schedule.overlap_steps=true"], "is for schedules of this package"),

@@ -39,7 +39,7 @@ class Resource(Enum):
 class Need(NamedTuple):
     """Say what an action waits for: an action of the same stage and microbatch, unless ``stage`` or ``slice`` move it.
 
-    Args:
+    Attributes:
         kind: of the action that it waits for. A gradient of another stage or slice comes from its I or from its B.
         stage: -1 for the stage before, 1 for the stage after; nothing is needed beyond the ends of the model.
         slice: -1 for the slice before, 1 for the slice after; nothing is needed of other microbatches.
