@@ -63,15 +63,16 @@ def _releasing(collective: Callable[..., Any]) -> Callable[..., Any]:
 
     The thread that carries out a collective of gloo drops its tensors some time after it has told that it is done: it needs
     the interpreter's lock for that. Until then memory is held that the program has let go, and counts of it differ from run to
-    run. Here that thread gets tensors of its own, with the same storage, which can be waited for.
+    run. Here that thread gets tensors of its own, with the same storage, which can be waited for. They are not dropped here
+    before that thread has dropped them: PyTorch then hands the Python object over to it without a lock, which corrupts memory.
     """
 
     @functools.wraps(collective)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if distributed_c10d._world.pg_coalesce_state:  # it only begins when others have been added to it
+            return collective(*args, **kwargs)
         lent: list[torch.Tensor] = []
         work = collective(*_lend(args, lent), **dict(zip(kwargs, _lend(tuple(kwargs.values()), lent), strict=True)))
-        if distributed_c10d._world.pg_coalesce_state:  # it only begins when others have been added to it
-            return work
         if isinstance(work, Work):
             return _ReleasingWork(work, lent)
         _await_release(lent)
@@ -94,15 +95,31 @@ def _lend(values: Sequence[Any], lent: list[torch.Tensor]) -> list[Any]:
 
 
 def _await_release(lent: list[torch.Tensor]) -> None:
-    """Wait until nobody else has these tensors any more, or for a second: somebody may want to keep one."""
+    """Wait until these tensors have no other references, or for a second: a caller may want to keep one."""
     patience = time.monotonic() + _RELEASE_SECONDS
     while lent:
         # In Python there are the list's reference and that of the call, in C++ the one of Python.
-        is_ours = sys.getrefcount(lent[-1]) == 2 and lent[-1]._use_count() == 1  # type: ignore[attr-defined]
-        if is_ours or time.monotonic() > patience:
+        is_ours = sys.getrefcount(lent[-1]) == 2 and _held_by_python_alone(lent[-1])
+        if is_ours:
             del lent[-1]
+        elif time.monotonic() > patience:
+            _keep(lent)
         else:
             time.sleep(0)
+
+
+_late: list[torch.Tensor] = []
+"""Tensors that gloo's threads may still hold, although the collective has been waited for."""
+
+
+def _keep(lent: list[torch.Tensor]) -> None:
+    """Empty the list, and keep its tensors until gloo has dropped them."""
+    _late[:] = [each for each in (*_late, *lent) if not _held_by_python_alone(each)]
+    lent.clear()
+
+
+def _held_by_python_alone(tensor: torch.Tensor) -> bool:
+    return tensor._use_count() == 1  # type: ignore[attr-defined]
 
 
 class _ReleasingWork(Work):
@@ -112,6 +129,9 @@ class _ReleasingWork(Work):
         super().__init__()
         self._work: Work | None = work
         self._lent = lent
+
+    def __del__(self) -> None:
+        _keep(self._lent)  # of a collective that is not waited for
 
     def wait(self, *timeout: timedelta) -> bool:
         if self._work is not None:
@@ -136,8 +156,8 @@ class _ReleasingWork(Work):
         return super().get_future() if self._work is None else self._shared().get_future()
 
     def _shared(self) -> Any:
-        """The work, whose tensors others may keep from now on, so that nobody waits until they have let them go."""
-        self._lent.clear()
+        """Return the work. Callers may keep its tensors from now on, so ``wait`` does not wait for their release."""
+        _keep(self._lent)
         return self._work
 
 
