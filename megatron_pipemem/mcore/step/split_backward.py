@@ -56,7 +56,8 @@ class SplitBackward(Extension):
         self._counted = counted
         self._weight_inputs = weight_inputs
         self._early = early
-        self._watched: dict[torch.nn.Module, RemovableHandle] = {}
+        self._prepared: set[torch.nn.Module] = set()
+        self._watching: list[RemovableHandle] = []
         self._marked: list[torch.nn.Parameter] = []
         self._hooked: list[torch.nn.Parameter] = []
         self.has_run_delayed = False
@@ -75,10 +76,11 @@ class SplitBackward(Extension):
 
     def prepare(self, step: Step) -> None:
         self._hooked += attach_ddp_hooks(step.chunks)
-        for module in (each for chunk in step.chunks for each in transformer_engine.delayed_modules(chunk)):
-            if module not in self._watched:
-                self._watched[module] = module.register_forward_pre_hook(transformer_engine.notice_frozen_input)
-        self._marked += mark_early(step.chunks, early_modules(self._early, step.context.config))
+        new = [chunk for chunk in step.chunks if chunk not in self._prepared]  # not in every step anew
+        self._prepared.update(new)
+        for module in (each for chunk in new for each in transformer_engine.delayed_modules(chunk)):
+            self._watching.append(module.register_forward_pre_hook(transformer_engine.notice_frozen_input))
+        self._marked += mark_early(new, early_modules(self._early, step.context.config))
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         self.has_run_delayed |= any(stage.delayed for stage in step.stages.values())
@@ -88,9 +90,10 @@ class SplitBackward(Extension):
         for parameter in self._hooked:
             delattr(parameter, GRADIENT_READY)
         self._hooked.clear()
-        for hook in self._watched.values():
+        self._prepared.clear()
+        for hook in self._watching:
             hook.remove()
-        self._watched.clear()
+        self._watching.clear()
         for weight in self._marked:
             delattr(weight, EARLY)
         self._marked.clear()
