@@ -62,6 +62,10 @@ class Matrix:
         """Return the outputs of one of ``tp`` ranks."""
         return self.outputs / (tp if self.cut == "columns" else 1)
 
+    def products(self, tp: int) -> float:
+        """Return the multiplications per token on one of ``tp`` ranks."""
+        return self.inputs * self.outputs * self.visits / (1 if self.cut == "none" else tp)
+
     def depth(self, tp: int) -> float:
         """Return the inputs of one of ``tp`` ranks."""
         return self.inputs / (tp if self.cut == "rows" else 1)
@@ -195,8 +199,7 @@ def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> 
     linear = core = again = 0.0
     for block in kind or model.kinds[0]:
         for each in matrices(model, execution, block):
-            products = each.inputs * each.outputs * each.visits / (1 if each.cut == "none" else execution.tp)
-            here = 2 * execution.tokens(model) * products
+            here = 2 * execution.tokens(model) * each.products(execution.tp)
             linear += here
             again += here * execution.recomputes(*each.recompute)
         scores = core_flops(model, execution, block)
@@ -220,9 +223,7 @@ def early_share(model: Model, execution: Execution, kind: str) -> float:
     products: dict[bool, float] = {True: 0.0, False: 0.0}
     for block in kind:
         for each in matrices(model, execution, block):
-            products[each.early] += (
-                each.inputs * each.outputs * each.visits / (1 if each.cut == "none" else execution.tp)
-            )
+            products[each.early] += each.products(execution.tp)
     return products[True] / (sum(products.values()) or 1.0)
 
 
