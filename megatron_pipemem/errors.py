@@ -45,7 +45,7 @@ CODES = {
     "other-version": "A function of Megatron-Core or Transformer Engine is missing or has changed. Install a tested version.",
     "plan-differs": "A flag contradicts the file of `--pipemem-plan`. Leave the flag out, or plan with it.",
     "slurm-failed": "A command of Slurm failed. Its own error is in the message.",
-    "wrong-file": "A file or folder is not what is asked for here, or is incomplete. The message says which one is needed.",
+    "wrong-file": "A file or folder has the wrong kind, or is incomplete. The message says which one is needed.",
     # Sizes
     "does-not-fit": "The run needs more devices or memory than the cluster has. Cut the model further, or hold less.",
     "needs-chunks": "The schedule runs another number of model chunks per pipeline rank. Cut the model accordingly.",
@@ -65,7 +65,7 @@ CODES = {
     "too-large": "The command would take very long, or a file or number is too large. Take less, or pass `--yes`.",
     # Memory
     "cap-unreachable": "Nothing that was tried keeps the memory cap. Raise it, or let offload and recomputation be chosen.",
-    "host-memory": "The host has too little memory for what should be kept there. Offload less.",
+    "host-memory": "The host has too little memory for the offloaded activations. Offload less.",
     "over-cap": "The schedule holds more than the memory cap. Raise the cap, or take a schedule with a lower peak.",
     # Costs
     "costs-mismatch": "Costs are for other stages, devices or slices than the schedule has. Give one value each.",
@@ -75,7 +75,7 @@ CODES = {
     "no-actions": "The file holds no actions. Write a line per device, one action per cell.",
     "not-an-action": "A cell is no action. Write stage, kind, microbatch, as in `2F0`.",
     "not-computed": "An action is derived by lowering, and does not belong in a schedule. Remove it.",
-    "not-in-dialect": "torch's files cannot say what this schedule needs. Write it with `--to pipemem`.",
+    "not-in-dialect": "torch's files cannot express this schedule. Write it with `--to pipemem`.",
     "shifted-microbatches": "Microbatches of a kind do not count from 0. Take the shift off.",
     "unknown-dialect": "There is no such dialect. The message lists those that there are.",
     # Schedules that must not run
@@ -88,13 +88,13 @@ CODES = {
     "misplaced-action": "An action is on another device than its stage. Move it.",
     "missing-action": "An action that another one needs is missing. Add it.",
     "mixed-replicas": "A microbatch runs through stages of two replicas. Renumber one of the actions.",
-    "queue-order": "A device that serves everything in one queue does not come to an end. Post in one order.",
+    "queue-order": "A device that serves everything in one queue never ends. Post in one order.",
     "slot-conflict": "Two actions of a block take one slot, or one starts before its input is there. Shift one.",
     "stale-program": "The program is not one of its schedule. Lower the schedule again.",
     "unknown-stage": "A stage does not exist. Remove or renumber it.",
     "unknown-microbatch": "A microbatch or slice does not exist. Remove or renumber it.",
-    "unmet-need": "An action waits for something that does not come. `validate()` says what is missing.",
-    "useless-action": "Nothing uses what an action brings. Remove it.",
+    "unmet-need": "An action waits for another one that is missing. `validate()` names it.",
+    "useless-action": "No action uses the result of this one. Remove it.",
     "weight-version": "A pass needs a version of the weights that its stage does not have then. Keep more versions.",
     "wrong-cut": "The cut between steps leaves something half done. Move its ends.",
     "wrong-order": "An action stands before or after another one wrongly. Move it.",
@@ -142,7 +142,7 @@ CODES = {
     "used-while-away": "Activations are used while they are on the host. Reload them first.",
     "wrong-shape": "A tensor given to a cut vocabulary has the wrong shape or type. The message names the right one.",
 }
-"""Every code, with what it means and what to do."""
+"""Every code, with its meaning and the remedy."""
 
 
 class PipememError(Exception):

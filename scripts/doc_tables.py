@@ -161,7 +161,7 @@ def table_of_queues() -> str:
 
 
 def table_of_codes() -> str:
-    rows = ["| code | what it means, and what to do |", "|---|---|"]
+    rows = ["| code | meaning, and remedy |", "|---|---|"]
     return "\n".join(rows + [f"| `{code}` | {CODES[code]} |" for code in sorted(CODES)])
 
 
@@ -176,8 +176,9 @@ def table_of_flags() -> str:
 
 
 def table_of_conflicts() -> str:
-    rows = ["| feature | not with | why, and what to do |", "|---|---|---|"]
-    rows += [f"| {one} | {other} | {text.format(schedule='NAME')} |" for (one, other), text in CONFLICTS.items()]
+    rows = ["| feature | not with | reason, and remedy |", "|---|---|---|"]
+    for one, excluded in CONFLICTS.items():
+        rows += [f"| {one} | {other} | {text.format(schedule='NAME')} |" for other, text in excluded.items()]
     return "\n".join(rows)
 
 

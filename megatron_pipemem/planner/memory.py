@@ -12,7 +12,7 @@ from megatron_pipemem.planner.step import price
 from megatron_pipemem.planner.variants import HOST_MEMORY, offload_step, vocabulary_step
 from megatron_pipemem.schedule.conflicts import check
 from megatron_pipemem.schedule.core.bounds import least_held
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_caps
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule, versions_held
 from megatron_pipemem.schedule.core.simulator import peaks
@@ -83,8 +83,8 @@ def request_of(run: Run) -> Request:
     recompute = "selective" if choice.recomputes_by_action else str(run.flags.get("pipemem-recompute", "none"))
     given = {each.name: getattr(choice, each.name) for each in fields(ScheduleOptions)}
     given |= {"options": run.schedule_options, "microbatch_costs": choice.microbatch_costs, "offload": choice.offload}
-    given |= {"host_memory": run.flags.get(HOST_MEMORY), "recompute": recompute}
-    request = check(Request(choice.name, None if choice.memory_cap is None else parse_caps(choice.memory_cap), **given))
+    given |= {"memory_cap": choice.memory_cap, "host_memory": run.flags.get(HOST_MEMORY), "recompute": recompute}
+    request = check(Request(choice.name, **given))
     if choice.name != STOCK:
         return request
     return replace(request, schedule="1f1b" if (cut.chunks or 1) == 1 else "interleaved")

@@ -46,57 +46,50 @@ _SLICES = (
     "slices are searched for without a period, offload, recomputation and vocabulary passes; drop these or the option"
 )
 
-CONFLICTS: Mapping[tuple[str, str], str] = {
-    (
-        "stock",
-        "offload",
-    ): "Megatron's own schedule has no place for offload or recomputation of ours; name another one, for "
-    "example --pipemem-schedule 1f1b, or use Megatron's own flags",
-    (
-        "stock",
-        "vocabulary",
-    ): "Megatron's own schedules have no passes for a cut vocabulary; take a schedule of this package, "
-    "or pass --pipemem-vocab-parallel off",
-    (
-        "stock",
-        "single queue",
-    ): "--pipemem-single-queue orders schedules of this package, and stock is Megatron's own; leave one of them out",
-    ("stock", "weights"): "--pipemem-microbatch-costs orders microbatches for schedules of this package, and stock is "
-    "Megatron's own; leave one of them out",
-    (
-        "stock",
-        "overlap",
-    ): "--pipemem-overlap-steps is for schedules of this package, and stock is Megatron's own; leave one of them out",
-    ("pieces", "whole vocabulary"): "--pipemem-vocab-piece-tokens is about a head cut over the pipeline; pass "
-    "--pipemem-vocab-parallel 1, 2 or auto, or leave it out",
-    ("vocabulary", "offload"): "offload and recomputation are not planned together with vocabulary passes; pass "
-    "--pipemem-vocab-parallel off, or --pipemem-offload off and --pipemem-recompute none with Megatron's --recompute-*",
-    ("asynchronous", "offload"): _IN_FLIGHT + "--pipemem-offload off and --pipemem-recompute none",
-    ("asynchronous", "vocabulary"): _IN_FLIGHT + "--pipemem-vocab-parallel off",
-    ("asynchronous", "profile"): _IN_FLIGHT + "--pipemem-costs unit or a file",
-    (
-        "asynchronous",
-        "weights",
-    ): "schedule {schedule!r} runs forwards of the next step, whose microbatches are not weighed yet; "
-    "drop --pipemem-microbatch-costs, or take a synchronous schedule",
-    ("overlap", "vocabulary"): _BARRIER
-    + "all ranks compute every microbatch's logits together; pass --pipemem-vocab-parallel off",
-    ("overlap", "host"): _BARRIER
-    + "activations on the host are accounted for by whole steps; pass --pipemem-offload off",
-    ("overlap", "replicas"): _BARRIER
-    + "the two replicas of the model add up their gradients when all ranks have ended the "
-    "step; take a schedule with one, like zbv",
-    ("overlap", "weights"): _BARRIER + "all ranks agree on an order of the microbatches before every step; drop "
-    "--pipemem-microbatch-costs",
-    ("period", "vocabulary"): _PERIOD,
-    ("period", "offload"): _PERIOD,
-    ("searched slices", "period"): _SLICES,
-    ("searched slices", "vocabulary"): _SLICES,
-    ("searched slices", "offload"): _SLICES,
+CONFLICTS: Mapping[str, Mapping[str, str]] = {
+    "stock": {
+        "offload": "Megatron's own schedule has no place for offload or recomputation of ours; name another one, for example "
+        "--pipemem-schedule 1f1b, or use Megatron's own flags",
+        "vocabulary": "Megatron's own schedules have no passes for a cut vocabulary; take a schedule of this package, or pass "
+        "--pipemem-vocab-parallel off",
+        "single queue": "--pipemem-single-queue orders schedules of this package, and stock is Megatron's own; leave one of "
+        "them out",
+        "weights": "--pipemem-microbatch-costs orders microbatches for schedules of this package, and stock is Megatron's own; "
+        "leave one of them out",
+        "overlap": "--pipemem-overlap-steps is for schedules of this package, and stock is Megatron's own; leave one of them "
+        "out",
+    },
+    "pieces": {
+        "whole vocabulary": "--pipemem-vocab-piece-tokens is about a head cut over the pipeline; pass "
+        "--pipemem-vocab-parallel 1, 2 or auto, or leave it out",
+    },
+    "vocabulary": {
+        "offload": "offload and recomputation are not planned together with vocabulary passes; pass "
+        "--pipemem-vocab-parallel off, or --pipemem-offload off and --pipemem-recompute none with Megatron's --recompute-*",
+    },
+    "asynchronous": {
+        "offload": _IN_FLIGHT + "--pipemem-offload off and --pipemem-recompute none",
+        "vocabulary": _IN_FLIGHT + "--pipemem-vocab-parallel off",
+        "profile": _IN_FLIGHT + "--pipemem-costs unit or a file",
+        "weights": "schedule {schedule!r} runs forwards of the next step, whose microbatches are not weighed yet; drop "
+        "--pipemem-microbatch-costs, or take a synchronous schedule",
+    },
+    "overlap": {
+        "vocabulary": _BARRIER
+        + "all ranks compute every microbatch's logits together; pass --pipemem-vocab-parallel off",
+        "host": _BARRIER + "activations on the host are accounted for by whole steps; pass --pipemem-offload off",
+        "replicas": _BARRIER
+        + "the two replicas of the model add up their gradients when all ranks have ended the step; take "
+        "a schedule with one, like zbv",
+        "weights": _BARRIER + "all ranks agree on an order of the microbatches before every step; drop "
+        "--pipemem-microbatch-costs",
+    },
+    "period": {"vocabulary": _PERIOD, "offload": _PERIOD},
+    "searched slices": {"period": _SLICES, "vocabulary": _SLICES, "offload": _SLICES},
 }
-"""Two features that exclude each other -> the reason and the way out."""
+"""Feature -> features that it excludes -> the reason and the way out."""
 _CODES = {"stock": "not-for-stock", "overlap": "no-overlap", "pieces": "needs-option"}
-"""First feature of a conflict -> code of the error, if it is not ``conflicting-features``."""
+"""Feature that excludes others -> code of the error, if it is not ``conflicting-features``."""
 
 
 def check_conflicts(request: Request) -> None:
@@ -105,10 +98,12 @@ def check_conflicts(request: Request) -> None:
     Raises:
         UnsupportedError: it wants two of them.
     """
-    for pair, sentence in CONFLICTS.items():
-        if all(FEATURES[feature](request) for feature in pair):
-            code = _CODES.get(pair[0], "conflicting-features")
-            raise UnsupportedError(code, sentence.format(schedule=request.schedule))
+    for feature, excluded in CONFLICTS.items():
+        if FEATURES[feature](request):
+            code = _CODES.get(feature, "conflicting-features")
+            for other, sentence in excluded.items():
+                if FEATURES[other](request):
+                    raise UnsupportedError(code, sentence.format(schedule=request.schedule))
     if request.overlap_steps and request.is_asynchronous:
         check_delays(request.schedule)
 

@@ -7,9 +7,11 @@ of its value; flags, the ``schedule:`` section of a run's YAML file and the docu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from megatron_pipemem.errors import UnsupportedError
@@ -75,14 +77,17 @@ class Flag:
     page: str = ""
 
 
-def flags_of(request: type) -> dict[str, Flag]:
+@cache
+def flags_of(request: type) -> Mapping[str, Flag]:
     """Return the flags of a dataclass like ``Request``, by the names of their fields."""
     own_first = sorted(fields(request), key=lambda each: each.name not in request.__annotations__)
     found = {each.name: each.metadata["flag"] for each in own_first if "flag" in each.metadata}
-    return {
-        name: flag if flag.name else replace(flag, name=f"--pipemem-{name.replace('_', '-')}")
-        for name, flag in found.items()
-    }
+    return MappingProxyType(
+        {
+            name: flag if flag.name else replace(flag, name=f"--pipemem-{name.replace('_', '-')}")
+            for name, flag in found.items()
+        }
+    )
 
 
 def _field(default: Any, help: str, metavar: str = "", choices: Sequence[str] = (), **told: Any) -> Any:
@@ -234,8 +239,8 @@ class ScheduleOptions:
     )
     weight_inputs: WeightInputs = _field(
         AUTO,
-        "what waits for W of tensors that sequence parallelism gathers: sharded: this rank's shards, which W gathers again; "
-        "gathered: the whole tensors; auto (default): sharded where the tensor-parallel ranks are of one node",
+        "form in which tensors that sequence parallelism gathers wait for W: sharded: this rank's shards, which W gathers "
+        "again; gathered: the whole tensors; auto (default): sharded where the tensor-parallel ranks are of one node",
         choices=WEIGHT_INPUTS,
         page="gpu.md#what-waits-for-w",
     )
@@ -249,7 +254,7 @@ class ScheduleOptions:
     )
     random: RandomStreams = _field(
         STOCK,
-        "what first weights and dropout depend on: stock: Megatron's streams of every rank; layerwise: the seed, the "
+        "source of first weights and dropout: stock: Megatron's streams of every rank; layerwise: the seed, the "
         "iteration, the microbatch and the layer alone, so that every schedule, stock included, trains the same from step 0",
         choices=RANDOM,
         page="choosing-a-schedule.md#my-loss-differs-from-1f1bs-at-step-1",
@@ -276,14 +281,14 @@ CAP = Flag(
     read=_caps,
 )
 SENT = Flag(
-    "which activations wait on the host for their backward, beside what the schedule itself says",
+    "which activations wait on the host for their backward, in addition to those of the schedule itself",
     "|".join(OFFLOAD),
     read=_sent,
     page="offload.md",
 )
 WEIGHTS = Flag(
-    "what microbatches cost that are not alike (packed or long documents): every training step then runs them in the order, "
-    "and by the schedule, that suit them; a function takes what the data iterator yields",
+    "costs of microbatches that differ (packed or long documents): every training step then runs them in the order, "
+    "and by the schedule, that suit them; a function takes an item of the data iterator",
     "FLOPs|tokens|FILE.json|module:function",
     page="unequal-microbatches.md",
 )
@@ -311,7 +316,8 @@ class Request(ScheduleOptions):
         recompute: ``none``, ``selective``, ``full`` or ``auto``.
         offload_options: see ``TransferOptions.of``.
         vocab_piece_tokens: tokens of a piece of a cut head's logits; ``None`` for all tokens of a microbatch.
-        single_queue: whether what a rank launches is ordered for one hardware queue, whatever CUDA_DEVICE_MAX_CONNECTIONS is.
+        single_queue: whether a rank launches its actions in the order for one hardware queue, whatever
+            CUDA_DEVICE_MAX_CONNECTIONS is.
         message_shapes: ``step`` or ``message``.
         train_steps: training steps of the run, for asynchronous schedules: the last one reads no data of a next one.
             Megatron's own training loop tells it by itself.
@@ -339,14 +345,14 @@ class Request(ScheduleOptions):
     offload: str | int = field(default=OFF, metadata={"flag": SENT})
     host_memory: float | None = _field(
         None,
-        f"host memory per node for these, shared by its ranks (default: {DEFAULT_HOST_SHARE:g} of what is available)",
+        f"host memory per node for these, shared by its ranks (default: {DEFAULT_HOST_SHARE:g} of the available memory)",
         "XGiB",
         read=_bytes,
     )
     recompute: str = _field(
         "none",
-        "what runs again before its backward: of every stage what is cheap (norms, activation functions, unfused attention), "
-        "or all; auto: whatever of these a memory cap needs, per stage",
+        "parts of a forward that run again before its backward: the cheap ones of every stage (norms, activation functions, "
+        "unfused attention), or all; auto: those that a memory cap needs, per stage",
         choices=RECOMPUTE,
     )
     offload_options: TransferOptions = field(
@@ -373,15 +379,15 @@ class Request(ScheduleOptions):
     )
     vocab_piece_tokens: int | None = _field(
         None,
-        "compute the cut head's logits for N tokens at a time, which bounds what they take in fp32 (default: all)",
+        "compute the cut head's logits for N tokens at a time, which bounds their bytes in fp32 (default: all)",
         "N",
         kind=int,
         read=_pieces,
     )
     single_queue: bool = _field(
         False,
-        "order what a rank launches for one hardware queue, as is done anyway on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1, and "
-        "in the first steps on every GPU",
+        "launch the actions of a rank in the order for one hardware queue, as is done anyway on GPUs with "
+        "CUDA_DEVICE_MAX_CONNECTIONS=1, and in the first steps on every GPU",
         page="how-it-works.md#one-hardware-queue-per-rank",
     )
     message_shapes: str = _field(
@@ -396,7 +402,7 @@ class Request(ScheduleOptions):
     file: Schedule | None = None
 
     def __post_init__(self) -> None:
-        for name, flag in flags_of(type(self)).items():
+        for name, flag in flags_of(Request).items():
             if flag.read is not None:
                 object.__setattr__(self, name, flag.read(flag.name, getattr(self, name)))
 

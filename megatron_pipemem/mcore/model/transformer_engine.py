@@ -125,8 +125,8 @@ def notice_frozen_input(module: torch.nn.Module, inputs: tuple) -> None:
 
 
 def defer(modules: tuple[torch.nn.Module, ...], queue: WeightGradientQueue) -> None:
-    """Put into ``queue`` what the backward that has just run left to its W, in Transformer Engine and in ``grad``. Run what
-    may not wait.
+    """Put into ``queue`` the weight gradients that the backward that has just run left to its W, in Transformer Engine and in
+    ``grad``. Run those that may not wait.
     """
     at_once = ImmediateWeightGradients()
     for module in modules:

@@ -1,4 +1,4 @@
-"""Hold the table of action kinds: one row per kind says what it needs, takes, changes in memory and looks like.
+"""Hold the table of action kinds: one row per kind gives its needs, resource, memory and looks.
 
 The letters are those of ``torch.distributed.pipelining``: ``F`` forward, ``I`` input gradient, ``W`` weight gradient, ``B``
 full backward (``I`` then ``W``, fused). The zero-bubble papers write ``B`` for our ``I`` and ``BW`` for our ``B``.
@@ -21,7 +21,7 @@ SELECTIVE_SECONDS = 0.05
 
 
 class Resource(Enum):
-    """What an action occupies while it runs."""
+    """The part of a device that an action occupies while it runs."""
 
     COMPUTE = auto()
     COPY = auto()
@@ -37,7 +37,7 @@ class Resource(Enum):
 
 
 class Need(NamedTuple):
-    """Say what an action waits for: an action of the same stage and microbatch, unless ``stage`` or ``slice`` move it.
+    """Name an action that another one waits for, of the same stage and microbatch unless ``stage`` or ``slice`` move it.
 
     Attributes:
         kind: of the action that it waits for. A gradient of another stage or slice comes from its I or from its B.
@@ -66,13 +66,13 @@ class KindSpec:
         name: capital letters and underscores.
         says: a few words for legends; by default the name.
         colour: in pictures: red, green and blue, from 0 to 255.
-        resource: what the action occupies.
+        resource: the part of the device that the action occupies.
         needs: the actions that it waits for.
         prepares: the kinds that wait for it on the same stage and microbatch. On a stage that has it, each of their actions
             must have one.
         followed_by: the kind that must come after it on the same stage and microbatch.
         shares: seconds where ``Costs`` has none, as shares of those of other kinds. With neither, its actions take no time.
-        units: by how much it changes what is held, in activation units of its stage, where ``Costs`` has no memory.
+        units: change of the device's memory, in activation units of its stage, where ``Costs`` has no memory.
         in_evaluation: whether evaluation runs it.
         completes: whether it adds to the gradients of parameters.
         runs_layers: whether it runs the layers of a stage: its seconds then go by the time of a microbatch, not by its tokens.
@@ -100,16 +100,13 @@ class KindSpec:
 
 
 class _Kinds(type):
-    """Lets the class of all kinds be iterated over, in the order of their rows, and give every kind by its name."""
+    """Lets the class of all kinds be iterated over, in the order of their rows, and has every kind by its name."""
 
     def __iter__(cls) -> Iterator[Kind]:
         return iter(_KINDS.values())
 
     def __getattr__(cls, name: str) -> Kind:
-        try:
-            return _KINDS[name]
-        except KeyError:
-            raise AttributeError(f"no kind of action is called {name}") from None
+        raise AttributeError(f"no kind of action is called {name}")  # those that are there are found before
 
 
 class Kind(str, metaclass=_Kinds):
@@ -170,7 +167,7 @@ def register_kind(spec: KindSpec) -> Kind:
     kind = str.__new__(Kind, spec.name)
     kind.spec, kind.value = spec, spec.name
     _KINDS[spec.name] = kind
-    setattr(Kind, spec.name, kind)  # found without _Kinds.__getattr__
+    setattr(Kind, spec.name, kind)
     for wanted, found in _QUERIES:
         if wanted(spec):
             found[kind] = None
@@ -214,7 +211,7 @@ _ROWS = (
     KindSpec("WAIT_OFFLOAD", resource=Resource.AWAIT_COPY, needs=(Need("OFFLOAD"),), followed_by="RELOAD"),
     KindSpec("RELOAD", "copy back", (138, 201, 38), Resource.COPY, (Need("WAIT_OFFLOAD"),), followed_by="WAIT_RELOAD"),
     KindSpec("WAIT_RELOAD", resource=Resource.AWAIT_COPY, needs=(Need("RELOAD"),), prepares=("RS", "I", "B")),
-    # Vocabulary parallelism: shard k of head and embedding stands on device k. core/vocabulary.py says what these need.
+    # Vocabulary parallelism: shard k of head and embedding stands on device k. core/vocabulary.py has their needs.
     KindSpec("EMBED_F", "embedding forward", (184, 225, 173), in_evaluation=True, of_device=True, former_name="IF"),
     KindSpec("S", "head scores", (166, 41, 245), in_evaluation=True, of_device=True),
     # On the device of the last stage only.
@@ -238,21 +235,21 @@ for _row in _ROWS:
     register_kind(_row)
 
 PLAIN: tuple[Kind, ...] = (Kind.F, Kind.I, Kind.W, Kind.B)
-"""What every schedule is made of: forwards, and backwards whole or in two."""
+"""Forwards, and backwards whole or in two: the kinds that every schedule has."""
 ROUND_TRIP: tuple[Kind, ...] = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
-"""What becomes of activations that leave their device, in this order."""
+"""The transfers of activations that leave their device, in this order."""
 RECOMPUTE = kinds_where(lambda spec: spec.name in ("R", "RS"))
 COMPUTE = kinds_where(lambda spec: spec.resource is Resource.COMPUTE)
 COPIES = kinds_where(lambda spec: spec.resource is Resource.COPY)
 MEMORY = kinds_where(lambda spec: spec.resource in (Resource.COPY, Resource.AWAIT_COPY))
-"""They take no time of the device but what they wait."""
+"""The device spends no time on them except waiting."""
 COLLECTIVES = kinds_where(lambda spec: spec.resource is Resource.COLLECTIVE)
 """Posting waits for no other device, but ``REDUCE_X`` for the statistics where it is formed of them (one barrier)."""
 VOCABULARY = kinds_where(lambda spec: spec.of_device)
 VOCABULARY_COMPUTE = kinds_where(lambda spec: spec.of_device and spec.resource is Resource.COMPUTE)
 COMPLETING = kinds_where(lambda spec: spec.completes)
 FORWARD = kinds_where(lambda spec: spec.in_evaluation)
-"""What evaluation runs of a schedule."""
+"""Kinds that evaluation runs."""
 SENDS = kinds_where(lambda spec: spec.resource is Resource.SEND)
 RECEIVES = kinds_where(lambda spec: spec.resource is Resource.RECEIVE)
 MESSAGES = kinds_where(lambda spec: spec.resource in (Resource.SEND, Resource.RECEIVE))
@@ -261,8 +258,8 @@ WHOLE_STAGE = kinds_where(lambda spec: spec.resource is Resource.REDUCTION)
 ORDERED = kinds_where(
     lambda spec: spec.resource in (Resource.COMPUTE, Resource.COPY, Resource.AWAIT_COPY, Resource.COLLECTIVE)
 )
-"""What stands in the orders of a schedule; ``lower`` adds the rest."""
+"""Kinds that stand in the orders of a schedule; ``lower`` adds the others."""
 FURTHER = kinds_where(lambda spec: spec.resource is Resource.COMPUTE and not spec.of_device and spec not in _ROWS)
-"""What is priced by ``Costs.further``."""
+"""Kinds that ``Costs.further`` prices."""
 PREPARING = kinds_where(lambda spec: bool(spec.prepares) and spec.resource is Resource.COMPUTE)
-"""What other actions of the stage and microbatch wait for, on every stage that has it."""
+"""Kinds for which other actions of the stage and microbatch wait, on every stage that has them."""

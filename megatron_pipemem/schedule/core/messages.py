@@ -278,7 +278,7 @@ def check_sums(program: Program, places: Mapping[Action, tuple[int, int]]) -> Ma
 
 
 def prepared_needs(schedule: Schedule, action: Action, actions: Container[Action]) -> Iterator[Action]:
-    """Yield what prepares an action: for a backward, activations that have run again or are back on the device.
+    """Yield the actions that prepare an action: for a backward, those that run its forward again or bring it back.
 
     Args:
         schedule: supplies the stages whose actions are prepared.

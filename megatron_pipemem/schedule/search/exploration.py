@@ -56,7 +56,7 @@ _FAR_FROM_BOUND = 1.03
 _LEFT_IDLE = 1 / 6
 # Passes justified again with a part of them frozen, where the steady state idles.
 _PASSES_TO_POLISH = 150_000
-# Orders of slices move less: more rounds took five times as long and found nothing better.
+# With more, small searches of slices took up to five times as long.
 _MOST_ROUNDS_OF_SLICES = 60
 # Under a cap that makes the steady state idle, intervals multiply what there is to try.
 _EFFORT_WHEN_IDLE = 4

@@ -48,9 +48,9 @@ class PassTable(NamedTuple):
         device: of every pass.
         price: of every pass, its place in ``ticks`` and ``change``.
         before: the pass before it in its class, or -1.
-        waits: what else it waits for, and over which link.
+        waits: the other passes that it waits for, and over which link.
         ticks: how long passes take.
-        change: by how much they change what their device holds.
+        change: by how much they change the memory of their device.
         lags: ticks of every link.
         caps: the most every device may hold.
         shortest: ticks of the shortest pass of every device.
@@ -134,7 +134,7 @@ class Problem:
 
     @cached_property
     def reversed(self) -> PassTable:
-        """The same passes with time running backwards: what was freed last is taken first."""
+        """The same passes with time running backwards: the memory that was freed last is taken first."""
         # What is left in the end is there from the start now, and what is held counts from there.
         left = self._per_device(self.change)
         caps = tuple(cap - self.num_microbatches * kept for cap, kept in zip(self.caps, left, strict=True))
@@ -283,7 +283,7 @@ def make_problem(
     rounded = [ceil(value * memory_scale - _NOISE) for value in held]
 
     def before(at: int) -> int:
-        """Return what the slice held before a pass."""
+        """Return the memory that the slice held before a pass."""
         c, part = divmod(at, n)
         return 0 if c % 3 == FORWARD else rounded[(c - 1) * n + (part if c % 3 == WEIGHT else mirrored(part, n))]
 

@@ -26,7 +26,7 @@ from megatron_pipemem.schedule.search.result import Candidate, SearchResult, fas
 
 logger = logging.getLogger(__name__)
 
-Shape = tuple[Placement, int]
+SlicedPlacement = tuple[Placement, int]
 """A placement, and a number of slices."""
 
 MAX_CHUNKS = 8
@@ -131,7 +131,7 @@ def search_schedule(
 
 
 def _explorations(
-    shapes: Sequence[Shape],
+    shapes: Sequence[SlicedPlacement],
     num_microbatches: int,
     costs: Costs,
     caps: tuple[float, ...] | None,
@@ -272,7 +272,9 @@ def _misfit(costs: Costs, placement: Placement, slices: int) -> CostsError | Non
     return None
 
 
-def _nothing_fits(shapes: Sequence[Shape], num_microbatches: int, costs: Costs, caps: Sequence[float] | None) -> str:
+def _nothing_fits(
+    shapes: Sequence[SlicedPlacement], num_microbatches: int, costs: Costs, caps: Sequence[float] | None
+) -> str:
     unit = "activation units" if costs.memory is None else "bytes"
     needs = [least_held(placement, num_microbatches, costs, slices) for placement, slices in shapes]
     limits = caps or (math.inf,) * len(needs[0])
