@@ -28,9 +28,9 @@ from rich.table import Table
 
 from megatron_pipemem import Costs, build_schedule
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.search import search_schedule
+from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.stream import LEAST_GAIN
+from megatron_pipemem.search import search_schedule
 
 FAMILIES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "1f1b-v")
 STEPPED = ("1f1b", "zb-h2", "zbv")

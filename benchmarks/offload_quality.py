@@ -20,15 +20,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_pipemem.families.offload import uniform_repeating
+from megatron_pipemem.features.offload.planning import plan_offload
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.schedule.core.costs import Channel, Costs
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import Timeline, simulate
-from megatron_pipemem.schedule.core.validator import validate_program
-from megatron_pipemem.schedule.families.offload import uniform_repeating
-from megatron_pipemem.schedule.features.offload.planning import plan_offload
+from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.validator import validate_program
 
 # (p, v): without offload; PO-H at k = .6, 1.0; PO-F at k = .6, .9, 1.0; chunks in flight.
 PUBLISHED = {

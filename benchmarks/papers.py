@@ -31,10 +31,10 @@ from megatron_pipemem.planner.plans import Answer
 from megatron_pipemem.planner.space import Limits
 from megatron_pipemem.planner.step import mfu, price
 from megatron_pipemem.planner.variants import PLAIN, variants
-from megatron_pipemem.schedule.core.bounds import lower_bound
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.stream import stream
 
 MACHINE = "a100-80g"

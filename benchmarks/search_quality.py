@@ -24,11 +24,11 @@ from rich.table import Table
 
 from megatron_pipemem import Costs, search_schedule, simulate
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.schedule.core.bounds import lower_bound
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import synchronous_schedules
-from megatron_pipemem.schedule.search import MAX_CHUNKS
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.search import MAX_CHUNKS
 
 CAPS = (0.5, 0.625, 0.75, 1.0)
 EQUAL, UNEQUAL = (1.0, 1.0, 1.0), (1.0, 1.5, 0.5)

@@ -30,11 +30,11 @@ from rich.progress import track
 from rich.table import Table
 
 from megatron_pipemem import Costs, build_schedule, simulate
+from megatron_pipemem.features.vocabulary.choice import head_on_last_stage, redistribute
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
-from megatron_pipemem.schedule.features.vocabulary.choice import head_on_last_stage, redistribute
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
 
 SIZES = ("32k", "64k", "128k", "256k")
 WORDS = {name: int(name[:-1]) * 1024 for name in SIZES}

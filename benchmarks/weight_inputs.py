@@ -33,9 +33,9 @@ from megatron_pipemem.planner.prices import gather
 from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import peaks, simulate
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import peaks, simulate
 
 TP, SEQUENCE = 8, 4096
 SCHEDULES = ("1f1b", "zb-h1", "zbv", "v-half", "v-min")

@@ -21,39 +21,39 @@ if TYPE_CHECKING:  # what _MODULES says, for editors and type checkers
     from megatron_pipemem.mcore.plugin import place_model_chunks as place_model_chunks
     from megatron_pipemem.mcore.plugin import settle as settle
     from megatron_pipemem.mcore.plugin import write_report as write_report
-    from megatron_pipemem.schedule.core.action import Action as Action
-    from megatron_pipemem.schedule.core.action import Kind as Kind
-    from megatron_pipemem.schedule.core.costs import Costs as Costs
-    from megatron_pipemem.schedule.core.kinds import KindSpec as KindSpec
-    from megatron_pipemem.schedule.core.kinds import Need as Need
-    from megatron_pipemem.schedule.core.kinds import register_kind as register_kind
-    from megatron_pipemem.schedule.core.placement import Placement as Placement
-    from megatron_pipemem.schedule.core.schedule import Schedule as Schedule
-    from megatron_pipemem.schedule.core.simulator import Timeline as Timeline
-    from megatron_pipemem.schedule.core.simulator import simulate as simulate
-    from megatron_pipemem.schedule.core.validator import validate as validate
+    from megatron_pipemem.schedule.action import Action as Action
+    from megatron_pipemem.schedule.action import Kind as Kind
+    from megatron_pipemem.schedule.costs import Costs as Costs
     from megatron_pipemem.schedule.family import Family as Family
     from megatron_pipemem.schedule.family import Formula as Formula
+    from megatron_pipemem.schedule.kinds import KindSpec as KindSpec
+    from megatron_pipemem.schedule.kinds import Need as Need
+    from megatron_pipemem.schedule.kinds import register_kind as register_kind
+    from megatron_pipemem.schedule.placement import Placement as Placement
     from megatron_pipemem.schedule.registry import build_schedule as build_schedule
     from megatron_pipemem.schedule.registry import register_schedule as register_schedule
-    from megatron_pipemem.schedule.search import SearchResult as SearchResult
-    from megatron_pipemem.schedule.search import search_schedule as search_schedule
+    from megatron_pipemem.schedule.schedule import Schedule as Schedule
+    from megatron_pipemem.schedule.simulator import Timeline as Timeline
+    from megatron_pipemem.schedule.simulator import simulate as simulate
+    from megatron_pipemem.schedule.validator import validate as validate
+    from megatron_pipemem.search import SearchResult as SearchResult
+    from megatron_pipemem.search import search_schedule as search_schedule
 
     __version__: str
 
 _MODULES = {
     "errors": "PipememError ScheduleError UnknownScheduleError UnsupportedError UpstreamError",
     "mcore.plugin": "enable disable settle write_report build_model_chunks place_model_chunks",
-    "schedule.core.action": "Action Kind",
-    "schedule.core.kinds": "KindSpec Need register_kind",
-    "schedule.core.costs": "Costs",
-    "schedule.core.placement": "Placement",
-    "schedule.core.schedule": "Schedule",
-    "schedule.core.simulator": "Timeline simulate",
-    "schedule.core.validator": "validate",
+    "schedule.action": "Action Kind",
+    "schedule.kinds": "KindSpec Need register_kind",
+    "schedule.costs": "Costs",
+    "schedule.placement": "Placement",
+    "schedule.schedule": "Schedule",
+    "schedule.simulator": "Timeline simulate",
+    "schedule.validator": "validate",
     "schedule.family": "Family Formula",
     "schedule.registry": "build_schedule register_schedule",
-    "schedule.search": "SearchResult search_schedule",
+    "search": "SearchResult search_schedule",
 }
 """Module of this package -> the public names that stand in it."""
 
@@ -77,7 +77,7 @@ def __getattr__(name: str) -> Any:
             raise UpstreamError("not-installed", f"megatron_pipemem.{name} needs Megatron: {INSTALL}")
     value = getattr(import_module(f"megatron_pipemem.{_HOME[name]}"), name)
     if _HOME[name].startswith("schedule."):
-        from megatron_pipemem.schedule.core.display import draw_with
+        from megatron_pipemem.schedule.display import draw_with
 
         draw_with("megatron_pipemem.report.display")
     return value

@@ -24,20 +24,20 @@ from megatron_pipemem.config import refusals
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load, typed
 from megatron_pipemem.config.model import Execution, Model
+from megatron_pipemem.conflicts import CONFLICTS
 from megatron_pipemem.errors import CODES
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.launch.flags import flag_parser
 from megatron_pipemem.planner.profile import from_formulas
+from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.schedule.baseline import share_of_1f1b
-from megatron_pipemem.schedule.conflicts import CONFLICTS
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.simulator import Timeline, simulate
-from megatron_pipemem.schedule.core.single_queue import run_single_queues
-from megatron_pipemem.schedule.core.validator import validate_program
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, families
-from megatron_pipemem.schedule.request import Request, flags_of
-from megatron_pipemem.schedule.search import search_schedule
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.single_queue import run_single_queues
+from megatron_pipemem.schedule.validator import validate_program
+from megatron_pipemem.search import search_schedule
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DOCUMENTS = {

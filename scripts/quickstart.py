@@ -38,9 +38,9 @@ from megatron_pipemem.files import write_whole
 from megatron_pipemem.launch.command import CPU_FLAGS, words
 from megatron_pipemem.report import save_comparison
 from megatron_pipemem.report.tables import FittingTable
-from megatron_pipemem.schedule.core.simulator import Timeline, simulate
-from megatron_pipemem.schedule.features.windows import family_window, steady
 from megatron_pipemem.schedule.registry import build_schedule, family
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.windows import family_window, steady
 
 SCRIPTS = Path(__file__).resolve().parent
 DEVICES, MICROBATCHES = 4, 8

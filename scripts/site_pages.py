@@ -30,8 +30,8 @@ if str(ROOT) not in sys.path:
 from megatron_pipemem.cli.examples import CommandWithExamples  # noqa: E402
 from megatron_pipemem.report.display import frame  # noqa: E402 - of this tree, whatever is installed
 from megatron_pipemem.report.html import page as page_of_runs  # noqa: E402
-from megatron_pipemem.schedule.core.simulator import Timeline, simulate  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
+from megatron_pipemem.schedule.simulator import Timeline, simulate  # noqa: E402
 
 DOCUMENTS = {
     "README.md": "index.md",
@@ -144,7 +144,7 @@ def python_api_page() -> str:
         if name in megatron_pipemem._NEEDS_MEGATRON:
             sections["On Megatron"].append(f"megatron_pipemem.mcore.plugin.{name}")
             if name == "enable":  # whose keyword arguments are its fields
-                sections["On Megatron"].append("megatron_pipemem.schedule.request.Request")
+                sections["On Megatron"].append("megatron_pipemem.request.Request")
             continue
         value = getattr(megatron_pipemem, name)
         kind = "Functions"

@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue, current_queue
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.action import Action, Kind
 
 ROWS, WIDTH = 2, 8
 """Tokens and features of a message: as small as can be, links are not what is emulated."""

@@ -13,11 +13,11 @@ from emulated.interlaced import interlaced
 from emulated.measure import measure
 from emulated.runtimes import our_steps
 from megatron_pipemem import Costs, build_schedule
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
-from megatron_pipemem.schedule.features.vocabulary.choice import head_on_last_stage, redistribute
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.features.vocabulary.choice import head_on_last_stage, redistribute
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
 
 FAMILIES = ("1f1b", "v-half")
 LAYERS_PER_DEVICE = 8

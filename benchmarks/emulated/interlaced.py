@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
 
 
 def interlaced(num_devices: int, num_microbatches: int) -> Schedule:

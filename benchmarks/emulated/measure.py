@@ -17,10 +17,10 @@ from fresh_ranks import run_ranks
 
 from emulated.device import sharpen_timer
 from emulated.runtimes import Step
-from megatron_pipemem.schedule.core.action import COMPUTE, Action, Kind
-from megatron_pipemem.schedule.core.action_prices import ActionPrices
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
+from megatron_pipemem.schedule.action_prices import ActionPrices
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
 
 Passes = list[tuple[Action, float, float]]
 

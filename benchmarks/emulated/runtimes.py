@@ -12,16 +12,16 @@ from torch.distributed import pipelining
 
 from emulated.device import ROWS, WIDTH, Device, SleepingStage
 from emulated.vocabulary import SleepingVocabulary, open_channels
+from megatron_pipemem.features.slices.runtime import KeyValueCache
 from megatron_pipemem.runtime.executor import Executor
-from megatron_pipemem.runtime.key_value_cache import KeyValueCache
 from megatron_pipemem.runtime.transport import MessageFormat, Transport, connect
-from megatron_pipemem.schedule.core.action_prices import ActionPrices
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.validator import validate_program
+from megatron_pipemem.schedule.action_prices import ActionPrices
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.validator import validate_program
 
 CPU = torch.device("cpu")
 

@@ -17,12 +17,12 @@ from rich.table import Table
 from emulated.measure import Row, measure
 from emulated.runtimes import Step, megatron_steps, our_steps
 from megatron_pipemem import Costs, build_schedule
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap
-from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import peaks
-from megatron_pipemem.schedule.search.step_plan import plan_step
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.memory_cap import MemoryCap
+from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import peaks
+from megatron_pipemem.search.step_plan import plan_step
 
 PLANNED = ("1f1b", "interleaved", "zb-h1", "zbv")
 PLAN_SECONDS = 1.0

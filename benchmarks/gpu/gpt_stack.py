@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional as F
 
-from megatron_pipemem.runtime.offload import OffloadEngine
+from megatron_pipemem.features.offload.runtime import OffloadEngine
 from megatron_pipemem.runtime.weight_gradients import (
     DeferredWeightGradient,
     WeightGradientQueue,

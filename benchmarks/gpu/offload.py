@@ -28,11 +28,11 @@ import proof
 import torch
 from gpt_stack import Loop, Shape, make_inputs, make_stack
 
+from megatron_pipemem.features.offload.runtime import OffloadEngine
+from megatron_pipemem.features.offload.runtime.channel import Copy, CopyChannel, Direction
+from megatron_pipemem.features.offload.runtime.cuda_channel import CudaChannel
+from megatron_pipemem.features.offload.runtime.host_channel import ThreadChannel
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.runtime.offload import OffloadEngine
-from megatron_pipemem.runtime.offload.channel import Copy, CopyChannel, Direction
-from megatron_pipemem.runtime.offload.cuda_channel import CudaChannel
-from megatron_pipemem.runtime.offload.host_channel import ThreadChannel
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, collecting
 
 MIB = 1 << 20

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_suffix, check_writable
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.search import MAX_CHUNKS
+from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.size import check_affordable
+from megatron_pipemem.search import MAX_CHUNKS
 
 
 def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: bool = True) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_pipemem.choose.pareto import Choice, bound_line, choices, trades, useful_caps
 from megatron_pipemem.cli.checks import check_layers, check_output, check_seconds, check_size
 from megatron_pipemem.cli.common import console, print_json, report_note
 from megatron_pipemem.cli.options import DEVICES, MICROBATCHES, Json, Prices, ScheduleModules, Yes, takes_group
@@ -17,15 +18,14 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report import pareto as picture
 from megatron_pipemem.report.picture import SUFFIXES
 from megatron_pipemem.schedule.baseline import in_shares_of_1f1b
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.memory_cap import loosened
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import peaks
-from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import OFF
-from megatron_pipemem.schedule.pareto import Choice, bound_line, choices, trades, useful_caps
-from megatron_pipemem.schedule.search import MAX_CHUNKS
-from megatron_pipemem.schedule.search.cache import ResultCache
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import peaks
+from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.search import MAX_CHUNKS
+from megatron_pipemem.search.cache import ResultCache
 
 
 @takes_group

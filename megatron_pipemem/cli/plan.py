@@ -26,8 +26,8 @@ from megatron_pipemem.planner.profile import Profile
 from megatron_pipemem.planner.space import KEYS, Limits, without_overlap
 from megatron_pipemem.planner.variants import PLAIN
 from megatron_pipemem.report.tables import FittingTable
-from megatron_pipemem.schedule.core.memory_cap import parse_bytes
-from megatron_pipemem.schedule.core.slices import FLOPS
+from megatron_pipemem.schedule.memory_cap import parse_bytes
+from megatron_pipemem.schedule.slices import FLOPS
 from megatron_pipemem.schedule.stream import LEAST_GAIN
 
 _REASONS = 12

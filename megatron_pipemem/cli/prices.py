@@ -12,15 +12,15 @@ from megatron_pipemem.cli.checks import check_layers
 from megatron_pipemem.cli.common import report_note
 from megatron_pipemem.cli.options import Prices, Question, is_file
 from megatron_pipemem.errors import CostsError, UnsupportedError
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.brief import LARGEST
-from megatron_pipemem.schedule.core.costs import Channel, Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.stage_prices import even_layers
-from megatron_pipemem.schedule.features.vocabulary.choice import head_on_last_stage
+from megatron_pipemem.features.vocabulary.choice import head_on_last_stage
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.brief import LARGEST
+from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.options import AUTO, OFF
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import family
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.stage_prices import even_layers
 
 
 def price_layers(names: Sequence[str], asked: Question) -> Costs:

@@ -22,7 +22,7 @@ from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.planner.offload_ratio import cheap_recompute, cluster_offload_ratio, offload_ratio
 from megatron_pipemem.planner.profile import Bandwidths, Part, Profile, from_formulas
 from megatron_pipemem.report.tables import FittingTable
-from megatron_pipemem.schedule.core.progress import doing
+from megatron_pipemem.schedule.progress import doing
 
 MIB = 1 << 20
 _CUT = ("tp", "sequence_parallel", "cp", "ep", "micro_batch", "recompute", "attention", "precision")
@@ -118,8 +118,8 @@ def _bandwidths() -> Bandwidths | None:
     if is_active() or not torch.cuda.is_available():
         report_note("no GPU here, so no way from one to its host was measured; k is that of the cluster file")
         return None
-    from megatron_pipemem.runtime.offload.cuda_channel import CudaChannel
-    from megatron_pipemem.runtime.offload.host_link import measure_bandwidths
+    from megatron_pipemem.features.offload.runtime.cuda_channel import CudaChannel
+    from megatron_pipemem.features.offload.runtime.host_link import measure_bandwidths
 
     with doing("measuring the way to the host and back"):
         measured = measure_bandwidths(CudaChannel(torch.device("cuda"), timed=False))

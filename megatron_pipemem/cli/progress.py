@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.text import Text
 
-from megatron_pipemem.schedule.core.progress import Listener, doing, has_listener, listening
+from megatron_pipemem.schedule.progress import Listener, doing, has_listener, listening
 
 _PATIENCE_SECONDS = 1.0
 _REFRESH_SECONDS = 0.1

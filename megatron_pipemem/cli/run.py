@@ -18,7 +18,7 @@ from megatron_pipemem.files import check_writable
 from megatron_pipemem.mcore import INSTALL, is_installed
 from megatron_pipemem.mcore.flags import add_virtual_stages, cpu_flags, take_flags
 from megatron_pipemem.mcore.run_log import show_log
-from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.request import Request
 
 _OPTIONS = ("--cpu", "--verbose", "--help")
 

@@ -15,9 +15,9 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report import TerminalTimeline
 from megatron_pipemem.report.run import UNITS
 from megatron_pipemem.report.tables import FittingTable
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import Family, build_schedule, families, family
+from megatron_pipemem.schedule.simulator import simulate
 
 # Arguments of every schedule; those that list them fit their order to them.
 _FLAGS = {"costs": "--costs", "memory_cap": "--memory-cap"}

@@ -16,7 +16,7 @@ from megatron_pipemem.cli.prices import price_layers
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.report import SUFFIXES, TerminalTimeline, save_comparison
 from megatron_pipemem.report.timeline import DrawnRun
-from megatron_pipemem.schedule.core.simulator import Timeline
+from megatron_pipemem.schedule.simulator import Timeline
 from megatron_pipemem.schedule.stream import draw_steps
 
 

@@ -17,23 +17,23 @@ from megatron_pipemem.cli.loading import Loaded, check_attention, load_and_simul
 from megatron_pipemem.cli.options import NAME_HELP, Json, Question, takes_group
 from megatron_pipemem.cli.prices import price_layers
 from megatron_pipemem.cli.progress import showing
+from megatron_pipemem.conflicts import check_conflicts
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.recompute.orders import recomputed_by_mode
 from megatron_pipemem.report.placements import placements_table
 from megatron_pipemem.report.run import UNITS
 from megatron_pipemem.report.timeline import bytes_text
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.baseline import share_of_1f1b
-from megatron_pipemem.schedule.conflicts import check_conflicts
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.bounds import lower_bound
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import Timeline, peaks
-from megatron_pipemem.schedule.core.single_queue import run_single_queues
-from megatron_pipemem.schedule.core.validator import validate_program
-from megatron_pipemem.schedule.features.offload.recompute import recomputed_by_mode
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.search import MAX_CHUNKS
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, peaks
+from megatron_pipemem.schedule.single_queue import run_single_queues
 from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.schedule.validator import validate_program
+from megatron_pipemem.search import MAX_CHUNKS
 
 _USUAL = {"slices": 1, "replicas": 1, "weight_versions": 1, "recomputed": {}, "microbatch_weights": {}}
 _USUAL |= dict.fromkeys(("peak_bytes", "share_of_1f1b"))

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron_pipemem.config.runs import Run
+from megatron_pipemem.conflicts import check_delays
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.conflicts import check_delays
-from megatron_pipemem.schedule.features.windows import check_batch, updates_per_batch
+from megatron_pipemem.schedule.windows import check_batch, updates_per_batch
 
 
 class Refusals(NamedTuple):

@@ -20,9 +20,9 @@ from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.limits import MOST_DEVICES, Amount, Count, CountOrZero, Devices, Limited
 from megatron_pipemem.config.model import Execution, Fp8, Model, Recomputable, Recompute
 from megatron_pipemem.errors import ConfigError, PipememError
+from megatron_pipemem.request import CAP, FILE_SUFFIX, SENT, WEIGHTS, ScheduleOptions
 from megatron_pipemem.schedule.options import AUTO, GATHERED, OFF, SHARDED, STOCK, Offload, early_weights
 from megatron_pipemem.schedule.registry import family, register_module
-from megatron_pipemem.schedule.request import CAP, FILE_SUFFIX, SENT, WEIGHTS, ScheduleOptions
 
 
 @dataclass(frozen=True)

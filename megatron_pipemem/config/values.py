@@ -7,8 +7,8 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.brief import shortened
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.brief import shortened
 
 
 def converted(value: Any, hint: Any) -> Any:

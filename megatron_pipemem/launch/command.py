@@ -15,8 +15,8 @@ from megatron_pipemem.config import hybrid, layout
 from megatron_pipemem.config.model import LATENT, Model, Sublayer
 from megatron_pipemem.config.runs import BY_ACTION, MOCK, Run, ScheduleChoice, resolve_script
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.request import flags_of
 from megatron_pipemem.schedule.options import STOCK
-from megatron_pipemem.schedule.request import flags_of
 
 Flags = dict[str, Any]
 """Name without dashes in front -> value, as under ``megatron:`` of a run."""

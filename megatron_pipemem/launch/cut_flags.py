@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron_pipemem.choose.model_cut import Cut, check_cut, known_chunks, placements_of
 from megatron_pipemem.config import hybrid, layout
 from megatron_pipemem.config.model import Sublayer
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner import weights
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.model_cut import Cut, check_cut, known_chunks, placements_of
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families
+from megatron_pipemem.schedule.schedule import Schedule
 
 Flags = Mapping[str, Any]
 """Name without dashes in front -> value, as text or as it is in a run's file; ``True`` for a bare flag."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_pipemem.choose.model_cut import known_chunks
 from megatron_pipemem.config import refusals
 from megatron_pipemem.config.cluster import GIB
 from megatron_pipemem.config.runs import MOCK, Run, resolve_script
+from megatron_pipemem.conflicts import check_barriers, check_replicas
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import all_flags, min_nodes, script_flags
 from megatron_pipemem.planner.memory import held, request_of, schedule_of
 from megatron_pipemem.planner.slices import run_slices
-from megatron_pipemem.schedule.conflicts import check_barriers, check_replicas
-from megatron_pipemem.schedule.model_cut import known_chunks
+from megatron_pipemem.request import FILE_SUFFIX, Request
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.registry import family
-from megatron_pipemem.schedule.request import FILE_SUFFIX, Request
 from megatron_pipemem.schedule.size import check_affordable, is_fitted
 
 

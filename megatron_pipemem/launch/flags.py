@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.request import Request, flags_of
+from megatron_pipemem.request import Request, flags_of
 
 
 class Parser(argparse.ArgumentParser):

@@ -8,19 +8,19 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from itertools import pairwise, takewhile
 
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.choose.model_cut import known_chunks
+from megatron_pipemem.choose.resolve import family_schedule
 from megatron_pipemem.config import hybrid
 from megatron_pipemem.config.refusals import CPU, SCHEDULES, flag_values, refuse, refuse_overlapped
+from megatron_pipemem.conflicts import check
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import CPU_FLAGS, words
 from megatron_pipemem.launch.flags import Parser, flag_parser, plan_parser
 from megatron_pipemem.mcore.plan_file import add_planned_flags
-from megatron_pipemem.schedule.conflicts import check
-from megatron_pipemem.schedule.knowledge import Knowledge, Shape
-from megatron_pipemem.schedule.model_cut import known_chunks
+from megatron_pipemem.request import Request, flags_of, prices_of
 from megatron_pipemem.schedule.options import OFF, STOCK, parse_options
-from megatron_pipemem.schedule.request import Request, flags_of, prices_of
-from megatron_pipemem.schedule.resolve import family_schedule
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file
 from megatron_pipemem.schedule.size import estimated, is_fitted
 

@@ -9,7 +9,7 @@ import sys
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.plugin import enable_with
 from megatron_pipemem.mcore.run_log import show_log
-from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.request import Request
 
 
 def enable_from_command_line(arguments: list[str] | None = None) -> list[str]:

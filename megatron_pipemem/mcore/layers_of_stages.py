@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_pipemem.features.vocabulary.megatron.build import layout_of
 from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.vocabulary.build import layout_of
 
 
 class LayersOfStages(Extension):

@@ -53,10 +53,10 @@ from megatron_pipemem.planner.counts import early_modules
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.trace import TracedAction
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # A pipeline of three: the stage that reads the data, one in the middle, and the one with the loss.

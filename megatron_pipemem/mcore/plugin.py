@@ -12,42 +12,42 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_pipemem.conflicts import check
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.asynchronous.megatron.delayed import DelayedOptimizer, DelayedSteps
+from megatron_pipemem.features.asynchronous.megatron.training import AsynchronousTraining
+from megatron_pipemem.features.layerwise.megatron import LayerwiseRandom
+from megatron_pipemem.features.offload.megatron import Offloading
+from megatron_pipemem.features.overlap_steps.megatron.optimizer import OverlappedOptimizer
+from megatron_pipemem.features.overlap_steps.megatron.steps import OverlappedSteps
+from megatron_pipemem.features.replicas.megatron import ReplicaSteps
+from megatron_pipemem.features.slices.megatron.step import SequenceSlices
+from megatron_pipemem.features.unequal.megatron import UnequalMicrobatches
+from megatron_pipemem.features.vocabulary.megatron.step import VocabularySteps
 from megatron_pipemem.mcore.agreement import tell
-from megatron_pipemem.mcore.asynchronous.delayed import DelayedOptimizer, DelayedSteps
-from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining
 from megatron_pipemem.mcore.layers_of_stages import LayersOfStages
-from megatron_pipemem.mcore.layerwise import LayerwiseRandom
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.program_chunks import ProgramChunks
 from megatron_pipemem.mcore.optimizer_state import ReshardableState
-from megatron_pipemem.mcore.overlap.optimizer import OverlappedOptimizer
-from megatron_pipemem.mcore.overlap.steps import OverlappedSteps
 from megatron_pipemem.mcore.patching import Feature, PatchSet, is_imported, version_told
 from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.report.observer import StockObserver
 from megatron_pipemem.mcore.report.recording import Recording
 from megatron_pipemem.mcore.report.run_record import RunRecord
-from megatron_pipemem.mcore.slices.step import SequenceSlices
 from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.extension import Extension
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
 from megatron_pipemem.mcore.step.gradient_reductions import GradientReductions
 from megatron_pipemem.mcore.step.losses import Losses
 from megatron_pipemem.mcore.step.markers import Markers
-from megatron_pipemem.mcore.step.offloading import Offloading
 from megatron_pipemem.mcore.step.programs import ProgramCache
 from megatron_pipemem.mcore.step.queues import LaunchOrders
-from megatron_pipemem.mcore.step.replica_steps import ReplicaSteps
 from megatron_pipemem.mcore.step.shapes import StepShapes
 from megatron_pipemem.mcore.step.split_backward import SplitBackward
-from megatron_pipemem.mcore.step.unequal import UnequalMicrobatches
 from megatron_pipemem.mcore.step.weighing import weigher_of
 from megatron_pipemem.mcore.symbols import USED
-from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
-from megatron_pipemem.schedule.conflicts import check
+from megatron_pipemem.request import PROFILE, Request, prices_of
 from megatron_pipemem.schedule.options import LAYERWISE
-from megatron_pipemem.schedule.request import PROFILE, Request, prices_of
 
 logger = logging.getLogger(__name__)
 

@@ -24,10 +24,10 @@ from megatron_pipemem.config.refusals import (
 )
 from megatron_pipemem.cpu import is_active
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.overlap_steps.megatron.snapshot import parts_of
 from megatron_pipemem.launch.cut_flags import FIRST_OR_LAST, is_folded
 from megatron_pipemem.mcore.loop_arguments import argument, keeps_checkpoints
-from megatron_pipemem.mcore.overlap.snapshot import parts_of
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.placement import Placement
 
 _OLDEST = "2.8"
 """Version of Transformer Engine whose modules say which weight gradients they keep for later."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.mcore.agreement import gather, is_first_rank, tell
 from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.extension import Extension, Step
@@ -14,9 +15,8 @@ from megatron_pipemem.mcore.step.programs import MeasurementUpdate
 from megatron_pipemem.runtime.activation_ledger import bytes_per_action
 from megatron_pipemem.runtime.trace import Medians, Stopwatch, Trace, TracedAction, average, costs_from, drift
 from megatron_pipemem.runtime.transport import Edge, MessageFormat, measure_links
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.knowledge import Shape
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.placement import Placement
 
 logger = logging.getLogger(__name__)
 

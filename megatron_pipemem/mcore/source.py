@@ -12,32 +12,32 @@ from megatron.core import num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_pipemem.errors import PipememError, UnsupportedError
-from megatron_pipemem.launch.cut_flags import as_built
-from megatron_pipemem.mcore.agreement import decided_by_rank_zero, is_first_rank, tell
-from megatron_pipemem.mcore.vocabulary.build import cut_vocabulary, layout_of
-from megatron_pipemem.mcore.vocabulary.choice import choose_barriers
-from megatron_pipemem.report.run import announcement
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.vocabulary import check_placement
-from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
-from megatron_pipemem.schedule.knowledge import MEASURED, HostLink, Knowledge, MemoryDeltas, Shape
-from megatron_pipemem.schedule.model_cut import placements_of, searched
-from megatron_pipemem.schedule.one_by_one import forward_schedule
-from megatron_pipemem.schedule.options import AUTO, OFF
-from megatron_pipemem.schedule.registry import family
-from megatron_pipemem.schedule.request import Request
-from megatron_pipemem.schedule.resolve import (
+from megatron_pipemem.choose.knowledge import MEASURED, HostLink, Knowledge, MemoryDeltas, Shape
+from megatron_pipemem.choose.model_cut import placements_of, searched
+from megatron_pipemem.choose.one_by_one import forward_schedule
+from megatron_pipemem.choose.resolve import (
     ChosenSchedule,
     family_schedule,
     resolve,
     vocabulary_ways,
     without_offload,
 )
+from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.features.vocabulary.megatron.build import cut_vocabulary, layout_of
+from megatron_pipemem.features.vocabulary.megatron.choice import choose_barriers
+from megatron_pipemem.features.vocabulary.orders import with_barriers
+from megatron_pipemem.launch.cut_flags import as_built
+from megatron_pipemem.mcore.agreement import decided_by_rank_zero, is_first_rank, tell
+from megatron_pipemem.report.run import announcement
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.options import AUTO, OFF
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import family
+from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file
-from megatron_pipemem.schedule.search.cache import ResultCache
+from megatron_pipemem.schedule.vocabulary import check_placement
+from megatron_pipemem.search.cache import ResultCache
 
 logger = logging.getLogger(__name__)
 

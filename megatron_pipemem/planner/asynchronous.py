@@ -19,10 +19,10 @@ from megatron_pipemem.planner.plans import Base, Group
 from megatron_pipemem.planner.prices import MeasuredSlowdown, all_reduce
 from megatron_pipemem.planner.space import Limits, Order
 from megatron_pipemem.planner.step import DISTRIBUTED, GRADIENT, PlannedStep, price
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.features.windows import family_window, steady, updates_per_batch
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import Family, build_schedule, families
 from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.schedule.windows import family_window, steady, updates_per_batch
 
 _SHARED = (DISTRIBUTED, "overlap-param-gather")
 _PER_MICROBATCH = ("overlap-grad-reduce",)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
 
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.choose.resolve import resolve, without_offload
 from megatron_pipemem.config import hybrid, layout
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError, UnsupportedError
@@ -21,17 +23,15 @@ from megatron_pipemem.planner.memory import request_of, schedule_of
 from megatron_pipemem.planner.replay import OrderPrice, Replay, Timing, priced, shortest
 from megatron_pipemem.planner.step import PlannedStep, loads_of, price
 from megatron_pipemem.planner.variants import vocabulary_step
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.progress import tell
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.options import AUTO
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.progress import tell
 from megatron_pipemem.schedule.registry import family
-from megatron_pipemem.schedule.request import Request
-from megatron_pipemem.schedule.resolve import resolve, without_offload
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
 
 AS_GOOD = 0.005
 """Of a step: what another layout must win to be worth it."""

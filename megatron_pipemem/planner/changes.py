@@ -10,28 +10,28 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from megatron_pipemem.choose.knowledge import ASSUMED_RATIO, Knowledge, Shape
+from megatron_pipemem.choose.resolve import resolve
 from megatron_pipemem.config import layout
 from megatron_pipemem.errors import PipememError
+from megatron_pipemem.features.vocabulary.orders import with_barriers
 from megatron_pipemem.planner.measured_layers import MeasuredLayers, stage_memory
 from megatron_pipemem.planner.replay import family_schedule
 from megatron_pipemem.planner.space import OUTCLASSED
-from megatron_pipemem.schedule.core.action import MEMORY, PLAIN, RECOMPUTE, VOCABULARY, Kind
-from megatron_pipemem.schedule.core.costs import Channel, Costs
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap, loosened
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.progress import doing
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import Measured, Timeline, simulate
-from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
-from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
-from megatron_pipemem.schedule.knowledge import ASSUMED_RATIO, Knowledge, Shape
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.action import MEMORY, PLAIN, RECOMPUTE, VOCABULARY, Kind
+from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.measured import MeasuredStep
+from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.options import AUTO
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.progress import doing
 from megatron_pipemem.schedule.registry import families
-from megatron_pipemem.schedule.request import Request
-from megatron_pipemem.schedule.resolve import resolve
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Measured, Timeline, simulate
 from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
 
 WORTH = 0.01
 """Part of the step: nobody changes a run for less, and times are not measured more closely."""
@@ -333,7 +333,7 @@ def _ordered(case: Case) -> Iterator[Change]:
     """Yield the microbatches in the order that suits them, where they are not alike."""
     if case.ordered or case.own.costs.microbatch is None:
         return
-    from megatron_pipemem.schedule.search.step_plan import plan_step  # numpy takes a while to load
+    from megatron_pipemem.search.step_plan import plan_step  # numpy takes a while to load
 
     with suppress(PipememError):
         plan = plan_step(case.schedule, case.own.costs, seconds=_ORDERING_SECONDS)

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from megatron_pipemem.choose.knowledge import UNIT
 from megatron_pipemem.config.limits import check_magnitudes
 from megatron_pipemem.planner.changes import Case, best_changes
 from megatron_pipemem.report.run import measured_bubble
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.idle import CAUSES, idle_causes
-from megatron_pipemem.schedule.knowledge import UNIT
 from megatron_pipemem.schedule.measured import NANOSECONDS, MeasuredStep
 from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.schedule.schedule import Schedule
 
 SHOWN = 3
 """Changes that are told."""

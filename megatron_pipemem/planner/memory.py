@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.choose.resolve import resolve, without_offload
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.runs import Run
+from megatron_pipemem.conflicts import check
 from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
 from megatron_pipemem.planner.slices import sliced_step, why_not_sliced
 from megatron_pipemem.planner.step import price
 from megatron_pipemem.planner.variants import HOST_MEMORY, offload_step, vocabulary_step
-from megatron_pipemem.schedule.conflicts import check
-from megatron_pipemem.schedule.core.bounds import least_held
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule, versions_held
-from megatron_pipemem.schedule.core.simulator import peaks
-from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
-from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.request import Request, ScheduleOptions
+from megatron_pipemem.schedule.bounds import least_held
+from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK
-from megatron_pipemem.schedule.request import Request, ScheduleOptions
-from megatron_pipemem.schedule.resolve import resolve, without_offload
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule, versions_held
+from megatron_pipemem.schedule.simulator import peaks
+from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 
 
 @dataclass(frozen=True)

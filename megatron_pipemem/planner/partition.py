@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.placement import Placement
 
 _DIGITS = 8  # behind the first one that counts
 _SMALLEST = 1e-300

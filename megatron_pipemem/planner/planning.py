@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.choose.resolve import resolve
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import PipememError
@@ -39,16 +41,14 @@ from megatron_pipemem.planner.slices import sliced_step
 from megatron_pipemem.planner.space import SEARCHED, Limits, Order, cuts, hides_messages, orders
 from megatron_pipemem.planner.step import PlannedStep, least_seconds, least_static, price
 from megatron_pipemem.planner.variants import PLAIN, Variant, variants
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.bounds import lower_bound
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap
-from megatron_pipemem.schedule.core.progress import doing, rare_collection, tell
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.options import AUTO, STOCK
+from megatron_pipemem.schedule.progress import doing, rare_collection, tell
 from megatron_pipemem.schedule.registry import family
-from megatron_pipemem.schedule.request import Request
-from megatron_pipemem.schedule.resolve import resolve
+from megatron_pipemem.schedule.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 

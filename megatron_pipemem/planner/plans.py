@@ -18,8 +18,8 @@ from megatron_pipemem.planner.space import Order, hides_messages
 from megatron_pipemem.planner.step import PlannedStep, mfu, price
 from megatron_pipemem.planner.variants import PLAIN, Variant
 from megatron_pipemem.schedule.baseline import bytes_of_1f1b
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)

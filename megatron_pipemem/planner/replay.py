@@ -18,14 +18,14 @@ from itertools import islice
 from math import isclose, lcm
 from typing import NamedTuple
 
-from megatron_pipemem.schedule.core.action import PLAIN
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.dependencies import Dependencies
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import peaks, simulate
-from megatron_pipemem.schedule.core.walk import Times
+from megatron_pipemem.schedule.action import PLAIN
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.dependencies import Dependencies
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.schedule.stream import stream, until_they_repeat
+from megatron_pipemem.schedule.walk import Times
 
 _SHORT = 3  # microbatches per device of the shortest step that may have come to its rhythm
 _LONGEST_RHYTHM = 8  # microbatches per device

@@ -24,9 +24,9 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner import counts, prices
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.step import PlannedStep, price
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.slices import TOKENS, slice_tokens
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.slices import TOKENS, slice_tokens
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,11 @@ from megatron_pipemem.planner import prices
 from megatron_pipemem.planner.activations import Kept, layer_bytes, message_bytes
 from megatron_pipemem.planner.counts import model_flops
 from megatron_pipemem.planner.prices import MeasuredSlowdown, Price
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.prices import listed
-from megatron_pipemem.schedule.core.stage_prices import PartPrices
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.prices import listed
+from megatron_pipemem.schedule.stage_prices import PartPrices
 
 if TYPE_CHECKING:
     from megatron_pipemem.planner.partition import Loads

@@ -15,24 +15,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.choose.resolve import resolve
 from megatron_pipemem.config.runs import Run, ScheduleChoice
 from megatron_pipemem.errors import MemoryCapError, UnsupportedError
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.planner.activations import message_bytes
 from megatron_pipemem.planner.prices import MeasuredSlowdown, gather, logit_bytes
 from megatron_pipemem.planner.slices import sliced_step, why_not_sliced
 from megatron_pipemem.planner.step import PlannedStep, ends_seconds, price
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Channel
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_cap
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.request import DEFAULT_HOST_SHARE, Request
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Channel
+from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap
 from megatron_pipemem.schedule.options import AUTO
-from megatron_pipemem.schedule.request import DEFAULT_HOST_SHARE, Request
-from megatron_pipemem.schedule.resolve import resolve
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
 
 
 @dataclass(frozen=True)

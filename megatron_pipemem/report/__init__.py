@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_pipemem.files import check_suffix, write_whole
 from megatron_pipemem.report.picture import write_picture
 from megatron_pipemem.report.terminal import TerminalTimeline
-from megatron_pipemem.schedule.core.simulator import Timeline
+from megatron_pipemem.schedule.simulator import Timeline
 
 SUFFIXES = (".png", ".svg", ".html", ".json")
 

@@ -12,9 +12,9 @@ from megatron_pipemem.report.html import page
 from megatron_pipemem.report.placements import HEADINGS, cells, placements_table
 from megatron_pipemem.report.terminal import TerminalTimeline
 from megatron_pipemem.report.timeline import DrawnRun
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import Timeline, simulate
-from megatron_pipemem.schedule.search.result import SearchResult
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.search.result import SearchResult
 
 
 def show(shown: Schedule | Timeline | SearchResult) -> None:

@@ -19,8 +19,8 @@ from megatron_pipemem.report.timeline import (
     common_end,
     ink,
 )
-from megatron_pipemem.schedule.core.kinds import COMPUTE, COPIES
-from megatron_pipemem.schedule.core.simulator import Timeline
+from megatron_pipemem.schedule.kinds import COMPUTE, COPIES
+from megatron_pipemem.schedule.simulator import Timeline
 
 
 def page(timelines: Sequence[Timeline]) -> str:

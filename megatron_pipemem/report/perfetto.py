@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from itertools import count
 
 from megatron_pipemem.report.timeline import DrawnRun, held_steps
-from megatron_pipemem.schedule.core.action import MEMORY
-from megatron_pipemem.schedule.core.simulator import Timeline
+from megatron_pipemem.schedule.action import MEMORY
+from megatron_pipemem.schedule.simulator import Timeline
 
 _MICROSECONDS = 1e6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_pipemem.report.tables import FittingTable
-from megatron_pipemem.schedule.search.result import Candidate
+from megatron_pipemem.search.result import Candidate
 
 HEADINGS = ("placement", "chunks", "makespan", "bound", "peak", "found by")
 

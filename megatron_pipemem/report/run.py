@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.baseline import share_of_1f1b
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import Timeline, peaks
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, peaks
 
 _MIB = 1 << 20
 UNITS = "activation units (1 is 1F1B's peak with equal stages, W free)"

@@ -10,8 +10,8 @@ from rich.style import Style
 from rich.text import Text
 
 from megatron_pipemem.report.timeline import Box, DrawnRun, HostTransfer, common_end, ink
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.simulator import Timeline
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.simulator import Timeline
 
 _MAX_CELL = 4
 """Columns of the shortest action when there is room: ``F12`` and a gap."""

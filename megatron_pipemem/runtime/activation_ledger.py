@@ -21,8 +21,8 @@ from typing import Any, Concatenate, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_pipemem.schedule.core.action import Action, Kind, place
-from megatron_pipemem.schedule.core.held import held_after
+from megatron_pipemem.schedule.action import Action, Kind, place
+from megatron_pipemem.schedule.held import held_after
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.action import Action, Kind
 
 Tokens = tuple[int, int]
 """``(b, s)``: sequences of a microbatch, and their length."""

@@ -15,8 +15,8 @@ from megatron_pipemem.runtime.selective import Recorder
 from megatron_pipemem.runtime.trace import Trace
 from megatron_pipemem.runtime.transport import Transport
 from megatron_pipemem.runtime.weight_gradients import ImmediateWeightGradients, WeightGradientQueue, collecting
-from megatron_pipemem.schedule.core.action import RECEIVES, SENDS, Action, Kind
-from megatron_pipemem.schedule.core.schedule import Program
+from megatron_pipemem.schedule.action import RECEIVES, SENDS, Action, Kind
+from megatron_pipemem.schedule.schedule import Program
 
 Handler = Callable[[Instruction], None]
 """Performs one action."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.action import RECOMPUTE, SENDS, Action, Kind
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Program
+from megatron_pipemem.schedule.action import RECOMPUTE, SENDS, Action, Kind
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Program
 
 Key = tuple[int, int]
 """Stage and microbatch: what belongs to one forward of one stage."""

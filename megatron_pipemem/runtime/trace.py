@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from megatron_pipemem.schedule.core.action import Action, Kind, last_slice, place
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.kinds import FURTHER, RECOMPUTE
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.action import Action, Kind, last_slice, place
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.kinds import FURTHER, RECOMPUTE
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
 
 
 @dataclass(frozen=True)

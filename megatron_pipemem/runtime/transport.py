@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.runtime.groups import new_groups
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.messages import Edge, Router
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Program
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.messages import Edge, Router
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Program
 
 _MAX_DIMS = 8
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megatron_pipemem.schedule.core.action import MESSAGES, RECOMPUTE, Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import Timeline, held_after, peaks
-from megatron_pipemem.schedule.core.stage_prices import PartPrices, Price
+from megatron_pipemem.schedule.action import MESSAGES, RECOMPUTE, Kind
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, held_after, peaks
+from megatron_pipemem.schedule.stage_prices import PartPrices, Price
 
 _Changes = Mapping[Kind, Sequence[float]]
 

@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.brief import brief
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import peaks, simulate
+from megatron_pipemem.schedule.brief import brief
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import peaks, simulate
 
 _SIZES = ((4, 8), (4, 4), (2, 4), (8, 16), (3, 6), (1, 2))
 """Devices and microbatches of a family's example: the first that it takes."""

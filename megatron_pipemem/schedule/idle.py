@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.measured import MeasuredStep
 
 _STEPS = 8

@@ -12,15 +12,15 @@ from statistics import median
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.schedule.core.action import COMPUTE, Action, Kind, place
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.dependencies import Dependencies
-from megatron_pipemem.schedule.core.kinds import FURTHER
-from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import Timeline, count_messages, peaks
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
-from megatron_pipemem.schedule.core.walk import Step
+from megatron_pipemem.schedule.action import COMPUTE, Action, Kind, place
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.dependencies import Dependencies
+from megatron_pipemem.schedule.kinds import FURTHER
+from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, count_messages, peaks
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.walk import Step
 
 NANOSECONDS = 10**9
 _ALIKE = 0.1

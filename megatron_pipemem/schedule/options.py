@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Final, Literal, get_args
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.placement import Placement
 
 STOCK: Final = "stock"
 AUTO: Final = "auto"

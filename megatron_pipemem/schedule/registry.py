@@ -1,6 +1,6 @@
 """Keep the schedule table: name -> how to build it and what it promises. Open to users and to installed packages.
 
-The families of this package are discovered: every module of ``schedule.families`` adds the ``Family`` objects among its
+The families of this package are discovered: every module of ``families`` adds the ``Family`` objects among its
 names. Others come by ``register_schedule``, by ``register_module``, or by an entry point of the group
 ``megatron_pipemem.schedules``, named like the family, that leads to a ``Family``; it is imported when somebody asks for
 that name or for the whole table.
@@ -21,14 +21,14 @@ from types import ModuleType
 from typing import Any
 from zlib import crc32
 
+from megatron_pipemem import families as built_in
 from megatron_pipemem.errors import PipememError, UnknownScheduleError, UnsupportedError
-from megatron_pipemem.schedule import families as built_in
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import peaks
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.family import Family
+from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.options import check_whole
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import peaks
 
 ENTRY_POINT_GROUP = "megatron_pipemem.schedules"
 
@@ -303,7 +303,7 @@ def _load(entry: EntryPoint) -> Family:
 
 
 def _table() -> dict[str, Family]:
-    """Return the families by name. The first call imports every module of ``schedule.families``, whose names are not
+    """Return the families by name. The first call imports every module of ``families``, whose names are not
     known here.
     """
     if not _FAMILIES:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.schedule import NEVER_FLUSHED, Schedule
-from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.schedule import NEVER_FLUSHED, Schedule
 from megatron_pipemem.schedule.text.csv_format import read_schedule_file
+from megatron_pipemem.schedule.validator import validate
 
 
 def schedule_of_file(path: str, memory_cap: float | Sequence[float] | None) -> Schedule:

@@ -17,12 +17,13 @@ from math import isclose
 from typing import Any
 
 from megatron_pipemem.errors import CostsError, ScheduleError, UnsupportedError
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.dependencies import dependencies
-from megatron_pipemem.schedule.core.schedule import NEVER_FLUSHED, Schedule
-from megatron_pipemem.schedule.core.simulator import Timeline, simulate
-from megatron_pipemem.schedule.features.windows import (
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.dependencies import dependencies
+from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import NEVER_FLUSHED, Schedule
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.windows import (
     UPDATE_EVERY,
     Moment,
     Window,
@@ -31,7 +32,6 @@ from megatron_pipemem.schedule.features.windows import (
     horizon,
     updates_per_batch,
 )
-from megatron_pipemem.schedule.registry import build_schedule, families
 
 LEAST_GAIN = 1.001
 """Below this, to leave the barrier out is not worth its trouble."""

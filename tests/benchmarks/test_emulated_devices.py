@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron_pipemem import build_schedule, simulate
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.action import Action, Kind
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DEVICES, MICROBATCHES, UNIT_MS = 2, 4, 4.0

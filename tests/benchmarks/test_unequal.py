@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -56,7 +56,7 @@ def test_a_sleeping_device_takes_and_holds_what_microbatches_weigh(monkeypatch):
     from emulated.measure import _weights
     from emulated.runtimes import device_of
 
-    from megatron_pipemem.schedule.core.action_prices import ActionPrices
+    from megatron_pipemem.schedule.action_prices import ActionPrices
 
     weights = MicrobatchWeights((1.0, 4.0), (1.0, 2.5), {Kind.W: (2.0, 1.0)})
     costs = Costs(0.002, 0.002, 0.002, microbatch=weights)

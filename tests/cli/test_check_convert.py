@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from refusals import check_refusal
 
-from megatron_pipemem.schedule.core.action import Action
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.action import Action
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import Schedule
 
 NAMES = [family.name for family in families()]
 

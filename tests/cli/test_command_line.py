@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from megatron_pipemem.cli.app import app, load_commands
 from megatron_pipemem.launch import flags as run_flags
-from megatron_pipemem.schedule.request import Request, flags_of
+from megatron_pipemem.request import Request, flags_of
 
 COMMANDS = ["schedules", "simulate", "show", "check", "convert", "run"]
 
@@ -71,7 +71,10 @@ def test_a_command_imports_what_it_needs(arguments, commands, slow):
     assert {name for name in ours if name.startswith("cli")} == OF_THE_APP - {"errors"} | {
         f"cli.{each}" for each in commands
     }
-    assert {name.split(".")[0] for name in ours} <= {"cli", "errors", "files", "reading", "report", "schedule"}
+    assert {name.split(".")[0] for name in ours} <= {
+        *("cli", "errors", "files", "reading", "report", "schedule"),
+        *("families", "search", "features", "request", "conflicts", "choose"),
+    }
 
 
 def test_version(pipemem):

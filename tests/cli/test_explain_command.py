@@ -9,7 +9,7 @@ import pytest
 from measured_steps import as_measured
 from refusals import check_refusal
 
-from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
 
 SLOW_LAST = (0.01, 0.01, 0.01, 0.02)

@@ -7,7 +7,7 @@ import json
 import pytest
 from refusals import check_refusal
 
-from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.costs import Costs
 
 
 @pytest.fixture(scope="module")

@@ -30,9 +30,9 @@ from megatron_pipemem.errors import PipememError
 from megatron_pipemem.launch.grid.results import Result
 from megatron_pipemem.launch.grid.store import Store
 from megatron_pipemem.planner.profile import Profile, from_formulas
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import Schedule
 
 TIMES = int(os.environ.get("PIPEMEM_FUZZ", "1"))
 SECONDS = 60  # of the processor, for what takes one at most

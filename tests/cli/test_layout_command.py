@@ -17,7 +17,7 @@ from megatron_pipemem.config.model import Model, Sublayer
 from megatron_pipemem.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.planner.balance import AS_GOOD, balance
 from megatron_pipemem.planner.step import price
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.placement import Placement
 
 RUNS = Path(__file__).parents[2] / "configs" / "runs"
 CLUSTER = load("h100-80g", Cluster)

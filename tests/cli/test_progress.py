@@ -16,19 +16,19 @@ import yaml
 from rich.console import Console
 
 from megatron_pipemem import Costs, search_schedule
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.choose.pareto import choices
+from megatron_pipemem.choose.resolve import resolve
 from megatron_pipemem.cli import app, check, convert, pareto, plan, profile, progress, show, simulate
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.launch.command import Command
 from megatron_pipemem.launch.grid import local
 from megatron_pipemem.planner.planning import plan as make_plan
-from megatron_pipemem.schedule.core import progress as told
-from megatron_pipemem.schedule.core.costs import Channel
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap
-from megatron_pipemem.schedule.knowledge import Knowledge, Shape
-from megatron_pipemem.schedule.pareto import choices
-from megatron_pipemem.schedule.request import Request
-from megatron_pipemem.schedule.resolve import resolve
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule import progress as told
+from megatron_pipemem.schedule.costs import Channel
+from megatron_pipemem.schedule.memory_cap import MemoryCap
 
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 OFFLOADING = Request("auto", MemoryCap(0.6, False), options={"seconds": 3}, offload="auto")

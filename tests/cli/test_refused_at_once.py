@@ -10,8 +10,8 @@ import pytest
 from refusals import check_refusal
 
 from megatron_pipemem.cli.app import load_commands
-from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.size import estimated, is_fitted
 
 ROOT = Path(__file__).parents[2]

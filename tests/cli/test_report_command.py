@@ -8,10 +8,10 @@ import pytest
 from refusals import check_refusal
 
 from megatron_pipemem.report.run import UNITS, announcement
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import simulate
 
 PLAN = {
     "schedule": "v-half",

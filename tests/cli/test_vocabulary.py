@@ -7,7 +7,7 @@ import json
 import pytest
 from refusals import check_refusal
 
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.schedule import Schedule
 
 SIZE = ("simulate", "1f1b", "-p", 4, "-m", 8)
 
@@ -80,7 +80,7 @@ def test_refusals(refuses):
 
 
 def test_a_file_keeps_its_passes(pipemem, pipemem_json, tmp_path):
-    from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+    from megatron_pipemem.features.vocabulary.orders import with_vocabulary
     from megatron_pipemem.schedule.registry import build_schedule
 
     schedule = with_vocabulary(build_schedule("v-half", num_devices=3, num_microbatches=4), 2)

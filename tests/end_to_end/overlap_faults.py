@@ -11,7 +11,7 @@ import torch.distributed as dist
 from overlapping import Training
 
 import megatron_pipemem
-from megatron_pipemem.mcore.overlap.optimizer import OverlappedOptimizer
+from megatron_pipemem.features.overlap_steps.megatron.optimizer import OverlappedOptimizer
 
 
 def run(case: dict) -> dict:

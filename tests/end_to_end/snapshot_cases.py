@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import MegatronModule, TransformerConfig
 
-from megatron_pipemem.mcore.overlap.snapshot import Snapshot
+from megatron_pipemem.features.overlap_steps.megatron.snapshot import Snapshot
 
 WIDTH, STEPS, CLIP = 24, 4, 0.5
 

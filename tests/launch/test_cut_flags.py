@@ -7,6 +7,7 @@ import re
 import pytest
 from refusals import refused
 
+from megatron_pipemem.choose.model_cut import known_chunks, placements_of
 from megatron_pipemem.config import hybrid, layout
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.cut_flags import (
@@ -17,7 +18,6 @@ from megatron_pipemem.launch.cut_flags import (
     cut_pattern,
 )
 from megatron_pipemem.planner.weights import head_weight, layer_weight, sizes_of
-from megatron_pipemem.schedule.model_cut import known_chunks, placements_of
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import families
 

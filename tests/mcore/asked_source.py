@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megatron_pipemem.conflicts import check
 from megatron_pipemem.mcore.plugin import source_for
 from megatron_pipemem.mcore.source import Source
-from megatron_pipemem.schedule.conflicts import check
-from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.request import Request
 
 
 def source_of(

@@ -12,13 +12,13 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # noqa: E402
 
+from megatron_pipemem.choose.knowledge import Shape  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore.asynchronous import training  # noqa: E402
-from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining  # noqa: E402
+from megatron_pipemem.features.asynchronous.megatron import training  # noqa: E402
+from megatron_pipemem.features.asynchronous.megatron.training import AsynchronousTraining  # noqa: E402
 from megatron_pipemem.mcore.source import Source  # noqa: E402
+from megatron_pipemem.request import Request  # noqa: E402
 from megatron_pipemem.runtime.executor import InFlight  # noqa: E402
-from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
-from megatron_pipemem.schedule.request import Request  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -7,13 +7,13 @@ from refusals import refused
 
 pytest.importorskip("megatron.core")
 
+from megatron_pipemem.choose.knowledge import Shape
+from megatron_pipemem.conflicts import check
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.source import Source
-from megatron_pipemem.schedule.conflicts import check
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.knowledge import Shape
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule, families, family
-from megatron_pipemem.schedule.request import Request
 
 RUNNABLE = [each.name for each in families()]
 

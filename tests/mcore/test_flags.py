@@ -18,7 +18,7 @@ from megatron_pipemem.errors import PipememError, ScheduleFormatError, UnknownSc
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.launch import enable_from_command_line
 from megatron_pipemem.schedule import registry
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap
+from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.registry import build_schedule
 
 MEGATRON = ["--num-layers", "8", "--bf16", "--lr", "1e-4", "--pipeline-model-parallel-size", "4"]
@@ -96,7 +96,7 @@ def test_a_module_adds_the_schedule_that_is_named(tmp_path, monkeypatch):
     path = tmp_path / "deep.py"
     path.write_text(
         "from dataclasses import replace\n"
-        "from megatron_pipemem.schedule.families.v_shape import ZBV\n"
+        "from megatron_pipemem.families.v_shape import ZBV\n"
         "FAMILY = replace(ZBV, name='deep')\n"
     )
     with pytest.raises(UnknownScheduleError):

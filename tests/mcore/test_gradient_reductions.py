@@ -27,9 +27,9 @@ from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, split_linear  
 from megatron_pipemem.mcore.patching import PatchSet  # noqa: E402
 from megatron_pipemem.mcore.plugin import _Enabled  # noqa: E402
 from megatron_pipemem.mcore.step.gradient_reductions import GradientReductions, _BucketStarts  # noqa: E402
+from megatron_pipemem.request import Request  # noqa: E402
 from megatron_pipemem.runtime.executor import Executor  # noqa: E402
-from megatron_pipemem.schedule.core.action import Action  # noqa: E402
-from megatron_pipemem.schedule.request import Request  # noqa: E402
+from megatron_pipemem.schedule.action import Action  # noqa: E402
 
 LAYERS, WIDTH = 3, 8
 STOCK = layers.linear_with_grad_accumulation_and_async_allreduce

@@ -14,8 +14,9 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel import random  # noqa: E402
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore import layerwise, loop_arguments  # noqa: E402
-from megatron_pipemem.mcore.layerwise import LayerwiseRandom, derived  # noqa: E402
+from megatron_pipemem.features.layerwise import megatron as layerwise  # noqa: E402
+from megatron_pipemem.features.layerwise.megatron import LayerwiseRandom, derived  # noqa: E402
+from megatron_pipemem.mcore import loop_arguments  # noqa: E402
 from megatron_pipemem.mcore.model.regions import random_numbers_again  # noqa: E402
 
 

@@ -19,7 +19,7 @@ from megatron_pipemem.launch.cut_flags import remarks  # noqa: E402
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa: E402
 from megatron_pipemem.mcore.model import whole_model  # noqa: E402
 from megatron_pipemem.mcore.model.whole_model import check_whole_model, look_into  # noqa: E402
-from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
+from megatron_pipemem.schedule.placement import Placement  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
 
 SIZES = ["--pipeline-model-parallel-size", "4", "--num-layers", "24"]

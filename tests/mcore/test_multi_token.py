@@ -17,6 +17,9 @@ from megatron.core.transformer import multi_token_prediction as stock  # noqa: E
 
 from megatron_pipemem.config.refusals import ASYNCHRONOUS, SPLIT_BACKWARD, VOCABULARY  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.features.vocabulary.megatron.depths import weigh  # noqa: E402
+from megatron_pipemem.features.vocabulary.megatron.stages import _swapped  # noqa: E402
+from megatron_pipemem.features.vocabulary.runtime.batch import Batch  # noqa: E402
 from megatron_pipemem.mcore import refusals  # noqa: E402
 from megatron_pipemem.mcore.model.linear import split_linear  # noqa: E402
 from megatron_pipemem.mcore.model.multi_token import logged_before, split_embedding  # noqa: E402
@@ -24,9 +27,6 @@ from megatron_pipemem.mcore.model.placement import _tied_weights  # noqa: E402
 from megatron_pipemem.mcore.refusals import check_chunks, check_config, check_sharing  # noqa: E402
 from megatron_pipemem.mcore.step.forward_backward import _message_shape  # noqa: E402
 from megatron_pipemem.mcore.step.losses import sum_depths  # noqa: E402
-from megatron_pipemem.mcore.vocabulary.depths import weigh  # noqa: E402
-from megatron_pipemem.mcore.vocabulary.stages import _swapped  # noqa: E402
-from megatron_pipemem.runtime.vocabulary.batch import Batch  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
     EARLY,
     GRADIENT_READY,
@@ -34,7 +34,7 @@ from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
     WeightGradientQueue,
     collecting,
 )
-from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
+from megatron_pipemem.schedule.placement import Placement  # noqa: E402
 
 
 class OneRank:

@@ -14,26 +14,26 @@ pytest.importorskip("megatron.core")
 
 import torch
 
+from megatron_pipemem.choose import one_by_one
+from megatron_pipemem.choose.knowledge import ASSUMED_RATIO, Knowledge, Shape
+from megatron_pipemem.choose.resolve import ChosenSchedule
+from megatron_pipemem.conflicts import check
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.offload import megatron as offloading
+from megatron_pipemem.features.offload.megatron import Offloading
+from megatron_pipemem.features.offload.runtime.host_link import HostLink
+from megatron_pipemem.features.offload.runtime.host_pool import ALIGNMENT
 from megatron_pipemem.mcore import agreement
 from megatron_pipemem.mcore.model.stages import Tape, watch_batches
 from megatron_pipemem.mcore.plugin import source_for
 from megatron_pipemem.mcore.source import Source
-from megatron_pipemem.mcore.step import offloading
-from megatron_pipemem.mcore.step.offloading import Offloading
-from megatron_pipemem.runtime.offload.host_link import HostLink
-from megatron_pipemem.runtime.offload.host_pool import ALIGNMENT
-from megatron_pipemem.schedule import one_by_one
-from megatron_pipemem.schedule.conflicts import check
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.costs import Channel, Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.simulator import peaks
-from megatron_pipemem.schedule.core.validator import validate, validate_program
-from megatron_pipemem.schedule.knowledge import ASSUMED_RATIO, Knowledge, Shape
+from megatron_pipemem.request import Request, TransferOptions
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.request import Request, TransferOptions
-from megatron_pipemem.schedule.resolve import ChosenSchedule
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.simulator import peaks
+from megatron_pipemem.schedule.validator import validate, validate_program
 
 SHAPE = Shape(4, 2, 8)
 MESSAGE = 3

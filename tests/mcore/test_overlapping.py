@@ -16,11 +16,11 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from streams import Group, Streams, Work
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.overlap import snapshot
-from megatron_pipemem.mcore.overlap.loop import TrainingLoop
-from megatron_pipemem.mcore.overlap.norm import MARGIN, LateNorm, LateSum
-from megatron_pipemem.mcore.overlap.optimizer import OverlappedOptimizer
-from megatron_pipemem.mcore.overlap.snapshot import Snapshot
+from megatron_pipemem.features.overlap_steps.megatron import snapshot
+from megatron_pipemem.features.overlap_steps.megatron.loop import TrainingLoop
+from megatron_pipemem.features.overlap_steps.megatron.norm import MARGIN, LateNorm, LateSum
+from megatron_pipemem.features.overlap_steps.megatron.optimizer import OverlappedOptimizer
+from megatron_pipemem.features.overlap_steps.megatron.snapshot import Snapshot
 
 
 def late(value: float, group) -> LateSum:

@@ -24,9 +24,9 @@ from megatron_pipemem.mcore.model.dealt_ranks import RoundRobinRank, round_robin
 from megatron_pipemem.mcore.model.placement import ChunkPlacement, _sum_tied_gradients  # noqa: E402
 from megatron_pipemem.mcore.patching import PatchSet  # noqa: E402
 from megatron_pipemem.mcore.source import Source  # noqa: E402
-from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
+from megatron_pipemem.request import Request  # noqa: E402
+from megatron_pipemem.schedule.placement import Placement  # noqa: E402
 from megatron_pipemem.schedule.registry import families  # noqa: E402
-from megatron_pipemem.schedule.request import Request  # noqa: E402
 
 
 class Group:

@@ -17,7 +17,7 @@ import megatron_pipemem  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.model.placement import ChunkPlacement  # noqa: E402
 from megatron_pipemem.mcore.model.program_chunks import ProgramChunks  # noqa: E402
-from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
+from megatron_pipemem.schedule.placement import Placement  # noqa: E402
 
 RANK, P = 1, 4
 

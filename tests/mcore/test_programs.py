@@ -8,16 +8,16 @@ import pytest
 import torch
 from refusals import refused
 
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.programs import MeasurementUpdate, ProgramCache
 from megatron_pipemem.mcore.step.queues import LaunchKind, LaunchOrders
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.validator import validate_program
-from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.validator import validate_program
 
 
 def compile(programs, m=8, chunks=2, forward_only=False, agree=lambda digest: None, group_size=None):

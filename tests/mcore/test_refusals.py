@@ -14,8 +14,8 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer  #
 
 from megatron_pipemem.config.refusals import OVERLAPPED, ROLLED_BACK, SCHEDULES  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.features.asynchronous.megatron.training import StageOptimizer  # noqa: E402
 from megatron_pipemem.mcore import loop_arguments, refusals  # noqa: E402
-from megatron_pipemem.mcore.asynchronous.training import StageOptimizer  # noqa: E402
 from megatron_pipemem.mcore.plugin import disable, enable  # noqa: E402
 from megatron_pipemem.mcore.refusals import (  # noqa: E402
     check_asynchronous,

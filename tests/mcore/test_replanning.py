@@ -11,18 +11,18 @@ pytest.importorskip("megatron.core")
 
 from asked_source import source_of
 
+from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import replanning
 from megatron_pipemem.mcore.replanning import FIRST_STEPS, WINDOW, Replanner, merge_bytes
 from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.programs import MeasurementUpdate, ProgramCache
+from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.runtime.trace import TracedAction
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.knowledge import Shape
-from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
 
 ALONE = Shape(1, 1, 2)
 

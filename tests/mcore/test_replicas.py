@@ -14,7 +14,10 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from quantised import Quantised, eight_bits  # noqa: E402
 
+from megatron_pipemem.choose.knowledge import Shape  # noqa: E402
+from megatron_pipemem.choose.one_by_one import forward_schedule, serial_schedule  # noqa: E402
 from megatron_pipemem.config.refusals import REPLICAS  # noqa: E402
+from megatron_pipemem.conflicts import check_replicas  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa: E402
 from megatron_pipemem.mcore.model.replicas import gradients, make_replicas  # noqa: E402
@@ -22,16 +25,13 @@ from megatron_pipemem.mcore.model.weight_memory import count_weights, predict_we
 from megatron_pipemem.mcore.refusals import check_chunks, check_config  # noqa: E402
 from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.mcore.step.batch_distribution import deal  # noqa: E402
-from megatron_pipemem.schedule.conflicts import check_replicas  # noqa: E402
-from megatron_pipemem.schedule.core.action import Kind  # noqa: E402
-from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
-from megatron_pipemem.schedule.core.simulator import simulate  # noqa: E402
-from megatron_pipemem.schedule.core.validator import validate, validate_program  # noqa: E402
-from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
+from megatron_pipemem.request import Request  # noqa: E402
+from megatron_pipemem.schedule.action import Kind  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
-from megatron_pipemem.schedule.one_by_one import forward_schedule, serial_schedule  # noqa: E402
+from megatron_pipemem.schedule.placement import Placement  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
-from megatron_pipemem.schedule.request import Request  # noqa: E402
+from megatron_pipemem.schedule.simulator import simulate  # noqa: E402
+from megatron_pipemem.schedule.validator import validate, validate_program  # noqa: E402
 
 
 class Counted:

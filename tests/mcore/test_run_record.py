@@ -15,6 +15,8 @@ pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
 import torch.distributed as dist  # noqa: E402
 
+from megatron_pipemem.choose.knowledge import Shape  # noqa: E402
+from megatron_pipemem.choose.resolve import ChosenSchedule as Plan  # noqa: E402
 from megatron_pipemem.errors import OutputError, UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore import plugin  # noqa: E402
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes  # noqa: E402
@@ -27,15 +29,13 @@ from megatron_pipemem.mcore.step.observation import Observation  # noqa: E402
 from megatron_pipemem.planner.explanation import case_of_report, explain  # noqa: E402
 from megatron_pipemem.report.explanation import lines as explanation_lines  # noqa: E402
 from megatron_pipemem.report.run import lines, measured_bubble, table  # noqa: E402
+from megatron_pipemem.request import Request  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.trace import TracedAction  # noqa: E402
-from megatron_pipemem.schedule.core.action import COMPUTE, Kind  # noqa: E402
-from megatron_pipemem.schedule.core.costs import Costs  # noqa: E402
-from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
+from megatron_pipemem.schedule.action import COMPUTE, Kind  # noqa: E402
+from megatron_pipemem.schedule.costs import Costs  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
-from megatron_pipemem.schedule.request import Request  # noqa: E402
-from megatron_pipemem.schedule.resolve import ChosenSchedule as Plan  # noqa: E402
 
 
 @pytest.fixture

@@ -13,27 +13,27 @@ pytest.importorskip("megatron.core")
 
 from asked_source import source_of
 
+from megatron_pipemem.choose import resolve as resolving
+from megatron_pipemem.choose.knowledge import Shape
+from megatron_pipemem.choose.one_by_one import ONE_BY_ONE
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import CostsError, ScheduleError, ScheduleFormatError, UnsupportedError
+from megatron_pipemem.features.vocabulary.megatron import build
 from megatron_pipemem.mcore import source as run_source
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.layers_of_stages import LayersOfStages
 from megatron_pipemem.mcore.plugin import source_for
-from megatron_pipemem.mcore.vocabulary import build
-from megatron_pipemem.schedule import resolve as resolving
 from megatron_pipemem.schedule import schedule_file
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.held import held_after
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.validator import validate, validate_program
-from megatron_pipemem.schedule.knowledge import Shape
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.held import held_after
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.one_by_one import ONE_BY_ONE
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.search import Candidate, SearchResult
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate, validate_program
+from megatron_pipemem.search import Candidate, SearchResult
 
 QUICK = {"seconds": 1}
 

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from quantised import Quantised, WithEmptyStorage, eight_bits  # noqa: E402
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.features.vocabulary.megatron.stages import FirstStage, LastStage  # noqa: E402
 from megatron_pipemem.mcore.model.placement import ChunkPlacement  # noqa: E402
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext  # noqa: E402
 from megatron_pipemem.mcore.plugin import source_for  # noqa: E402
@@ -23,14 +24,13 @@ from megatron_pipemem.mcore.step import forward_backward as step  # noqa: E402
 from megatron_pipemem.mcore.step.extension import Extension  # noqa: E402
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward  # noqa: E402
 from megatron_pipemem.mcore.step.programs import Compiled, ProgramCache  # noqa: E402
-from megatron_pipemem.mcore.vocabulary.stages import FirstStage, LastStage  # noqa: E402
+from megatron_pipemem.request import Request  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.executor import StageRunner  # noqa: E402
 from megatron_pipemem.runtime.groups import new_groups  # noqa: E402
 from megatron_pipemem.runtime.transport import Pipeline, edges  # noqa: E402
-from megatron_pipemem.schedule.core.action import Action, Kind  # noqa: E402
-from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
-from megatron_pipemem.schedule.request import Request  # noqa: E402
+from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
+from megatron_pipemem.schedule.placement import Placement  # noqa: E402
 
 ONE_CHUNK, TWO_CHUNKS = Placement.linear(4), Placement.interleaved(4, 2)
 

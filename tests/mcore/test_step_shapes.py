@@ -16,7 +16,7 @@ from megatron_pipemem.mcore.step.forward_backward import _same_tokens, _shape_of
 from megatron_pipemem.mcore.step.queues import LaunchOrders  # noqa: E402
 from megatron_pipemem.mcore.step.shapes import StepShapes  # noqa: E402
 from megatron_pipemem.runtime.transport import MessageFormat, Pipeline  # noqa: E402
-from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
+from megatron_pipemem.schedule.placement import Placement  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

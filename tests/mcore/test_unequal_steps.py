@@ -12,16 +12,16 @@ from refusals import refused
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
+from megatron_pipemem.choose.knowledge import Shape  # noqa: E402
 from megatron_pipemem.errors import MemoryCapError, PipememError, UnsupportedError  # noqa: E402
+from megatron_pipemem.features.unequal import megatron as unequal  # noqa: E402
+from megatron_pipemem.features.unequal.megatron import UnequalMicrobatches  # noqa: E402
 from megatron_pipemem.mcore.plugin import source_for  # noqa: E402
-from megatron_pipemem.mcore.step import unequal  # noqa: E402
 from megatron_pipemem.mcore.step.programs import ProgramCache  # noqa: E402
-from megatron_pipemem.mcore.step.unequal import UnequalMicrobatches  # noqa: E402
 from megatron_pipemem.mcore.step.weighing import FullMicrobatch, weigher_of  # noqa: E402
-from megatron_pipemem.schedule.core.action import Kind  # noqa: E402
-from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights  # noqa: E402
-from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
-from megatron_pipemem.schedule.request import Request  # noqa: E402
+from megatron_pipemem.request import Request  # noqa: E402
+from megatron_pipemem.schedule.action import Kind  # noqa: E402
+from megatron_pipemem.schedule.microbatches import MicrobatchWeights  # noqa: E402
 
 WEIGHTS = (1.0, 4.0, 0.5, 2.0, 3.0, 0.25)
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)

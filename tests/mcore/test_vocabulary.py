@@ -13,23 +13,23 @@ pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
 from asked_source import source_of  # noqa: E402
 
+from megatron_pipemem.choose.knowledge import Shape  # noqa: E402
 from megatron_pipemem.config.refusals import VOCABULARY  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.features.vocabulary.megatron.batches import share_batch  # noqa: E402
+from megatron_pipemem.features.vocabulary.megatron.choice import choose_barriers, head_in_layers, layers_in  # noqa: E402
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary  # noqa: E402
 from megatron_pipemem.mcore import source as run_source  # noqa: E402
 from megatron_pipemem.mcore.flags import take_flags  # noqa: E402
 from megatron_pipemem.mcore.plugin import source_for  # noqa: E402
 from megatron_pipemem.mcore.refusals import check_config  # noqa: E402
 from megatron_pipemem.mcore.step import model_calls  # noqa: E402
 from megatron_pipemem.mcore.step.model_calls import calls_of  # noqa: E402
-from megatron_pipemem.mcore.vocabulary.batches import share_batch  # noqa: E402
-from megatron_pipemem.mcore.vocabulary.choice import choose_barriers, head_in_layers, layers_in  # noqa: E402
-from megatron_pipemem.schedule.core.costs import Costs  # noqa: E402
-from megatron_pipemem.schedule.core.simulator import simulate  # noqa: E402
-from megatron_pipemem.schedule.core.stage_prices import PartPrices  # noqa: E402
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts  # noqa: E402
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary  # noqa: E402
-from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
+from megatron_pipemem.schedule.costs import Costs  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
+from megatron_pipemem.schedule.simulator import simulate  # noqa: E402
+from megatron_pipemem.schedule.stage_prices import PartPrices  # noqa: E402
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

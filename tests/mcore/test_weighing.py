@@ -13,11 +13,11 @@ pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
+from megatron_pipemem.conflicts import check  # noqa: E402
 from megatron_pipemem.errors import CostsError, UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.step.weighing import FullMicrobatch, weigher_of  # noqa: E402
-from megatron_pipemem.schedule.conflicts import check  # noqa: E402
-from megatron_pipemem.schedule.core.action import Kind  # noqa: E402
-from megatron_pipemem.schedule.request import Request  # noqa: E402
+from megatron_pipemem.request import Request  # noqa: E402
+from megatron_pipemem.schedule.action import Kind  # noqa: E402
 
 FULL = FullMicrobatch(1, 8)
 WHOLE = torch.zeros(1, 8)

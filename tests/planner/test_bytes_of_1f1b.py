@@ -9,18 +9,18 @@ import pytest
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Execution, Model
+from megatron_pipemem.features.vocabulary.orders import with_barriers
 from megatron_pipemem.planner.profile import from_formulas
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.baseline import counted_bytes_of_1f1b, share_of_1f1b
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.prices import listed
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import held_after, peaks, simulate
-from megatron_pipemem.schedule.core.stage_prices import stage_memory
-from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.prices import listed
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import held_after, peaks, simulate
+from megatron_pipemem.schedule.stage_prices import stage_memory
 
 DEVICES, MICROBATCHES, LAYERS = 4, 8, 48
 PROFILE = from_formulas(

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 from measured_steps import as_measured
 
+from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.planner import changes
 from megatron_pipemem.planner.changes import MORE_MEMORY, OFFLOAD, SAME_MEMORY, Case, Change, best_changes
 from megatron_pipemem.planner.explanation import explain
 from megatron_pipemem.planner.measured_layers import MeasuredLayers
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.simulator import peaks, simulate
-from megatron_pipemem.schedule.features.offload.planning import plan_offload
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.schedule.stream import stream
 
 HEAVY_HEAD = (1.0, 1.0, 1.0, 1.75)

@@ -15,9 +15,9 @@ from megatron_pipemem.planner import prices
 from megatron_pipemem.planner.activations import head_bytes, layer_bytes
 from megatron_pipemem.planner.counts import early_modules
 from megatron_pipemem.planner.profile import from_formulas
-from megatron_pipemem.schedule.core.simulator import peaks
 from megatron_pipemem.schedule.options import early_weights
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import peaks
 
 CLUSTER = load("h100-80g", Cluster)
 QWEN, DEEPSEEK, MIXTRAL, LLAMA = (

@@ -32,12 +32,12 @@ from megatron_pipemem.planner.replay import family_schedule
 from megatron_pipemem.planner.space import Limits, cuts, orders
 from megatron_pipemem.planner.step import DISTRIBUTED, least_seconds, least_static, price
 from megatron_pipemem.planner.variants import PLAIN, Variant, register_variant
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import Timeline, peaks, simulate
-from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
 from megatron_pipemem.schedule.stream import LEAST_GAIN, stream
+from megatron_pipemem.schedule.validator import validate
 from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner.partition import Loads, partition
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.placement import Placement
 
 SECONDS = st.floats(0.1, 5).map(lambda value: round(value, 2))
 

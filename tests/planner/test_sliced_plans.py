@@ -9,6 +9,7 @@ import pytest
 from megatron_pipemem.config.model import Execution
 from megatron_pipemem.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.launch.command import planned_flags
 from megatron_pipemem.planner.counts import attention_share
 from megatron_pipemem.planner.memory import held
@@ -18,13 +19,12 @@ from megatron_pipemem.planner.slices import run_slices, sliced_step, why_not_sli
 from megatron_pipemem.planner.space import Limits
 from megatron_pipemem.planner.step import price
 from megatron_pipemem.planner.variants import vocabulary_step
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.slices import slice_tokens
-from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.slices import slice_tokens
+from megatron_pipemem.schedule.validator import validate
 from tests.planner.small_run import CLUSTER, MODEL, RUN
 
 GROUPED = replace(MODEL, kv_heads=4, norm="rmsnorm", position="rope", bias="none")

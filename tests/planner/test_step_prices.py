@@ -26,11 +26,11 @@ from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.planner.replay import Replay, measured
 from megatron_pipemem.planner.step import DISTRIBUTED, price
 from megatron_pipemem.planner.variants import vocabulary_step
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families, synchronous_schedules
+from megatron_pipemem.schedule.simulator import simulate
 from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
 
 

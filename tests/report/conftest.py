@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.simulator import Timeline, simulate
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import Timeline, simulate
 
 
 @pytest.fixture

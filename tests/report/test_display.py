@@ -15,10 +15,10 @@ from rich.console import Console
 from megatron_pipemem import Costs, UnsupportedError, build_schedule, search_schedule, simulate
 from megatron_pipemem.report import display
 from megatron_pipemem.report.html import page
-from megatron_pipemem.schedule.core import display as hook
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule import display as hook
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
 
 COSTS = Costs(1, 1.5, 0.5, p2p=0.1)
 

@@ -8,9 +8,9 @@ from matplotlib.colors import to_hex
 
 from megatron_pipemem.report import figure
 from megatron_pipemem.report.timeline import IDLE, colour
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.simulator import Timeline
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.simulator import Timeline
 
 COSTS = Costs(1, 1.5, 0.5, p2p=0.25)
 HELD = "#c9d3df"

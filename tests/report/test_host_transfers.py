@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.report import TerminalTimeline, save_timeline
 from megatron_pipemem.report.html import page
 from megatron_pipemem.report.perfetto import trace
 from megatron_pipemem.report.timeline import DrawnRun, held_steps
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Channel, Costs
-from megatron_pipemem.schedule.core.simulator import Timeline
-from megatron_pipemem.schedule.features.offload.planning import plan_offload
-from megatron_pipemem.schedule.features.offload.recompute import with_recompute
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import Timeline
 
 COSTS = replace(Costs(), channel=Channel(0.5))
 

@@ -13,9 +13,9 @@ from matplotlib.text import Annotation
 from megatron_pipemem.launch.grid import comparison
 from megatron_pipemem.launch.grid.results import Result
 from megatron_pipemem.report.pareto import Point, draw
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import synchronous_schedules
+from megatron_pipemem.schedule.simulator import simulate
 
 NAMES = st.sampled_from(["a", "zb-h1", "v-half", "gis-h, 6 chunks", "auto 0.6875, 8 chunks"])
 

@@ -11,7 +11,7 @@ from debian import why_missing
 from megatron_pipemem.report import save_comparison, save_timeline
 from megatron_pipemem.report.display import to_html
 from megatron_pipemem.report.timeline import DrawnRun
-from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.costs import Costs
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 

@@ -16,8 +16,8 @@ from refusals import refused
 from megatron_pipemem.errors import OutputError, UnsupportedError
 from megatron_pipemem.report import save_comparison, save_timeline
 from megatron_pipemem.report.perfetto import trace
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
 
 SVG = "{http://www.w3.org/2000/svg}"
 

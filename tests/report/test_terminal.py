@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from megatron_pipemem.report import TerminalTimeline
-from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.costs import Costs
 
 
 def lines(timeline, width: int = 80, **console) -> list[str]:

@@ -6,14 +6,14 @@ from io import StringIO
 
 from rich.console import Console
 
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.report import TerminalTimeline, save_timeline
 from megatron_pipemem.report.timeline import DrawnRun
-from megatron_pipemem.schedule.core.action import COLLECTIVES, Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.action import COLLECTIVES, Kind
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
 
 
 def timeline_of(name, embed):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.schedule import Order, Schedule
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.schedule import Order, Schedule
 
 BACKWARDS = (Kind.I, Kind.B)
 

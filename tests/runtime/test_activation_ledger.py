@@ -11,14 +11,14 @@ torch = pytest.importorskip("torch")
 
 from quantised import Quantised, WithEmptyStorage, eight_bits  # noqa: E402
 
+from megatron_pipemem.features.offload.runtime.residents import Residents  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import (  # noqa: E402
     ActivationLedger,
     LedgerEntry,
     bytes_per_action,
     predict_peak_bytes,
 )
-from megatron_pipemem.runtime.offload.residents import Residents  # noqa: E402
-from megatron_pipemem.schedule.core.action import Action, Kind  # noqa: E402
+from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
 
 F0, B0 = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
 

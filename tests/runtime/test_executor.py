@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 import toy  # noqa: E402
 
-from megatron_pipemem.schedule.core.action import COMPUTE, Kind  # noqa: E402
+from megatron_pipemem.schedule.action import COMPUTE, Kind  # noqa: E402
 from megatron_pipemem.schedule.registry import families  # noqa: E402
 
 TOY = Path(__file__).with_name("toy.py")

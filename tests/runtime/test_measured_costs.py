@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("torch")
 
 from megatron_pipemem.runtime.trace import Stopwatch, TracedAction, average, costs_from, drift
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.kinds import SELECTIVE_SECONDS
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.kinds import SELECTIVE_SECONDS
+from megatron_pipemem.schedule.placement import Placement
 
 V2 = Placement.v_shape(2)
 

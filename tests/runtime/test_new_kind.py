@@ -28,13 +28,13 @@ from megatron_pipemem.report.perfetto import trace  # noqa: E402
 from megatron_pipemem.runtime.executor import Executor, Handlers  # noqa: E402
 from megatron_pipemem.runtime.trace import Trace, TracedAction, costs_from  # noqa: E402
 from megatron_pipemem.runtime.transport import MessageFormat, Transport  # noqa: E402
-from megatron_pipemem.schedule.core import kinds  # noqa: E402
-from megatron_pipemem.schedule.core.dependencies import dependencies  # noqa: E402
-from megatron_pipemem.schedule.core.simulator import peaks  # noqa: E402
-from megatron_pipemem.schedule.core.validator import validate_program  # noqa: E402
+from megatron_pipemem.schedule import kinds  # noqa: E402
+from megatron_pipemem.schedule.dependencies import dependencies  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
 from megatron_pipemem.schedule.measured import NANOSECONDS  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
+from megatron_pipemem.schedule.simulator import peaks  # noqa: E402
+from megatron_pipemem.schedule.validator import validate_program  # noqa: E402
 
 SPEC = KindSpec(
     "CHECKSUM", "checksum", (90, 200, 200), needs=(Need("F"),), prepares=("I", "B"), shares={"F": 0.25}, units=2

@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_pipemem.runtime import replicas  # noqa: E402
-from megatron_pipemem.runtime.replicas import ReplicaReducer, connect_replicas  # noqa: E402
-from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
+from megatron_pipemem.features.replicas import runtime as replicas  # noqa: E402
+from megatron_pipemem.features.replicas.runtime import ReplicaReducer, connect_replicas  # noqa: E402
+from megatron_pipemem.schedule.placement import Placement  # noqa: E402
 
 
 def test_the_middle_device_of_an_odd_number_adds_by_itself():

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
+from megatron_pipemem.features.offload.runtime import OffloadEngine  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger, saved_as_is  # noqa: E402
-from megatron_pipemem.runtime.offload import OffloadEngine  # noqa: E402
 from megatron_pipemem.runtime.selective import Recorder, is_recording, region  # noqa: E402
 
 WIDTH, INNER, ROWS = 16, 64, 8

@@ -12,10 +12,12 @@ import toy  # noqa: E402
 import vocabulary_model  # noqa: E402
 from streams import Group, Streams, Work  # noqa: E402
 
+from megatron_pipemem.features.offload.runtime.cuda_channel import CudaChannel  # noqa: E402
+from megatron_pipemem.features.offload.runtime.engine import OffloadEngine  # noqa: E402
+from megatron_pipemem.features.offload.runtime.host_pool import HostPool  # noqa: E402
+from megatron_pipemem.features.vocabulary.runtime import collectives  # noqa: E402
+from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions  # noqa: E402
 from megatron_pipemem.runtime import transport  # noqa: E402
-from megatron_pipemem.runtime.offload.cuda_channel import CudaChannel  # noqa: E402
-from megatron_pipemem.runtime.offload.engine import OffloadEngine  # noqa: E402
-from megatron_pipemem.runtime.offload.host_pool import HostPool  # noqa: E402
 from megatron_pipemem.runtime.transport import (  # noqa: E402
     DEPARTURES,
     SHAPES,
@@ -25,8 +27,6 @@ from megatron_pipemem.runtime.transport import (  # noqa: E402
     edges,
     host_queries,
 )
-from megatron_pipemem.runtime.vocabulary import collectives  # noqa: E402
-from megatron_pipemem.runtime.vocabulary.head import HeadOptions  # noqa: E402
 from megatron_pipemem.schedule.family import Family  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402

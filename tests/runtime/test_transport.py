@@ -14,12 +14,12 @@ torch = pytest.importorskip("torch")
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.runtime import transport  # noqa: E402
 from megatron_pipemem.runtime.transport import MessageFormat, Pipeline, Transport, colour, connect, edges  # noqa: E402
-from megatron_pipemem.schedule.core.action import MESSAGES, SENDS, Action, Kind  # noqa: E402
-from megatron_pipemem.schedule.core.messages import Router  # noqa: E402
-from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
-from megatron_pipemem.schedule.core.schedule import Program  # noqa: E402
+from megatron_pipemem.schedule.action import MESSAGES, SENDS, Action, Kind  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
+from megatron_pipemem.schedule.messages import Router  # noqa: E402
+from megatron_pipemem.schedule.placement import Placement  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
+from megatron_pipemem.schedule.schedule import Program  # noqa: E402
 
 FAMILIES = {family.name: family for family in families()}
 

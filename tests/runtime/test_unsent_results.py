@@ -15,9 +15,9 @@ from megatron_pipemem.runtime.activation_ledger import (  # noqa: E402
 )
 from megatron_pipemem.runtime.executor import Executor  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import current_queue  # noqa: E402
-from megatron_pipemem.schedule.core.action import Action  # noqa: E402
-from megatron_pipemem.schedule.core.schedule import Program  # noqa: E402
+from megatron_pipemem.schedule.action import Action  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
+from megatron_pipemem.schedule.schedule import Program  # noqa: E402
 
 MESSAGE = toy.ROWS * toy.WIDTH * 4
 # Two microbatches of a stage in the middle. Nothing leaves as soon as it is there.

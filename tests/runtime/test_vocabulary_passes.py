@@ -6,11 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from megatron_pipemem.features.vocabulary.runtime.batch import Batch  # noqa: E402
+from megatron_pipemem.features.vocabulary.runtime.passes import VocabularyPasses  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
-from megatron_pipemem.runtime.vocabulary.batch import Batch  # noqa: E402
-from megatron_pipemem.runtime.vocabulary.passes import VocabularyPasses  # noqa: E402
-from megatron_pipemem.schedule.core.action import Action, Kind  # noqa: E402
-from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
+from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
+from megatron_pipemem.schedule.placement import Placement  # noqa: E402
 
 B, S, H = 2, 3, 4
 ELEMENT = 4  # bytes

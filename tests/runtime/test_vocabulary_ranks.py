@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from vocabulary_model import EXAMPLE, WORLD, Case, run_whole, transformed  # noqa: E402
 
-from megatron_pipemem.runtime.vocabulary.head import HeadOptions  # noqa: E402
+from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("vocabulary_model.py")
 CASES = [

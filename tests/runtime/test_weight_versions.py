@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from megatron_pipemem.features.asynchronous.runtime import WeightSwitch, WeightVersions  # noqa: E402
 from megatron_pipemem.runtime.instructions import Instruction  # noqa: E402
-from megatron_pipemem.runtime.weight_versions import WeightSwitch, WeightVersions  # noqa: E402
-from megatron_pipemem.schedule.core.action import Action, Kind  # noqa: E402
+from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
 
 
 def parameters() -> list[torch.nn.Parameter]:

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from forking import fork_ranks
 from offload_orders import with_offload, with_recompute
 
+from megatron_pipemem.features.offload.runtime import OffloadEngine
+from megatron_pipemem.features.offload.runtime.actions import OffloadActions
 from megatron_pipemem.runtime.activation_ledger import (
     ActivationLedger,
     bytes_per_action,
@@ -24,18 +26,16 @@ from megatron_pipemem.runtime.activation_ledger import (
 )
 from megatron_pipemem.runtime.bytes_by_tokens import BytesByTokens
 from megatron_pipemem.runtime.executor import Executor
-from megatron_pipemem.runtime.offload import OffloadEngine
-from megatron_pipemem.runtime.offload.actions import OffloadActions
 from megatron_pipemem.runtime.selective import region
 from megatron_pipemem.runtime.trace import Trace
 from megatron_pipemem.runtime.transport import DEPARTURES, MessageFormat, Pipeline, Transport, connect, host_queries
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, current_queue
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Program, Schedule
-from megatron_pipemem.schedule.core.validator import validate_program
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Program, Schedule
+from megatron_pipemem.schedule.validator import validate_program
 
 DEVICES = 4
 WIDTH, ROWS = 6, 3

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from forking import fork_ranks
 
-from megatron_pipemem.runtime.vocabulary import collectives
-from megatron_pipemem.runtime.vocabulary.embedding import VocabularyEmbedding
-from megatron_pipemem.runtime.vocabulary.head import HeadOptions, VocabularyHead
-from megatron_pipemem.runtime.vocabulary.head_gradients import OneBarrier, combine, finish_input_gradient
-from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition, WeightShard
+from megatron_pipemem.features.vocabulary.runtime import collectives
+from megatron_pipemem.features.vocabulary.runtime.embedding import VocabularyEmbedding
+from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, VocabularyHead
+from megatron_pipemem.features.vocabulary.runtime.head_gradients import OneBarrier, combine, finish_input_gradient
+from megatron_pipemem.features.vocabulary.runtime.partition import VocabularyPartition, WeightShard
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue
 
 WORLD = 4

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Generator, Hashable
 
-from megatron_pipemem.schedule.core.schedule import Program
+from megatron_pipemem.schedule.schedule import Program
 
 
 class Event:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_pipemem.schedule.core.action import COMPUTE
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.action import COMPUTE
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.measured import NANOSECONDS, MeasuredStep
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
 
 
 def as_measured(schedule: Schedule, costs: Costs | None = None) -> MeasuredStep:

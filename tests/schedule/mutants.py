@@ -7,9 +7,9 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.validator import validate, validate_program
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.validator import validate, validate_program
 
 
 def mutant_of(schedule: Schedule, data: st.DataObject) -> Schedule:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.schedule import Schedule
 
 
 class Played(NamedTuple):

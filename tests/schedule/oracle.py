@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.schedule import Schedule
 
 Node = tuple[str, int, int]  # letter, stage, microbatch (or slice, counted through all microbatches)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from megatron_pipemem.schedule.core.schedule import Program
+from megatron_pipemem.schedule.schedule import Program
 
 Tensor = tuple[str, int, int]  # activations "F" or gradients "I", producing stage, microbatch
 

@@ -6,10 +6,10 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.family import Family, Formula
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
 
 
 def letters(schedule: Schedule, f: int = 1, i: int = 1, w: int = 1) -> dict[str, Fraction]:

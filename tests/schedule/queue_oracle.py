@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from megatron_pipemem.schedule.core.schedule import Program
+from megatron_pipemem.schedule.schedule import Program
 
 Post = tuple[str, int, int]  # kind, stage, microbatch
 

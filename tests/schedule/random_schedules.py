@@ -9,10 +9,10 @@ import pytest
 from hypothesis import strategies as st
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import Schedule
 
 # Those that offload have tests, and an oracle, of their own: test_offload.py.
 FAMILIES = {family.name: family for family in families() if not family.offloads}

@@ -12,11 +12,11 @@ from random_schedules import random_schedules
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.schedule import Schedule, WeightUpdates, weight_uses
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import Schedule, WeightUpdates, weight_uses
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate
 
 NAMES = ("pipedream", "pipedream-2bw")
 

@@ -9,13 +9,13 @@ import pytest
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Order, Schedule
-from megatron_pipemem.schedule.core.simulator import count_messages, simulate
-from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Order, Schedule
+from megatron_pipemem.schedule.simulator import count_messages, simulate
+from megatron_pipemem.schedule.validator import validate
 
 NAMES = ("chimera", "gems", "dualpipe")
 

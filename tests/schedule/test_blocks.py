@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.families import blocks
-from megatron_pipemem.schedule.families.blocks import Block, build, extend, reorder, repeat, squeeze
-from megatron_pipemem.schedule.families.passes import Pass
+from megatron_pipemem.families import blocks
+from megatron_pipemem.families.blocks import Block, build, extend, reorder, repeat, squeeze
+from megatron_pipemem.families.passes import Pass
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
 
 
 def one_f_one_b(p: int) -> Block:

@@ -13,15 +13,15 @@ from refusals import refused
 from weighted_oracle import Tiny, shortest
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.bounds import least_held, lower_bound
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.slices import slice_costs
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.bounds import least_held, lower_bound
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.slices import slice_costs
 
 UNIT_V = Costs(2, 2, 2)
 PRICE = st.floats(0.01, 10)

@@ -10,12 +10,12 @@ import pytest
 from refusals import refused
 
 from megatron_pipemem.errors import CostsError
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, Channel, Costs
-from megatron_pipemem.schedule.core.kinds import SELECTIVE_SECONDS
-from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
+from megatron_pipemem.schedule.kinds import SELECTIVE_SECONDS
+from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
 
 V = Placement.v_shape(2)
 

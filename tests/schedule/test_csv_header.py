@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_pipemem.errors import ScheduleFormatError
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule, WeightUpdates
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule, WeightUpdates
 
 ROW = "0F0,0B0\n"
 

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pipemem.errors import PipememError, ScheduleFormatError
-from megatron_pipemem.schedule.core.action import ORDERED, WHOLE_STAGE, Action, Kind
-from megatron_pipemem.schedule.core.costs import Channel, Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Program, Schedule
-from megatron_pipemem.schedule.features.offload.planning import plan_offload
-from megatron_pipemem.schedule.features.offload.recompute import with_recompute
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.recompute.orders import with_recompute
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
+from megatron_pipemem.schedule.action import ORDERED, WHOLE_STAGE, Action, Kind
+from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.lowering.collectives import lower_paired
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.text.csv_format import LETTERS, read_table, write_table
 from megatron_pipemem.schedule.text.csv_header import write_header
 

@@ -10,12 +10,12 @@ from random_schedules import FAMILIES, build_or_skip, random_schedules
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.cut import validation_cut
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.cut import validation_cut
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.stream import stream
 
 SYNCHRONOUS = sorted(name for name, family in FAMILIES.items() if not family.asynchronous and family.slices == 1)

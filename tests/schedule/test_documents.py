@@ -14,8 +14,8 @@ import pytest
 import megatron_pipemem
 from megatron_pipemem.errors import UnknownScheduleError
 from megatron_pipemem.schedule import registry
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate
 
 PACKAGE = Path(megatron_pipemem.__file__).parent
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "adding-a-schedule.md").read_text(encoding="utf-8")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import oracle
 import pytest
 
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.dependencies import dependencies
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.dependencies import dependencies
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
 
 SLOTS = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
 

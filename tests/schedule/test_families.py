@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from promises import assert_bubble_as_promised, assert_peak_as_promised, letters
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import Timeline, simulate
-from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.family import Family, Formula
 from megatron_pipemem.schedule.registry import build_schedule, families, family, synchronous_families
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.validator import validate
 
 SYNCHRONOUS = (*synchronous_families(),)
 NAMES = [each.name for each in SYNCHRONOUS]

@@ -6,9 +6,9 @@ import oracle
 import pytest
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
 
 
 def hanayo(p: int, m: int, **options: object) -> Schedule:

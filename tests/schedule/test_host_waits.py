@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from random_schedules import family_schedules, random_schedules
 
 from megatron_pipemem.errors import PipememError, ScheduleError
-from megatron_pipemem.schedule.core import validator
-from megatron_pipemem.schedule.core.action import MEMORY, MESSAGES, ORDERED, RECEIVES, SENDS, Action, Kind
-from megatron_pipemem.schedule.core.costs import Channel, Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Program, Schedule
-from megatron_pipemem.schedule.core.validator import validate_program
-from megatron_pipemem.schedule.features.offload.planning import plan_offload
-from megatron_pipemem.schedule.features.offload.recompute import with_recompute
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.features.windows import Moment, family_window, steady
+from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.recompute.orders import with_recompute
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
+from megatron_pipemem.schedule import validator
+from megatron_pipemem.schedule.action import MEMORY, MESSAGES, ORDERED, RECEIVES, SENDS, Action, Kind
+from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.lowering.collectives import lower_paired
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
-from megatron_pipemem.schedule.search import search_schedule
+from megatron_pipemem.schedule.schedule import Program, Schedule
+from megatron_pipemem.schedule.validator import validate_program
+from megatron_pipemem.schedule.windows import Moment, family_window, steady
+from megatron_pipemem.search import search_schedule
 
 NAMES = [each.name for each in families()]
 

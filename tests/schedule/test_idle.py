@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from measured_steps import as_measured
 
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
-from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.idle import (
     BARRIER,
     CAUSES,
@@ -27,7 +25,9 @@ from megatron_pipemem.schedule.idle import (
     idle_causes,
 )
 from megatron_pipemem.schedule.measured import NANOSECONDS, MeasuredStep
+from megatron_pipemem.schedule.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.stream import stream
 
 SLOW_LAST = (1.0, 1.0, 1.0, 1.5)

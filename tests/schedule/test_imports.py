@@ -29,8 +29,22 @@ def run(code: str) -> str:
 
 
 def part_of(source: Path) -> str:
-    """The top-level part a file belongs to: ``schedule``, ``mcore``, or the module itself."""
-    return source.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    """The top-level part a file belongs to: ``schedule``, ``mcore``, or the module itself.
+
+    Features have three: what is pure Python (``features``), ``features/runtime`` and ``features/megatron``.
+    """
+    first, *rest = source.relative_to(PACKAGE).with_suffix("").parts
+    return f"{first}/{rest[1]}" if first == "features" and rest[1:2] in (["runtime"], ["megatron"]) else first
+
+
+def module_of(source: Path) -> str:
+    """The full name of a file's module."""
+    return ".".join(source.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def part_named(module: str) -> str:
+    """The part of a module of this package, by its full name."""
+    return part_of(PACKAGE.parent.joinpath(*module.split(".")))
 
 
 def imported(source: Path) -> set[str]:
@@ -46,11 +60,15 @@ def imported(source: Path) -> set[str]:
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(PACKAGE)))
 def test_only_mcore_and_cpu_name_megatron(source):
-    if part_of(source) in ("mcore", "cpu"):
+    if part_of(source) in ("mcore", "cpu", "features/megatron"):
         return
     assert not {name for name in imported(source) if name.split(".")[0] == "megatron"}
     strings = (n.value for n in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if isinstance(n, ast.Constant))
     assert not [s for s in strings if isinstance(s, str) and (s == "megatron" or s.startswith("megatron."))]
+
+
+BASE = {"errors", "files", "reading"}
+CHOOSING = {*BASE, "schedule", "families", "search", "features", "request", "conflicts", "choose"}
 
 
 @pytest.mark.parametrize(
@@ -59,27 +77,32 @@ def test_only_mcore_and_cpu_name_megatron(source):
         ("errors", set()),
         ("files", {"errors"}),
         ("reading", {"errors"}),
-        ("schedule", {"errors", "files", "reading", "schedule"}),
-        ("config", {"errors", "files", "reading", "schedule", "config"}),
-        ("planner", {"errors", "files", "reading", "schedule", "config", "planner", "report"}),
-        ("launch", {"errors", "files", "reading", "schedule", "config", "planner", "report", "launch"}),
-        ("report", {"errors", "files", "schedule", "report"}),
+        ("schedule", {*BASE, "schedule", "families"}),  # the registry lists the families' modules
+        ("families", {"errors", "schedule", "families", "search", "features"}),
+        ("search", {*BASE, "schedule", "search"}),
+        ("features", {"errors", "schedule", "features"}),
+        ("request", {"errors", "schedule"}),
+        ("conflicts", {"errors", "schedule", "request"}),
+        ("choose", CHOOSING),
+        ("config", {*BASE, "schedule", "request", "conflicts", "config"}),
+        ("planner", {*CHOOSING, "config", "planner", "report"}),
+        ("launch", {*CHOOSING, "config", "planner", "report", "launch"}),
+        ("report", {"errors", "files", "schedule", "search", "report"}),
         ("runtime", {"errors", "schedule", "runtime"}),
+        ("features/runtime", {"errors", "schedule", "choose", "runtime", "features/runtime"}),
         ("cpu", {"errors", "cpu"}),
     ],
 )
 def test_imports_point_one_way(part, may_import):
     for source in SOURCES:
         if part_of(source) == part:
-            parts = {n.split(".")[1] for n in imported(source) if n.startswith("megatron_pipemem.")}
+            parts = {part_named(n) for n in imported(source) if n.startswith("megatron_pipemem.")}
             assert parts <= may_import, source
 
 
 def test_no_module_imports_itself_through_others():
     """Nor within functions."""
-    modules = {
-        ".".join(s.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): s for s in SOURCES
-    }
+    modules = {module_of(source): source for source in SOURCES}
     imports = {
         module: {name if name in modules else name.rpartition(".")[0] for name in imported(source)} & modules.keys()
         for module, source in modules.items()
@@ -91,40 +114,33 @@ def test_the_package_requires_what_the_command_line_imports():
     """All but torch, which comes with an extra, and without which most commands work, and what notebooks bring."""
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     installed = {requirement.split(">=")[0] for requirement in project["dependencies"]}
-    parts = ("cli", "config", "launch", "planner", "report", "schedule")
+    parts = ("cli", "config", "launch", "planner", "report", "schedule", "search", "families", "features", "choose")
     names = {name.split(".")[0] for source in SOURCES if part_of(source) in parts for name in imported(source)}
     others = names - set(sys.stdlib_module_names) - {"megatron_pipemem", "torch", "pandas", "IPython"}
     assert {{"yaml": "pyyaml"}.get(name, name) for name in others} == installed
 
 
 def test_schedule_needs_no_third_party_module():
-    """Every module of ``schedule/`` imports where torch, megatron and numpy cannot be; some need numpy."""
-    code = """
-import importlib, pkgutil, sys
+    """Every module of the kernel and of choosing imports where torch, megatron and numpy cannot be; some need numpy."""
+    with_numpy = ("periodic", "sampling", "order_variation", "step_plan", "planner", "timetable")
+    names = [
+        module_of(source) for source in SOURCES if part_of(source) in CHOOSING - BASE and source.stem not in with_numpy
+    ]
+    code = f"""
+import importlib, sys
 for name in ("torch", "megatron", "numpy"):
     sys.modules[name] = None  # importing it raises
-import megatron_pipemem
-import megatron_pipemem.schedule as schedule
-names = [m.name for m in pkgutil.walk_packages(schedule.__path__, schedule.__name__ + ".")]
-with_numpy = {
-    "search": ("periodic", "sampling", "order_variation", "step_plan"),
-    "features.offload": ("planner", "timetable"),
-}
-for room, modules in with_numpy.items():
-    for module in modules:
-        names.remove("megatron_pipemem.schedule." + room + "." + module)
-for name in names:
+for name in {names}:
     importlib.import_module(name)
 standard = set(sys.stdlib_module_names) | set(sys.builtin_module_names)
-mains = {name.split(".")[0] for name, module in sys.modules.items() if module is not None}
-print(len(names), sorted(m for m in mains - standard - {"megatron_pipemem"} if hasattr(sys.modules[m], "__path__")))
+mains = {{name.split(".")[0] for name, module in sys.modules.items() if module is not None}}
+print(sorted(m for m in mains - standard - {{"megatron_pipemem"}} if hasattr(sys.modules[m], "__path__")))
 """
     before = run(
         "import sys; print(sorted(n for n, m in sys.modules.items() if '.' not in n and hasattr(m, '__path__')))"
     )
-    count, found = run(code).strip().split(" ", 1)
-    assert int(count) >= 10
-    assert set(ast.literal_eval(found)) <= set(ast.literal_eval(before))
+    assert len(names) >= 10
+    assert set(ast.literal_eval(run(code))) <= set(ast.literal_eval(before))
 
 
 def test_schedules_build_validate_lower_and_simulate_without_torch():
@@ -134,8 +150,8 @@ for name in ("torch", "megatron", "numpy"):
     sys.modules[name] = None
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.validator import validate_program
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate_program
 schedule = build_schedule("v-half", num_devices=8, num_microbatches=33)
 validate_program(lower(schedule))
 timeline = simulate(schedule)

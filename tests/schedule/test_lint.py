@@ -11,14 +11,14 @@ from random_schedules import random_schedules
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError, ScheduleFormatError
-from megatron_pipemem.schedule.core.action import MESSAGES, SENDS, Kind
-from megatron_pipemem.schedule.core.schedule import Program, Schedule
-from megatron_pipemem.schedule.core.validator import validate, validate_program
+from megatron_pipemem.schedule.action import MESSAGES, SENDS, Kind
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.lowering.collectives import lower_paired
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.text.csv_format import Table, read_table, write_table
 from megatron_pipemem.schedule.text.lint import Fault, find_fault, find_obstacle
+from megatron_pipemem.schedule.validator import validate, validate_program
 
 
 def judge(text: str, microbatches: int | None = None) -> Fault | None:

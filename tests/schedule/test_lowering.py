@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from random_schedules import FAMILIES, build_or_skip, family_schedules, random_schedules
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import COMPUTE, RECEIVES, SENDS, WHOLE_STAGE, Action, Kind
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Program, Schedule
-from megatron_pipemem.schedule.core.simulator import count_messages
-from megatron_pipemem.schedule.core.validator import validate, validate_program
+from megatron_pipemem.schedule.action import COMPUTE, RECEIVES, SENDS, WHOLE_STAGE, Action, Kind
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Program, Schedule
+from megatron_pipemem.schedule.simulator import count_messages
+from megatron_pipemem.schedule.validator import validate, validate_program
 
 SHAPES = [(1, 1), (1, 5), (2, 1), (2, 5), (3, 2), (3, 7), (4, 3), (4, 8), (5, 21), (8, 17)]
 

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from random_schedules import random_schedules
 
 from megatron_pipemem.errors import CostsError, ScheduleError
-from megatron_pipemem.schedule.core.action import COMPUTE, MEMORY, RECOMPUTE, Action, Kind
-from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, Channel, Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import Timeline, simulate
-from megatron_pipemem.schedule.core.validator import validate, validate_program
-from megatron_pipemem.schedule.features.offload.planning import plan_offload
-from megatron_pipemem.schedule.features.offload.recompute import with_recompute
+from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.recompute.orders import with_recompute
+from megatron_pipemem.schedule.action import COMPUTE, MEMORY, RECOMPUTE, Action, Kind
+from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.validator import validate, validate_program
 
 ROUND_TRIP = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
 

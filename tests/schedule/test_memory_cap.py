@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap, format_bytes, parse_bytes, parse_cap, parse_caps
+from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, parse_bytes, parse_cap, parse_caps
 
 
 @pytest.mark.parametrize(

@@ -13,27 +13,27 @@ from random_schedules import family_schedules, random_schedules
 from refusals import refused
 from weighted_oracle import Event, play
 
+from megatron_pipemem.choose.knowledge import Knowledge
+from megatron_pipemem.choose.pareto import choices
 from megatron_pipemem.errors import CostsError, ScheduleError
+from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.recompute.orders import with_recompute
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.planner.replay import replay
 from megatron_pipemem.report.timeline import DrawnRun
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, Channel, Costs
-from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import Timeline, peaks, simulate
-from megatron_pipemem.schedule.core.single_queue import run_single_queues
-from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
-from megatron_pipemem.schedule.features.offload.planning import plan_offload
-from megatron_pipemem.schedule.features.offload.recompute import with_recompute
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.features.windows import family_window, steady
-from megatron_pipemem.schedule.knowledge import Knowledge
+from megatron_pipemem.request import prices_of
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.pareto import choices
+from megatron_pipemem.schedule.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.request import prices_of
-from megatron_pipemem.schedule.search import search_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
+from megatron_pipemem.schedule.single_queue import run_single_queues
+from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.windows import family_window, steady
+from megatron_pipemem.search import search_schedule
 
 LAYERS = ("F", "I", "W", "B", "R", "RS")
 COPY, MESSAGE, COLLECTIVE = 0.75, 0.25, 0.125

@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 from random_schedules import random_schedules
 from refusals import refused
 
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.choose.resolve import ChosenSchedule, resolve
+from megatron_pipemem.choose.within_cap import UNIFORM
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.action import COMPUTE, Kind
-from megatron_pipemem.schedule.core.costs import Channel, Costs
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.validator import validate, validate_program
-from megatron_pipemem.schedule.families.offload import uniform_repeating, with_prompt_weights
-from megatron_pipemem.schedule.features.offload import planner
-from megatron_pipemem.schedule.features.offload.planning import plan_offload
-from megatron_pipemem.schedule.features.offload.transfers import OffloadPlan, plan_round_trips
-from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.families.offload import uniform_repeating, with_prompt_weights
+from megatron_pipemem.features.offload import planner
+from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.offload.transfers import OffloadPlan, plan_round_trips
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.action import COMPUTE, Kind
+from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.registry import build_schedule, families
-from megatron_pipemem.schedule.request import Request
-from megatron_pipemem.schedule.resolve import ChosenSchedule, resolve
-from megatron_pipemem.schedule.within_cap import UNIFORM
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate, validate_program
 
 
 def costs_of(ratio: float, duplex: bool = False, switches: tuple[tuple[int, ...], ...] = ()) -> Costs:

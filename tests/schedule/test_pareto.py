@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pipemem.schedule.core.bounds import lower_bound
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.pareto import bound_line, choices, trades, useful_caps
+from megatron_pipemem.choose.pareto import bound_line, choices, trades, useful_caps
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
 
 
 def test_pareto_choices_are_not_dominated() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.placement import Placement
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_schedules import placements
 
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.one_by_one import forward_schedule, serial_schedule
+from megatron_pipemem.choose.one_by_one import forward_schedule, serial_schedule
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate
 
 
 @given(placements(), st.integers(1, 6))

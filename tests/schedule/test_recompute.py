@@ -9,24 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import random_schedules
 
-from megatron_pipemem.schedule.core.action import RECOMPUTE, Kind
-from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, Channel, Costs
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.features.offload.planning import plan_offload
-from megatron_pipemem.schedule.features.offload.recompute import (
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.choose.resolve import resolve
+from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.offload.transfers import OffloadPlan
+from megatron_pipemem.features.recompute.orders import (
     recompute_plans,
     recompute_steps,
     recomputed_by_mode,
     with_early_recompute,
     with_recompute,
 )
-from megatron_pipemem.schedule.features.offload.transfers import OffloadPlan
-from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.action import RECOMPUTE, Kind
+from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
+from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.request import Request
-from megatron_pipemem.schedule.resolve import resolve
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.validator import validate
 
 
 def planned(schedule: Schedule, costs: Costs, cap: float | None = None) -> OffloadPlan:

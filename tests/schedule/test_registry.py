@@ -14,8 +14,7 @@ from refusals import refused
 
 from megatron_pipemem.errors import UnknownScheduleError, UnsupportedError
 from megatron_pipemem.schedule import registry
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.options import parse_options
 from megatron_pipemem.schedule.registry import (
     Family,
@@ -27,6 +26,7 @@ from megatron_pipemem.schedule.registry import (
     register_module,
     register_schedule,
 )
+from megatron_pipemem.schedule.simulator import simulate
 
 
 @pytest.fixture(autouse=True)
@@ -243,7 +243,7 @@ def test_a_broken_package_is_named_and_hurts_nobody_else(tmp_path: Path, monkeyp
 
 REGISTERING = """
     from megatron_pipemem import Family, register_schedule
-    from megatron_pipemem.schedule.families.gpipe import gpipe
+    from megatron_pipemem.families.gpipe import gpipe
     FAMILY = register_schedule(
         Family(name="mine", build=gpipe, summary="registers itself", peak="m/p", bubble="(p-1)(F+B)", source="a test")
     )
@@ -364,8 +364,9 @@ def test_no_family_is_imported_or_built_before_somebody_asks() -> None:
 import sys
 from importlib import import_module
 import megatron_pipemem, megatron_pipemem.cli.app
-from megatron_pipemem.schedule import families, registry
-assert not [name for name in sys.modules if name.startswith("megatron_pipemem.schedule.families.hanayo")]
+from megatron_pipemem.schedule import registry
+from megatron_pipemem import families
+assert not [name for name in sys.modules if name.startswith("megatron_pipemem.families.hanayo")]
 names = [each.name for each in registry.families()]
 assert names[:2] == ["gpipe", "1f1b"]
 modules = [import_module(f"{families.__name__}.{name}") for name in families.ORDER]
@@ -377,7 +378,7 @@ assert len(ours) > 20 and not [each for each in ours if "example" in each.__dict
 
 @pytest.mark.parametrize(
     ("module", "found"),
-    [("FAMILY = 3", "3"), ("from megatron_pipemem.schedule.families.gpipe import gpipe as FAMILY", "gpipe")],
+    [("FAMILY = 3", "3"), ("from megatron_pipemem.families.gpipe import gpipe as FAMILY", "gpipe")],
 )
 def test_an_entry_point_must_lead_to_its_family(
     module: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -389,11 +390,13 @@ def test_an_entry_point_must_lead_to_its_family(
         family("mine")
 
 
-@pytest.mark.parametrize("module", ["registry", "families.gpipe", "families", "families.blocks", "core.bounds"])
+@pytest.mark.parametrize(
+    "module", ["schedule.registry", "families.gpipe", "families", "families.blocks", "schedule.bounds"]
+)
 def test_schedules_need_neither_torch_nor_megatron(module: str) -> None:
     code = f"""
 import sys
-import megatron_pipemem.schedule.{module}
+import megatron_pipemem.{module}
 from megatron_pipemem.schedule.registry import build_schedule, families
 offload = {{"po-h", "po-f"}}
 for name in {{each.name for each in families()}} - offload:

@@ -6,20 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_pipemem import Costs, build_schedule, search_schedule, simulate
+from megatron_pipemem.choose.pareto import choices, trades
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
+from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.vocabulary.choice import choose_vocabulary
 from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.space import Limits
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Channel
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
-from megatron_pipemem.schedule.features.offload.planning import plan_offload
-from megatron_pipemem.schedule.features.vocabulary.choice import choose_vocabulary
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Channel
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.pareto import choices, trades
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families
-from megatron_pipemem.schedule.search.cache import ResultCache
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.search.cache import ResultCache
 
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 PER_STAGE = Costs(

@@ -9,13 +9,13 @@ from random_schedules import FAMILIES, build_or_skip, family_schedules, random_s
 from refusals import refused
 
 from megatron_pipemem.errors import PipememError, ScheduleFormatError
-from megatron_pipemem.schedule.core.action import WHOLE_STAGE, Action, Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
+from megatron_pipemem.schedule.action import WHOLE_STAGE, Action, Kind
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.text.csv_format import read_table
+from megatron_pipemem.schedule.validator import validate
 
 # Both files are what torch.distributed.pipelining wrote for two devices: before and since it renamed its letters.
 OLDER_TORCH = """\

@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pipemem.errors import CostsError, PipememError, UnsupportedError
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.bounds import least_held, lower_bound
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.bounds import least_held, lower_bound
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
-from megatron_pipemem.schedule.search import clock, search_schedule
-from megatron_pipemem.schedule.search.cache import ResultCache
-from megatron_pipemem.schedule.search.exact import solve
-from megatron_pipemem.schedule.search.problem import make_problem, to_schedule
-from megatron_pipemem.schedule.search.search import MAX_CHUNKS
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.search import clock, search_schedule
+from megatron_pipemem.search.cache import ResultCache
+from megatron_pipemem.search.exact import solve
+from megatron_pipemem.search.problem import make_problem, to_schedule
+from megatron_pipemem.search.search import MAX_CHUNKS
 
 PRICE = st.floats(0.4, 2.0)
 QUICK = 0.15

@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.choose.resolve import resolve
 from megatron_pipemem.errors import PipememError, UnsupportedError
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.bounds import lower_bound
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap, loosened
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.options import AUTO, slice_counts
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, sliced_families
-from megatron_pipemem.schedule.request import Request
-from megatron_pipemem.schedule.resolve import resolve
-from megatron_pipemem.schedule.search import search_schedule
-from megatron_pipemem.schedule.search.portfolio import first_start, list_schedules
-from megatron_pipemem.schedule.search.problem import make_problem, to_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.search import search_schedule
+from megatron_pipemem.search.portfolio import first_start, list_schedules
+from megatron_pipemem.search.problem import make_problem, to_schedule
 
 PRICE = st.floats(0.3, 2.0)
 

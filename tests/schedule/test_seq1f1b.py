@@ -9,12 +9,12 @@ import pytest
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate
 
 
 def build(p: int, m: int, n: int) -> Schedule:

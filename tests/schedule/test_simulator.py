@@ -10,12 +10,12 @@ from random_schedules import random_schedules
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.dependencies import dependencies
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import count_messages, simulate
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.dependencies import dependencies
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import count_messages, simulate
 
 SPLIT = Schedule.from_csv("0F0,0I0,0W0\n1F0,1I0,1W0\n")
 

@@ -13,19 +13,19 @@ from random_schedules import random_schedules
 from refusals import refused
 
 from megatron_pipemem.errors import PipememError, ScheduleError
-from megatron_pipemem.schedule.core.action import MESSAGES, ORDERED, Action, Kind
-from megatron_pipemem.schedule.core.costs import Channel, Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Program, Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.single_queue import run_single_queues
-from megatron_pipemem.schedule.core.validator import validate_program
-from megatron_pipemem.schedule.features.offload.planning import plan_offload
-from megatron_pipemem.schedule.features.offload.recompute import with_recompute
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.features.windows import Moment, family_window, steady
+from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.recompute.orders import with_recompute
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
+from megatron_pipemem.schedule.action import MESSAGES, ORDERED, Action, Kind
+from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import Program, Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.single_queue import run_single_queues
+from megatron_pipemem.schedule.validator import validate_program
+from megatron_pipemem.schedule.windows import Moment, family_window, steady
 
 UNEQUAL = Costs(1, 1.5, 0.5, p2p=0.1)
 

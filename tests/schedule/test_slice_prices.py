@@ -12,22 +12,22 @@ from random_schedules import random_schedules
 from refusals import refused
 from weighted_oracle import Event, play
 
+from megatron_pipemem.choose.knowledge import Knowledge
 from megatron_pipemem.errors import CostsError, ScheduleError
+from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.report.timeline import DrawnRun
-from megatron_pipemem.schedule.core.action import Action, Kind, place
-from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, Channel, Costs
-from megatron_pipemem.schedule.core.held import held_after
-from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import peaks, simulate
-from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
-from megatron_pipemem.schedule.features.offload.planning import plan_offload
-from megatron_pipemem.schedule.features.offload.recompute import with_recompute
-from megatron_pipemem.schedule.knowledge import Knowledge
+from megatron_pipemem.schedule.action import Action, Kind, place
+from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
+from megatron_pipemem.schedule.held import held_after
+from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.search.order_variation import ManyOrders
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import peaks, simulate
+from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.search.order_variation import ManyOrders
 
 LINEAR = Placement.linear(2)
 

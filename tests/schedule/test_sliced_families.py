@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from promises import assert_bubble_as_promised, assert_peak_as_promised
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule, families, family
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate
 
 # SlimPipe takes multiples of p alone: test_slimpipe.py.
 NAMES = [each.name for each in families() if "slices" in each.options and each.name != "slimpipe"]

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import COLLECTIVES, Action, Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.slices import slice_costs
-from megatron_pipemem.schedule.core.validator import validate, validate_program
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
-from megatron_pipemem.schedule.features.vocabulary.choice import choose_vocabulary, head_on_last_stage
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.features.vocabulary.choice import choose_vocabulary, head_on_last_stage
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
+from megatron_pipemem.schedule.action import COLLECTIVES, Action, Kind
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.slices import slice_costs
+from megatron_pipemem.schedule.validator import validate, validate_program
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
 from tests.schedule import program_oracle
 from tests.schedule.mutants import is_accepted, mutant_of
 from tests.schedule.random_schedules import random_schedules

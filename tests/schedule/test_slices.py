@@ -11,15 +11,15 @@ from random_schedules import random_schedules
 from refusals import refused
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, Channel, Costs
-from megatron_pipemem.schedule.core.held import held_after
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.simulator import peaks, simulate
-from megatron_pipemem.schedule.core.slices import slice_costs, slice_tokens
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
-from megatron_pipemem.schedule.features.offload.recompute import with_recompute
+from megatron_pipemem.features.recompute.orders import with_recompute
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
+from megatron_pipemem.schedule.held import held_after
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import peaks, simulate
+from megatron_pipemem.schedule.slices import slice_costs, slice_tokens
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
 
 LINEAR = Placement.linear(2)
 SHARE = st.floats(0, 1)

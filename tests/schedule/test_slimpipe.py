@@ -7,9 +7,9 @@ import pytest
 from promises import assert_bubble_as_promised, assert_peak_as_promised
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.registry import build_schedule, family
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.validator import validate
 
 
 def build(p: int, m: int, **options: object) -> Schedule:

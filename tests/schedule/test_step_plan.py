@@ -13,21 +13,21 @@ from random_schedules import FAMILIES
 from refusals import refused
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.costs import Channel, Costs
-from megatron_pipemem.schedule.core.dependencies import Dependencies
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap, loosened
-from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import peaks, simulate
-from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.features.offload.recompute import with_recompute
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.features.recompute.orders import with_recompute
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.dependencies import Dependencies
+from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
+from megatron_pipemem.schedule.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.search import step_plan
-from megatron_pipemem.schedule.search.order_variation import ManyOrders
-from megatron_pipemem.schedule.search.step_dispatch import Dispatcher
-from megatron_pipemem.schedule.search.step_plan import StepPlan, plan_step
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import peaks, simulate
+from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.search import step_plan
+from megatron_pipemem.search.order_variation import ManyOrders
+from megatron_pipemem.search.step_dispatch import Dispatcher
+from megatron_pipemem.search.step_plan import StepPlan, plan_step
 
 SYNCHRONOUS = sorted(name for name, family in FAMILIES.items() if not family.asynchronous)
 PLAIN = ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "1f1b-v", "dualpipe-v")

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.features.windows import family_window, steady
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.search import search_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.stream import draw_steps, stream
+from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.schedule.windows import family_window, steady
+from megatron_pipemem.search import search_schedule
 
 SIZES = [(p, p * times) for p in (4, 8, 16) for times in (1, 2, 4)]
 

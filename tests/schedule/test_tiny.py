@@ -10,15 +10,15 @@ from refusals import refused
 from tiny_oracle import Tiny, shortest
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.bounds import lower_bound
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.search import SearchResult, search_schedule
-from megatron_pipemem.schedule.search.problem import better_full
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.search import SearchResult, search_schedule
+from megatron_pipemem.search.problem import better_full
 
 # Output gradients are held between I and W.
 TAKEN = Tiny(

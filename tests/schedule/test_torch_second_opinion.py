@@ -13,12 +13,12 @@ from random_schedules import EXECUTED, random_schedules
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import MESSAGES, RECEIVES, Action, Kind
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Order, Program, Schedule
-from megatron_pipemem.schedule.core.validator import validate, validate_program
+from megatron_pipemem.schedule.action import MESSAGES, RECEIVES, Action, Kind
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Order, Program, Schedule
+from megatron_pipemem.schedule.validator import validate, validate_program
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 pytestmark = pytest.mark.skipif(

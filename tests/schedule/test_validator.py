@@ -15,14 +15,14 @@ from random_schedules import FAMILIES, build_or_skip, family_schedules, random_s
 from refusals import refused
 
 from megatron_pipemem.errors import CostsError, ScheduleError
-from megatron_pipemem.schedule.core.action import COMPUTE, MESSAGES, Action, Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Order, Program, Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.validator import validate, validate_program
+from megatron_pipemem.schedule.action import COMPUTE, MESSAGES, Action, Kind
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Order, Program, Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate, validate_program
 
 Orders = tuple[Order, ...]
 
@@ -239,7 +239,7 @@ def test_what_is_no_fault_of_a_schedule_stays_as_it_is(function, monkeypatch):
     broken = replace(valid, orders=(valid.orders[0][:-1], (*valid.orders[1], moved, Action(Kind.F, 7, 0))))
     with pytest.raises(ScheduleError, match=re.escape(str(error_of(validate, broken)))):
         function(broken)
-    monkeypatch.setattr("megatron_pipemem.schedule.core.explained.validate", lambda schedule: None)
+    monkeypatch.setattr("megatron_pipemem.schedule.explained.validate", lambda schedule: None)
     with pytest.raises(LookupError):
         function(broken)
 

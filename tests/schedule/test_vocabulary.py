@@ -11,22 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.choose.resolve import resolve
 from megatron_pipemem.errors import CostsError, PipememError, ScheduleError, UnsupportedError
-from megatron_pipemem.schedule.core.action import COLLECTIVES, Action, Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Program, Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.validator import validate, validate_program
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
-from megatron_pipemem.schedule.features.vocabulary.choice import choose_vocabulary, head_on_last_stage, redistribute
-from megatron_pipemem.schedule.features.vocabulary.passes import families_with_passes, with_vocabulary
-from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.features.vocabulary.choice import choose_vocabulary, head_on_last_stage, redistribute
+from megatron_pipemem.features.vocabulary.orders import families_with_passes, with_vocabulary
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.action import COLLECTIVES, Action, Kind
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.memory_cap import MemoryCap
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
-from megatron_pipemem.schedule.request import Request
-from megatron_pipemem.schedule.resolve import resolve
+from megatron_pipemem.schedule.schedule import Program, Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate, validate_program
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
 from tests.schedule import program_oracle
 from tests.schedule.mutants import is_accepted, mutant_of
 from tests.schedule.random_schedules import random_schedules
@@ -315,7 +315,7 @@ def test_a_searched_schedule_keeps_the_cap_with_its_passes(cap, barriers):
 
 def test_one_after_another_keeps_a_cap_that_takes_full_backwards(monkeypatch):
     """I takes memory that W gives back, so a split backward holds more than the full one."""
-    monkeypatch.setattr("megatron_pipemem.schedule.within_cap._ATTEMPTS", 1)
+    monkeypatch.setattr("megatron_pipemem.choose.within_cap._ATTEMPTS", 1)
     costs = Costs(memory={"F": (2.0, 2.0), "I": (2.0, 2.0), "W": (-4.0, -4.0)})
     result = searched(2, 4, 2, 4.0, costs, Placement.linear(2), known=(), seconds=0, effort=0)
     assert result.best.found_by == "one by one"

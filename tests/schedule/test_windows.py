@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.features.windows import (
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.windows import (
     Moment,
     Window,
     _check_messages,
@@ -21,8 +23,6 @@ from megatron_pipemem.schedule.features.windows import (
     horizon,
     steady,
 )
-from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.registry import build_schedule
 
 
 def cut(name: str, p: int, batch: int, moment: Moment) -> Window:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from megatron_pipemem.schedule.core.schedule import Program, Schedule
+from megatron_pipemem.schedule.schedule import Program, Schedule
 
 COLLECTIVES = ("REDUCE_E", "BCAST_X", "STATS", "BCAST_G", "REDUCE_X", "BCAST_E")
 Event = tuple[str, int, int]

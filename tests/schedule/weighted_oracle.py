@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.schedule import Schedule
 from tests.schedule import vocabulary_oracle
 
 Event = tuple[str, int, int]

@@ -12,17 +12,17 @@ from megatron_pipemem.cli.app import load_commands
 from megatron_pipemem.config.refusals import SCHEDULES, refuse
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.flags import flag_parser
-from megatron_pipemem.schedule.core.bounds import lower_bound
-from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, Costs
-from megatron_pipemem.schedule.core.kinds import SELECTIVE_SECONDS
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.simulator import Timeline, simulate
-from megatron_pipemem.schedule.core.single_queue import run_single_queues
-from megatron_pipemem.schedule.features.windows import family_window, steady
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Costs
+from megatron_pipemem.schedule.kinds import SELECTIVE_SECONDS
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
-from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.single_queue import run_single_queues
 from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.schedule.windows import family_window, steady
 
 ROOT = Path(__file__).parents[2]
 UNEQUAL = Costs(1, 1.5, 0.5)

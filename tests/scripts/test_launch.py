@@ -63,7 +63,7 @@ def test_a_run_names_the_module_of_its_schedule(tmp_path, monkeypatch):
     path = tmp_path / "launched.py"
     path.write_text(
         "from dataclasses import replace\n"
-        "from megatron_pipemem.schedule.families.v_shape import V_MIN\n"
+        "from megatron_pipemem.families.v_shape import V_MIN\n"
         "FAMILY = replace(V_MIN, name='launched')\n"
     )
     assert "unknown schedule 'launched'" in feasible(tiny("schedule.name=launched"))

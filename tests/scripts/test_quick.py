@@ -17,9 +17,14 @@ LANE = [
 # What runs in processes of its own only, and the test that starts them.
 STARTED = {
     "cpu/transformer_engine": "tests/end_to_end/test_transformer_engine.py",
-    "mcore/slices": "tests/end_to_end/test_slices.py",
+    "features/slices": "tests/end_to_end/test_slices.py",
+    "features/slices/megatron": "tests/end_to_end/test_slices.py",
 }
-PACKAGES = sorted(file.parent for file in PACKAGE.rglob("__init__.py"))
+PACKAGES = sorted(
+    file.parent
+    for file in PACKAGE.rglob("__init__.py")
+    if len([*file.parent.glob("*.py")]) > 1 or file.stat().st_size > 500
+)
 
 
 def files(entry: str) -> list[Path]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pipemem.schedule.core.bounds import lower_bound
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import family
 
 ROOT = Path(__file__).parents[2]

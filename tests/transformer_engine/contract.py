@@ -44,7 +44,7 @@ from megatron_pipemem.mcore.step.observation import observe  # noqa: E402
 from megatron_pipemem.planner.activations import layer_bytes  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import EARLY, WeightGradientQueue  # noqa: E402
-from megatron_pipemem.schedule.core.action import Action, Kind  # noqa: E402
+from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
 
 MICROBATCHES, SEQUENCE, HIDDEN, INNER = 3, 4, 8, 16
 # Each W right after its I, and a W that has no I of its own right before it.

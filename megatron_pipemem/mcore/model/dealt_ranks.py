@@ -7,7 +7,7 @@ import copy
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.placement import Placement
 
 
 class DealtRank(int):

@@ -24,6 +24,8 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from megatron_pipemem.choose.model_cut import check_cut
+from megatron_pipemem.conflicts import check_replicas
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.cut_flags import as_built
 from megatron_pipemem.mcore.model import replicas
@@ -44,9 +46,7 @@ from megatron_pipemem.mcore.symbols import (
     TIED_GRADIENTS,
 )
 from megatron_pipemem.runtime.weight_gradients import gradient_of
-from megatron_pipemem.schedule.conflicts import check_replicas
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.model_cut import check_cut
+from megatron_pipemem.schedule.placement import Placement
 
 _REAL_RANK = nullcontext()
 

@@ -21,7 +21,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.runtime.activation_ledger import is_quantised
 from megatron_pipemem.runtime.weight_gradients import gradient_of
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.placement import Placement
 
 _TIED_ENDS = 2
 """Megatron saves a tied embedding from its first stage and numbers the one on its last stage behind it."""

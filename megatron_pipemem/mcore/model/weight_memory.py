@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.placement import Placement
 
 
 class WeightBytes(NamedTuple):

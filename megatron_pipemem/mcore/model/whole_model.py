@@ -17,7 +17,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_pipemem.config.hybrid import layers_of
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import gather, tell
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.placement import Placement
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,8 @@ from functools import partial
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.choose.resolve import ChosenSchedule, family_schedule
 from megatron_pipemem.mcore.model.linear import countable_linear
 from megatron_pipemem.mcore.model.stages import tensors_in, watch_batches
 from megatron_pipemem.mcore.model.weight_memory import count_weights
@@ -21,13 +23,11 @@ from megatron_pipemem.mcore.report.step_record import count_layers
 from megatron_pipemem.mcore.source import announce
 from megatron_pipemem.mcore.step.observation import Observation, observe
 from megatron_pipemem.mcore.symbols import BACKWARD_STEP, FORWARD_STEP, LINEAR, WITH_INTERLEAVING, WITHOUT_INTERLEAVING
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.schedule import Program
-from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.options import STOCK
-from megatron_pipemem.schedule.request import Request
-from megatron_pipemem.schedule.resolve import ChosenSchedule, family_schedule
+from megatron_pipemem.schedule.schedule import Program
 
 
 class StockObserver(Feature):

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_pipemem.choose.resolve import ChosenSchedule
 from megatron_pipemem.errors import OutputError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero, gather, is_first_rank
@@ -26,6 +27,7 @@ from megatron_pipemem.mcore.report import run_report, step_record
 from megatron_pipemem.mcore.step.observation import Observation
 from megatron_pipemem.report import save_timeline
 from megatron_pipemem.report.run import lines, measured_bubble
+from megatron_pipemem.request import outputs
 from megatron_pipemem.runtime.activation_ledger import (
     ActivationLedger,
     bytes_per_action,
@@ -33,11 +35,9 @@ from megatron_pipemem.runtime.activation_ledger import (
 )
 from megatron_pipemem.runtime.bytes_by_tokens import BytesByTokens
 from megatron_pipemem.runtime.trace import TracedAction
-from megatron_pipemem.schedule.core.action import Action, Kind, place
-from megatron_pipemem.schedule.core.schedule import Program
-from megatron_pipemem.schedule.core.simulator import Timeline
-from megatron_pipemem.schedule.request import outputs
-from megatron_pipemem.schedule.resolve import ChosenSchedule
+from megatron_pipemem.schedule.action import Action, Kind, place
+from megatron_pipemem.schedule.schedule import Program
+from megatron_pipemem.schedule.simulator import Timeline
 
 logger = logging.getLogger(__name__)
 

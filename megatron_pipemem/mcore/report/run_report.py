@@ -10,15 +10,15 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from megatron_pipemem.choose.resolve import ChosenSchedule
+from megatron_pipemem.features.offload.runtime import OffloadStatistics
+from megatron_pipemem.features.offload.runtime.channel import Direction
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes, predict_weights
 from megatron_pipemem.report.run import bubble_of_steps, peak_activation, typical
-from megatron_pipemem.runtime.offload import OffloadStatistics
-from megatron_pipemem.runtime.offload.channel import Direction
 from megatron_pipemem.runtime.trace import TracedAction
+from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
 from megatron_pipemem.schedule.baseline import counted_bytes_of_1f1b
-from megatron_pipemem.schedule.core.action import COMPUTE, Action, Kind
-from megatron_pipemem.schedule.core.simulator import Measured, Timeline, count_messages
-from megatron_pipemem.schedule.resolve import ChosenSchedule
+from megatron_pipemem.schedule.simulator import Measured, Timeline, count_messages
 
 Plans = Sequence[tuple[int, ChosenSchedule]]
 """The step that each plan was first run in, and the plan."""

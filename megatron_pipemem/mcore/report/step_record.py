@@ -8,13 +8,13 @@ from statistics import median
 import torch
 from megatron.core.utils import unwrap_model
 
+from megatron_pipemem.choose.resolve import ChosenSchedule
 from megatron_pipemem.config.refusals import OVERLAPPED, REORDERED, SCHEDULES, VOCABULARY
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.mcore.refusals import check_config, check_model, check_sharing
 from megatron_pipemem.runtime.trace import TracedAction
-from megatron_pipemem.schedule.core.action import COMPUTE, Kind
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.resolve import ChosenSchedule
+from megatron_pipemem.schedule.action import COMPUTE, Kind
+from megatron_pipemem.schedule.placement import Placement
 
 _TYPICAL = 2
 """The first step opens channels, and the second one begins when it has: the time between them is not typical."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.model.stages import IteratorWrapper
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.schedule import Schedule
 
 
 class Dealer:

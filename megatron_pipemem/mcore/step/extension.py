@@ -11,6 +11,9 @@ from typing import Protocol
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_pipemem.choose.knowledge import Shape
+from megatron_pipemem.choose.resolve import ChosenSchedule
+from megatron_pipemem.features.offload.runtime import OffloadStatistics
 from megatron_pipemem.mcore.model.stages import ActivationCounter, ChunkStage, StepContext
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.patching import Feature
@@ -21,11 +24,8 @@ from megatron_pipemem.mcore.step.queues import LaunchKind, LaunchOrders
 from megatron_pipemem.mcore.step.weighing import FullMicrobatch
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, StepFeature
-from megatron_pipemem.runtime.offload import OffloadStatistics
 from megatron_pipemem.runtime.transport import MessageFormat, Pipeline
-from megatron_pipemem.schedule.core.schedule import Order, Program
-from megatron_pipemem.schedule.knowledge import Shape
-from megatron_pipemem.schedule.resolve import ChosenSchedule
+from megatron_pipemem.schedule.schedule import Order, Program
 
 
 class Trial(Protocol):

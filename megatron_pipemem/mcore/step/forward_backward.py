@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.config.refusals import REORDERED, SCHEDULES
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agree
@@ -32,8 +33,7 @@ from megatron_pipemem.mcore.symbols import WITH_INTERLEAVING, WITHOUT_INTERLEAVI
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.groups import destroy_groups
 from megatron_pipemem.runtime.transport import DEPARTURES, MessageFormat, Pipeline, Transport, connect, host_queries
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.knowledge import Shape
+from megatron_pipemem.schedule.placement import Placement
 
 
 @dataclass(eq=False)

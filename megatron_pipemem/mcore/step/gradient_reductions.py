@@ -18,7 +18,7 @@ from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import CHECK_GRADIENTS, GRADIENT_IS_READY
 from megatron_pipemem.runtime.executor import Executor, Handlers, StepFeature
 from megatron_pipemem.runtime.instructions import Instruction
-from megatron_pipemem.schedule.core.action import COMPLETING, Action, Kind
+from megatron_pipemem.schedule.action import COMPLETING, Action, Kind
 
 Listener = Callable[[Any, torch.Tensor], None]
 """Takes a bucket group of Megatron's, and the parameter in it whose gradient a microbatch has completed."""

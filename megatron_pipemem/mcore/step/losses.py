@@ -23,8 +23,8 @@ from megatron_pipemem.mcore.model.stages import StepContext
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.runtime.executor import Executor, Handlers, StepFeature
 from megatron_pipemem.runtime.instructions import Instruction
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.schedule import Schedule
 
 _ALIGNMENT = 16
 """Bytes. Tensors of every type begin at a multiple of their element's size."""

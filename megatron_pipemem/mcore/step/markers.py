@@ -12,7 +12,7 @@ from megatron.core import utils
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, StepFeature
 from megatron_pipemem.runtime.instructions import Instruction
-from megatron_pipemem.schedule.core.action import COMPUTE, Action, Kind
+from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
 
 _SPANS = {
     Kind.SEND_F: ("communication", "megatron.p2p.send_forward"),

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_pipemem.choose.knowledge import MemoryDeltas, Shape
+from megatron_pipemem.choose.resolve import ChosenSchedule
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.mcore.agreement import gather, is_first_rank
 from megatron_pipemem.mcore.source import Source, announce
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.schedule import Program, Schedule
-from megatron_pipemem.schedule.core.validator import validate_program
-from megatron_pipemem.schedule.knowledge import MemoryDeltas, Shape
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.resolve import ChosenSchedule
+from megatron_pipemem.schedule.schedule import Program, Schedule
+from megatron_pipemem.schedule.validator import validate_program
 
 logger = logging.getLogger(__name__)
 

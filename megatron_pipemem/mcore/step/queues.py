@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_pipemem.schedule.knowledge import Shape
+from megatron_pipemem.choose.knowledge import Shape
 
 FIRST_STEPS = 2
 """The second one adds to gradients that are there, which takes other kernels."""

@@ -16,11 +16,11 @@ import torch
 from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.mcore.model.shape import model_of
 from megatron_pipemem.planner.counts import attention_share
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
+from megatron_pipemem.request import MicrobatchCosts
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.options import FLOPS, TOKENS
 from megatron_pipemem.schedule.registry import import_target
-from megatron_pipemem.schedule.request import MicrobatchCosts
 from megatron_pipemem.schedule.text.weights_file import FileWeights, FunctionName, read_microbatch_costs
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.explained import explained_by_validation
-from megatron_pipemem.schedule.core.schedule import Program, Schedule
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.explained import explained_by_validation
 from megatron_pipemem.schedule.lowering.collectives import add_messages_in_sequence
 from megatron_pipemem.schedule.lowering.messages import (
     Horizons,
@@ -13,6 +12,7 @@ from megatron_pipemem.schedule.lowering.messages import (
     add_replica_reductions,
 )
 from megatron_pipemem.schedule.lowering.single_queue import add_messages_to_single_queues
+from megatron_pipemem.schedule.schedule import Program, Schedule
 
 __all__ = ["lower"]
 

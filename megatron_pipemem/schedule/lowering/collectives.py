@@ -12,14 +12,14 @@ import math
 from collections.abc import Iterable, Iterator
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import COLLECTIVES, Action
-from megatron_pipemem.schedule.core.dependencies import Dependencies
-from megatron_pipemem.schedule.core.messages import Router
-from megatron_pipemem.schedule.core.schedule import Order, Program, Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.core.vocabulary import EVERYWHERE
-from megatron_pipemem.schedule.core.walk import Graph
+from megatron_pipemem.schedule.action import COLLECTIVES, Action
+from megatron_pipemem.schedule.dependencies import Dependencies
 from megatron_pipemem.schedule.lowering.messages import add_gradient_reductions
+from megatron_pipemem.schedule.messages import Router
+from megatron_pipemem.schedule.schedule import Order, Program, Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.vocabulary import EVERYWHERE
+from megatron_pipemem.schedule.walk import Graph
 
 
 def add_messages_in_sequence(

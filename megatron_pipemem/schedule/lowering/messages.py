@@ -21,12 +21,12 @@ from collections import deque
 from itertools import accumulate
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import COMPLETING, MEMORY, ORDERED, SENDS, Action, Kind
-from megatron_pipemem.schedule.core.dependencies import Dependencies
-from megatron_pipemem.schedule.core.host_waits import last_needed
-from megatron_pipemem.schedule.core.messages import Edge, Router
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Order, Schedule
+from megatron_pipemem.schedule.action import COMPLETING, MEMORY, ORDERED, SENDS, Action, Kind
+from megatron_pipemem.schedule.dependencies import Dependencies
+from megatron_pipemem.schedule.host_waits import last_needed
+from megatron_pipemem.schedule.messages import Edge, Router
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Order, Schedule
 
 
 class Horizons:

@@ -19,11 +19,11 @@ from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import COLLECTIVES, MEMORY, Action
-from megatron_pipemem.schedule.core.action_prices import ActionPrices
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.messages import Edge, Message, Router
-from megatron_pipemem.schedule.core.schedule import Order, Schedule
+from megatron_pipemem.schedule.action import COLLECTIVES, MEMORY, Action
+from megatron_pipemem.schedule.action_prices import ActionPrices
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.messages import Edge, Message, Router
+from megatron_pipemem.schedule.schedule import Order, Schedule
 
 
 def add_messages_to_single_queues(

@@ -7,11 +7,11 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_pipemem.errors import CostsError
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.brief import LARGEST, shortened
-from megatron_pipemem.schedule.core.prices import number
-from megatron_pipemem.schedule.core.stage_prices import PartPrices
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.brief import LARGEST, shortened
+from megatron_pipemem.schedule.prices import number
+from megatron_pipemem.schedule.stage_prices import PartPrices
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
 
 _PRICES = ("forward", "backward_input", "backward_weight", "recompute", "recompute_selective", "copy_sum")
 _KEYS = (*_PRICES, *"parts layers_per_stage p2p memory channel vocabulary microbatch further profile".split())

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleFormatError
 from megatron_pipemem.reading import read_text
-from megatron_pipemem.schedule.core.action import MESSAGES, ORDERED, VOCABULARY, Action, Kind, shown
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.action import MESSAGES, ORDERED, VOCABULARY, Action, Kind, shown
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.text.csv_header import Header, read_header, split_lines
 
 DIALECTS = ("auto", "pipemem", "torch", "torch-new", "torch-old")

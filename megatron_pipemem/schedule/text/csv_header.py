@@ -12,7 +12,7 @@ import re
 from typing import Any, NamedTuple
 
 from megatron_pipemem.errors import ScheduleFormatError
-from megatron_pipemem.schedule.core.action import MOST_DIGITS, shown
+from megatron_pipemem.schedule.action import MOST_DIGITS, shown
 
 _FROM_ZERO = ("devices", "idle", "update_delay")
 _SEVERAL = ("devices", "idle")

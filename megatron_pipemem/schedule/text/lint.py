@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.schedule import Program, Schedule
-from megatron_pipemem.schedule.core.validator import check_microbatch_order, validate, validate_program
-from megatron_pipemem.schedule.core.walk import Wait
+from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.lowering.messages import add_gradient_reductions
+from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.text.csv_format import Cell, Table, in_letters
+from megatron_pipemem.schedule.validator import check_microbatch_order, validate, validate_program
+from megatron_pipemem.schedule.walk import Wait
 
 
 @dataclass(frozen=True)

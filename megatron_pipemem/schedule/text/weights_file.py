@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.reading import read_json
-from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.options import FLOPS, TOKENS
 from megatron_pipemem.schedule.text.costs_file import costs_arguments
 

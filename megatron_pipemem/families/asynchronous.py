@@ -1,0 +1,76 @@
+"""Build pipelines that are never flushed: weights change while microbatches are on their way.
+
+A schedule shows a window of such a run, from an empty pipeline to an empty one; in between no device waits for the last
+microbatch of an update. Training differs from synchronous training: gradients are of older weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.families.one_f_one_b import one_f_one_b
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, Family, Formula
+from megatron_pipemem.schedule.options import check_whole
+from megatron_pipemem.schedule.schedule import Schedule, WeightUpdates
+
+
+def pipedream(num_devices: int, num_microbatches: int, vertical_sync: bool = False) -> Schedule:
+    """Build 1F1B with an update after every backward; a backward uses the weights of its own forward.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: microbatches of the window.
+        vertical_sync: all stages use the version that the first stage had to offer, so that a microbatch meets one
+            version of the whole model.
+
+    Raises:
+        UnsupportedError: ``vertical_sync`` is neither true nor false.
+    """
+    if not isinstance(vertical_sync, bool):
+        raise UnsupportedError("bad-choice", f"pipedream: vertical_sync must be true or false, not {vertical_sync!r}")
+    delay = num_devices - 1 if vertical_sync else None
+    return _updating("pipedream", num_devices, num_microbatches, WeightUpdates(every=1, kept=num_devices, delay=delay))
+
+
+def pipedream_2bw(num_devices: int, num_microbatches: int, update_every: int | None = None) -> Schedule:
+    """Build 1F1B with an update after every group of microbatches; a group uses the version before the newest, on all
+    stages.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: microbatches of the window; the last group may be smaller.
+        update_every: microbatches per group, at least ``p``; default ``p``.
+
+    Raises:
+        UnsupportedError: ``update_every`` is out of range.
+    """
+    every = num_devices if update_every is None else update_every
+    check_whole("pipedream-2bw: update_every", every, least=num_devices)
+    return _updating("pipedream-2bw", num_devices, num_microbatches, WeightUpdates(every=every, kept=2, delay=1))
+
+
+def _updating(name: str, p: int, m: int, updates: WeightUpdates) -> Schedule:
+    return replace(one_f_one_b(p, m), name=name, updates=updates)
+
+
+_BUBBLE = Formula("0, after (p-1)(F+B) once", lambda p, f, b, **_: (p - 1) * (f + b))
+
+PIPEDREAM = Family(
+    name="pipedream",
+    build=pipedream,
+    summary="1F1B without flushes, an update after every backward: device r keeps p-r versions of its weights.",
+    peak=PEAK_OF_1F1B,
+    bubble=_BUBBLE,
+    source="arXiv 1806.03377, section 3.3",
+    options={"vertical_sync": "true: a microbatch uses one version on all stages (default false)"},
+)
+PIPEDREAM_2BW = Family(
+    name="pipedream-2bw",
+    build=pipedream_2bw,
+    summary="1F1B without flushes, an update after every group: gradients one version late, two versions kept.",
+    peak=PEAK_OF_1F1B,
+    bubble=_BUBBLE,
+    source="arXiv 2006.09503, section 3.1",
+    options={"update_every": "microbatches per update, at least p (default p)"},
+)

@@ -1,0 +1,146 @@
+"""Build two pipelines in opposite directions over the same devices, each with its own replica of the model.
+
+Device ``r`` holds stage ``r`` of one replica and stage ``p - 1 - r`` of the other, so that one direction computes while
+the other fills and drains. The replicas add up the gradients of a stage as soon as both have theirs.
+"""
+
+from __future__ import annotations
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.families.dualpipe_v import dualpipe_v
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, Family, Formula
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Order, Schedule
+
+
+def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> Schedule:
+    """Build units of ``p`` microbatches, half of them in either direction, on a grid of slots without conflicts.
+
+    The next unit starts ``2p`` slots later, within the gaps at the end of the one before. A last unit with fewer
+    microbatches leaves their slots empty.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``.
+        doubling: two forwards in a slot, so that it is as long as that of a backward; their backwards take two slots,
+            one after the other. A unit is twice as many microbatches in ``3p`` slots, and between units is no bubble.
+
+    Raises:
+        UnsupportedError: an odd number of devices, on which the two directions would collide, or ``doubling`` is neither
+            true nor false.
+    """
+    p, m = num_devices, num_microbatches
+    _check_even("chimera", p)
+    if not isinstance(doubling, bool):
+        raise UnsupportedError("bad-choice", f"chimera: doubling must be true or false, not {doubling!r}")
+    placement = Placement.bidirectional(p)
+    forwards = 2 if doubling else 1
+    rows: list[list[tuple[int, Action]]] = [[] for _ in range(p)]
+    for unit, first in enumerate(range(0, m, forwards * p)):
+        size = min(forwards * p, m - first)
+        for k in range(size):
+            replica, turn = divmod(k, (size + 1) // 2)
+            begin = unit * (forwards + 1) * p
+            for s in range(p):
+                stage = replica * p + s
+                rows[placement.devices[stage]] += [
+                    (begin + s + 2 * (turn // forwards), Action(Kind.F, stage, first + k)),
+                    (begin + 2 * p - 1 - s + 2 * turn, Action(Kind.B, stage, first + k)),
+                ]
+    return Schedule("chimera", placement, m, tuple(tuple(action for _, action in sorted(row)) for row in rows))
+
+
+def gems(num_devices: int, num_microbatches: int) -> Schedule:
+    """Run one microbatch at a time on a device: the next one, in the other direction, goes forward right behind its
+    backward.
+    """
+    p = num_devices
+    orders = (
+        tuple(
+            Action(kind, device if microbatch % 2 == 0 else 2 * p - 1 - device, microbatch)
+            for microbatch in range(num_microbatches)
+            for kind in (Kind.F, Kind.B)
+        )
+        for device in range(p)
+    )
+    return Schedule("gems", Placement.bidirectional(p), num_microbatches, tuple(orders))
+
+
+def dualpipe(num_devices: int, num_microbatches: int) -> Schedule:
+    """Build the eight steps of DeepSeek's schedule; half of the microbatches run in either direction.
+
+    What the source overlaps in one unit, a forward of one direction and a backward of the other, is adjacent here, and
+    each of the two passes on its result as soon as it ends.
+
+    Raises:
+        UnsupportedError: an odd number of devices or of microbatches, or fewer than ``2p`` microbatches.
+    """
+    p, m = num_devices, num_microbatches
+    _check_even("dualpipe", p)
+    if m % 2 or m < 2 * p:
+        raise UnsupportedError(
+            "needs-microbatches",
+            f"dualpipe needs an even number of microbatches, at least 2p = {2 * p}, not {m}; use another number or "
+            "'chimera', which takes any",
+        )
+    # Device d and its mirror image do what device d of a V of half as many devices does with its two chunks: d's stage of the
+    # direction that begins on its side, and its stage of the other.
+    half = dualpipe_v(p // 2, m // 2).orders
+
+    def order(device: int) -> Order:
+        mirrored = device >= p // 2
+        found = []
+        for kind, stage, microbatch in half[p - 1 - device if mirrored else device]:
+            replica = (stage >= p // 2) != mirrored
+            found.append(Action(kind, replica * p + stage, replica * (m // 2) + microbatch))
+        return tuple(found)
+
+    return Schedule("dualpipe", Placement.bidirectional(p), m, tuple(map(order, range(p))))
+
+
+def _check_even(name: str, p: int) -> None:
+    if p % 2:
+        raise UnsupportedError(
+            "needs-devices",
+            f"{name} needs an even number of devices, not {p}, because its two directions mirror each other; use one "
+            "device more or fewer, or 'gems'",
+        )
+
+
+CHIMERA = Family(
+    name="chimera",
+    build=chimera,
+    summary="Two pipelines in opposite directions: with few microbatches (m = p) a smaller bubble than 1F1B, for twice the "
+    "weights.",
+    peak=PEAK_OF_1F1B,
+    bubble=Formula(
+        "(p-2)(B + (m/p-1)(B-F))", lambda p, m, f, b, **_: None if m % p else (p - 2) * (b + (m / p - 1) * (b - f))
+    ),
+    source="arXiv 2107.06925, section 3",
+    min_devices=2,
+    options={
+        "doubling": "true: forwards in pairs, for a peak of 2 and, with units of 2p and B <= 2F, a bubble of "
+        "(p/2-1)(F+B) (default false)"
+    },
+    needs="even p",
+)
+GEMS = Family(
+    name="gems",
+    build=gems,
+    summary="One microbatch at a time in alternating directions: fewest activations, hardly any overlap.",
+    peak=Formula("1/p", lambda p, **_: 1 / p),
+    bubble=Formula("(p-1)(F+mB)", lambda p, m, f, b, **_: (p - 1) * (f + m * b)),
+    source="GEMS, SC 2020, section III",
+)
+DUALPIPE = Family(
+    name="dualpipe",
+    build=dualpipe,
+    summary="DeepSeek's bidirectional zero-bubble order, made for overlapping a forward with a backward.",
+    peak=Formula("(p+1)/p", lambda p, m, **_: min(p + 1, m) / p),
+    bubble=Formula("at most (p/2-1)(F+2B-3W)", lambda p, f, b, w, **_: (p / 2 - 1) * (f + 2 * b - 3 * w), at_most=True),
+    source="arXiv 2412.19437, section 3.2.1",
+    min_devices=2,
+    needs="even p, even m of at least 2p",
+    fewest_microbatches=lambda num_devices: 2 * num_devices,
+)

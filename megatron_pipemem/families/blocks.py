@@ -1,0 +1,372 @@
+"""Make schedules from building blocks: repeat, reorder, squeeze (arXiv 2405.15362, sections 2 and 3).
+
+A block is the passes of one microbatch at fixed time slots; repeated at a fixed interval it is a schedule whose peak
+follows from how long each activation lives. Time is in slots: F, I and W take one, B takes two.
+
+Where microbatches are cut into sequence slices, a block is of one slice, and backwards wait for the last one.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.families.passes import Pass, in_microbatch_order
+from megatron_pipemem.schedule.action import Kind, mirrored
+from megatron_pipemem.schedule.options import check_whole
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
+
+SLOTS = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
+
+# Change of the stage activations that a device holds.
+_HELD = {Kind.F: 1, Kind.I: 0, Kind.W: -1, Kind.B: -1}
+
+Timetable = list[tuple[int, Pass]]
+"""``(start slot, pass)`` of everything that runs, by slot. A device's W are interchangeable until ``squeeze``."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Hold the passes of one microbatch.
+
+    Args:
+        placement: which device holds which stage.
+        interval: slots between one microbatch and the next; at least what a device computes per microbatch.
+        starts: slot in which every pass starts: per stage F and either B, or I and W.
+
+    Raises:
+        ScheduleError: a pass is missing or starts before its input ends, or two passes of a device would collide once
+            the block is repeated.
+    """
+
+    placement: Placement
+    interval: int
+    starts: Mapping[Pass, int]
+
+    def __post_init__(self) -> None:
+        for stage in range(self.placement.num_stages):
+            kinds = {each.kind for each in self.starts if each.stage == stage}
+            if kinds not in ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}):
+                found = ", ".join(sorted(kinds)) or "nothing"
+                raise ScheduleError(
+                    "missing-action", f"stage {stage} has {found} in its block; give it F and B, or F, I and W"
+                )
+        backwards = _backwards(self.starts)
+        taken: dict[tuple[int, int], Pass] = {}
+        for each, start in self.starts.items():
+            device = self.placement.devices[each.stage]
+            for needed in _inputs(each, self.placement, backwards):
+                ready = self.starts[needed] + SLOTS[needed.kind]
+                if start < ready:
+                    raise ScheduleError(
+                        "slot-conflict",
+                        f"{each.kind} of stage {each.stage} starts in slot {start}, before {needed.kind} of stage "
+                        f"{needed.stage} has ended; start it in slot {ready} or later",
+                        at=(device,),
+                    )
+            for slot in range(start, start + SLOTS[each.kind]):
+                other = taken.setdefault((device, slot % self.interval), each)
+                if other is not each:
+                    raise ScheduleError(
+                        "slot-conflict",
+                        f"{each.kind} of stage {each.stage} and {other.kind} of stage {other.stage} both take slot "
+                        f"{slot % self.interval} of every {self.interval}; shift one of them or raise the interval",
+                        at=(device,),
+                    )
+
+    @classmethod
+    def with_weight_gradients(cls, placement: Placement, interval: int, starts: Mapping[Pass, int]) -> Block:
+        """Make a block from its F and I: the W take the next vacant slots, first I first.
+
+        Args:
+            placement: of the stages.
+            interval: slots from one microbatch to the next.
+            starts: slot of every F and I.
+
+        Raises:
+            ScheduleError: as for a block, or when no slot is vacant.
+        """
+        starts = dict(starts)
+        taken = {(placement.devices[each.stage], slot % interval) for each, slot in starts.items()}
+        for slot, stage in sorted((slot, each.stage) for each, slot in starts.items() if each.kind is Kind.I):
+            device = placement.devices[stage]
+            following = range(slot + 1, slot + 1 + interval)
+            vacant = next((s for s in following if (device, s % interval) not in taken), None)
+            if vacant is None:
+                raise ScheduleError(
+                    "slot-conflict",
+                    f"W of stage {stage} finds no vacant slot; raise the interval of {interval}",
+                    at=(device,),
+                )
+            taken.add((device, vacant % interval))
+            starts[Pass(Kind.W, stage)] = vacant
+        return cls(placement, interval, starts)
+
+    def sliced(self, slices: int) -> Block:
+        """Return the block of one sequence slice: its forwards where they were, its backwards ``slices - 1`` intervals later.
+
+        So the last slice of a microbatch, whose backward comes first, has it as soon as before; and its first one, whose
+        backward comes last, ``2 (slices - 1)`` intervals later.
+
+        Args:
+            slices: sequence slices of a microbatch.
+        """
+        later = (slices - 1) * self.interval
+        starts = {each: start + (0 if each.kind is Kind.F else later) for each, start in self.starts.items()}
+        return Block(self.placement, self.interval, starts)
+
+    @property
+    def length(self) -> int:
+        """Slots from slot 0 to the end of the last pass."""
+        return max(start + SLOTS[each.kind] for each, start in self.starts.items())
+
+    def lifespan(self, stage: int) -> int:
+        """Return the slots from the start of the stage's F to the end of the pass that releases its activation, W or B."""
+        kind = Kind.B if Pass(Kind.B, stage) in self.starts else Kind.W
+        return self.starts[Pass(kind, stage)] + SLOTS[kind] - self.starts[Pass(Kind.F, stage)]
+
+    def peaks(self) -> tuple[int, ...]:
+        """Return the most stage activations that every device holds at once when the block is repeated without end."""
+
+        def most(stages: tuple[int, ...]) -> int:
+            lives = [(self.starts[Pass(Kind.F, stage)], self.lifespan(stage)) for stage in stages]
+            # It grows only where some forward starts.
+            return max(
+                sum(-(-(lifespan - (slot - start) % self.interval) // self.interval) for start, lifespan in lives)
+                for slot, _ in lives
+            )
+
+        return tuple(map(most, self.placement.stages))
+
+
+def repeat(block: Block, num_microbatches: int) -> Timetable:
+    """Repeat the block for every microbatch, ``interval`` slots apart."""
+    return sorted(
+        (start + microbatch * block.interval, each)
+        for each, start in block.starts.items()
+        for microbatch in range(num_microbatches)
+    )
+
+
+def reorder(
+    timetable: Timetable, placement: Placement, peak: int, *, steady: bool = False, slices: int = 1
+) -> Timetable:
+    """Fill the idle slots of warm-up and cool-down without raising any device's peak above ``peak`` stage activations.
+
+    Warm-up lasts until the first backward of stage 0, cool-down begins after its last forward. Passes move, in order of
+    time, to the earliest idle slots that their inputs allow. In the cool-down W give way to everything else and fill
+    what is left.
+
+    Args:
+        timetable: what ``repeat`` returns.
+        placement: which device holds which stage.
+        peak: the most stage activations that any device may hold.
+        steady: move the passes between warm-up and cool-down too. It gains a slot or so with full backwards; with split
+            ones it destroys the rhythm of the block.
+        slices: sequence slices of a microbatch.
+    """
+    warm_up_end = min(slot for slot, each in timetable if each.stage == 0 and each.kind in (Kind.I, Kind.B))
+    cool_down = 1 + max(slot for slot, each in timetable if each == Pass(Kind.F, 0))
+    # By slot, so the last forward of a device wins.
+    last_forward = {placement.devices[each.stage]: slot for slot, each in timetable if each.kind is Kind.F}
+    # Best without any W in the cool-down's way; but while forwards are to come, some may have to release memory in time.
+    for deferred_from in (dict.fromkeys(last_forward, cool_down), last_forward):
+        kept = [
+            (slot, each)
+            for slot, each in timetable
+            if each.kind is not Kind.W or slot < deferred_from[placement.devices[each.stage]]
+        ]
+        plan = _Plan(kept, placement, slices)
+        for slot, each in kept:
+            start = slot
+            if steady or slot < warm_up_end or slot >= cool_down:
+                earliest = plan.earliest(each)
+                if each.kind is Kind.F:
+                    earliest = plan.earliest_within(peak, each, earliest, slot)
+                start = plan.first_idle(each, earliest, slot)
+            plan.place(each, slot, start)
+        plan.add_missing_weight_gradients()
+        reordered = sorted(plan.placed)
+        if _peak(reordered, placement) <= peak:
+            break
+    return reordered
+
+
+def extend(timetable: Timetable, interval: int, num_microbatches: int) -> Timetable:
+    """Repeat one interval from the middle of the steady state until there are this many microbatches more.
+
+    The timetable is returned as it is when the number is not positive.
+
+    Args:
+        timetable: slots of every pass.
+        interval: slots from one microbatch to the next.
+        num_microbatches: how many to add.
+    """
+    if num_microbatches <= 0:
+        return timetable
+    begin = timetable[len(timetable) // 2][0]
+    before = [(slot, each) for slot, each in timetable if slot < begin]
+    rhythm = [(slot, each) for slot, each in timetable if begin <= slot < begin + interval]
+    after = [(slot, each) for slot, each in timetable if slot >= begin]
+    for shift in range(0, num_microbatches * interval, interval):
+        before.extend((slot + shift, each) for slot, each in rhythm)
+    shift = num_microbatches * interval
+    return before + [(slot + shift, each) for slot, each in after]
+
+
+def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatches: int, slices: int = 1) -> Schedule:
+    """Drop the idle slots: what remains is the order, and everything starts as soon as its inputs arrive.
+
+    A device's W are assigned in the order of its I. Passes beyond the last microbatch are dropped.
+
+    Args:
+        name: of the schedule.
+        timetable: slots of every pass.
+        placement: of the stages.
+        num_microbatches: of one step.
+        slices: sequence slices of a microbatch; the block repeated is one of them.
+    """
+
+    def device_passes(device: int) -> Iterator[Pass]:
+        gradients = iter([each.stage for _, each in by_device[device] if each.kind is Kind.I])
+        for _, each in by_device[device]:
+            yield Pass(Kind.W, next(gradients)) if each.kind is Kind.W else each
+
+    by_device: dict[int, Timetable] = defaultdict(list)
+    for entry in timetable:
+        by_device[placement.devices[entry[1].stage]].append(entry)
+    devices = range(placement.num_devices)
+    return in_microbatch_order(name, placement, num_microbatches, map(device_passes, devices), slices)
+
+
+def build(name: str, block: Block, num_microbatches: int, *, steady: bool = False, slices: int = 1) -> Schedule:
+    """Repeat, reorder and squeeze a block, to a schedule of which no device holds more than the block's highest peak.
+
+    A step with fewer microbatches than the peak cannot fill the warm-up; it is the longer one without its surplus.
+
+    Args:
+        name: of the schedule.
+        block: of one microbatch, or of one sequence slice whose backward waits for no other (``sliced`` adds the wait).
+        num_microbatches: of one step.
+        steady: move the passes between warm-up and cool-down too, as ``reorder`` does.
+        slices: sequence slices of a microbatch.
+    """
+    check_whole(f"{name}: slices", slices, least=1)
+    block = block.sliced(slices)
+    peak = max(block.peaks())
+    # Whole microbatches, enough for a warm-up, a steady state longer than any pass waits for its input, and a cool-down.
+    enough = -(-3 * (block.length // block.interval + 1) // slices)
+    timetable = repeat(block, slices * min(max(num_microbatches, -(-peak // slices)), enough))
+    timetable = reorder(timetable, block.placement, peak, steady=steady, slices=slices)
+    timetable = extend(timetable, slices * block.interval, num_microbatches - enough)
+    return squeeze(name, timetable, block.placement, num_microbatches, slices)
+
+
+def _backwards(passes: Iterable[Pass]) -> dict[int, Pass]:
+    """Return the pass that makes every stage's input gradient."""
+    return {each.stage: each for each in passes if each.kind in (Kind.I, Kind.B)}
+
+
+def _inputs(each: Pass, placement: Placement, backwards: Mapping[int, Pass]) -> list[Pass]:
+    """Return the passes of the same microbatch that must end before this one starts."""
+    if each.kind is Kind.F:
+        before = placement.previous_stage(each.stage)
+        return [] if before is None else [Pass(Kind.F, before)]
+    if each.kind is Kind.W:
+        return [Pass(Kind.I, each.stage)]
+    after = placement.next_stage(each.stage)
+    return [Pass(Kind.F, each.stage)] + ([] if after is None else [backwards[after]])
+
+
+def _peak(timetable: Timetable, placement: Placement) -> int:
+    """Return the most stage activations that any device holds."""
+    held: Counter[int] = Counter()
+    most = 0
+    for _, each in timetable:
+        device = placement.devices[each.stage]
+        held[device] += _HELD[each.kind]
+        most = max(most, held[device])
+    return most
+
+
+class _Plan:
+    """Keep where the passes of a timetable have been placed so far, and which slots are idle."""
+
+    def __init__(self, timetable: Timetable, placement: Placement, slices: int) -> None:
+        self.placed: Timetable = []
+        self._slices = slices
+        self._placement = placement
+        self._busy: list[set[int]] = [set() for _ in range(placement.num_devices)]
+        self._ends: dict[Pass, list[int]] = defaultdict(list)
+        self._input_gradient_ends: list[list[int]] = [[] for _ in range(placement.num_devices)]
+        self._weight_gradients: Counter[int] = Counter()
+        self._backwards = _backwards(each for _, each in timetable)
+        last = timetable[-1][0]
+        changes = [[0] * (last + 1) for _ in range(placement.num_devices)]
+        for slot, each in timetable:
+            device = placement.devices[each.stage]
+            self._busy[device].update(range(slot, slot + SLOTS[each.kind]))
+            changes[device][slot] = _HELD[each.kind]
+        # Stage activations held after every slot.
+        self._held = [list(accumulate(device_changes)) for device_changes in changes]
+
+    def earliest(self, each: Pass) -> int:
+        """Return the first slot in which the next occurrence of this pass has its inputs."""
+        kind, stage = each
+        if kind is Kind.W:
+            device = self._placement.devices[stage]
+            return self._input_gradient_ends[device][self._weight_gradients[device]]
+        place = len(self._ends[each])
+        # Forwards and backwards of a stage come in orders of their own; only from a backward to its own forward they meet.
+        unit = place if kind is Kind.F else mirrored(place, self._slices)
+        inputs = [
+            self._ends[needed][unit if needed.kind is Kind.F else place]
+            for needed in _inputs(each, self._placement, self._backwards)
+        ]
+        return max([0, *self._ends[each][-1:], *inputs])
+
+    def earliest_within(self, peak: int, each: Pass, earliest: int, slot: int) -> int:
+        """Return the first slot from which its device can hold one more activation until ``slot``."""
+        held = self._held[self._placement.devices[each.stage]]
+        while slot > earliest and held[slot - 1] < peak:
+            slot -= 1
+        return slot
+
+    def first_idle(self, each: Pass, earliest: int, planned: int | None = None) -> int:
+        """Return the first start from ``earliest`` on with enough idle slots; those in which it is ``planned`` count as
+        idle.
+        """
+        busy, length = self._busy[self._placement.devices[each.stage]], SLOTS[each.kind]
+        own = range(0) if planned is None else range(planned, planned + length)
+        start = earliest
+        while any(slot in busy and slot not in own for slot in range(start, start + length)):
+            start += 1
+        return start
+
+    def place(self, each: Pass, planned: int, start: int) -> None:
+        """Put the next occurrence of a pass at ``start`` instead of ``planned``."""
+        device, length = self._placement.devices[each.stage], SLOTS[each.kind]
+        if start != planned:
+            self._busy[device].difference_update(range(planned, planned + length))
+            self._busy[device].update(range(start, start + length))
+            for slot in range(start, planned):
+                self._held[device][slot] += _HELD[each.kind]
+        self.placed.append((start, each))
+        self._ends[each].append(start + length)
+        if each.kind is Kind.I:
+            insort(self._input_gradient_ends[device], start + length)
+        self._weight_gradients[device] += each.kind is Kind.W
+
+    def add_missing_weight_gradients(self) -> None:
+        """Put a W for every I that has none yet into the first idle slots."""
+        for device, ends in enumerate(self._input_gradient_ends):
+            missing = Pass(Kind.W, self._placement.stages[device][0])
+            for end in ends[self._weight_gradients[device] :]:
+                start = self.first_idle(missing, end)
+                self._busy[device].add(start)
+                self.placed.append((start, missing))

@@ -1,0 +1,145 @@
+"""Build Hanayo: several waves over the devices, so that each turn round hides in a neighbour's chunk (arXiv 2308.15762)."""
+
+from __future__ import annotations
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.families.blocks import SLOTS, Block, build
+from megatron_pipemem.families.passes import Pass
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.family import Family, Formula
+from megatron_pipemem.schedule.options import check_whole
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.search.improve import dispatch
+from megatron_pipemem.search.problem import (
+    FORWARD,
+    INPUT,
+    KINDS,
+    WEIGHT,
+    Problem,
+    to_schedule,
+    waits_of,
+)
+
+# Extra slots between one chunk's forwards and the next's that are tried to make a block's lifespans shorter.
+_DELAYS = range(6)
+
+
+def hanayo(num_devices: int, num_microbatches: int, waves: int | None = None, chunks: int | None = None) -> Schedule:
+    """Schedule by list, backwards first as in the paper, or repeat a block, whichever is faster.
+
+    List scheduling holds no more than 1F1B and is best for about ``p`` microbatches; its bubble grows with their number.
+    That of a block does not; a block that holds over a microbatch more than 1F1B is left alone.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``.
+        waves: how often a microbatch goes up and down the devices; default 2.
+        chunks: stages per device, twice the waves; another way to give them.
+
+    Raises:
+        UnsupportedError: ``waves`` or ``chunks`` is out of range, or they disagree.
+    """
+    p, m = num_devices, num_microbatches
+    if waves is None:
+        waves = 2 if chunks is None else _waves(chunks)
+    check_whole("hanayo: waves", waves, least=1)
+    if chunks not in (None, 2 * waves):
+        raise UnsupportedError(
+            "conflicting-options",
+            f"hanayo: {waves} waves are {2 * waves} chunks, not {chunks!r}; leave one of them out",
+        )
+    placement = Placement.wave(p, 2 * waves)
+    if m <= p:
+        return _list_schedule(placement, m)
+    block = min((_block(placement, delay) for delay in _DELAYS), key=lambda block: (max(block.peaks()), block.length))
+    if max(block.peaks()) > placement.num_stages + 2 * waves:
+        return _list_schedule(placement, m)
+    repeated = build("hanayo", block, m)
+    if m > 3 * p:
+        return repeated
+    return min(_list_schedule(placement, m), repeated, key=lambda schedule: simulate(schedule).makespan)
+
+
+def _waves(chunks: int) -> int:
+    check_whole("hanayo: chunks", chunks, least=2)
+    if chunks % 2:
+        raise UnsupportedError("needs-chunks", f"hanayo: chunks must be even, two for each wave, not {chunks}")
+    return chunks // 2
+
+
+def _list_schedule(placement: Placement, num_microbatches: int) -> Schedule:
+    """Run what is there whenever a device is free: a backward if it can, and the oldest microbatch.
+
+    A forward waits until its device holds less than 1F1B, and one stage less than that for every later chunk. So the
+    oldest microbatch always finds room, whatever younger ones hold, and nothing blocks for ever.
+    """
+    m, stages = num_microbatches, placement.num_stages
+    device = tuple(device for device in placement.devices for _ in KINDS)
+    # I is the whole backward, and its W a shadow that takes no time and goes first.
+    ticks, change = (SLOTS[Kind.F], SLOTS[Kind.B], 0) * stages, (1, -1, 0) * stages
+    waits = waits_of(placement, lambda source, destination: 0)
+    problem = Problem(m, device, ticks, change, waits, (stages,) * placement.num_devices, frozenset(range(stages)))
+    rank = {FORWARD: m, INPUT: 0, WEIGHT: -m}
+    urgency = [(k + rank[c % 3]) * stages - c // 3 for c in range(len(ticks)) for k in range(m)]
+    table = dispatch(problem, urgency)
+    assert table is not None, "without caps nothing waits for ever"
+    return to_schedule("hanayo", placement, problem, table.orders, problem.full_backwards)
+
+
+def _block(placement: Placement, delay: int) -> Block:
+    """Put every pass into the first slots after its input that leave room for the rest, ``delay`` later for every new
+    chunk.
+    """
+    p, chunks = placement.num_devices, placement.num_chunks
+    interval = chunks * (SLOTS[Kind.F] + SLOTS[Kind.B])
+    rhythms = [_Rhythm(interval, chunks) for _ in range(p)]
+    starts: dict[Pass, int] = {}
+    clock = -delay
+    for stage, device in enumerate(placement.devices):
+        clock += delay if stage % p == 0 else 0
+        starts[Pass(Kind.F, stage)] = rhythms[device].take(clock, Kind.F)
+        clock = starts[Pass(Kind.F, stage)] + SLOTS[Kind.F]
+    for stage in reversed(range(placement.num_stages)):
+        starts[Pass(Kind.B, stage)] = rhythms[placement.devices[stage]].take(clock, Kind.B)
+        clock = starts[Pass(Kind.B, stage)] + SLOTS[Kind.B]
+    return Block(placement, interval, starts)
+
+
+class _Rhythm:
+    """Keep which slots of one device are taken in every interval, so that a B still finds two in a row for each F."""
+
+    def __init__(self, interval: int, forwards: int) -> None:
+        self._interval = interval
+        self._taken: set[int] = set()
+        self._forwards = forwards  # still to come; each can mend one odd gap
+
+    def take(self, earliest: int, kind: Kind) -> int:
+        """Take the first start from ``earliest`` on."""
+        self._forwards -= kind is Kind.F
+        for start in range(earliest, earliest + self._interval):
+            slots = {slot % self._interval for slot in range(start, start + SLOTS[kind])}
+            if not slots & self._taken and self._odd_gaps(self._taken | slots) <= self._forwards:
+                self._taken |= slots
+                return start
+        raise AssertionError("even gaps always have room for what is left")
+
+    def _odd_gaps(self, taken: set[int]) -> int:
+        ordered = sorted(taken)
+        following = [*ordered[1:], ordered[0] + self._interval]
+        return sum((after - slot - 1) % 2 for slot, after in zip(ordered, following, strict=True))
+
+
+HANAYO = Family(
+    name="hanayo",
+    build=hanayo,
+    summary="Waves of unsplit backwards in about 1F1B's memory: made for as many microbatches as devices.",
+    peak=Formula("up to 1 + 1/p", lambda p, m, **_: min(p + 1, m) / p, at_most=True),
+    bubble="m = p: about 4(p-1)(F+B)/(3v)",
+    source="arXiv 2308.15762",
+    options={
+        "waves": "times up and down the devices (default 2)",
+        "chunks": "stages per device, v: twice the waves (default 4)",
+    },
+)

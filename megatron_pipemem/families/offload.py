@@ -1,0 +1,161 @@
+"""Offload half or all chunks of uniform repeating, interleaved or over a V: PipeOffload (arXiv 2503.01328).
+
+In uniform repeating forwards keep the pace of the steady state from the first on, so that activations are made no faster than
+they can leave, and every W follows its I at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.families.gis import gis_h
+from megatron_pipemem.families.v_shape import zbv
+from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.family import Family, Formula
+from megatron_pipemem.schedule.options import check_whole
+from megatron_pipemem.schedule.schedule import Order, Schedule
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+
+_MOST_WAITING = 4
+
+
+def with_prompt_weights(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
+    """Orders in which at most 0, 1, 2 ... weight gradients of a device wait, and more run wherever it would be idle.
+
+    Args:
+        schedule: compute actions only.
+        costs: what they take.
+    """
+    if not any(action.kind is Kind.W for order in schedule.orders for action in order):
+        return
+    timeline = simulate(schedule, costs)
+    for most in range(_MOST_WAITING + 1):
+        yield replace(schedule, orders=tuple(_prompt(timeline, device, most) for device in range(schedule.num_devices)))
+
+
+def _prompt(timeline: Timeline, device: int, most: int) -> Order:
+    seconds = timeline.costs.seconds(timeline.schedule.placement)[Kind.W]
+    waiting: deque[Action] = deque()
+    order: list[Action] = []
+    now = 0.0
+    for action, (start, end) in zip(timeline.schedule.orders[device], timeline.spans[device], strict=True):
+        if action.kind is Kind.W:
+            continue
+        while waiting and (now + seconds[waiting[0].stage] <= start or len(waiting) > most):
+            weight = waiting.popleft()
+            now += seconds[weight.stage]
+            order.append(weight)
+        order.append(action)
+        now = max(now, start) + end - start
+        if action.kind is Kind.I:
+            waiting.append(action._replace(kind=Kind.W))
+    return (*order, *waiting)
+
+
+def uniform_repeating(
+    num_devices: int, num_microbatches: int, chunks: int = 2, placement: str = "interleaved"
+) -> Schedule:
+    """Build what PipeOffload offloads from. It holds less than interleaved 1F1B, and more than it with offload.
+
+    Args:
+        num_devices: pipeline ranks.
+        num_microbatches: of one step.
+        chunks: stages per device.
+        placement: ``interleaved`` or ``v``.
+
+    Raises:
+        UnsupportedError: there is no such placement.
+    """
+    if placement == "interleaved":
+        return gis_h(num_devices, num_microbatches, chunks, group_size=1)
+    if placement != "v" or chunks != 2:
+        raise UnsupportedError(
+            "unsupported-placement",
+            f"uniform repeating over {placement!r} with {chunks} chunks is not known; take interleaved with any number of "
+            "chunks, or v with 2",
+        )
+    return next(with_prompt_weights(zbv(num_devices, num_microbatches), Costs()))
+
+
+def pipe_offload(
+    name: str,
+    part: int,
+    num_devices: int,
+    num_microbatches: int,
+    chunks: int = 2,
+    k: float | None = None,
+    placement: str = "interleaved",
+    offload_chunks: int | None = None,
+    costs: Costs | None = None,
+) -> Schedule:
+    """Send the longer-lived ones of every device's chunks to the host, as far as that lowers the peak.
+
+    Args:
+        name: of the family.
+        part: by default one chunk of so many may be offloaded, rounded up.
+        num_devices: ``p``.
+        num_microbatches: ``m``; need not be a multiple of anything.
+        chunks: stages per device.
+        k: how long activations take to the host and back, over their F, I and W; default what ``costs`` say, or 1.
+        placement: ``interleaved``, or ``v`` with 2 chunks.
+        offload_chunks: how many of a device's chunks may be offloaded.
+        costs: seconds and bytes; default unit costs.
+
+    Raises:
+        UnsupportedError: an option is out of range.
+    """
+    check_whole(f"{name}: chunks", chunks, least=1)
+    if offload_chunks is None:
+        offload_chunks = -(-chunks // part)
+    check_whole(f"{name}: offload_chunks", offload_chunks, least=0)
+    base = uniform_repeating(num_devices, num_microbatches, chunks, placement)
+    costs = costs or Costs()
+    if k is not None or costs.channel is None:
+        costs = replace(costs, channel=Channel.of_ratio(1.0 if k is None else k, costs))
+    # Over a V only a paced warm-up is uniform.
+    plan = plan_offload(base, costs, offload_chunks, pace=placement == "v")
+    return replace(plan.schedule, name=name)
+
+
+_OPTIONS = {
+    "chunks": "stages per device, v (default 2)",
+    "k": "time of activations to the host and back over their F, I and W (default: by the costs, or 1)",
+    "placement": "interleaved (default), or v",
+    "offload_chunks": "how many of a device's chunks may be offloaded (default: half for po-h, all for po-f)",
+    "costs": "seconds of every pass, and what copies take (default F = I = W)",
+}
+
+_DECLARED: dict[str, Any] = {
+    "bubble": Formula("less than (p-1)(F+I+W)", lambda p, f, b, **_: (p - 1) * (f + b), at_most=True),
+    "source": "arXiv 2503.01328",
+    "options": _OPTIONS,
+    # Told here and not found out, since planning an example takes a tenth of a second and numpy.
+    "placement": "interleaved",
+    "splits_backward": True,
+    "asynchronous": False,
+    "slices": 1,
+    "offloads": True,
+    "replicas": 1,
+}
+
+PO_H = Family(
+    name="po-h",
+    build=partial(pipe_offload, "po-h", 2),
+    summary="The longer-lived half of the chunks offloaded: on many devices a quarter of the peak, less with more chunks.",
+    peak=Formula("up to (v+2)/(8v) + 3/(pv), k <= 1", lambda p, v, **_: (v + 2) / (8 * v) + 3 / (p * v), at_most=True),
+    **_DECLARED,
+)
+PO_F = Family(
+    name="po-f",
+    build=partial(pipe_offload, "po-f", 1),
+    summary="All chunks offloaded: a few chunks' activations, however many there are.",
+    peak=Formula("up to 4/(pv), k <= 1", lambda p, v, **_: 4 / (p * v), at_most=True),
+    **_DECLARED,
+)

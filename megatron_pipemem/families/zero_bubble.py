@@ -1,0 +1,237 @@
+"""Build zero bubble: ZB-H1 and ZB-H2 (arXiv 2401.10241, section 2), and the order that is fitted to costs and memory (section
+3.1)."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from itertools import product, starmap
+from math import inf
+from typing import NamedTuple
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.families.passes import Pass, in_microbatch_order
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, PEAK_OF_SLICES, Family, Formula
+from megatron_pipemem.schedule.memory_cap import loosened
+from megatron_pipemem.schedule.options import check_whole
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
+
+
+def zb_h1(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
+    """Keep 1F1B's memory: device r runs p-r forwards ahead and keeps its weight gradients r microbatches behind.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``.
+        slices: sequence slices of a microbatch.
+
+    Raises:
+        UnsupportedError: ``slices`` is out of range.
+    """
+    check_whole("zb-h1: slices", slices, least=1)
+    p, units = num_devices, num_microbatches * slices
+    passes = (_device_passes(r, units, forwards_ahead=p - r + slices - 1, delay=r) for r in range(p))
+    return in_microbatch_order("zb-h1", Placement.linear(p), num_microbatches, passes, slices)
+
+
+def zb_h2(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
+    """Take twice 1F1B's memory: no device idles between its first and its last pass in unit costs (m >= 2p-1).
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``.
+        slices: sequence slices of a microbatch.
+
+    Raises:
+        UnsupportedError: ``slices`` is out of range.
+    """
+    check_whole("zb-h2: slices", slices, least=1)
+    p, units = num_devices, num_microbatches * slices
+    passes = (_device_passes(r, units, forwards_ahead=2 * (p - r) + slices - 2, delay=2 * r) for r in range(p))
+    return in_microbatch_order("zb-h2", Placement.linear(p), num_microbatches, passes, slices)
+
+
+def _device_passes(device: int, units: int, forwards_ahead: int, delay: int) -> list[Pass]:
+    forward, backward, weight = Pass(Kind.F, device), Pass(Kind.I, device), Pass(Kind.W, device)
+    passes = [forward] * min(units, forwards_ahead)
+    for place in range(units):
+        passes.append(backward)
+        if place >= delay:
+            passes.append(weight)
+        if place + forwards_ahead < units:
+            passes.append(forward)
+    return passes + [weight] * min(units, delay)
+
+
+_SLICES = {"slices": "sequence slices of a microbatch, n (default 1)"}
+
+
+ZB_H1 = Family(
+    name="zb-h1",
+    build=zb_h1,
+    summary="1F1B's memory with a third of its bubble: weight gradients wait until nothing else can run.",
+    peak=PEAK_OF_SLICES,
+    bubble=Formula("(p-1)(F+I-W)/n", lambda p, f, i, w, n, **_: (p - 1) * (f + i - w) / n),
+    source="arXiv 2401.10241, section 2.1",
+    options=_SLICES,
+)
+ZB_H2 = Family(
+    name="zb-h2",
+    build=zb_h2,
+    summary="Twice 1F1B's memory; devices never idle between their first and last pass, but start one by one.",
+    peak=Formula("(2p+n-2)/(pn)", lambda p, m, n, **_: min(2 * p + n - 2, m * n) / (p * n)),
+    bubble=Formula("(p-1)(F+I-2W)/n per device, (p-1)F/n over all", lambda p, f, n, **_: (p - 1) * f / n),
+    source="arXiv 2401.10241, section 2.2",
+    options=_SLICES,
+)
+
+
+NAME = "zb-auto"
+
+
+def zb_auto(
+    num_devices: int, num_microbatches: int, costs: Costs | None = None, memory_cap: float | None = None
+) -> Schedule:
+    """Return the fastest of several greedy orders, of ZB-H1 and of ZB-H2, whichever of them fit.
+
+    Greedy orders differ in how many forwards a device runs ahead, and in how long it idles for a pass that is about to
+    arrive when it could run W instead. They are compared by the makespan, then by the longest time from a device's first
+    pass to its last.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``.
+        costs: seconds of every pass and link; default F = I = W and no communication.
+        memory_cap: the most any device may hold, in activation units; default 1, what 1F1B holds.
+
+    Raises:
+        UnsupportedError: no device can hold a single microbatch within the cap.
+        CostsError: the costs do not fit the placement.
+    """
+    p, costs, cap = num_devices, costs or Costs(), 1.0 if memory_cap is None else memory_cap
+    most = int(loosened(cap * p))
+    if most < 1:
+        raise UnsupportedError(
+            "cap-unreachable",
+            f"{NAME} holds at least {1 / p:.4g} activation units on {p} devices, one microbatch of one stage; raise the "
+            f"memory cap of {cap:.4g}",
+        )
+    policies = starmap(_Policy, product(dict.fromkeys(_forwards_ahead(costs, p, most)), (0.0, 0.5, 1.0)))
+    # What is best for a few microbatches is best for many: a longer steady state repeats its rhythm.
+    few = min(num_microbatches, 2 * p + 8)
+    best = min(policies, key=lambda policy: _quality(_greedy(costs, policy, few, most), costs))
+    candidates = [_greedy(costs, best, num_microbatches, most)]
+    for forwards, known in ((p, zb_h1), (2 * p - 1, zb_h2)):
+        if most >= forwards:
+            candidates.append(known(p, num_microbatches))
+    chosen = min(candidates, key=lambda schedule: _quality(schedule, costs))
+    return Schedule(NAME, chosen.placement, num_microbatches, chosen.orders)
+
+
+class _Policy(NamedTuple):
+    """Say how a device chooses.
+
+    Args:
+        ahead: per device, how many microbatches may be between its F and its I.
+        patience: W gives way to a pass that arrives within this share of its own duration.
+    """
+
+    ahead: tuple[int, ...]
+    patience: float
+
+
+def _forwards_ahead(costs: Costs, p: int, most: int) -> list[tuple[int, ...]]:
+    """Return few, as in 1F1B; as many as end before the first gradient can be back; and the middle of both."""
+    seconds = costs.seconds(Placement.linear(p))
+    forward, backward = seconds[Kind.F], seconds[Kind.I]
+    few = [min(most, p - device) for device in range(p)]
+    many = [1] * p
+    round_trip = 0.0
+    for device in reversed(range(p - 1)):
+        links = costs.link_seconds(device, device + 1), costs.link_seconds(device + 1, device)
+        round_trip += forward[device + 1] + backward[device + 1] + links[0] + links[1]
+        while_waiting = int(loosened(round_trip / forward[device])) if forward[device] else most
+        many[device] = min(most, max(many[device + 1], 1 + while_waiting))
+    middle = [(a + b + 1) // 2 for a, b in zip(few, many, strict=True)]
+    return [tuple(few), tuple(many), tuple(middle)]
+
+
+def _quality(schedule: Schedule, costs: Costs) -> tuple[float, float]:
+    timeline = simulate(schedule, costs)
+    # Rounded so that sums of the same seconds in another order are equal.
+    return (float(f"{timeline.makespan:.9g}"), float(f"{timeline.device_bubble_rate:.9g}"))
+
+
+def _greedy(costs: Costs, policy: _Policy, num_microbatches: int, most: int) -> Schedule:
+    p = len(policy.ahead)
+    passes: list[list[Pass]] = [[] for _ in range(p)]
+    for device, kind in _run(costs, policy, num_microbatches, most):
+        passes[device].append(Pass(kind, device))
+    return in_microbatch_order(NAME, Placement.linear(p), num_microbatches, passes)
+
+
+def _run(costs: Costs, policy: _Policy, m: int, most: int) -> Iterator[tuple[int, Kind]]:
+    """Start passes in order of time. Every device always has something to wait for, since the oldest microbatch is
+    never held up by a limit on younger ones."""
+    last, seconds = len(policy.ahead) - 1, costs.seconds(Placement.linear(len(policy.ahead)))
+    arrivals: dict[Kind, list[list[float]]] = {kind: [[] for _ in policy.ahead] for kind in (Kind.F, Kind.I)}
+    ran = {kind: [0] * (last + 1) for kind in (Kind.F, Kind.I, Kind.W)}
+    free = [0.0] * (last + 1)
+
+    def coming(kind: Kind, device: int) -> float:
+        """Return when the next pass of this kind can start, as far as that is known."""
+        known, started = arrivals[kind][device], ran[kind][device]
+        return known[started] if started < len(known) else inf
+
+    def choose(device: int, now: float) -> Kind | None:
+        """Choose what to start at ``now``; ``None`` waits for the next arrival."""
+        forwards, gradients, weights = (ran[kind][device] for kind in (Kind.F, Kind.I, Kind.W))
+        gradient, forward = coming(Kind.I, device), coming(Kind.F, device)
+        if gradient <= now:
+            return Kind.I
+        if forwards - gradients >= policy.ahead[device]:
+            forward = inf
+        if forward <= now and forwards - weights < most:
+            return Kind.F
+        is_patient = forward > now and min(gradient, forward) - now < policy.patience * seconds[Kind.W][device]
+        return Kind.W if gradients > weights and not is_patient else None
+
+    arrivals[Kind.F][0] = [0.0] * m
+    awake: list[tuple[float, int]] = [(0.0, 0)]
+    while awake:
+        now, device = heapq.heappop(awake)
+        kind = choose(device, now) if now >= free[device] else None
+        if kind is None:
+            continue
+        yield device, kind
+        ran[kind][device] += 1
+        end = free[device] = now + seconds[kind][device]
+        heapq.heappush(awake, (end, device))
+        if kind is Kind.F and device < last:
+            receiver, what, arrival = device + 1, Kind.F, end + costs.link_seconds(device, device + 1)
+        elif kind is Kind.F:
+            receiver, what, arrival = device, Kind.I, end
+        elif kind is Kind.I and device > 0:
+            receiver, what, arrival = device - 1, Kind.I, end + costs.link_seconds(device, device - 1)
+        else:
+            continue
+        arrivals[what][receiver].append(arrival)
+        heapq.heappush(awake, (arrival, receiver))
+
+
+ZB_AUTO = Family(
+    name=NAME,
+    build=zb_auto,
+    summary="Zero bubble fitted to measured costs and to any memory cap (default: 1F1B's memory).",
+    peak=PEAK_OF_1F1B,
+    bubble=Formula("at most that of zb-h1; with a cap of 2, of zb-h2", lambda p, f, i, w, **_: (p - 1) * (f + i - w)),
+    source="arXiv 2401.10241, section 3.1",
+    options={
+        "costs": "seconds of every pass to fit the order to (default F = I = W)",
+        "memory_cap": "the most a device may hold (default 1)",
+    },
+)

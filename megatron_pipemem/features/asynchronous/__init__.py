@@ -1,0 +1,1 @@
+"""Update weights within a step, with several versions of them (PipeDream, PipeDream-2BW)."""

@@ -1,0 +1,164 @@
+"""Step the optimizer of double-buffered weights without a barrier: just before the version that the step makes is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS, ChainedOptimizer
+
+from megatron_pipemem.features.asynchronous.runtime import WeightVersions
+from megatron_pipemem.features.overlap_steps.megatron.norm import LateNorm
+from megatron_pipemem.features.overlap_steps.megatron.optimizer import OverlappedOptimizer
+from megatron_pipemem.features.overlap_steps.megatron.snapshot import hyperparameters
+from megatron_pipemem.features.overlap_steps.megatron.steps import OverlappedSteps
+from megatron_pipemem.mcore.report.run_report import Overlap
+from megatron_pipemem.mcore.step.extension import Step
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.stream import gain_without_barrier
+
+
+class _Waiting(NamedTuple):
+    """A batch that the optimizer has not stepped for.
+
+    Args:
+        norm: of its gradients, maybe not known yet.
+        gradients: of the optimizer's parameters.
+        hyperparameters: the optimizer's groups, each with what it said when the batch ended.
+    """
+
+    norm: LateNorm
+    gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    hyperparameters: Sequence[tuple[dict, dict]]
+
+
+class DelayedOptimizer(OverlappedOptimizer):
+    """Takes the steps of the optimizer of a training loop, each when its gradient norm is known.
+
+    A batch's update is not needed before the batch after the next one begins. Until then its gradients wait in memory of their
+    own, while the next batch adds up its gradients in Megatron's. Megatron's own step is then taken with them, with the norm
+    and the learning rate of their batch. Nothing is ever taken back.
+
+    Attributes:
+        weights: of the model, whose next version a step makes.
+    """
+
+    delays = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: WeightVersions | None = None
+        self._waiting: _Waiting | None = None
+        self._kept: dict[torch.Tensor, torch.Tensor] = {}
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is a version of the weights to be made."""
+        return self._waiting is not None
+
+    def open(self, pipeline: dist.ProcessGroup, on_host: bool) -> None:
+        """See ``OverlappedOptimizer.open``."""
+        super().open(pipeline, on_host)
+        # Megatron asks all ranks once whether any has such parameters. In the middle of a batch, not all could answer.
+        for name in SEPARATE_GRAD_NORM_GROUPS:
+            self.require().has_grad_norm_group(name)
+
+    def _take(self, norm: LateNorm, take_step: Callable[[], tuple]) -> tuple[bool, LateNorm, None]:
+        """Keep the gradients for the step that Megatron is to take with them."""
+        optimizer = self.require()
+        self._waiting = _Waiting(norm, self._keep(optimizer), hyperparameters(optimizer.param_groups))
+        return self._ahead_of(norm, True)
+
+    def settle(self) -> None:
+        """Step for the batch that waits, if there is one: wait for its norm, and make the next version of the weights."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
+        optimizer, weights, take_step = self.require(), self.weights, self._step
+        assert weights is not None and take_step is not None, "a batch has run"
+        weights.advance([weights.newest])
+        for parameter, gradient in waiting.gradients:
+            parameter.grad = gradient
+        with (
+            _as_they_were(waiting.hyperparameters),
+            _shadowed(optimizer, prepare_grads=lambda: False, get_grad_norm=waiting.norm.item),
+        ):
+            take_step()
+        for parameter, _ in waiting.gradients:
+            parameter.grad = None
+        weights.forget_updates()
+
+    def told(self) -> Overlap:
+        """See ``OverlappedOptimizer.told``."""
+        waiting = sum(gradient.nbytes for gradient in self._kept.values())
+        return super().told()._replace(waiting_gradient_bytes=waiting)
+
+    def release(self, orderly: bool) -> None:
+        if not orderly:
+            self._waiting = None
+        super().release(orderly)
+        self._kept.clear()
+
+    def _keep(self, optimizer: ChainedOptimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return every parameter with its gradient, which is in no memory that anybody else uses."""
+        chunks: list[Any] = self._chunks  # of DistributedDataParallel
+        shared = {
+            buffer.grad_data.untyped_storage().data_ptr()
+            for chunk in chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        }
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for parameter in optimizer.get_parameters():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                continue
+            if gradient.untyped_storage().data_ptr() in shared:
+                kept = self._kept.setdefault(parameter, torch.empty_like(gradient))
+                copied.append((kept, gradient))
+                gradient = kept
+            found.append((parameter, gradient))
+        if copied:
+            torch._foreach_copy_([kept for kept, _ in copied], [gradient for _, gradient in copied])
+        return found
+
+
+class DelayedSteps(OverlappedSteps):
+    """Lets every rank begin a batch of double-buffered weights as soon as it has done its own part of the one before."""
+
+    def _gain(self, step: Step) -> float:
+        shape, planned = step.shape, step.planned
+        name, p, m = planned.schedule.name, shape.num_devices, shape.num_microbatches
+        return gain_without_barrier(
+            build_schedule(name, num_devices=p, num_microbatches=m, update_every=m), planned.costs
+        )
+
+
+@contextmanager
+def _shadowed(optimizer: ChainedOptimizer, **functions: Callable) -> Iterator[None]:
+    """Have the optimizer call functions in the place of its own for a while."""
+    vars(optimizer).update(functions)
+    try:
+        yield
+    finally:
+        for name in functions:
+            delattr(optimizer, name)
+
+
+@contextmanager
+def _as_they_were(groups: Sequence[tuple[dict, dict]]) -> Iterator[None]:
+    """Give the optimizer's groups the settings of an earlier moment for a while; what changes beside these stays changed."""
+    now = [
+        (group, {name: group[name] for name, value in earlier.items() if group[name] != value})
+        for group, earlier in groups
+    ]
+    for group, earlier in groups:
+        group.update(earlier)
+    try:
+        yield
+    finally:
+        for group, later in now:
+            group.update(later)

@@ -1,0 +1,386 @@
+"""Keep what lives from one call of the training loop to the next when the pipeline is not flushed in between."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+from megatron_pipemem.choose.knowledge import Shape
+from megatron_pipemem.choose.resolve import ChosenSchedule
+from megatron_pipemem.config.refusals import asynchronous
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.asynchronous.megatron.checkpoint import SavedVersions, load, save
+from megatron_pipemem.features.asynchronous.megatron.delayed import DelayedOptimizer
+from megatron_pipemem.features.asynchronous.runtime import WeightSwitch, WeightVersions
+from megatron_pipemem.mcore.agreement import agree, gather, tell
+from megatron_pipemem.mcore.loop_arguments import steps_left
+from megatron_pipemem.mcore.model.weight_memory import WeightBytes
+from megatron_pipemem.mcore.patching import Replacements
+from megatron_pipemem.mcore.refusals import check_asynchronous, check_config
+from megatron_pipemem.mcore.source import Source, announce
+from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.mcore.step.programs import Compiled, digest_of
+from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, LOAD, SAVE
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.runtime.executor import InFlight, StepFeature
+from megatron_pipemem.schedule import windows
+from megatron_pipemem.schedule.simulator import Timeline
+
+logger = logging.getLogger(__name__)
+
+WARNING = (
+    "schedule %s is asynchronous: gradients are of older weights, so training does not equal synchronous training, and "
+    "losses are not those of Megatron's own schedule"
+)
+
+
+@dataclass
+class _Stream:
+    """A stream of batches through one model, as it stands between two calls.
+
+    Args:
+        chunks: the model on this rank.
+        weights: their versions.
+        batch: microbatches per call.
+        before: batches that have been through.
+        done: batches ahead that forwards were run of.
+        in_flight: those forwards, and what has arrived of others.
+        ledger: counts what they hold.
+        left: training steps that the loop had left at the last call, if known.
+        router_scale: of the routers' own losses in the last call, if any model of this process has them.
+    """
+
+    chunks: list[torch.nn.Module]
+    weights: WeightVersions
+    batch: int
+    before: int = 0
+    done: int = 0
+    in_flight: InFlight = field(default_factory=InFlight)
+    ledger: ActivationLedger | None = None
+    left: int | None = None
+    router_scale: torch.Tensor | None = None
+
+    def drop(self, waits: bool) -> None:
+        """Leave nothing in flight, and no weights but the newest.
+
+        Args:
+            waits: whether there will be a newer version without any further batch.
+        """
+        self.weights.keep_only_newest()
+        self.weights.renumber(-self.weights.newest - waits)
+        self.before = self.done = 0
+        self.in_flight, self.ledger = InFlight(), None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowPlan(ChosenSchedule):
+    """A plan for the calls that stand at one moment of the stream."""
+
+    window: windows.Window
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return self.window.simulate(self.costs)
+
+
+class StepCall(NamedTuple):
+    """One training step.
+
+    Args:
+        plan: what it runs.
+        device: this rank's place in the pipeline.
+        left: training steps behind it, if known.
+    """
+
+    plan: WindowPlan
+    device: int
+    left: int | None
+
+
+class StageOptimizer:
+    """Catches the optimizer that a training loop builds, and takes its steps in the loop's place."""
+
+    def __init__(self) -> None:
+        self._caught: Any = None
+
+    def catch(self, original: Callable, config, model_chunks, *args, **kwargs):
+        """Run in the place of ``get_megatron_optimizer``: build the optimizer, and keep its steps from the loop.
+
+        Args:
+            original: Megatron's function.
+            config: of the optimizer.
+            model_chunks: of this rank.
+            args: further arguments of Megatron's.
+            kwargs: the same by name.
+        """
+        optimizer = original(config, model_chunks, *args, **kwargs)
+        check_config(config, *asynchronous(per_batch=False))
+        self.release()
+        self._caught = optimizer
+        # The loop steps once per batch. By then the stage has done so for every microbatch.
+        optimizer.step = lambda: (True, None, None)
+        return optimizer
+
+    def step(self, chunks: list[Any], reduce: Callable[[], None]) -> None:
+        """Update the parameters with the gradients that are there, and clear those.
+
+        Args:
+            chunks: of this rank.
+            reduce: sums the gradients over data-parallel ranks.
+        """
+        reduce()
+        self._caught.prepare_grads()
+        self._caught.step_with_ready_grads()
+        for chunk in chunks:
+            if hasattr(chunk, "zero_grad_buffer"):
+                chunk.zero_grad_buffer()
+        self._caught.zero_grad()
+
+    def require(self) -> None:
+        """Raises:
+        UnsupportedError: no optimizer has been caught.
+        """
+        if self._caught is None:
+            raise UnsupportedError(
+                "enabled-too-late",
+                "this schedule steps the optimizer after every microbatch, but none was built since enable(); call enable() "
+                "before get_megatron_optimizer() is imported and called",
+            )
+
+    def release(self) -> None:
+        """Give the loop its step back."""
+        if self._caught is not None:
+            del self._caught.step
+            self._caught = None
+
+
+class AsynchronousTraining(Extension):
+    """Runs the training steps of an asynchronous source.
+
+    Args:
+        source: of windows.
+        train_steps: how many steps there will be, for loops that are not Megatron's own.
+        delayed: takes the loop's steps where ranks do not wait for each other at the end of a batch.
+    """
+
+    only_trains = True
+
+    def __init__(self, source: Source, train_steps: int | None = None, delayed: DelayedOptimizer | None = None):
+        self._source, self._delayed = source, delayed
+        # Whether the optimizer steps once per call, by the training loop, and not once per microbatch.
+        self._loop_updates = windows.updates_per_batch(source.name)
+        self._train_steps = train_steps
+        self._steps = 0
+        # Tells schedules apart whose older weights mean different things.
+        self._identity = f"{source.name} {sorted(source.request.options.items())}"
+        self._plans: dict[tuple[Shape, windows.Moment, bool], WindowPlan] = {}
+        self._stream: _Stream | None = None
+        self._optimizer = StageOptimizer()
+        self._saved: SavedVersions | None = None
+        self._call: StepCall | None = None
+        tell(logger, WARNING, source.name, level=logging.WARNING)
+
+    def replacements(self) -> Replacements:
+        replaced: Replacements = [(SAVE, partial(save, self._to_save)), (LOAD, partial(load, self._loaded))]
+        if not self._loop_updates:
+            replaced += [(symbol, self._optimizer.catch) for symbol in (GET_OPTIMIZER, GET_TRAINING_OPTIMIZER)]
+        return replaced
+
+    def choose(self, step: Step) -> Compiled:
+        """Raises:
+        UnsupportedError: the configuration, the batch size or the number of steps is nothing an asynchronous schedule can go
+            on with.
+        """
+        chunks, shape, device = step.chunks, step.shape, step.pipeline.device
+        check_asynchronous(step.context.config, chunks, self._loop_updates)
+        if not self._loop_updates:
+            self._optimizer.require()
+            step.context.num_microbatches = 1  # an update averages over one microbatch
+        step.finalizes = self._loop_updates
+        stream = self._stream_of(chunks, shape.num_microbatches)
+        far = windows.horizon(shape.num_devices, shape.num_microbatches)
+        left = self._left(stream)
+        moment = windows.Moment(min(stream.before, far), min(stream.done, far), far if left is None else min(left, far))
+        plan = self._plan(shape, moment, step.single_queue, step.pipeline.group)
+        stream.weights.reserve(plan.window.versions_held[device])
+        stream.weights.forget_updates()
+        if self._delayed is not None:
+            self._delayed.weights = stream.weights
+        self._call = StepCall(plan, device, left)
+        return Compiled(plan.window.program, plan)
+
+    @property
+    def _current(self) -> tuple[_Stream, StepCall]:
+        """The stream and the call that ``choose`` has begun."""
+        assert self._stream is not None and self._call is not None
+        return self._stream, self._call
+
+    def prepare(self, step: Step) -> None:
+        # The step begins with what the one before has left, and that must be known.
+        stream, call = self._current
+        step.leaves_in_flight, step.earlier_ledger = True, stream.ledger
+        step.buffers += stream.weights.buffers()
+        step.weight_bytes, step.recorded_program = self._weight_bytes, call.plan.window.up_to_its_end
+
+    def extend_executor(self, step: Step) -> Sequence[StepFeature]:
+        stream, call = self._current
+        stream.ledger = step.observation.ledger
+        window, weights, delayed = call.plan.window, stream.weights, self._delayed
+        own = window.stream.placement.stages[call.device]
+        updates = {action: needed for action, needed in window.updates.items() if action.stage in own}
+
+        def update(needed: Collection[int]) -> None:
+            weights.advance(needed)
+            if not self._loop_updates:
+                self._optimizer.step(step.chunks, lambda: step.finalize(None))
+                weights.forget_updates()
+
+        if delayed is not None and delayed.overlaps:
+            return [WeightSwitch(weights, window.versions, {}, update, delayed.settle)]
+        return [WeightSwitch(weights, window.versions, updates, update)]
+
+    @contextmanager
+    def around(self, step: Step) -> Iterator[None]:
+        """If the call fails, everything in flight is dropped and the next one begins a new stream."""
+        stream, call = self._current
+        window = call.plan.window
+        # Nobody else keeps what the call before has left: it is to go when its backward has run.
+        left, stream.in_flight = stream.in_flight, InFlight()
+        step.executor.take_in(left)
+        del left
+        if stream.router_scale is not None:
+            # Backwards of forwards that ran before an evaluation, which divides by its own number of microbatches.
+            MoEAuxLossAutoScaler.set_loss_scale(stream.router_scale)
+        try:
+            yield
+        except BaseException:
+            stream.drop(self._waits)
+            raise
+        scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+        stream.router_scale = None if scale is None else scale.clone()
+        stream.weights.renumber(-window.updates_per_call)
+        stream.weights.show(stream.weights.newest)
+        stream.in_flight = step.executor.in_flight().renumbered(-window.batch)
+        stream.before += 1
+        stream.done = window.moment.left
+        stream.left = call.left
+        self._steps += 1
+
+    @property
+    def _waits(self) -> bool:
+        """Whether a version of the weights is to be made that the last batch has left."""
+        return self._delayed is not None and self._delayed.waits
+
+    def _weight_bytes(self) -> WeightBytes:
+        """Return the bytes of all versions: as the schedule foretells them, and as they are there."""
+        stream, call = self._current
+        weights, device = stream.weights, call.device
+        planned = call.plan.window.versions_held[device]
+        return WeightBytes({device: weights.version_bytes}, weights.bytes, planned, weights.most_held)
+
+    def _stream_of(self, chunks: list[torch.nn.Module], batch: int) -> _Stream:
+        stream = self._stream
+        if stream is None or stream.chunks != chunks:
+            parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+            self._stream = stream = _Stream(chunks, WeightVersions(parameters), batch)
+            self._take_up(stream)
+        if stream.batch != batch:
+            if stream.before:
+                raise UnsupportedError(
+                    "batch-changes",
+                    f"the number of microbatches changes from {stream.batch} to {batch} while microbatches are in flight; "
+                    "asynchronous schedules need one batch size, so drop --rampup-batch-size",
+                )
+            stream.batch = batch
+        return stream
+
+    def _take_up(self, stream: _Stream) -> None:
+        """Go on where a checkpoint was written."""
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return
+        if not all(gather(saved.batch == stream.batch and saved.fits(self._identity, stream.weights))):
+            tell(
+                logger,
+                "the older versions of the weights beside the checkpoint are of another schedule, batch size or split of "
+                "the model, so the first microbatches use the newest, as at the start of a run",
+                level=logging.WARNING,
+            )
+            return
+        stream.weights.restore(saved.older)
+        stream.before = saved.before
+
+    def _to_save(self) -> SavedVersions | None:
+        stream = self._stream
+        if stream is None or not stream.before:
+            return None
+        return SavedVersions(self._identity, stream.batch, stream.before, stream.weights.older())
+
+    def _loaded(self, saved: SavedVersions | None) -> None:
+        """Take note that the model has the weights of a checkpoint: whatever is in flight is of others."""
+        if self._stream is not None:
+            self._stream.drop(self._waits)
+            self._stream = None
+        self._saved = saved
+
+    def _left(self, stream: _Stream) -> int | None:
+        """Return steps behind this one; ``None`` when nobody knows."""
+        left = steps_left() if self._train_steps is None else self._train_steps - self._steps - 1
+        if self._train_steps is not None and left is not None and left < 0:
+            raise UnsupportedError(
+                "steps-exhausted",
+                f"more than train_steps={self._train_steps} steps; the last one left the pipeline empty, so give "
+                "enable() the number of all training steps of this run",
+            )
+        if left is None:
+            if stream.before == 0:
+                tell(
+                    logger,
+                    "nobody knows which training step is the last, so every one reads data of the next; say it with "
+                    "enable(..., train_steps=N)",
+                    level=logging.WARNING,
+                )
+        elif left == stream.left and stream.before:
+            raise UnsupportedError(
+                "step-runs-again",
+                "the training loop runs the same step again, but its forwards have left the pipeline; pass "
+                "--rerun-mode disabled",
+            )
+        return left
+
+    def _plan(self, shape: Shape, moment: windows.Moment, single_queue: bool, group: dist.ProcessGroup) -> WindowPlan:
+        source, size = self._source, (shape.num_devices, shape.num_microbatches)
+        if (shape, moment, single_queue) not in self._plans:
+            windows.check_batch(source.name, *size)
+            window = windows.family_window(
+                source.name,
+                *size,
+                moment,
+                memory_cap=source.request.cap_in_units,
+                costs=source.costs,
+                single_queue=single_queue,
+                **source.request.options,
+            )
+            when = "start" if moment.before == 0 else "end" if moment.left == 0 else "no flush between steps"
+            plan = WindowPlan(window.schedule, source.costs, source.knowledge.priced_by, when, window=window)
+            agree(f"{source.queues} {digest_of(window.program)}", group)
+            if not self._plans:
+                announce(plan)
+            self._plans[shape, moment, single_queue] = plan
+        return self._plans[shape, moment, single_queue]
+
+    def close(self, orderly: bool) -> None:
+        """Leave the model with its newest weights, and the loop with its optimizer."""
+        if self._stream is not None:
+            self._stream.drop(self._waits)
+            self._stream = None
+        self._optimizer.release()
+        self._plans.clear()

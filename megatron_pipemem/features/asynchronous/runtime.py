@@ -1,0 +1,181 @@
+"""Keep several versions of a stage's weights, and show its parameters the one that an action uses.
+
+Every version alive is one flat buffer per element type; parameters are pointed into the version that an action uses, so
+nothing is copied per microbatch. The optimizer always updates what the parameters show, in place: a version that somebody
+still needs is copied to a free buffer first, one that nobody needs becomes the next one where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_pipemem.runtime.executor import Executor, Handlers
+from megatron_pipemem.runtime.instructions import Instruction
+from megatron_pipemem.schedule.action import Action
+
+_ALIGNMENT = 128  # bytes, so that every parameter begins where kernels like it
+
+Buffers = dict[torch.dtype, torch.Tensor]
+
+
+class WeightVersions:
+    """The weights of one stage. Versions are numbered from the newest at some moment, see ``renumber``.
+
+    Args:
+        parameters: of the stage; their memory moves into the first buffer.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]):
+        self._parameters = list(dict.fromkeys(parameters))
+        self._sizes: dict[torch.dtype, int] = {}
+        self._offsets: list[int] = []
+        for parameter in self._parameters:
+            offset = self._sizes.get(parameter.dtype, 0)
+            step = _ALIGNMENT // parameter.element_size()
+            self._offsets.append(offset)
+            self._sizes[parameter.dtype] = offset + -(-parameter.numel() // step) * step
+        self._counters = [parameter._version for parameter in self._parameters]
+        self._free: list[Buffers] = []
+        self.newest = 0
+        self.most_held = 1
+        """How many versions there have been at once."""
+        self._held = {0: self._allocate()}
+        self._shown: int | None = None
+        for parameter, view in zip(self._parameters, self._views(0), strict=True):
+            view.copy_(parameter.detach())
+        self.show(0)
+
+    @property
+    def sizes(self) -> Mapping[torch.dtype, int]:
+        """Elements of a version's buffers."""
+        return self._sizes
+
+    @property
+    def version_bytes(self) -> int:
+        """Bytes of one version: all parameters, each rounded up to its alignment."""
+        return sum(size * dtype.itemsize for dtype, size in self._sizes.items())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers())
+
+    def buffers(self) -> list[torch.Tensor]:
+        return [buffer for buffers in (*self._held.values(), *self._free) for buffer in buffers.values()]
+
+    def reserve(self, versions: int) -> None:
+        """Make room for so many versions."""
+        while len(self._held) + len(self._free) < versions:
+            self._free.append(self._allocate())
+
+    def show(self, version: int) -> None:
+        """Point the parameters into a version."""
+        if version == self._shown:
+            return
+        for parameter, view in zip(self._parameters, self._views(version), strict=True):
+            parameter.data = view
+        self._shown = version
+
+    def advance(self, needed: Collection[int]) -> None:
+        """Begin the next version: the parameters show it, as yet with the values of the one before, ready for the optimizer.
+
+        Args:
+            needed: the versions up to now that are still to be used. All others are given up.
+        """
+        for version in [v for v in self._held if v != self.newest and v not in needed]:
+            self._free.append(self._held.pop(version))
+        following = self.newest + 1
+        if self.newest in needed:
+            self._copy_to(following, self._held[self.newest])
+        else:
+            self._held[following] = self._held.pop(self.newest)
+        self.newest = following
+        self.most_held = max(self.most_held, len(self._held))
+        self._shown = None
+        self.show(following)
+
+    def renumber(self, by: int) -> None:
+        """Add ``by`` to the numbers of all versions."""
+        self._held = {version + by: buffers for version, buffers in self._held.items()}
+        self.newest += by
+        self._shown = None if self._shown is None else self._shown + by
+
+    def keep_only_newest(self) -> None:
+        """Forget the older versions, and show the newest."""
+        self.show(self.newest)
+        self._free += map(self._held.pop, self.older())
+
+    def forget_updates(self) -> None:
+        """Tell autograd that no weights have changed which a kept graph still needs.
+
+        It counts the in-place changes of a parameter, and refuses graphs that saved it before. Ours are sound: the changes
+        went to another buffer, and backwards see the version of their forwards.
+        """
+        torch._C._autograd._unsafe_set_version_counter(tuple(self._parameters), tuple(self._counters))
+
+    def older(self) -> dict[int, Buffers]:
+        """Return all versions but the newest."""
+        return {version: buffers for version, buffers in self._held.items() if version != self.newest}
+
+    def restore(self, older: Mapping[int, Mapping[torch.dtype, torch.Tensor]]) -> None:
+        """Take in older versions that ``older`` gave; the newest stays as it is."""
+        self.keep_only_newest()
+        for version, saved in older.items():
+            self._copy_to(version, saved)
+
+    def _copy_to(self, version: int, source: Mapping[torch.dtype, torch.Tensor]) -> None:
+        """Make a version of these values."""
+        self._held[version] = self._free.pop() if self._free else self._allocate()
+        for dtype, buffer in self._held[version].items():
+            buffer.copy_(source[dtype])
+
+    def _allocate(self) -> Buffers:
+        device = self._parameters[0].device if self._parameters else None
+        return {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in self._sizes.items()}
+
+    def _views(self, version: int) -> list[torch.Tensor]:
+        buffers = self._held[version]
+        return [
+            buffers[parameter.dtype][offset : offset + parameter.numel()].view(parameter.shape)
+            for parameter, offset in zip(self._parameters, self._offsets, strict=True)
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class WeightSwitch:
+    """Shows every action of one call the weights that it uses, and has the next version made behind those that update.
+
+    Args:
+        weights: of this rank's stage.
+        versions: what every forward and backward uses.
+        updates: the actions behind which the next version is made, and the versions that are needed after that.
+        update: makes it, or begins it with the values of the one before where the training loop updates after the call.
+        catch_up: makes the version that an earlier call has left to be made, before an action uses it; ``None`` where none has
+            left any.
+    """
+
+    weights: WeightVersions
+    versions: Mapping[Action, int]
+    updates: Mapping[Action, Collection[int]]
+    update: Callable[[Collection[int]], None]
+    catch_up: Callable[[], None] | None = None
+
+    def extend(self, executor: Executor) -> Handlers:
+        """See ``StepFeature``."""
+        others = dict(executor.handlers)
+
+        def switched(each: Instruction) -> None:
+            action = each.action
+            if action in self.versions:
+                version = self.versions[action]
+                if self.catch_up is not None and version > self.weights.newest:
+                    self.catch_up()
+                self.weights.show(version)
+            others[action.kind](each)
+            if action in self.updates:
+                self.update(self.updates[action])
+
+        return dict.fromkeys((action.kind for action in (*self.versions, *self.updates)), switched)

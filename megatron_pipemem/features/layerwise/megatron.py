@@ -1,0 +1,264 @@
+"""Draw first weights and dropout by layer, so that they are the same wherever a layer stands and whenever it runs.
+
+Megatron seeds every pipeline rank differently and lets the layers of a rank draw one after another from its streams. So another
+placement starts from other weights, and another order of forwards drops other activations. Here every layer and the embedding
+draw from streams of their own, which begin anew, from a *key*, when the layer is built and in every forward. A key is a hash of
+the run's seed, of the iteration and the microbatch, and of the layer's number in the whole model.
+
+The key of whatever encloses a layer (the model that is built, the microbatch that runs, a layer around this one) travels among
+the states of Megatron's tracker. So whoever runs a part of a forward again, and therefore brings the tracker's states back,
+brings the key back too.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from hashlib import blake2b
+from weakref import WeakSet
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import unwrap_model
+
+from megatron_pipemem.config.refusals import LAYERWISE, refuse
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.loop_arguments import iteration_and_seed
+from megatron_pipemem.mcore.patching import Replacements
+from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.mcore.symbols import (
+    BUILD_HYBRID_LAYER,
+    BUILD_LAYER,
+    BUILD_MTP_LAYER,
+    EMBEDDING,
+    EXPERTS,
+    FORWARD_STEP,
+    GPT_MODEL,
+    HYBRID_MODEL,
+    MLP,
+)
+from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, StepFeature
+from megatron_pipemem.runtime.instructions import Instruction
+from megatron_pipemem.schedule.action import Kind
+
+_KEY = "pipemem-key"
+"""Name of the key among the tracker's states."""
+
+
+def derived(*parts: object) -> int:
+    """Return the key that belongs to these parts: an enclosing key or a seed, and what tells its members apart."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
+
+
+def _enclosing() -> int | None:
+    return random.get_cuda_rng_tracker().get_states().get(_KEY)
+
+
+@contextmanager
+def _within(key: int) -> Iterator[None]:
+    """Let layers derive their keys, within this block, from this one."""
+    tracker = random.get_cuda_rng_tracker()
+    outer = tracker.get_states()
+    tracker.set_states({**outer, _KEY: key})
+    try:
+        yield
+    finally:
+        # The streams may have moved on: nothing but the key is put back.
+        states = tracker.get_states()
+        states.pop(_KEY, None)
+        tracker.set_states(states | ({_KEY: outer[_KEY]} if _KEY in outer else {}))
+
+
+@contextmanager
+def _drawing(key: int, by_shard: bool = False, is_expert: bool = False) -> Iterator[None]:
+    """Let random numbers, within this block, be those of the key, and afterwards go on where they were before.
+
+    Args:
+        key: of what draws.
+        by_shard: whether tensor-parallel ranks draw differently outside of the tracker's forks too, as they do where
+            activations are sharded along the sequence.
+        is_expert: whether the key is of one expert, so that it makes no difference which expert-parallel rank has it.
+    """
+    tracker = random.get_cuda_rng_tracker()
+    outer = random._get_all_rng_states()
+    shard = derived(key, "tensor", parallel_state.get_tensor_model_parallel_rank())
+    rank = None if is_expert else parallel_state.get_expert_model_parallel_rank()
+    expert = derived(key, "expert", rank, parallel_state.get_expert_tensor_parallel_rank())
+    seeds = {
+        random._DATA_PARALLEL_RNG_TRACKER_NAME: key,
+        random._MODEL_PARALLEL_RNG_TRACKER_NAME: shard,
+        random._EXPERT_PARALLEL_RNG_TRACKER_NAME: expert,
+    }
+    try:
+        states = tracker.get_states() | {_KEY: key}
+        for name, seed in seeds.items():
+            torch.cuda.manual_seed(seed)
+            states[name] = torch.cuda.get_rng_state()
+        tracker.set_states(states)
+        torch.default_generator.manual_seed(key)
+        torch.cuda.manual_seed(shard if by_shard else key)
+        yield
+    finally:
+        random._set_all_rng_states(*outer)
+
+
+def _draw_by_key(module: torch.nn.Module, by_shard: bool, *parts: object) -> None:
+    """Let every forward of a module that trains draw by the key of these parts.
+
+    Args:
+        module: a layer or the embedding.
+        by_shard: as of ``_drawing``.
+        parts: tell it from others within the enclosing key.
+    """
+    running: list[ExitStack] = []
+
+    def begin(module: torch.nn.Module, _: tuple) -> None:
+        running.append(ExitStack())
+        key = _enclosing()
+        if key is not None and module.training:
+            running[-1].enter_context(_drawing(derived(key, *parts), by_shard))
+
+    def end(module: torch.nn.Module, _: tuple, output: object) -> None:
+        running.pop().close()
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end, always_call=True)
+
+
+class LayerwiseRandom(Extension):
+    """Makes first weights and dropout of a run the same for every schedule, Megatron's own included."""
+
+    only_trains = True
+
+    def __init__(self) -> None:
+        self._models: WeakSet[torch.nn.Module] = WeakSet()
+        self._experts: Iterator[int] | None = None
+        """Numbers of those that are being built."""
+        self._number: int | None = None
+        self._batch = 1
+        self._order: Sequence[int] | None = None
+
+    def replacements(self) -> Replacements:
+        return [
+            *((symbol, self._build_model) for symbol in (GPT_MODEL, HYBRID_MODEL)),
+            (EMBEDDING, _build_embedding),
+            (BUILD_LAYER, functools.partial(_build_module, "layer", _number_in_model)),
+            (BUILD_HYBRID_LAYER, functools.partial(_build_module, "layer", lambda named: named["layer_number"])),
+            (BUILD_MTP_LAYER, functools.partial(_build_module, "mtp", lambda named: named["layer_number"])),
+            (EXPERTS, self._build_experts),
+            (MLP, self._build_mlp),
+            (FORWARD_STEP, self._forward_step),
+        ]
+
+    def extend_executor(self, step: Step) -> Sequence[StepFeature]:
+        self._batch, self._order = step.shape.num_microbatches, step.context.order
+        return [self]
+
+    def extend(self, executor: Executor) -> Handlers:
+        """Note the number of the microbatch that runs: forwards of an asynchronous schedule may be of a later iteration."""
+
+        def noting(handler: Handler) -> Handler:
+            def run(each: Instruction) -> None:
+                self._number = each.action.microbatch
+                try:
+                    handler(each)
+                finally:
+                    self._number = None
+
+            return run
+
+        return {kind: noting(executor.handlers[kind]) for kind in (Kind.F, Kind.R)}
+
+    def _build_model(self, original: Callable, model, config, *args, **kwargs) -> None:
+        _check(config)
+        _, seed = iteration_and_seed()
+        with _drawing(derived(seed, "build")):
+            original(model, config, *args, **kwargs)
+        self._models.add(model)
+
+    def _build_experts(self, original: Callable, experts, num_local_experts, *args, **kwargs) -> None:
+        self._experts = itertools.count(parallel_state.get_expert_model_parallel_rank() * num_local_experts)
+        try:
+            original(experts, num_local_experts, *args, **kwargs)
+        finally:
+            self._experts = None
+
+    def _build_mlp(self, original: Callable, mlp, *args, **kwargs) -> None:
+        key = _enclosing()
+        if key is None or self._experts is None:
+            return original(mlp, *args, **kwargs)
+        with _drawing(derived(key, "expert", next(self._experts)), is_expert=True):
+            return original(mlp, *args, **kwargs)
+
+    def _forward_step(self, original: Callable, forward_step_func, data_iterator, model, *args, **kwargs):
+        call = forward_step_func, data_iterator, model, *args
+        if not model.training:
+            return original(*call, **kwargs)
+        if unwrap_model(model) not in self._models:
+            raise UnsupportedError(
+                "enabled-too-late",
+                "layerwise random numbers need a GPTModel or a HybridModel that was built after enable(), and this "
+                f"{type(unwrap_model(model)).__name__} is none; leave --pipemem-random out",
+            )
+        number = self._number
+        later, microbatch = (0, int(kwargs["current_microbatch"])) if number is None else divmod(number, self._batch)
+        if number is not None and self._order is not None:
+            microbatch = self._order[microbatch]
+        iteration, seed = iteration_and_seed()
+        with _within(derived(seed, "train", iteration + later, microbatch)):
+            return original(*call, **kwargs)
+
+
+def _check(config) -> None:
+    """Raises:
+    UnsupportedError: layers of a model with this configuration cannot draw from streams of their own.
+    """
+    tracker = random.get_cuda_rng_tracker()
+    of_tracker = {
+        "use_te_rng_tracker": not isinstance(
+            tracker, random.CudaRNGStatesTracker
+        ),  # flags do not reach the configuration
+        "is_inference_rng_tracker": tracker.is_inference_rng_tracker,
+    }
+    refuse(lambda attribute: of_tracker.get(attribute, getattr(config, attribute, None)), LAYERWISE)
+
+
+def _build_embedding(original: Callable, embedding, *args, **kwargs) -> None:
+    key = _enclosing()
+    if key is None:  # of a model that this package does not know
+        return original(embedding, *args, **kwargs)
+    with _drawing(derived(key, "embedding")):
+        original(embedding, *args, **kwargs)
+    return _draw_by_key(embedding, False, "embedding")  # it forks the tracker itself where it drops by shard
+
+
+def _build_module(kind: str, number_of: Callable[[dict], int], original: Callable, spec, *args, **kwargs):
+    """Run in the place of ``build_module``, as one of the modules knows it that build layers.
+
+    Args:
+        kind: tells these layers from others with the same numbers.
+        number_of: a layer's number in the whole model, by the arguments that it is built with.
+        original: ``build_module``.
+        spec: of what is built.
+        args: further arguments of Megatron's.
+        kwargs: the same by name.
+    """
+    key = _enclosing()
+    if key is None or "layer_number" not in kwargs:
+        return original(spec, *args, **kwargs)
+    parts = kind, number_of(kwargs)
+    with _drawing(derived(key, *parts)):
+        module = original(spec, *args, **kwargs)
+    if isinstance(module, torch.nn.Module):
+        _draw_by_key(module, kwargs["config"].sequence_parallel, *parts)
+    return module
+
+
+def _number_in_model(named: dict) -> int:
+    """Return the number of a layer that is built with its number in its chunk."""
+    offset = get_transformer_layer_offset(named["config"], named["vp_stage"], named["pg_collection"].pp.rank())
+    return named["layer_number"] + offset

@@ -1,0 +1,328 @@
+"""Plan which activations of a schedule go to the host, when they leave and when they return."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_pipemem.features.offload.timetable import (
+    PassTimes,
+    PlacedTrips,
+    lives,
+    paced,
+    timetables,
+    useless,
+)
+from megatron_pipemem.features.offload.transfers import (
+    CHANNEL_FULL,
+    NO_HOST_MEMORY,
+    NOT_NEEDED,
+    RECOMPUTED,
+    TOO_SHORT,
+    Item,
+    Key,
+    RoundTrip,
+    plan_round_trips,
+)
+from megatron_pipemem.schedule.action import Action, Kind, place
+from megatron_pipemem.schedule.costs import Channel
+from megatron_pipemem.schedule.memory_cap import loosened
+from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.schedule import Order
+from megatron_pipemem.schedule.simulator import Timeline
+
+# Shares of the longest-lived activations that are tried.
+_SHARES = 4
+_GOLDEN = 0.6180339887498949
+# By how much a plan may pretend that computing is slower, where only stalls keep a cap.
+_STRETCHES = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+# Shares of the steady state's interval that the forwards of a warm-up are apart.
+_PACES = (0.5, 0.75, 1.0)
+# Transfers as they are, and slower ones: their plans hold as well, and are at times the better.
+_SLOWER = (1.0, 1.2)
+
+
+class _Part(NamedTuple):
+    """Devices that share a channel, and when their actions run."""
+
+    devices: tuple[int, ...]
+    timetable: PassTimes
+
+
+@dataclass(frozen=True)
+class _TripGroup:
+    """A plan of the devices that share a channel.
+
+    Args:
+        part: these.
+        trips: round trips.
+        kept: why the others of the items stay.
+        over: by how much the devices exceed their caps, all together; 0 without caps.
+        peak: the most that any of them holds.
+    """
+
+    part: _Part
+    trips: Sequence[RoundTrip]
+    kept: dict[Key, str]
+    over: float
+    peak: float
+
+
+Proposal = tuple[tuple[Order, ...], dict[Key, str], PassTimes]
+"""Orders with round trips, why everything else stays, and when all of it runs at the latest."""
+
+
+class Planner:
+    """Plan which activations leave, when, and when they return; see ``plan_offload``.
+
+    Args:
+        timeline: the simulated run of a schedule without actions on memory.
+        caps: the most every device may hold.
+        budgets: the most host memory of every device.
+        pace: see ``plan_offload``.
+        slow_down: see ``plan_offload``.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        caps: tuple[float, ...] | None,
+        budgets: tuple[float, ...] | None,
+        pace: bool,
+        slow_down: bool,
+    ) -> None:
+        base, costs = timeline.schedule, timeline.costs
+        placement = base.placement
+        self._base, self._caps, self._budgets = base, caps, budgets
+        self._channel = costs.channel or Channel(0.0)
+        self._slices = slices = base.slices
+        self._unit = costs.memory_unit(placement, slices)
+        self._changes = costs.memory_changes(placement, base.recomputed, slices)
+        self._host_changes = costs.host_changes(placement, base.recomputed, slices)
+        weights = costs.microbatch or MicrobatchWeights((1.0,) * base.num_microbatches)
+        self._weights, *times = (
+            np.repeat(each, slices) for each in (weights.tokens, *map(weights.seconds_of, (Kind.OFFLOAD, Kind.RELOAD)))
+        )
+        self._base_changes = [
+            np.array(
+                [
+                    self._changes[a.kind][place(a, slices)] * self._weights[a.microbatch]
+                    if a.kind in self._changes
+                    else 0
+                    for a in order
+                ],
+                dtype=float,
+            )
+            for order in base.orders
+        ]
+        prices = costs.transfer_seconds(placement, base.recomputed, slices)
+        # Per stage and microbatch (or slice of one), seconds of a copy to the host, and of one back.
+        self._out, self._back = (
+            (np.tile(np.reshape(prices[kind], (-1, slices)), base.num_microbatches) * each).tolist()
+            for kind, each in zip((Kind.OFFLOAD, Kind.RELOAD), times, strict=True)
+        )
+        self._timetables = timetables(timeline)
+        self._lives = [lives(order) for order in base.orders]
+        self._stretches = _STRETCHES if slow_down and caps is not None else ()
+        self._paced = [paced(base, costs, share) for share in _PACES] if pace or caps is not None else []
+        shared = [devices for devices in self._channel.switches if len(devices) > 1]
+        alone = set(range(base.num_devices)) - {device for devices in shared for device in devices}
+        self._groups = [*shared, *((device,) for device in sorted(alone))]
+
+    def run(self, stages: frozenset[int]) -> list[Proposal]:
+        """Plans to choose from: one where no device waits for the transfers of another."""
+        whole = {stage for stage, kind in self._base.recomputed.items() if kind is Kind.R}
+        stages -= whole
+        # Devices wait for one another: only plans for one timetable hold nobody up together.
+        plans = [self._plan_all(stages, timetable, 1.0) for timetable in self._timetables]
+        slower = [(timetable, 1.0) for timetable in self._paced]
+        slower += [(self._paced[-1], stretch) for stretch in self._stretches]
+        if self._caps is None and self._channel.is_shared:
+            plans += [self._plan_all(stages, timetable, stretch) for timetable, stretch in slower]
+            return [self._proposal(plan, whole) for plan in plans]
+        plan = min(plans, key=self._rank)
+        for timetable, stretch in slower:
+            if self._caps is not None and not any(group.over for group in plan):
+                break
+            other = self._plan_all(stages, timetable, stretch)
+            if self._rank(other)[:-2] < self._rank(plan)[:-2]:
+                plan = other
+        return [self._proposal(plan, whole)]
+
+    def _proposal(self, plan: Sequence[_TripGroup], whole: set[int]) -> Proposal:
+        """Return the orders of a plan of all devices, and why what stays does."""
+        orders = {
+            device: self._placed(device, group.part.timetable, group.trips).order(self._base.orders[device])
+            for group in plan
+            for device in group.part.devices
+        }
+        # Stages that were not selected are in no group's plan.
+        kept = {
+            (action.stage, action.microbatch): RECOMPUTED if action.stage in whole else NOT_NEEDED
+            for order in self._base.orders
+            for action in order
+            if action.kind is Kind.F
+        }
+        kept |= {key: why for group in plan for key, why in group.kept.items()}
+        for group in plan:
+            for trip in group.trips:
+                del kept[trip.item.key]
+        return tuple(orders[device] for device in range(self._base.num_devices)), kept, plan[0].part.timetable
+
+    def _rank(self, groups: Sequence[_TripGroup]) -> tuple[float, ...]:
+        peaks, trips = [group.peak for group in groups], sum(len(group.trips) for group in groups)
+        if self._caps is None:
+            return max(peaks), sum(peaks), -trips
+        over = sum(group.over for group in groups)
+        return over, max(peaks) if over else 0.0, sum(peaks) if over else 0.0, trips
+
+    def _plan_all(self, stages: frozenset[int], timetable: PassTimes, stretch: float) -> list[_TripGroup]:
+        """Return the best plan of every device when all but transfers takes ``stretch`` times as long."""
+        timetable = timetable.stretched(stretch)
+        return [self._best(_Part(devices, timetable), stages) for devices in self._groups]
+
+    def _best(self, part: _Part, stages: frozenset[int]) -> _TripGroup:
+        """Return the plan of some devices: within the caps with the fewest round trips, or else with the lowest peak."""
+        items = self._items(part, stages, 1.0)
+        if self._caps is None:
+            best = self._lowest(part, stages)
+        else:
+            best = self._group(part, [], items)
+            for factor in _SLOWER:
+                if best.over:
+                    best = self._with_fewer(part, stages, factor, best)
+            if not best.over:
+                return best
+        reasons = {item.key: self._why(item) for item in items}
+        kept = {key: reasons[key] if why == NOT_NEEDED else why for key, why in best.kept.items()}
+        return replace(best, kept=kept)
+
+    def _why(self, item: Item) -> str:
+        """Return why an item stays that would only be in the way of others."""
+        if self._budgets is not None and item.size * self._unit > self._budgets[item.device]:
+            return NO_HOST_MEMORY
+        return TOO_SHORT if item.lifespan < item.out + item.back else CHANNEL_FULL
+
+    def _lowest(self, part: _Part, stages: frozenset[int]) -> _TripGroup:
+        """Try, without caps, the longest-lived items, ever fewer of them, until no fewer can be better."""
+        found: list[tuple[tuple[float, ...], float, int, _TripGroup]] = []
+        for factor in _SLOWER:
+            items = self._items(part, stages, factor)
+            for count in reversed([0, *_counts(items)]):
+                if found and self._at_best(part, items[:count]) > min(found)[0]:
+                    break
+                group = self._plan(part, items[:count], items[count:])
+                found.append((self._rank([group]), factor, count, group))
+        return min(found)[-1]
+
+    def _at_best(self, part: _Part, items: Sequence[Item]) -> tuple[float, ...]:
+        """Return the rank of these items if each had a channel to itself: no plan of them, or of fewer, is better."""
+        trips = [RoundTrip(item, item.made, item.used - item.back) for item in items]
+        trips = [trip for trip in trips if trip.out + trip.item.out <= trip.back]
+        return self._rank([self._group(part, trips, ())])
+
+    def _with_fewer(self, part: _Part, stages: frozenset[int], factor: float, best: _TripGroup) -> _TripGroup:
+        """Try, with caps, the longest-lived items, ever more of them, and then no more than it takes."""
+        items = self._items(part, stages, factor)
+        too_few, enough = 0, None
+        for count in _counts(items):
+            group = self._plan(part, items[:count], items[count:])
+            best = min(best, group, key=lambda each: self._rank([each]))
+            if not group.over:
+                enough = count
+                break
+            too_few = count
+        while enough is not None and enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            group = self._plan(part, items[:middle], items[middle:])
+            best = min(best, group, key=lambda each: self._rank([each]))
+            if group.over:
+                too_few = middle
+            else:
+                enough = middle
+        return best
+
+    def _items(self, part: _Part, stages: frozenset[int], factor: float) -> list[Item]:
+        """Return what may leave, the longest-lived first."""
+        items = []
+        for device in part.devices:
+            starts, ends = part.timetable.starts[device].tolist(), part.timetable.ends[device].tolist()
+            for (stage, microbatch), (made, used) in self._lives[device].items():
+                weight = float(self._weights[microbatch])
+                at = place(Action(Kind.F, stage, microbatch), self._slices)
+                size = -self._changes[Kind.WAIT_OFFLOAD][at] * weight
+                if stage in stages and size:  # a stage without layers has nothing to send
+                    out, back = self._out[stage][microbatch] * factor, self._back[stage][microbatch] * factor
+                    items.append(Item(device, stage, microbatch, ends[made], starts[used], out, back, size, at, weight))
+        # Where not all of equally long-lived items have room, those that leave are spread evenly over the step.
+        tick = 1e-6 * max((item.lifespan for item in items), default=1.0) or 1.0
+        return sorted(items, key=lambda item: (-round(item.lifespan / tick), item.microbatch * _GOLDEN % 1, item.stage))
+
+    def _plan(self, part: _Part, chosen: Sequence[Item], others: Sequence[Item]) -> _TripGroup:
+        """Plan round trips of as many of ``chosen`` as have room in the channel and in host memory."""
+        if self._budgets is None:
+            return self._plan_within(part, chosen, others, None)
+        budgets = [budget / self._unit for budget in self._budgets]
+        while True:
+            group = self._plan_within(part, chosen, others, budgets)
+            over = [
+                device
+                for device in part.devices
+                if self._placed(device, part.timetable, group.trips).host_peak(self._host_changes) * self._unit
+                > loosened(self._budgets[device])
+            ]
+            if not over:
+                return group
+            # An order issues transfers a little ahead of their time: where that is too much, plan with a little less room.
+            for device in over:
+                own = [item for item in chosen if item.device == device]
+                budgets[device] -= min(item.size / item.weight for item in own) * fmean(item.weight for item in own)
+
+    def _plan_within(
+        self,
+        part: _Part,
+        chosen: Sequence[Item],
+        others: Sequence[Item],
+        budgets: Sequence[float] | None,
+    ) -> _TripGroup:
+        """Plan round trips without those that nothing runs in the absence of."""
+        idle: list[Item] = []
+        for _ in range(2):
+            trips, kept = plan_round_trips(chosen, self._channel.duplex, budgets)
+            idling = {item for device in part.devices for item in useless(device, part.timetable, trips)}
+            if not idling:
+                break
+            idle += idling
+            chosen = [item for item in chosen if item not in idling]
+        trips = [trip for trip in trips if trip.item not in idling]
+        group = self._group(part, trips, others)
+        reasons = {item.key: why for item, why in kept.items()} | {item.key: TOO_SHORT for item in idle}
+        return replace(group, kept={**group.kept, **reasons})
+
+    def _group(self, part: _Part, trips: Sequence[RoundTrip], others: Sequence[Item]) -> _TripGroup:
+        """Return what these round trips come to."""
+        placed = {device: self._placed(device, part.timetable, trips) for device in part.devices}
+        held = {d: each.peak(self._changes, self._base_changes[d]) * self._unit for d, each in placed.items()}
+        over = 0.0
+        for device in part.devices:
+            if self._caps is not None:
+                over += max(0.0, held[device] - loosened(self._caps[device]))
+        kept = {item.key: NOT_NEEDED for item in others}
+        return _TripGroup(part, trips, kept, over, max(held.values()))
+
+    def _placed(self, device: int, timetable: PassTimes, trips: Sequence[RoundTrip]) -> PlacedTrips:
+        return PlacedTrips.of(device, timetable, trips, self._lives[device])
+
+
+def _counts(items: Sequence[Item]) -> list[int]:
+    """Return how many of the longest-lived items are tried to send away: shares of all, and what the channel can take."""
+    shares = {-(-len(items) * share // _SHARES) for share in range(1, _SHARES + 1)}
+    span = max((item.used for item in items), default=0.0) - min((item.made for item in items), default=0.0)
+    capacity = bisect_right(list(accumulate(item.out + item.back for item in items)), span)
+    return sorted((shares | {capacity}) - {0})

@@ -1,0 +1,158 @@
+"""Choosing which activations of a schedule leave their devices, and when."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.offload.transfers import CHANNEL_FULL, Key, OffloadPlan
+from megatron_pipemem.schedule.action import COMPUTE, MEMORY, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.memory_cap import per_device
+from megatron_pipemem.schedule.options import OFF, OFFLOAD
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+
+if TYPE_CHECKING:
+    from megatron_pipemem.features.offload.timetable import PassTimes
+
+Select = str | int | Collection[int]
+
+
+def plan_offload(
+    schedule: Schedule,
+    costs: Costs,
+    select: Select = "auto",
+    memory_cap: float | Sequence[float] | None = None,
+    host_budget: float | Sequence[float] | None = None,
+    *,
+    pace: bool = False,
+    slow_down: bool = True,
+) -> OffloadPlan:
+    """Send activations to the host while nobody uses them, without making the step longer if that can be.
+
+    Every device is planned for itself, or together with those that share its channel. What does not fit the channel, the
+    host's memory or the time between forward and backward stays, the shortest-lived first: there is always a plan.
+
+    Args:
+        schedule: any; actions on memory that it has are planned afresh.
+        costs: with a channel; without one, transfers take no time.
+        select: what may leave: ``auto`` or ``full`` everything, ``half`` the longer-lived half of every device's chunks,
+            ``off`` nothing, a number that many chunks of every device, a collection these stages.
+        memory_cap: the most a device may hold, one number or one per device, in activation units or the unit of
+            ``costs.memory``. With it, as little moves as keeps it, and the step becomes longer only where it must. Without,
+            the peak is made as low as it gets for free, and all leaves that does not raise it.
+        host_budget: the most host memory of a device, one number or one per device, in the same unit.
+        pace: also try warm-ups whose forwards run no faster than those of the steady state, which may take longer. With a
+            cap, they are tried in any case before anything that slows the steady state.
+        slow_down: whether the steady state may become slower where only that keeps the cap.
+
+    Raises:
+        UnsupportedError: ``select`` means nothing, or caps or budgets are not as many as devices.
+        CostsError: the costs do not fit the schedule.
+    """
+    base = replace(schedule, orders=tuple(tuple(a for a in order if a.kind in COMPUTE) for order in schedule.orders))
+    caps, budgets = (
+        None if limit is None else per_device(limit, base.num_devices, what)
+        for limit, what in ((memory_cap, "memory caps"), (host_budget, "host budgets"))
+    )
+    base_timeline = simulate(base, costs)
+    from megatron_pipemem.features.offload.planner import Planner  # numpy takes a while to load
+
+    planner = Planner(base_timeline, caps, budgets, pace, slow_down)
+    plans = []
+    for orders, kept, timetable in planner.run(_selected(base, base_timeline, select)):
+        plan = OffloadPlan(replace(base, orders=orders), base, base_timeline, kept, caps)
+        plans.append(in_time(plan, timetable))
+    return min(plans, key=lambda plan: (max(plan.peaks), sum(plan.peaks), -len(plan.offloaded)))
+
+
+def _selected(schedule: Schedule, timeline: Timeline, select: Select) -> frozenset[int]:
+    """Return the stages that may be offloaded."""
+    stages = schedule.placement.stages
+    if isinstance(select, str):
+        if select not in OFFLOAD:
+            raise UnsupportedError(
+                "bad-choice", f"cannot offload {select!r}; take {', '.join(OFFLOAD)}, or a number of chunks"
+            )
+        number = {OFF: 0, "half": -1}.get(select)
+    elif isinstance(select, int):
+        if isinstance(select, bool) or select < 0:
+            raise UnsupportedError("bad-number", f"cannot offload {select} chunks; give a number of at least 0")
+        number = select
+    else:
+        chosen = frozenset(select)
+        if not chosen <= set(range(schedule.num_stages)):
+            raise UnsupportedError(
+                "unknown-stage", f"cannot offload stages {sorted(chosen)}; there are 0 to {schedule.num_stages - 1}"
+            )
+        return chosen
+    if number is None:
+        return frozenset(range(schedule.num_stages))
+    ages = _mean_lifespans(timeline)
+    longest = [sorted(held, key=lambda stage: (-ages.get(stage, 0.0), stage)) for held in stages]
+    return frozenset(s for held in longest for s in held[: (len(held) + 1) // 2 if number < 0 else number])
+
+
+def _mean_lifespans(timeline: Timeline) -> dict[int, float]:
+    ages: defaultdict[int, float] = defaultdict(float)
+    for order, spans in zip(timeline.schedule.orders, timeline.spans, strict=True):
+        for action, (start, end) in zip(order, spans, strict=True):
+            if action.kind is Kind.F:
+                ages[action.stage] -= end
+            elif action.kind in (Kind.I, Kind.B):
+                ages[action.stage] += start
+    return {stage: age / timeline.schedule.num_units for stage, age in ages.items()}
+
+
+_AT_ONCE = 1 / 16
+_EXACT = 1 + 1e-9
+
+
+def in_time(plan: OffloadPlan, timetable: PassTimes) -> OffloadPlan:
+    """Return the plan without round trips that make the step longer than the timetable, or the schedule without
+    transfers, is.
+
+    Whatever first runs late does so because its device waits for a transfer: everything else was in time. So the round trips
+    go whose transfers are late first, until the step is no longer; at the latest when nothing leaves any more. With a cap,
+    as many go as keep it.
+
+    Args:
+        plan: of any schedule.
+        timetable: when the plan has everything run at the latest.
+    """
+    latest = max((float(ends[-1]) for ends in timetable.ends if len(ends)), default=0.0)
+    allowed = max(latest, plan.base_timeline.makespan) * _EXACT
+    best = plan
+    while plan.keeps_cap and plan.makespan > allowed:
+        late = _late(plan, timetable, allowed * (_EXACT - 1))
+        plan = _without(plan, set(late[: max(1, int(len(late) * _AT_ONCE))]))
+        if plan.keeps_cap and plan.makespan < best.makespan:
+            best = plan
+    return best
+
+
+def _late(plan: OffloadPlan, timetable: PassTimes, exact: float) -> list[Key]:
+    """Return the round trips that some device has waited for beyond the timetable, the earliest first."""
+    late: list[tuple[float, Key]] = []
+    for device, (order, spans) in enumerate(zip(plan.schedule.orders, plan.timeline.spans, strict=True)):
+        starts, position = timetable.starts[device], 0
+        waited = {stall.action for stall in plan.timeline.stalls[device]}
+        for action, (_, end) in zip(order, spans, strict=True):
+            if action.kind not in MEMORY:
+                position += 1
+            elif action in waited and position < len(starts) and end > starts[position] + exact:
+                late.append((end, (action.stage, action.microbatch)))
+    return [key for _, key in sorted(late)]
+
+
+def _without(plan: OffloadPlan, keys: set[Key]) -> OffloadPlan:
+    orders = tuple(
+        tuple(a for a in order if a.kind not in MEMORY or (a.stage, a.microbatch) not in keys)
+        for order in plan.schedule.orders
+    )
+    kept = {**plan.kept, **dict.fromkeys(keys, CHANNEL_FULL)}
+    return replace(plan, schedule=replace(plan.schedule, orders=orders), kept=kept)

@@ -1,0 +1,6 @@
+"""Move activations to host memory and back."""
+
+from megatron_pipemem.features.offload.runtime.engine import OffloadEngine
+from megatron_pipemem.features.offload.runtime.traffic import OffloadStatistics, Stall
+
+__all__ = ["OffloadEngine", "OffloadStatistics", "Stall"]

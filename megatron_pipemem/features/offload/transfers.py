@@ -1,0 +1,316 @@
+"""Choose which activations leave a device and when their transfers run, one channel at a time.
+
+A forward's activations leave as soon as the channel is free, those first that are used last, and return as late as the
+channel allows. What no longer fits between a forward and its backward stays.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.brief import brief
+from megatron_pipemem.schedule.memory_cap import loosened
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+
+TOO_SHORT, CHANNEL_FULL, NO_HOST_MEMORY = "lifespan too short", "channel full", "host memory"
+"""Why activations stay on their device."""
+
+
+Key = tuple[int, int]
+"""Stage and microbatch."""
+
+
+class Item(NamedTuple):
+    """The activations of one forward.
+
+    Args:
+        device: whose they are.
+        stage: with ``microbatch``, which forward.
+        microbatch: see ``stage``.
+        made: when the forward ends.
+        used: when the backward starts.
+        out: seconds of the transfer to the host.
+        back: seconds of the transfer back.
+        size: what leaves the device.
+        place: where its stage and slice stand in what has one value of each (``action.place``).
+        weight: how many times what the costs price it holds, where microbatches are not alike; ``size`` has it already.
+    """
+
+    device: int
+    stage: int
+    microbatch: int
+    made: float
+    used: float
+    out: float
+    back: float
+    size: float
+    place: int
+    weight: float = 1.0
+
+    @property
+    def key(self) -> Key:
+        """Stage and microbatch."""
+        return self.stage, self.microbatch
+
+    @property
+    def lifespan(self) -> float:
+        return self.used - self.made
+
+
+class RoundTrip(NamedTuple):
+    """Say when the two transfers of an item start."""
+
+    item: Item
+    out: float
+    back: float
+
+
+def plan_round_trips(
+    items: Sequence[Item], duplex: bool = False, host_budget: Sequence[float] | None = None
+) -> tuple[list[RoundTrip], dict[Item, str]]:
+    """Run a channel through time.
+
+    Whenever it is free it takes the transfer back that would otherwise come too late; failing that, a transfer out of what is
+    used last, as long as everything still comes back in time; failing that, it waits.
+
+    Args:
+        items: of all devices of the channel.
+        duplex: whether transfers of different directions run at the same time.
+        host_budget: per device, the host memory it may use.
+
+    Returns:
+        The round trips, by the start of their transfers out, and for every other item why it stays.
+    """
+    return _TransferPlan(items, duplex, host_budget).run()
+
+
+class _TransferPlan:
+    def __init__(self, items: Sequence[Item], duplex: bool, host_budget: Sequence[float] | None) -> None:
+        self._items, self._duplex = items, duplex
+        self._coming = sorted(items, key=lambda item: item.made, reverse=True)
+        self._resident: list[tuple[float, int, Item]] = []  # those used last first
+        self._away: list[tuple[float, int, Item]] = []  # those used first first
+        self._out_start: dict[Item, float] = {}
+        self._trips: list[RoundTrip] = []
+        self._free = {False: 0.0, True: 0.0}  # per direction; a half duplex channel uses both at once
+        # When the transfer back of every item that is away must start for it and all later ones to be in time.
+        self._due = [inf]
+        self._exact = 1e-9 * max((item.used for item in items), default=0.0)
+        self._reasons: dict[Item, str] = {}
+        self._host_budget = host_budget
+        self._host_held: dict[int, float] = {}
+        self._host_uses: list[tuple[float, int, float]] = []
+        stages = {item.stage: item for item in items}
+        self._are_alike = all(
+            item.weight == 1.0 and (item.out, item.back, item.size) == (one.out, one.back, one.size)
+            for item in items
+            for one in (stages[item.stage],)
+        )
+
+    def run(self) -> tuple[list[RoundTrip], dict[Item, str]]:
+        now, free = 0.0, self._free
+        while self._coming or self._resident or self._away:
+            self._arrive(now)
+            due = self._due[0]
+            if self._away and free[True] <= now + self._exact and due <= now + self._exact:
+                _, _, back = self._away.pop(0)
+                del self._due[0]
+                self._trips.append(RoundTrip(back, self._out_start.pop(back), now))
+                self._occupy(True, now + back.back)
+            elif free[False] <= now + self._exact and (item := self._leaving(now)) is not None:
+                self._out_start[item] = now
+                self._send_away(item)
+                self._occupy(False, now + item.out)
+            else:
+                now = self._next_time(now, due)
+        self._trips.sort(key=lambda trip: trip.out)
+        gone = {trip.item for trip in self._trips}
+        return self._trips, {item: self._reason(item) for item in self._items if item not in gone}
+
+    def _reason(self, item: Item) -> str:
+        if item.lifespan < item.out + item.back - self._exact:
+            return TOO_SHORT
+        return self._reasons.get(item, CHANNEL_FULL)
+
+    def _occupy(self, back: bool, until: float) -> None:
+        for direction in (back,) if self._duplex else (False, True):
+            self._free[direction] = until
+
+    def _arrive(self, now: float) -> None:
+        while self._coming and self._coming[-1].made <= now + self._exact:
+            item = self._coming.pop()
+            insort(self._resident, (-item.used, len(self._coming), item))
+        while self._host_uses and self._host_uses[0][0] <= now + self._exact:
+            _, device, size = heappop(self._host_uses)
+            self._host_held[device] -= size
+
+    def _send_away(self, item: Item) -> None:
+        entry = (item.used, -len(self._out_start), item)
+        away, due = self._away, self._due
+        at = bisect_left(away, entry)
+        away.insert(at, entry)
+        due.insert(at, min(due[at], item.used) - item.back)
+        while at:  # those before it must come back sooner, up to where there is time enough
+            at -= 1
+            used, _, other = away[at]
+            start = min(due[at + 1], used) - other.back
+            if start == due[at]:
+                break
+            due[at] = start
+
+    def _with_another(self, item: Item) -> tuple[float, float]:
+        """Return, if ``item`` left too, when the first transfer back would have to start, and when its own."""
+        at = bisect_left(self._away, (item.used,))
+        start = own = min(self._due[at], item.used) - item.back
+        while at:
+            at -= 1
+            used, _, other = self._away[at]
+            start = min(start, used) - other.back
+            if start == self._due[at]:
+                return self._due[0], own
+        return start, own
+
+    def _leaving(self, now: float) -> Item | None:
+        """Return the item used last that can leave now and all be back in time."""
+        stay: list[tuple[float, int, Item]] = []
+        chosen = None
+        while self._resident and chosen is None:
+            entry = self._resident.pop(0)
+            item = entry[2]
+            arrived = now + item.out
+            if arrived + item.back > item.used + self._exact:
+                continue  # it never can: time only goes on
+            if not self._host_has_room(item):
+                self._reasons[item] = NO_HOST_MEMORY
+                stay.append(entry)
+            elif not self._returns_in_time(item, now):
+                stay.append(entry)
+                if self._are_alike:
+                    break  # those behind it are used sooner, which leaves the channel less time still
+            else:
+                chosen = item
+        self._resident = stay + self._resident
+        if chosen is not None and self._host_budget is not None:
+            self._host_held[chosen.device] = self._host_held.get(chosen.device, 0.0) + chosen.size
+            heappush(self._host_uses, (chosen.used, chosen.device, chosen.size))
+        return chosen
+
+    def _returns_in_time(self, item: Item, now: float) -> bool:
+        """Return whether it, and all that is away already, can still come back in time when it leaves now."""
+        arrived = now + item.out
+        first, own = self._with_another(item)
+        vacant = max(now, self._free[True]) if self._duplex else arrived
+        return own >= arrived - self._exact and first >= vacant - self._exact
+
+    def _host_has_room(self, item: Item) -> bool:
+        if self._host_budget is None:
+            return True
+        held = self._host_held.get(item.device, 0.0) + item.size
+        return held <= loosened(self._host_budget[item.device])
+
+    def _next_time(self, now: float, due: float) -> float:
+        """Return when something changes: a forward ends, a transfer ends or must start, host memory is given back."""
+        times = [due, *self._free.values()]
+        if self._coming:
+            times.append(self._coming[-1].made)
+        if self._host_uses:
+            times.append(self._host_uses[0][0])
+        later = [time for time in times if time > now + self._exact]
+        if not later or (not self._coming and not self._away and not self._host_uses):
+            self._resident.clear()  # what is left can never leave
+            return now
+        return min(later)
+
+
+NOT_NEEDED, RECOMPUTED = "not needed", "recomputed"
+"""Why activations stay on their device, beside what ``plan_round_trips`` says."""
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """A schedule with its activations' round trips to the host. Memory in activation units, or in that of the costs.
+
+    Args:
+        schedule: with actions on memory.
+        base: the same without them.
+        base_timeline: the simulated run of ``base``.
+        kept: per ``(stage, microbatch)`` that does not leave its device, why: ``lifespan too short``, ``channel full``,
+            ``host memory``, ``not needed``, or ``recomputed``.
+        memory_cap: what was asked for, per device.
+    """
+
+    schedule: Schedule
+    base: Schedule
+    base_timeline: Timeline
+    kept: Mapping[Key, str]
+    memory_cap: tuple[float, ...] | None = None
+
+    def __repr__(self) -> str:
+        """Without what would have to be simulated first."""
+        size = f"{self.base.num_devices} devices, {self.base.num_microbatches} microbatches"
+        moved = f"{len(self.offloaded)} activations leave, {len(self.kept)} stay"
+        return f"<OffloadPlan of {brief(self.base.name)}: {size}, {moved}>"
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The simulated run of ``schedule``."""
+        return simulate(self.schedule, self.base_timeline.costs)
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        return self.timeline.peaks
+
+    @property
+    def makespan(self) -> float:
+        return self.timeline.makespan
+
+    @property
+    def delay(self) -> float:
+        """Seconds by which the transfers make the step longer."""
+        return max(0.0, self.timeline.makespan - self.base_timeline.makespan)
+
+    @cached_property
+    def offloaded(self) -> tuple[Key, ...]:
+        """Return what leaves its device."""
+        return tuple(
+            (action.stage, action.microbatch)
+            for order in self.schedule.orders
+            for action in order
+            if action.kind is Kind.OFFLOAD
+        )
+
+    @property
+    def keeps_cap(self) -> bool:
+        if self.memory_cap is None:
+            return True
+        return all(peak <= loosened(cap) for peak, cap in zip(self.peaks, self.memory_cap, strict=True))
+
+    @cached_property
+    def obstacles(self) -> Counter[str]:
+        """Return why, and how many, activations stay that would have to leave for a lower peak: on the devices that
+        exceed their cap or, without one, on the fullest. Empty when the cap is kept or nothing stays for want of room.
+        """
+        if self.memory_cap is None:
+            limits = (max(self.peaks) * (1 - 1e-9),) * len(self.peaks)
+        else:
+            limits = tuple(map(loosened, self.memory_cap))
+        place = self.base.placement.devices
+        return Counter(
+            why
+            for (stage, _), why in self.kept.items()
+            if self.peaks[place[stage]] > limits[place[stage]] and why not in (NOT_NEEDED, RECOMPUTED)
+        )
+
+    @property
+    def binds(self) -> str:
+        """``obstacles`` in words, the most frequent first."""
+        return ", ".join(f"{why} ({count} activations)" for why, count in self.obstacles.most_common())

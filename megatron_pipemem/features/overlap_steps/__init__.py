@@ -1,0 +1,1 @@
+"""Begin a step before all ranks have ended the one before."""

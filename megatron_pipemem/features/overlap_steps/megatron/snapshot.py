@@ -1,0 +1,195 @@
+"""Keep what a step of Megatron's optimizers changes, and put it back to the bit.
+
+A step changes the optimizer's parameters (fp32 masters, or the model's own where those are fp32), their state (Adam's moments)
+and its counters, which may stand in the parameter groups beside what the training loop sets there: learning rate, weight decay.
+The model's 16-bit parameters follow from the masters, so nothing is kept of them.
+
+With the distributed optimizer a rank keeps its share. Other ranks' shares of the model's parameters are right again when the
+step that follows has gathered them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+    MixedPrecisionOptimizer,
+)
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.memory_cap import format_bytes
+
+MOMENTS = 2
+"""Tensors of Adam's state, each as large as the parameter."""
+
+_KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
+
+
+class Snapshot:
+    """Keep one state of an optimizer on the device. Its memory is kept from step to step.
+
+    Args:
+        optimizer: Megatron's optimizer, or a chain of them.
+
+    Raises:
+        UnsupportedError: the optimizer is of an unknown kind, or the device has too little memory left.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer):
+        self._parts = parts_of(optimizer)
+        self._gathered = _gathered(self._parts)
+        self._states: list[tuple[dict, torch.Tensor, dict | None]] = []
+        self._groups: list[tuple[dict, dict]] = []
+        self._tensors: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+        needed, device = _most_bytes(self._parts), next((each.device for each in _tensors(self._parts)), None)
+        if device is not None and device.type == "cuda" and needed > (left := _left_on(device)):
+            raise UnsupportedError(
+                "does-not-fit",
+                f"the state to roll a step back to takes {format_bytes(needed)} of the device, and {format_bytes(left)} are "
+                "left; drop --pipemem-overlap-steps, or pass --clip-grad 0, which needs no rollback",
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that the copies take."""
+        return sum(copy.nbytes for copy in self._copies)
+
+    def take(self) -> None:
+        """Keep the state as it is. Later work on the current stream runs after the copies."""
+        self._states = [
+            (store, parameter, dict(store[parameter]) if parameter in store else None)
+            for store, parameter in _parameters(self._parts)
+        ]
+        self._groups = hyperparameters(_groups(self._parts))
+        self._tensors = list(_tensors(self._parts))
+        if list(map(_kind, self._tensors)) != list(map(_kind, self._copies)):
+            self._copies = []  # before the others, which may need their memory
+            self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
+        _copy(self._copies, self._tensors)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back as it was at ``take``. Gathers of parameters that are under way end before."""
+        for chunk in self._gathered:
+            for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                if buckets.param_gather_handle is not None:
+                    buckets.start_param_sync(force_sync=True)  # only waits
+        for store, parameter, kept in self._states:
+            if kept is None:
+                store.pop(parameter, None)
+            else:
+                store[parameter] = dict(kept)
+        for group, kept in self._groups:
+            for name in group.keys() - kept.keys() - {"params"}:
+                del group[name]
+            group.update(kept)
+        _copy(self._tensors, self._copies)
+        for part in self._parts:
+            if isinstance(part, MixedPrecisionOptimizer):
+                part._copy_main_params_to_model_params()
+
+    @contextmanager
+    def rolled_back(self) -> Iterator[None]:
+        """Enclose the step that is taken in the place of the one since ``take``.
+
+        It begins with the state of ``take``, with the learning rate of then. Behind it the parameter groups have again what
+        the training loop has set since then, beside what the step has counted there; and all ranks have its parameters.
+        """
+        now = hyperparameters(_groups(self._parts))
+        self.restore()
+        yield
+        for (group, then), (_, since) in zip(self._groups, now, strict=True):
+            counted = {name for name in group if name != "params" and group[name] is not then.get(name)}
+            group.update({name: value for name, value in since.items() if name not in counted})
+        for chunk in self._gathered:
+            # At once, because the hooks of forwards that would do it are off while the model is evaluated.
+            chunk.start_param_sync(force_sync=True)
+
+    def close(self) -> None:
+        """Give the copies up."""
+        self._states, self._groups, self._tensors, self._copies = [], [], [], []
+
+
+def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, ...]:
+    """Return the optimizers of a chain that have parameters on this rank.
+
+    Raises:
+        UnsupportedError: one of them is of a kind that keeps more than its parameters and their state.
+    """
+    if type(optimizer) is ChainedOptimizer:
+        return tuple(part for each in optimizer.chained_optimizers for part in parts_of(each))
+    inner = getattr(optimizer, "optimizer", None)
+    if type(optimizer) not in _KNOWN or hasattr(inner, "sub_optimizers"):
+        name = type(optimizer).__name__ if type(optimizer) not in _KNOWN else type(inner).__name__
+        raise UnsupportedError(
+            "no-rollback",
+            f"steps of {name} cannot be rolled back, because it keeps more than parameters and their state; drop "
+            "--pipemem-overlap-steps, or train with --optimizer adam or sgd on the device",
+        )
+    return () if optimizer.is_stub_optimizer else (optimizer,)
+
+
+def _parameters(parts: Sequence[MegatronOptimizer]) -> Iterator[tuple[dict, torch.Tensor]]:
+    """Yield every parameter behind the dictionary that has its state, if any."""
+    for part in parts:
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield part.optimizer.state, parameter
+
+
+def _tensors(parts: Sequence[MegatronOptimizer]) -> Iterator[torch.Tensor]:
+    """Yield everything that a step writes to: always in the same order, as far as it is there already."""
+    for state, parameter in _parameters(parts):
+        yield parameter.detach()
+        yield from (value for value in state.get(parameter, {}).values() if isinstance(value, torch.Tensor))
+    for _, group in hyperparameters(_groups(parts)):
+        yield from (value for value in group.values() if isinstance(value, torch.Tensor))
+
+
+def _most_bytes(parts: Sequence[MegatronOptimizer]) -> int:
+    """Return the bytes of a snapshot; before the first step, when there is no state, as of Adam."""
+    parameters = sum(parameter.nbytes for _, parameter in _parameters(parts))
+    return max(sum(tensor.nbytes for tensor in _tensors(parts)), (1 + MOMENTS) * parameters)
+
+
+def hyperparameters(groups: Iterable[dict]) -> list[tuple[dict, dict]]:
+    """Return every group of an optimizer's parameters with a copy of what it says of them."""
+    return [(group, {name: value for name, value in group.items() if name != "params"}) for group in groups]
+
+
+def _groups(parts: Sequence[MegatronOptimizer]) -> Iterator[dict]:
+    return (group for part in parts for group in part.optimizer.param_groups)
+
+
+def _gathered(parts: Sequence[MegatronOptimizer]) -> list[Any]:
+    """Return the model chunks whose parameters are gathered while others compute."""
+    chunks = {
+        id(chunk): chunk
+        for part in parts
+        if isinstance(part, DistributedOptimizer) and part.ddp_config.overlap_param_gather
+        for chunk in part.model_chunks
+    }
+    return list(chunks.values())
+
+
+def _left_on(device: torch.device) -> int:
+    """Return the bytes that tensors can still take, those included that PyTorch's allocator keeps for them."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _kind(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    if sources:
+        torch._foreach_copy_(list(destinations), list(sources))

@@ -1,0 +1,144 @@
+"""Let training steps follow each other without a barrier between them."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+
+from megatron.core.tensor_parallel import random
+
+from megatron_pipemem.choose.knowledge import Shape
+from megatron_pipemem.features.overlap_steps.megatron.loop import TrainingLoop
+from megatron_pipemem.features.overlap_steps.megatron.optimizer import OverlappedOptimizer
+from megatron_pipemem.features.overlap_steps.megatron.traces import ForwardTraces
+from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
+from megatron_pipemem.mcore.patching import Replacements
+from megatron_pipemem.mcore.refusals import check_overlapped
+from megatron_pipemem.mcore.step.extension import Extension, Step, Trial
+from megatron_pipemem.mcore.step.model_calls import Rereadable
+from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, ZERO_GRAD_BUFFER
+from megatron_pipemem.schedule.cut import validation_cut
+from megatron_pipemem.schedule.stream import LEAST_GAIN, gain_without_barrier
+
+logger = logging.getLogger(__name__)
+
+cut_of = lru_cache(maxsize=16)(validation_cut)
+"""Programs are told apart by identity."""
+
+
+class OverlappedSteps(Extension):
+    """Lets every rank begin a step as soon as it has done its own part of the one before.
+
+    Where gradients are clipped, the norm of a step is known in the middle of the next one. That one begins with forwards that
+    can be dropped. Before it goes on, ``LeadingForwards`` knows whether the weights were right.
+
+    Args:
+        optimizer: takes the steps of the training loop's.
+    """
+
+    def __init__(self, optimizer: OverlappedOptimizer):
+        self._optimizer = optimizer
+        self._loop = TrainingLoop(self._optimizer)
+        self._gains: dict[Shape, bool] = {}
+
+    def replacements(self) -> Replacements:
+        optimizer = self._optimizer
+        return [
+            *((symbol, optimizer.catch) for symbol in (GET_OPTIMIZER, GET_TRAINING_OPTIMIZER)),
+            (ZERO_GRAD_BUFFER, optimizer.zero_chunk),
+            *self._loop.replacements(),
+        ]
+
+    def choose(self, step: Step) -> None:
+        """Evaluation needs the weights that are right."""
+        if step.forward_only:
+            self._optimizer.settle()
+
+    def prepare(self, step: Step) -> None:
+        if step.forward_only:
+            return
+        if step.shape not in self._gains:
+            self._gains[step.shape] = self._decide(step)
+        self._optimizer.overlaps = step.overlaps = self._gains[step.shape]
+        step.overlap = self._optimizer.told
+        if self._optimizer.is_pending:
+            step.trial = LeadingForwards(self._optimizer, step)
+
+    def settle_now(self) -> None:
+        """Leave no step pending. Every rank must call this at the same time."""
+        self._optimizer.settle()
+
+    def _decide(self, step: Step) -> bool:
+        """Return whether steps of this shape overlap. Every rank of the job asks this at the same time, and gets the same
+        answer.
+        """
+        optimizer = self._optimizer
+        asked = step.context.config, step.chunks, optimizer.require(), optimizer.delays
+        joined = done_by_all(lambda: check_overlapped(*asked))
+        gain = self._gain(step)
+        obstacle = next(filter(None, gather(next(iter(joined), None) or self._obstacle(step, gain))), None)
+        if obstacle is not None:
+            tell(logger, "steps go on waiting for each other: %s", obstacle, level=logging.WARNING)
+            return False
+        if not any(self._gains.values()):
+            optimizer.open(step.pipeline.group, on_host=step.programs.queues == (True,))
+        tell(logger, "steps follow each other without a barrier, which is planned to be %.3f times as fast", gain)
+        return True
+
+    def _gain(self, step: Step) -> float:
+        """Return how many times as fast steps follow each other by the plan of this one."""
+        return gain_without_barrier(step.planned.schedule, step.planned.costs)
+
+    def _obstacle(self, step: Step, gain: float) -> str | None:
+        """Return why this rank sees no use or no way for steps that overlap."""
+        optimizer = self._optimizer.require()
+        if gain <= LEAST_GAIN:
+            name = step.planned.schedule.name
+            return f"schedule {name} with {step.shape.num_microbatches} microbatches gains nothing otherwise"
+        if step.tokens is None:
+            return "every step begins with an agreement on the lengths of its sequences"
+        if any(part.is_stub_optimizer for part in optimizer.chained_optimizers):
+            return "a rank trains no parameters"
+        if self._optimizer.takes_back and not all(each is None or hasattr(each, "__next__") for each in step.iterators):
+            return "its data cannot be read twice, because next() does not read them"
+        return None
+
+    def close(self, orderly: bool) -> None:
+        """Leave the model with the weights that are right, and the loop with its optimizer."""
+        if orderly:
+            self._loop.finish()
+        self._optimizer.release(orderly)
+        self._gains.clear()
+
+
+class LeadingForwards(Trial):
+    """The forwards at the start of a step that run before it is known whether the weights are right.
+
+    Args:
+        optimizer: which has a step pending.
+        step: that begins. Its data can be read twice from now on.
+    """
+
+    def __init__(self, optimizer: OverlappedOptimizer, step: Step):
+        self._optimizer, self._step = optimizer, step
+        cut = cut_of(step.program)
+        device = step.pipeline.device
+        self.length, self.drain = cut.lengths[device], cut.drains[device]
+        self._data = [None if each is None else Rereadable(each) for each in step.iterators]
+        step.iterators = list(self._data)
+        self._random_states = random._get_all_rng_states()
+        self._traces = ForwardTraces()
+
+    def stands(self) -> bool:
+        return self._optimizer.validate()
+
+    def start_over(self) -> None:
+        self._optimizer.redo()
+        step = self._step
+        for iterator in self._data:
+            if iterator is not None:
+                iterator.rewind()
+        random._set_all_rng_states(*self._random_states)
+        self._traces.restore()
+        step.context.loss_data.clear()
+        step.context.num_tokens.zero_()

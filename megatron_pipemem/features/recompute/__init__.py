@@ -1,0 +1,1 @@
+"""Drop activations after the forward, and compute them again before the backward."""

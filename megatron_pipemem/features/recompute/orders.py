@@ -1,0 +1,160 @@
+"""Choose stages whose forwards run again before their backwards: which, how much of them, and when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, product
+
+from megatron_pipemem.features.offload.transfers import OffloadPlan
+from megatron_pipemem.schedule.action import MEMORY, RECOMPUTE, Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.options import AUTO
+from megatron_pipemem.schedule.schedule import Order, Schedule
+
+KIND_OF_MODE = {"selective": Kind.RS, "full": Kind.R}
+"""How every stage runs again in those of ``options.RECOMPUTE`` that leave no choice."""
+
+# So many actions ahead of its place, at most, may something run again.
+_AHEAD = (1, 2, 4, 8)
+
+
+def with_recompute(schedule: Schedule, stages: Mapping[int, Kind]) -> Schedule:
+    """Run the forwards of ``stages`` again, by R or RS, each right before its I or B, and of no other stage.
+
+    Actions on memory are dropped: they were planned for other activations.
+    """
+
+    def orders(order: Order) -> Order:
+        found: list[Action] = []
+        for action in order:
+            if action.kind in MEMORY or action.kind in RECOMPUTE:
+                continue
+            if action.stage in stages and action.kind in (Kind.I, Kind.B):
+                found.append(action._replace(kind=stages[action.stage]))
+            found.append(action)
+        return tuple(found)
+
+    return replace(schedule, orders=tuple(map(orders, schedule.orders)))
+
+
+def recomputed_by_mode(schedule: Schedule) -> dict[str, list[int]]:
+    """Return the stages that run again, in part (``selective``) and wholly (``full``)."""
+    return {
+        mode: stages
+        for mode, kind in KIND_OF_MODE.items()
+        if (stages := sorted(stage for stage, by in schedule.recomputed.items() if by is kind))
+    }
+
+
+def recompute_plans[T](
+    base: Schedule, costs: Costs, mode: str, plan: Callable[[Schedule], T], over: Callable[[Schedule], Collection[int]]
+) -> Iterator[T]:
+    """Plans of one order: for ``auto``, with nothing run again, and with ever more of it on the devices that need it.
+
+    Args:
+        base: the order.
+        costs: choose what is run again first, see ``recompute_steps``.
+        mode: one of ``options.RECOMPUTE``.
+        plan: what else is to be done for a schedule.
+        over: the devices of a schedule that need more room.
+    """
+    again = dict.fromkeys(range(base.num_stages), KIND_OF_MODE[mode]) if mode in KIND_OF_MODE else {}
+    steps = [recompute_steps(base, costs, device) if mode == AUTO else [] for device in range(base.num_devices)]
+    while True:
+        schedule = with_recompute(base, again)
+        yield plan(schedule)
+        needy = [device for device in over(schedule) if steps[device]] if any(steps) else []
+        if not needy:
+            return
+        for device in needy:
+            stage, kind = steps[device].pop(0)
+            again[stage] = kind
+
+
+def recompute_steps(schedule: Schedule, costs: Costs, device: int) -> list[tuple[int, Kind]]:
+    """Return what to run again on a device, one stage more or one stage wholly instead of in part at a time.
+
+    First comes what takes the fewest seconds for the memory that it spares, which counts for every microbatch in
+    flight.
+
+    Args:
+        schedule: that is changed.
+        costs: what actions take, in seconds, and hold.
+        device: number of the device.
+    """
+    placement = schedule.placement
+    seconds, plain = costs.seconds(placement), costs.memory_changes(placement)[Kind.F]
+    spared = {}
+    for kind in RECOMPUTE:
+        kept = costs.memory_changes(placement, dict.fromkeys(range(placement.num_stages), kind))[Kind.F]
+        spared[kind] = [whole - part for whole, part in zip(plain, kept, strict=True)]
+    priced: list[tuple[float, int, Kind]] = []
+    for stage in placement.stages[device]:
+        passes = [_IN_FLIGHT.get(action.kind, 0) for action in schedule.orders[device] if action.stage == stage]
+        in_flight = max(accumulate(passes), default=0)
+        part, whole = ((seconds[kind][stage], spared[kind][stage]) for kind in (Kind.RS, Kind.R))
+        before = (0.0, 0.0)
+        # In part first, unless its memory costs more time than all of it does.
+        ways = [(Kind.RS, part), (Kind.R, whole)]
+        for kind, way in ways if part[0] * whole[1] < whole[0] * part[1] else ways[1:]:
+            takes, spares = way[0] - before[0], way[1] - before[1]
+            if spares > 0 and in_flight:
+                priced.append((takes / spares / in_flight, stage, kind))
+                before = way
+    return [(stage, kind) for _, stage, kind in sorted(priced)]
+
+
+_IN_FLIGHT = {Kind.F: 1, Kind.I: -1, Kind.B: -1}
+
+
+def with_early_recompute(plan: OffloadPlan, fits: Callable[[OffloadPlan], bool]) -> OffloadPlan:
+    """Let what runs again do so earlier, while its device waits for something else, where the step ends sooner so.
+
+    Args:
+        plan: with R or RS where they are due, right before their backwards; they stay there if nothing is gained.
+        fits: whether a plan keeps what caps there are: what has run again is held until its backward. Without a cap, the
+            peak does not rise.
+    """
+    if not plan.schedule.recomputed:
+        return plan
+    most = max(plan.peaks) if plan.memory_cap is None else math.inf
+    everywhere = range(plan.schedule.num_devices)
+    for devices, ahead in product((everywhere, *((device,) for device in everywhere)), _AHEAD):
+        orders = list(plan.schedule.orders)
+        for device in devices:
+            orders[device] = _earlier(orders[device], plan.timeline.spans[device], ahead)
+        tried = replace(plan, schedule=replace(plan.schedule, orders=tuple(orders)))
+        if tried.makespan < plan.makespan * (1 - 1e-9) and max(tried.peaks) <= most and fits(tried):
+            plan = tried
+    return plan
+
+
+def _earlier(order: Order, spans: Sequence[tuple[float, float]], ahead: int) -> Order:
+    """Move what runs again in front of the longest wait, if there is any, among up to ``ahead`` actions before it."""
+    waits = [start - end for (start, _), (_, end) in zip(spans, [(0.0, 0.0), *spans], strict=False)]
+    moved: list[list[Action]] = [[] for _ in order]
+    stays: list[list[Action]] = [[action] for action in order]
+    for at, action in enumerate(order):
+        if action.kind in RECOMPUTE:
+            first = max(0, at - ahead)
+            # Behind what makes its inputs, and behind what brings them back.
+            while any(other[1:] == action[1:] for other in order[first:at]):
+                first += 1
+            place = max(range(first, at), key=lambda each: (waits[each], each), default=at)
+            if place < at and waits[place] > 1e-9 * spans[-1][1]:
+                waits[place] -= spans[at][1] - spans[at][0]
+                moved[place].append(action)
+                stays[at] = []
+    return tuple(action for each in zip(moved, stays, strict=True) for actions in each for action in actions)
+
+
+def in_words(plan: OffloadPlan) -> str:
+    """Say what moves and why the rest stays."""
+    counts: dict[str, int] = {}
+    for why in plan.kept.values():
+        counts[why] = counts.get(why, 0) + 1
+    stays = "".join(f", {count} stay ({why})" for why, count in sorted(counts.items()))
+    again = "".join(f"; {mode} recomputation of stages {s}" for mode, s in recomputed_by_mode(plan.schedule).items())
+    return f"{len(plan.offloaded)} activations are offloaded{stays}{again}"

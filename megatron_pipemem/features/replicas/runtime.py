@@ -1,0 +1,118 @@
+"""Add up the gradients of a stage's replicas, where the devices hold the model more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron_pipemem.runtime.executor import Executor, Handlers
+from megatron_pipemem.runtime.groups import new_groups
+from megatron_pipemem.runtime.instructions import Instruction
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.placement import Placement
+
+Channels = Mapping[tuple[int, ...], dist.ProcessGroup]
+
+
+def connect_replicas(placement: Placement, group: dist.ProcessGroup, device: torch.device | int | str) -> Channels:
+    """Open a process group for every set of devices that holds replicas of the same stages, its order of sums its own.
+
+    Every rank of the job must call this at the same time. Empty where the model stands on the devices once. As with
+    messages (``transport.connect``), the first sum of a group would wait for the other devices, so one is made here.
+
+    Args:
+        placement: says who holds replicas of what.
+        group: the pipeline's process group; its ranks are the devices, in order.
+        device: where the gradients are.
+
+    Returns:
+        The groups of this rank, by their devices.
+    """
+    if placement.replicas == 1:
+        return {}
+    ranks = dist.get_process_group_ranks(group)
+    sets = sorted({placement.holders(stage) for stage in range(placement.model_stages)})
+    shared = [devices for devices in sets if len(devices) > 1]
+    opened = new_groups([[ranks[each] for each in devices] for devices in shared], group, "PIPEMEM_REPLICAS")
+    channels = {devices: created for devices, created in zip(shared, opened, strict=True) if group.rank() in devices}
+    hello = torch.zeros(1, device=device)
+    for channel in channels.values():
+        dist.all_reduce(hello, group=channel)
+    return channels
+
+
+@dataclass(eq=False)
+class ReplicaReducer:
+    """The sums of one step on one rank. Lives for one step.
+
+    Args:
+        placement: says which stages are replicas of each other.
+        device: this rank's place in the pipeline.
+        channels: see ``connect_replicas``.
+        gradients: ``gradients(stage)``: what to add up in place, the same tensors in the same order for every replica.
+    """
+
+    placement: Placement
+    device: int
+    channels: Channels
+    gradients: Callable[[int], Iterable[torch.Tensor]]
+    _posted: set[int] = field(default_factory=set)
+    _works: dict[int, list[dist.Work]] = field(default_factory=dict)
+
+    def extend(self, executor: Executor) -> Handlers:
+        """See ``StepFeature``. Data-parallel ranks reduce a stage's gradients when the sum over its replicas is there."""
+        reduce = executor.handlers[Kind.REDUCE_GRAD]
+
+        def reduce_sum(each: Instruction) -> None:
+            self.wait(each.action.stage)
+            reduce(each)
+
+        return {Kind.REDUCE_REPLICAS: lambda each: self.post(each.action.stage), Kind.REDUCE_GRAD: reduce_sum}
+
+    def post(self, stage: int) -> None:
+        """Take note that the gradients of this stage are complete. The sum starts when those of all replicas on this
+        device are.
+        """
+        self._posted.add(stage)
+        here = self._here(stage)
+        if not self._posted.issuperset(here):
+            return
+        first, *others = ([*self.gradients(replica)] for replica in here)
+        for other in others:
+            torch._foreach_add_(first, other)
+        channel = self.channels.get(self.placement.holders(stage))
+        self._works[here[0]] = [] if channel is None else _start_sum(first, channel)
+
+    def wait(self, stage: int) -> None:
+        """Wait for the sum of this stage, which has been posted; afterwards all replicas on this device hold it."""
+        here = self._here(stage)
+        works = self._works.pop(here[0], None)
+        if works is None:  # waited for on behalf of another replica
+            return
+        for work in works:
+            work.wait()
+        first, *others = ([*self.gradients(replica)] for replica in here)
+        for other in others:
+            torch._foreach_copy_(other, first)
+
+    def _here(self, stage: int) -> list[int]:
+        return [
+            replica for replica in self.placement.counterparts(stage) if self.placement.devices[replica] == self.device
+        ]
+
+
+def _start_sum(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
+    """Start one operation per type, in place: no backend mixes types in one."""
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault(tensor.dtype, []).append(tensor)
+    works = []
+    for same in by_type.values():
+        with dist._coalescing_manager(group, async_ops=True) as work:
+            for tensor in same:
+                dist.all_reduce(tensor, group=group)
+        works.append(work)
+    return works

@@ -1,0 +1,1 @@
+"""Cut a microbatch into slices of its sequence."""

@@ -1,0 +1,203 @@
+"""Make a chunk of Megatron's model take one slice of a sequence after the other.
+
+Hooks do it, for as long as a step runs: the model gets its part of the tokens and labels, rotary embeddings begin at the
+slice's first position, and attention sees the keys and values of the earlier slices.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.utils import unwrap_model
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.slices.runtime import KeyValueCache
+
+_PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
+"""Arguments of the model, ``[b, s]``."""
+_WHOLE = ("decoder_input", "packed_seq_params", "inference_context")
+"""Arguments that nobody can cut here."""
+_POSITIONS = ("learned_absolute", "rope", "yarn", "none")
+
+
+@dataclass(eq=False)
+class KeyValueCaches:
+    """Hold the keys and values of one sequence in all layers of a chunk.
+
+    Args:
+        tokens: of the sequence.
+        hold: told of every tensor that is kept.
+    """
+
+    tokens: int
+    hold: Callable[[torch.Tensor], object]
+    _caches: dict[tuple[torch.nn.Module, str], KeyValueCache] = field(default_factory=dict)
+
+    def of(self, layer: torch.nn.Module, name: str) -> KeyValueCache:
+        """Return the cache of a layer's ``key`` or ``value``."""
+        if (layer, name) not in self._caches:
+            self._caches[layer, name] = KeyValueCache(self.tokens, self.hold)
+        return self._caches[layer, name]
+
+
+class _SlicePart(NamedTuple):
+    """Say which tokens run, and what is kept of the earlier ones."""
+
+    begin: int
+    end: int
+    caches: KeyValueCaches
+
+
+class SlicedModel:
+    """A chunk of the model, as long as its steps run in slices.
+
+    Args:
+        chunk: as the training loop holds it, wrapped or not.
+
+    Raises:
+        UnsupportedError: it has parts that cannot run slice by slice.
+    """
+
+    def __init__(self, chunk: torch.nn.Module):
+        model = unwrap_model(chunk)
+        if not isinstance(model, GPTModel):
+            raise UnsupportedError(
+                "slices-model",
+                f"sequence slices run through a GPTModel, and this is a {type(model).__name__}; leave out -o slices, or take a "
+                "schedule that has none",
+            )
+        if model.position_embedding_type not in _POSITIONS:
+            raise UnsupportedError(
+                "slices-model",
+                f"position embeddings of type {model.position_embedding_type} cannot begin in the middle of a sequence; pass "
+                "--position-embedding-type rope, or take a schedule without sequence slices",
+            )
+        self._model = model
+        self._parameters = inspect.signature(model.forward)
+        self._attention = [module for module in model.modules() if isinstance(module, Attention)]
+        for attention in self._attention:
+            _check_attention(attention)
+        self._part: _SlicePart | None = None
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Let the hooks stand within this block; outside of ``running`` they do nothing."""
+        with ExitStack() as stack:
+
+            def hook(module: torch.nn.Module, before: Callable) -> None:
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+
+            hook(self._model, self._cut_arguments)
+            for module in self._model.modules():
+                if isinstance(module, RotaryEmbedding):
+                    hook(module, self._move_positions)
+            for attention in self._attention:
+                core = attention.core_attention
+                hook(core, self._show_earlier)
+                # The fused kernels know causal masks of as many queries as keys only.
+                softmax = core.scale_mask_softmax
+                stack.callback(setattr, softmax, "scaled_masked_softmax_fusion", softmax.scaled_masked_softmax_fusion)
+                softmax.scaled_masked_softmax_fusion = False
+            yield
+
+    @contextmanager
+    def running(self, begin: int, end: int, caches: KeyValueCaches) -> Iterator[None]:
+        """Let the model run this slice, forward, backward or again, within this block.
+
+        Args:
+            begin: its first token.
+            end: the first token behind it.
+            caches: of its sequence.
+        """
+        before, self._part = self._part, _SlicePart(begin, end, caches)
+        try:
+            yield
+        finally:
+            self._part = before
+
+    def _cut_arguments(self, module: torch.nn.Module, arguments: tuple, named: dict):
+        if self._part is None:
+            return None
+        begin, end, caches = self._part
+        bound = self._parameters.bind(*arguments, **named)
+        passed = bound.arguments
+        for name in _WHOLE:
+            if passed.get(name) is not None:
+                raise UnsupportedError(
+                    "slices-forward-step",
+                    f"the forward step passes {name} to the model, which cannot be cut into sequence slices; leave it out, or "
+                    "take a schedule without slices",
+                )
+        for name in _PER_TOKEN:
+            tensor = passed.get(name)
+            if tensor is None:
+                continue
+            if tensor.dim() != 2 or tensor.size(1) != caches.tokens:
+                raise UnsupportedError(
+                    "slices-forward-step",
+                    f"the forward step passes {name} of shape {tuple(tensor.shape)} to the model, and sequence slices need "
+                    f"[microbatch, {caches.tokens}]; pass whole sequences of --seq-length tokens",
+                )
+            passed[name] = tensor[:, begin:end].contiguous()
+        return bound.args, bound.kwargs
+
+    def _move_positions(self, module: torch.nn.Module, arguments: tuple, named: dict):
+        if self._part is None:
+            return None
+        return arguments, named | {"offset": named.get("offset", 0) + self._part.begin}
+
+    def _show_earlier(self, core: torch.nn.Module, arguments: tuple, named: dict):
+        if self._part is None:
+            return None
+        begin, end, caches = self._part
+        query, key, value, mask, *rest = arguments
+        key = caches.of(core, "key").append(key, begin)
+        value = caches.of(core, "value").append(value, begin)
+        if mask is None:
+            positions = torch.arange(end, device=query.device)
+            mask = positions > positions[begin:, None]  # [queries, keys]; True hides a key
+            mask = mask[None, None]
+        else:
+            mask = mask[..., begin:end, :end]
+        return (query, key, value, mask, *rest), named
+
+
+def _check_attention(attention: Attention) -> None:
+    """Raises:
+    UnsupportedError: this attention cannot see the keys of earlier slices, or has masks that need whole sequences.
+    """
+    core = attention.core_attention
+    if type(core) is not DotProductAttention:
+        raise UnsupportedError(
+            "slices-attention",
+            f"layer {attention.layer_number} attends by {type(core).__name__}, which does not take keys and values of earlier "
+            "sequence slices; pass --transformer-impl local, or take a schedule without slices",
+        )
+    if core.scale_mask_softmax.window_size is not None:
+        raise UnsupportedError(
+            "slices-attention",
+            f"layer {attention.layer_number} attends within a sliding window, which Megatron cuts for whole sequences only; "
+            "drop --window-size, or take a schedule without sequence slices",
+        )
+    if attention.attn_mask_type is not AttnMaskType.causal:
+        raise UnsupportedError(
+            "slices-attention",
+            f"layer {attention.layer_number} attends with a mask of type {attention.attn_mask_type.name}: in sequence slices a "
+            "token sees earlier ones only, so attention must be causal; take a schedule without slices",
+        )
+
+
+def boundaries(tokens: Sequence[int]) -> list[tuple[int, int]]:
+    """Return where every slice begins and ends, of slices of so many tokens."""
+    return list(pairwise(accumulate(tokens, initial=0)))

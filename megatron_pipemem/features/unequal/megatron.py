@@ -1,0 +1,248 @@
+"""Plan every training step for the weights of its own microbatches: which goes first, and by which schedule.
+
+A step is planned when it begins, and not while the step before runs. To look ahead would be to read the next batch early, and
+nobody but the training loop knows whether there will be one, with how many microbatches, from which iterator, and what a
+checkpoint says about how far the data have been read.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import median
+
+from megatron_pipemem.choose.knowledge import MEASURED
+from megatron_pipemem.config.refusals import REORDERED
+from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.mcore.agreement import agree, tell
+from megatron_pipemem.mcore.loop_arguments import running_iteration
+from megatron_pipemem.mcore.refusals import check_config
+from megatron_pipemem.mcore.source import Source
+from megatron_pipemem.mcore.step.agreement import agreed_numbers, decided_by_first, groups_of_copy, largest_numbers
+from megatron_pipemem.mcore.step.batch_distribution import Dealer
+from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.mcore.step.programs import Compiled
+from megatron_pipemem.mcore.step.weighing import Weigher
+from megatron_pipemem.schedule.action import COMPLETING, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.microbatches import WEIGHED, MicrobatchWeights
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.search.step_plan import StepPlan, plan_step
+
+logger = logging.getLogger(__name__)
+
+SHARE = 0.01
+"""Of the step before, how long one may be planned."""
+LEAST_SECONDS, MOST_SECONDS = 0.02, 0.2
+"""Of planning, whatever the step before took."""
+
+_KINDS = tuple(sorted(WEIGHED))
+_NONE = -1.0
+"""In the place of weights that a kind does not have."""
+
+
+class UnequalMicrobatches(Extension):
+    """Weighs the microbatches of every training step, plans the step for these weights, and deals the batches accordingly.
+
+    Everybody outside counts microbatches as the data iterator yields them, and a schedule counts them by position.
+
+    Args:
+        source: of the run's schedules.
+        weigh: finds the weights.
+    """
+
+    only_trains = True
+
+    def __init__(self, source: Source, weigh: Weigher):
+        self._source = source
+        self._weigh = weigh
+        self._steps = 0
+        self._dealers: list[tuple[Iterator, Dealer]] = []
+        """that have read, of this step, or of one that was refused: what they have read is not lost"""
+        self._began = self._seconds = 0.0
+        self._has_warned = False
+
+    def choose(self, step: Step) -> Compiled:
+        """Raises:
+        UnsupportedError: batches that cannot be weighed, weights on which ranks disagree, or no schedule within the memory
+            cap; on every rank of this copy of the model, before anything has run.
+        """
+        self._began = time.perf_counter()
+        base = step.programs.compile(
+            step.shape, forward_only=False, agree=lambda digest: agree(digest, step.pipeline.group)
+        )
+        if self._source.needs_bytes:  # this step counts them, one microbatch after another
+            return base
+        groups, m = groups_of_copy(step.groups, step.pipeline.group), step.shape.num_microbatches
+        numbers = agreed_numbers("weights of microbatches", lambda: self._own(step), m * (2 + len(_KINDS)), groups)
+        others = getattr(step.groups, "dp", None)
+        has_peers = others is not None and others.size() > 1
+        if others is not None and has_peers and (step.context.config.expert_model_parallel_size or 1) > 1:
+            # Experts are exchanged between pipelines, so all of these do the same at the same time.
+            numbers, groups = largest_numbers(numbers, others), [others, *groups]
+        weights = _unpacked(numbers, m)
+        exceeds_prices = self._source.request.memory_cap is not None and max(weights.tokens) > 1  # and maybe the cap
+        if _are_alike(weights) and not exceeds_prices:
+            return base
+        plan = base.plan
+        assert plan is not None, "training is planned"
+        costs = replace(self._source.priced(plan), microbatch=weights)
+        found = decided_by_first(lambda: self._planned(plan.schedule, costs, weights, has_peers), groups)
+        try:
+            if isinstance(found, Exception):
+                raise found
+            program = step.programs.of_step(found.schedule, base, costs, step.single_queue)
+        except Exception as error:  # alike on every rank: a step that runs in arrival order must not end for it
+            self._warn(error)
+            return base
+        step.context.order = found.order
+        by_position = replace(costs, microbatch=weights.reordered(found.order))
+        step.own_plan = replace(
+            plan,
+            schedule=found.schedule,
+            costs=by_position,
+            lower_bound=found.bound,
+            arrival_makespan=found.arrival_makespan,
+        )
+        return Compiled(program, plan)
+
+    def prepare(self, step: Step) -> None:
+        """Deal the batches in the order of the schedule; what has been read already comes from memory."""
+        m, placement = step.shape.num_microbatches, step.pipeline.placement
+        order = step.context.order or range(m)
+        dealt = []
+        for chunk, iterator in enumerate(step.iterators):
+            stage = step.pipeline.stages[chunk]
+            by_position = [
+                action.microbatch
+                for action in step.program.schedule.orders[step.pipeline.device]
+                if action.kind is Kind.F and action.stage == stage
+            ]
+            # Two replicas share one stream, which somebody else deals to them.
+            positions = by_position if placement.replicas == 1 else range(m)
+            dealt.append(None if iterator is None else self._dealer(iterator, m).hand([order[i] for i in positions]))
+        step.iterators = dealt
+        self._dealers.clear()
+
+    def after(self, step: Step) -> None:
+        self._steps += 1
+        self._seconds = time.perf_counter() - self._began
+
+    def close(self, orderly: bool) -> None:
+        self._dealers.clear()
+
+    def _dealer(self, iterator: Iterator, num_microbatches: int) -> Dealer:
+        """Return who has read from an iterator already, or a new one."""
+        for stream, dealer in self._dealers:
+            if stream is iterator:
+                return dealer
+        self._dealers.append((iterator, Dealer(iterator, num_microbatches)))
+        return self._dealers[-1][1]
+
+    def _own(self, step: Step) -> list[float] | None:
+        """Return the weights that this rank finds, in one row; ``None`` where it reads no data of an end of the model."""
+        placement, m = step.pipeline.placement, step.shape.num_microbatches
+        check_config(step.context.config, REORDERED)
+        for iterator in step.iterators:
+            if iterator is not None and not hasattr(iterator, "__next__"):
+                raise UnsupportedError(
+                    "data-iterator",
+                    f"the data iterator is a {type(iterator).__name__} without __next__, so its microbatches cannot be dealt "
+                    "in another order; give the forward-backward function an iterator, or drop --pipemem-microbatch-costs",
+                )
+        for iterator, stage in zip(step.iterators, step.pipeline.stages, strict=False):
+            if iterator is None or not (stage == 0 or placement.next_stage(stage) is None):
+                continue
+            running = running_iteration()
+            iteration = self._steps if running is None else running
+            found = self._weigh(self._dealer(iterator, m).all(), step.full_microbatch, step.context.config, iteration)
+            if self._source.knowledge.priced_by == MEASURED:
+                found = _relative_to_median(found)
+            return _packed(found)
+        return None
+
+    def _planned(
+        self, base: Schedule, costs: Costs, weights: MicrobatchWeights, has_peers: bool
+    ) -> StepPlan | Exception:
+        """Return the plan of a step, or why there is none.
+
+        Args:
+            base: the schedule of microbatches that are alike.
+            costs: with the weights of those of this step.
+            weights: these.
+            has_peers: whether other pipelines sum gradients with this one, and have plans of their own.
+        """
+        cap = self._source.request.memory_cap
+        try:
+            found = plan_step(base, costs, cap, min(max(SHARE * self._seconds, LEAST_SECONDS), MOST_SECONDS))
+            if not has_peers or _ends_of_stages(found.schedule) == _ends_of_stages(base):
+                return found
+            # Sums over pipelines meet in the order in which the stages of a device end, so that is to be the same in all.
+            makespan = simulate(base, replace(costs, microbatch=weights.reordered(found.order))).makespan
+            if makespan < found.arrival_makespan:
+                return replace(found, schedule=base, makespan=makespan)
+            in_arrival = tuple(range(base.num_microbatches))
+            return replace(found, order=in_arrival, schedule=base, makespan=found.arrival_makespan)
+        except Exception as error:
+            if cap is not None and isinstance(error, PipememError):
+                raise
+            return error
+
+    def _warn(self, error: Exception) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            why = f"{error}" if isinstance(error, PipememError) else f"{type(error).__name__}: {error}"
+            tell(
+                logger,
+                "could not plan for unequal microbatches (%s); they run in arrival order",
+                why,
+                level=logging.WARNING,
+            )
+
+
+def _ends_of_stages(schedule: Schedule) -> list[list[int]]:
+    """Return the stages of every device in the order in which their weight gradients are complete."""
+    return [
+        list(dict.fromkeys(action.stage for action in reversed(order) if action.kind in COMPLETING))
+        for order in schedule.orders
+    ]
+
+
+def _packed(weights: MicrobatchWeights) -> list[float]:
+    """Return all weights in one row, of the same length whatever kinds have their own."""
+    absent = (_NONE,) * len(weights)
+    rows = (weights.time, weights.memory or absent, *(weights.kinds.get(kind, absent) for kind in _KINDS))
+    return [weight for row in rows for weight in row]
+
+
+def _unpacked(numbers: Sequence[float], num_microbatches: int) -> MicrobatchWeights:
+    rows = [tuple(numbers[start : start + num_microbatches]) for start in range(0, len(numbers), num_microbatches)]
+    time_, memory, *kinds = rows
+    return MicrobatchWeights(
+        time_,
+        memory if _is_there(memory) else None,
+        {kind: row for kind, row in zip(_KINDS, kinds, strict=True) if _is_there(row)},
+    )
+
+
+def _is_there(row: tuple[float, ...]) -> bool:
+    return row[0] != _NONE
+
+
+def _are_alike(weights: MicrobatchWeights) -> bool:
+    return all(len(set(row)) == 1 for row in (weights.time, weights.tokens, *weights.kinds.values()))
+
+
+def _relative_to_median(weights: MicrobatchWeights) -> MicrobatchWeights:
+    """Return weights of times that were measured: their costs are those of the median microbatch."""
+    middle = median(weights.time)
+    if middle == 0:
+        return weights
+
+    def moved(row: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(weight / middle for weight in row)
+
+    return replace(weights, time=moved(weights.time), kinds={kind: moved(row) for kind, row in weights.kinds.items()})

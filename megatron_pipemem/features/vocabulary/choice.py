@@ -1,0 +1,227 @@
+"""Choose whether vocabulary parallelism is worth it, against doing nothing and against moving layers away from the last
+stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_pipemem.errors import CostsError, UnsupportedError
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.brief import brief
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.options import OFF
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.prices import shared
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
+
+
+def head_on_last_stage(
+    costs: Costs, placement: Placement, head: float, layers: Sequence[int] | None = None, *, slices: int = 1
+) -> Costs:
+    """Return the costs of a model whose head is a part of its last stage.
+
+    Args:
+        costs: of the layers alone, evenly cut where they are single numbers.
+        placement: one model copy.
+        head: seconds of forward and backward of the whole head; a third each goes to F, I and W.
+        layers: layers of every stage, where they are not evenly cut: ``costs`` are then single numbers and every layer
+            takes the same. In activation units their stages are held to take the same memory all the same.
+        slices: sequence slices of a microbatch, of which each has an equal part of the head; the costs may be theirs.
+
+    Raises:
+        UnsupportedError: ``layers`` are given for costs per stage, or not one number per stage, or there are none at all.
+    """
+    seconds = costs.seconds(placement, slices)
+    if layers is not None:
+        if len(layers) != placement.num_stages or not costs.are_single:
+            raise UnsupportedError(
+                "costs-mismatch",
+                f"{len(layers)} numbers of layers for {placement.num_stages} stages: give one per stage, and costs as "
+                "single numbers, the price of a device's whole share",
+            )
+        if min(layers) < 0 or not sum(layers):
+            raise UnsupportedError(
+                "bad-layout",
+                f"layers of the stages {', '.join(map(str, layers))} make no model; give 0 or more for each, at least 1 in all",
+            )
+        model = {kind: sum(prices) for kind, prices in seconds.items()}
+        seconds = {kind: shared([model[kind] * n / sum(layers) for n in layers], slices) for kind in seconds}
+    forward, inputs, weights = (
+        (*seconds[kind][:-slices], *(each + head / 3 / slices for each in seconds[kind][-slices:]))
+        for kind in (Kind.F, Kind.I, Kind.W)
+    )
+    return replace(costs, forward=forward, backward_input=inputs, backward_weight=weights)
+
+
+def redistribute(layers: int, placement: Placement, head: float) -> tuple[int, ...]:
+    """Return the layers of every stage such that the slowest device is as fast as whole layers allow.
+
+    Args:
+        layers: of the model.
+        placement: one model copy.
+        head: the head's cost in layers; it stays on the last stage.
+
+    Raises:
+        UnsupportedError: a number is negative, or there is more than one model copy.
+    """
+    if layers < 0 or head < 0:
+        raise UnsupportedError(
+            "bad-number", "layers and head must not be negative; give the cost of the head in layers"
+        )
+    if placement.replicas > 1:
+        raise UnsupportedError(
+            "unsupported-placement",
+            "layers are redistributed over the stages of one model copy; this placement has more",
+        )
+    load = [0.0] * placement.num_devices
+    load[placement.devices[-1]] += head
+    held = [0] * placement.num_devices
+    for _ in range(layers):
+        device = min(range(len(load)), key=lambda d: (load[d], held[d], d))
+        load[device] += 1
+        held[device] += 1
+    found = [0] * placement.num_stages
+    for device, stages in enumerate(placement.stages):
+        # A device's earlier stages take what does not divide: the last one has the head already.
+        for index, stage in enumerate(stages):
+            found[stage] = held[device] // len(stages) + (index < held[device] % len(stages))
+    return tuple(found)
+
+
+REDISTRIBUTE = "redistribute"
+_NAMES = {OFF: "the head on the last stage", REDISTRIBUTE: "moving layers away from the last stage"}
+_LEAST_GAIN = 0.01
+"""Part of the makespan: for less nobody changes the model's layout, or keeps another microbatch in flight."""
+
+
+@dataclass(frozen=True)
+class VocabularyOption:
+    """One way to deal with a large vocabulary.
+
+    Args:
+        name: ``off``, ``redistribute``, or the paper's algorithm, ``1`` or ``2``.
+        timeline: of a step.
+        layers: per stage, where layers are whole.
+    """
+
+    name: str
+    timeline: Timeline
+    layers: tuple[int, ...] | None
+
+    def __repr__(self) -> str:
+        return f"<VocabularyOption {self.name}: {self.timeline!r}>"
+
+    @property
+    def makespan(self) -> float:
+        return self.timeline.makespan
+
+
+@dataclass(frozen=True)
+class VocabularyChoice:
+    """Say which option to take and why, and keep all that were compared.
+
+    Args:
+        best: the option to take.
+        reason: one sentence.
+        options: all that were compared, by name.
+    """
+
+    best: VocabularyOption
+    reason: str
+    options: Mapping[str, VocabularyOption]
+
+    def __repr__(self) -> str:
+        return f"<VocabularyChoice {self.best.name} of {', '.join(self.options)}: {brief(self.reason)}>"
+
+    def without(self, name: str) -> VocabularyChoice:
+        """Return the choice among the other options."""
+        return _choose({other: option for other, option in self.options.items() if other != name})
+
+
+def choose_vocabulary(
+    schedule: Schedule,
+    costs: Costs,
+    head: float,
+    *,
+    layers: int | None = None,
+    layout: Sequence[int] | None = None,
+    with_passes: Mapping[int, Schedule] | None = None,
+) -> VocabularyChoice:
+    """Return the fastest option; the simplest of those that are about as fast.
+
+    Args:
+        schedule: without vocabulary passes.
+        costs: of the layers alone. Prices of passes in them hold for both algorithms; by default shards are equal, at the
+            head's own speed.
+        head: seconds of forward and backward of the whole head on one device.
+        layers: how many the model has, to compare with moving them; ``None`` when they cannot be moved.
+        layout: layers of every stage as they are, for costs in single numbers; by default evenly cut.
+        with_passes: per number of barriers what would run, where it may; by default what ``with_vocabulary`` makes of the
+            schedule, both ways.
+
+    Raises:
+        CostsError: the costs do not fit the schedule, or its layers take no time.
+        UnsupportedError: layers or a layout for costs per stage, or no layers at all.
+    """
+    placement, slices = schedule.placement, schedule.slices
+    seconds = costs.seconds(placement, slices)
+    whole = sum(map(sum, (seconds[kind] for kind in (Kind.F, Kind.B))))
+    if not whole:
+        raise CostsError(
+            "no-time", "F, I and W of the layers take no time, so there is nothing to compare the head with; give costs"
+        )
+    options: dict[str, VocabularyOption] = {}
+
+    def consider(name: str, timeline: Timeline, layout: Sequence[int] | None) -> None:
+        options[name] = VocabularyOption(name, timeline, None if layout is None else tuple(layout))
+
+    def with_head(head: float, layout: Sequence[int] | None) -> Costs:
+        return head_on_last_stage(costs, placement, head, layout, slices=slices)
+
+    consider(OFF, simulate(schedule, with_head(head, layout)), layout)
+    if layers is not None:
+        moved = redistribute(layers, placement, head * layers / whole)
+        consider(REDISTRIBUTE, simulate(schedule, with_head(head, moved)), moved)
+    alone = with_head(0.0, layout)
+    for algorithm, barriers in BARRIERS_OF_ALGORITHM.items():
+        prices = costs.vocabulary or VocabularyCosts.of_head(head, placement.num_devices, barriers)
+        priced = replace(alone, vocabulary=prices)
+        if with_passes is None:
+            consider(str(algorithm), simulate(with_vocabulary(schedule, barriers, priced), priced), layout)
+        elif barriers in with_passes:
+            consider(str(algorithm), simulate(with_passes[barriers], priced), layout)
+    return _choose(options)
+
+
+def _choose(options: Mapping[str, VocabularyOption]) -> VocabularyChoice:
+    fastest = min(option.makespan for option in options.values())
+    near = [option for option in options.values() if option.makespan <= fastest * (1 + _LEAST_GAIN)]
+    # The layout of the model first; of the two algorithms, the one that holds less.
+    rank = {OFF: 0, REDISTRIBUTE: 1, "2": 2, "1": 3}
+    best = min(near, key=lambda option: rank[option.name])
+    return VocabularyChoice(best, _reason(best, options), options)
+
+
+def _reason(best: VocabularyOption, options: Mapping[str, VocabularyOption]) -> str:
+    others = [option for option in options.values() if (option.name in _NAMES) != (best.name in _NAMES)]
+    if not others:
+        return f"{_named(best)}: nothing else was allowed"
+    other = min(others, key=lambda option: option.makespan)
+    gain = other.makespan / best.makespan - 1
+    if best.name in _NAMES:
+        saved = f"would save {-gain:.1%} of the step" if gain < 0 else f"would take {gain:.1%} longer"
+        more = BARRIERS_OF_ALGORITHM[int(other.name)]
+        why = f"{_named(other)} {saved}, which is not worth {more} more microbatches in flight"
+    else:
+        why = f"{_named(other)}, the best without, takes {gain:.1%} longer"
+    return f"{_named(best)}: {why}"
+
+
+def _named(option: VocabularyOption) -> str:
+    return _NAMES.get(option.name) or f"vocabulary parallelism by Algorithm {option.name}"

@@ -1,0 +1,358 @@
+"""Give any schedule of one pipeline its vocabulary passes and collectives.
+
+A barrier is an exchange between the last stage's forward and backward that every device takes part in at some end of an
+action. So all backwards of a microbatch are put off by one interval per barrier (the time in which a device works one
+microbatch off), which every device then has for its part. That is the order; in a run of all devices in time it is then
+filled with the passes: S as soon as X is there, T at the latest before the next S, so that one softmax is alive at a time,
+the embedding's where a device would idle, or when they are due. Every collective is posted by all devices at the one
+moment of that run when its data are there, by a device that is busy then before what it is busy with, since posting waits
+for nobody: with one barrier a device's part of the input gradient, which needs the statistics, is there when the device next
+is between two actions. The lists are thus cut from one sequence, and cannot wait for one another in a circle.
+
+Of sequences in slices, every slice has passes and collectives of its own, and all slices of a microbatch one LOSS, behind the
+statistics of the last one. So as many softmaxes are alive at a time as a microbatch has slices.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from heapq import heappop, heappush
+
+from megatron_pipemem.errors import CostsError, ScheduleError, UnsupportedError
+from megatron_pipemem.schedule.action import (
+    COLLECTIVES,
+    VOCABULARY_COMPUTE,
+    Action,
+    Kind,
+    last_slice,
+    mirrored,
+    place,
+)
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.dependencies import dependencies
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import synchronous_schedules
+from megatron_pipemem.schedule.schedule import Order, Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.vocabulary import BARRIERS, check_placement
+
+BACKWARD = frozenset((Kind.I, Kind.W, Kind.B))
+_AHEAD = 2
+"""Embedding outputs, and gradients of them, that wait on a device at most."""
+_TICKS = 12 * 10**6
+"""Of the longest action: what happens at one moment must be equal, not nearly equal."""
+
+Collective = tuple[Kind, int]
+
+
+class PassRun:
+    """Every device runs the most urgent of what is ready: its own order, and the passes that the collectives allow.
+
+    Args:
+        schedule: supplies placement, microbatches and their slices.
+        orders: of F, I, W and B, to be kept.
+        barriers: 1 or 2.
+        costs: seconds of everything.
+    """
+
+    def __init__(self, schedule: Schedule, orders: tuple[Order, ...], barriers: int, costs: Costs) -> None:
+        placement = schedule.placement
+        self._placement, self._orders, self._barriers = placement, orders, barriers
+        self._units, self._p, self._slices = schedule.num_units, placement.num_devices, schedule.slices
+        self._last = placement.devices[-1]
+        self._fused = {action for order in orders for action in order if action.kind is Kind.B}
+        self._trains = any(action.kind in BACKWARD for order in orders for action in order)
+        vocabulary = costs.vocabulary_costs(placement, barriers, self._slices)
+        seconds = {**costs.seconds(placement, self._slices), **vocabulary.seconds(self._p, self._slices)}
+        scale = _TICKS / (max(max(prices) for prices in seconds.values()) or 1.0)
+        self._ticks = {kind: [round(price * scale) for price in prices] for kind, prices in seconds.items()}
+        collectives = vocabulary.collective_seconds(self._slices)
+        self._collective_ticks = {kind: round(price * scale) for kind, price in collectives.items()}
+        self._link = lambda source, destination: round(costs.link_seconds(source, destination) * scale / self._slices)
+        self._lists: list[list[Action]] = [[] for _ in orders]
+        self._at = [0] * self._p
+        self._count = [Counter[Kind]() for _ in orders]
+        self._running: list[Action | None] = [None] * self._p
+        self._begun = 0
+        self._returned = 0
+        self._ends: dict[Action, int] = {}
+        self._brought: Counter[Collective] = Counter()
+        self._done: set[Collective] = set()
+        self._forming: list[list[int]] = [[] for _ in orders]
+        self._channel_free = 0
+        self._events: list[tuple[int, int, int, Collective | None]] = []
+        self._serial = 0
+
+    def lists(self) -> tuple[Order, ...]:
+        """Return the orders with all passes and posts.
+
+        Raises:
+            ScheduleError: an order waits for ever.
+        """
+        self._start_idle(0)
+        while self._events:
+            now = self._events[0][0]
+            while self._events and self._events[0][0] == now:
+                _, _, device, collective = heappop(self._events)
+                if collective is not None:
+                    self._arrive(collective, now)
+                elif device >= 0:
+                    self._end(device, now)
+            self._start_idle(now)
+        for device, order in enumerate(self._orders):
+            if self._at[device] < len(order):
+                action = order[self._at[device]]
+                raise ScheduleError(
+                    "unmet-need", "waits for ever; validate() shows why", at=(device, self._at[device], action)
+                )
+        return tuple(map(tuple, self._lists))
+
+    def _push(self, time: int, device: int = -1, collective: Collective | None = None) -> None:
+        self._serial += 1
+        heappush(self._events, (time, self._serial, device, collective))
+
+    def _start_idle(self, now: int) -> None:
+        """Start on idle devices what takes no time first: others may prefer what comes of it to what they would start
+        now.
+        """
+        chosen = {d: action for d in range(self._p) if self._running[d] is None and (action := self._choose(d, now))}
+        at_once = {device: action for device, action in chosen.items() if not self._ticks_of(action)}
+        for device, action in (at_once or chosen).items():
+            self._running[device] = action
+            if action.kind in VOCABULARY_COMPUTE:
+                self._count[device][action.kind] += 1
+            else:
+                self._at[device] += 1
+                self._begun += action.kind is Kind.F and action.stage == 0
+                self._returned += action.kind in (Kind.I, Kind.B) and action.stage == self._placement.num_stages - 1
+            self._push(now + self._ticks_of(action), device)
+
+    def _ticks_of(self, action: Action) -> int:
+        return self._ticks[action.kind][place(action, self._slices)]
+
+    def _end(self, device: int, now: int) -> None:
+        action = self._running[device]
+        assert action is not None
+        kind, stage, microbatch = action
+        self._running[device] = None
+        self._lists[device].append(action)
+        self._ends[action] = now
+        if kind is Kind.F and stage == self._placement.num_stages - 1:
+            self._post((Kind.BCAST_X, microbatch), now)
+        elif kind in BACKWARD and kind is not Kind.W and stage == 0:
+            self._post((Kind.BCAST_E, microbatch), now)
+        elif kind is Kind.LOSS and self._trains:
+            for unit in range(microbatch, microbatch - self._slices, -1):
+                self._post((Kind.BCAST_G, unit), now)
+        elif kind in _BRINGS and (kind is not Kind.T or self._barriers == 2):
+            self._bring((_BRINGS[kind], microbatch), now)
+        for waiting in self._forming[device]:
+            self._bring((Kind.REDUCE_X, waiting), now)
+        self._forming[device].clear()
+
+    def _bring(self, collective: Collective, now: int) -> None:
+        """Take note that one device has its part of what a collective sums or gathers."""
+        self._brought[collective] += 1
+        if self._brought[collective] == self._p:
+            self._post(collective, now)
+
+    def _post(self, collective: Collective, now: int) -> None:
+        """Post on all devices at this moment; a device that is busy gets it before what it is busy with."""
+        kind, microbatch = collective
+        for device, actions in enumerate(self._lists):
+            actions.append(Action(kind, device, microbatch))
+        self._channel_free = max(now, self._channel_free) + self._collective_ticks[kind]
+        self._push(self._channel_free, collective=collective)
+
+    def _arrive(self, collective: Collective, now: int) -> None:
+        self._done.add(collective)
+        kind, microbatch = collective
+        if kind is Kind.STATS and self._barriers == 1 and self._trains:
+            # A device forms its part between two actions, and must not wait for the statistics before one that has begun
+            # without them.
+            for device, running in enumerate(self._running):
+                if running is None:
+                    self._bring((Kind.REDUCE_X, microbatch), now)
+                else:
+                    self._forming[device].append(microbatch)
+
+    def _choose(self, device: int, now: int) -> Action | None:
+        """Return what an idle device runs now, if anything."""
+        ready = {kind: Action(kind, device, self._next(device, kind)) for kind in self._ready(device)}
+        waits = _URGENT if self._hurries(device) else _NOT_T
+        for kind in waits:
+            if kind in ready and (kind in _ALWAYS or self._is_due(ready[kind])):
+                return ready[kind]
+        following = self._following(device, now)
+        return following or next((ready[kind] for kind in _FILL if kind in ready), None)
+
+    def _hurries(self, device: int) -> bool:
+        """Return whether the next T of a device is urgent: the next S waits for it, or, with two barriers, the last stage's
+        next backward. After the loss of a microbatch all its slices are ready for T, and most of them have time.
+        """
+        count = self._count[device]
+        awaited = self._barriers == 2 and (self._slices == 1 or count[Kind.T] <= self._returned)
+        return awaited or (Kind.BCAST_X, count[Kind.S]) in self._done
+
+    def _next(self, device: int, kind: Kind) -> int:
+        """Return the microbatch, or slice of one, of the next pass of a kind on a device."""
+        count = self._count[device][kind]
+        if kind is Kind.LOSS:
+            return last_slice(count * self._slices, self._slices)
+        return mirrored(count, self._slices) if kind in (Kind.T, Kind.EMBED_B) else count
+
+    def _ready(self, device: int) -> Iterator[Kind]:
+        """Yield the passes whose next microbatch can run on a device."""
+        count, done = self._count[device], self._done
+        if count[Kind.EMBED_F] < min(self._units, self._begun + _AHEAD):
+            yield Kind.EMBED_F
+        final = self._next(device, Kind.LOSS)
+        if device == self._last and all((Kind.STATS, final - behind) in done for behind in range(self._slices)):
+            yield Kind.LOSS
+        # The softmax of one microbatch alive at a time.
+        if (Kind.BCAST_X, count[Kind.S]) in done and (not self._trains or count[Kind.S] < count[Kind.T] + self._slices):
+            yield Kind.S
+        if (Kind.BCAST_G, self._next(device, Kind.T)) in done:
+            yield Kind.T
+        if (Kind.BCAST_E, self._next(device, Kind.EMBED_B)) in done:
+            yield Kind.EMBED_B
+
+    def _is_due(self, action: Action) -> bool:
+        """Return whether an embedding's pass goes before the device's own order."""
+        if action.kind is Kind.EMBED_F:
+            return action.microbatch <= self._begun
+        after = mirrored(action.microbatch, self._slices) + _AHEAD - 1
+        return (Kind.BCAST_E, mirrored(after, self._slices)) in self._done
+
+    def _following(self, device: int, now: int) -> Action | None:
+        """Return the next action of the device's own order, if it can start; else the device is woken when it can."""
+        order = self._orders[device]
+        if self._at[device] == len(order):
+            return None
+        action = order[self._at[device]]
+        earliest = now
+        for needed in dependencies(action, self._placement, self._fused, self._slices, self._barriers):
+            if needed.kind in COLLECTIVES:
+                if (needed.kind, needed.microbatch) not in self._done:
+                    return None
+                continue
+            if needed not in self._ends:
+                return None
+            source = device if needed.kind in VOCABULARY_COMPUTE else self._placement.devices[needed.stage]
+            earliest = max(earliest, self._ends[needed] + (self._link(source, device) if source != device else 0))
+        if earliest == now:
+            return action
+        self._push(earliest)
+        return None
+
+
+_BRINGS = {Kind.EMBED_F: Kind.REDUCE_E, Kind.S: Kind.STATS, Kind.T: Kind.REDUCE_X}
+_URGENT = (Kind.LOSS, Kind.S, Kind.T, Kind.EMBED_F, Kind.EMBED_B)
+_NOT_T = (Kind.LOSS, Kind.S, Kind.EMBED_F, Kind.EMBED_B)
+_ALWAYS = frozenset((Kind.LOSS, Kind.S, Kind.T))
+_FILL = (Kind.T, Kind.EMBED_B, Kind.EMBED_F)
+
+
+def with_barriers(schedule: Schedule, barriers: int, costs: Costs | None = None) -> Schedule:
+    """Return the schedule with so many barriers, as it is where it has them already or none are asked for.
+
+    Args:
+        schedule: as ``with_vocabulary`` takes it, or with that many barriers.
+        barriers: 0, 1 or 2.
+        costs: what to fit the order to.
+
+    Raises:
+        PipememError: as ``with_vocabulary``.
+    """
+    if not barriers or schedule.vocabulary_barriers == barriers:
+        return schedule
+    return with_vocabulary(schedule, barriers, costs)
+
+
+def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = None) -> Schedule:
+    """Return the schedule with head and embedding cut over all devices.
+
+    In flight come ``barriers`` microbatches more, or slices of them: on 1F1B device r holds ``p - r + barriers``.
+
+    Args:
+        schedule: valid, of one pipeline and one model copy, without vocabulary passes; forwards alone are taken too.
+        barriers: 1 (Algorithm 2 of the paper) or 2 (Algorithm 1), see ``Schedule.vocabulary_barriers``.
+        costs: what to fit the order to.
+
+    Raises:
+        UnsupportedError: the schedule is not of that sort.
+        ScheduleError: the schedule waits for ever.
+    """
+    if barriers not in BARRIERS:
+        raise UnsupportedError("bad-choice", f"vocabulary parallelism has 1 or 2 barriers, not {barriers!r}")
+    if schedule.vocabulary_barriers:
+        raise UnsupportedError(
+            "conflicting-features", f"schedule {schedule.name!r} has vocabulary passes already; take the one without"
+        )
+    if schedule.updates is not None:
+        raise UnsupportedError(
+            "conflicting-features",
+            f"schedule {schedule.name!r} changes weights within the step, which does not go with vocabulary passes; take a "
+            "synchronous schedule, or leave the vocabulary whole",
+        )
+    if schedule.offloads or schedule.recomputed:
+        raise UnsupportedError(
+            "conflicting-features",
+            f"schedule {schedule.name!r} moves or recomputes activations, which is not planned together with vocabulary "
+            "passes; take one that does neither",
+        )
+    check_placement(schedule.placement)
+    costs = costs or Costs()
+    orders = _put_off(schedule, barriers, costs)
+    return replace(schedule, orders=PassRun(schedule, orders, barriers, costs).lists(), vocabulary_barriers=barriers)
+
+
+def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ...]:
+    """Return the orders with every backward ``barriers`` intervals later. Whatever came after something it needs still
+    does.
+    """
+    timeline = simulate(schedule, _without_zeros(costs, schedule.placement, schedule.slices))
+    later = barriers * timeline.ideal / schedule.num_units
+    # Rounded, so that what differs by rounding only is a tie, in which backwards go first: they give memory back.
+    unit = timeline.makespan * 1e-9
+    orders = []
+    for order, spans in zip(schedule.orders, timeline.spans, strict=True):
+        keyed = [
+            (round((start + later * (action.kind in BACKWARD)) / unit), action.kind not in BACKWARD, position)
+            for position, (action, (start, _)) in enumerate(zip(order, spans, strict=True))
+        ]
+        orders.append(tuple(order[position] for _, _, position in sorted(keyed)))
+    return tuple(orders)
+
+
+def _without_zeros(costs: Costs, placement: Placement, slices: int) -> Costs:
+    """Let what takes no time take a little, so that start times tell the order of everything."""
+    seconds = costs.seconds(placement, slices)
+    longest = max(max(prices) for prices in seconds.values()) or 1.0
+    forward, inputs, weights = (
+        tuple(max(price, 1e-4 * longest) for price in seconds[kind]) for kind in (Kind.F, Kind.I, Kind.W)
+    )
+    return replace(costs, forward=forward, backward_input=inputs, backward_weight=weights)
+
+
+def families_with_passes(
+    num_devices: int, num_microbatches: int, costs: Costs, barriers: int, max_chunks: int | None = None
+) -> list[Schedule]:
+    """Return the schedules of all synchronous families that the costs are for, with their passes; see
+    ``synchronous_schedules``.
+
+    Args:
+        num_devices: pipeline ranks.
+        num_microbatches: of one step.
+        costs: what actions take, in seconds, and hold.
+        barriers: 1 or 2.
+        max_chunks: the most stages per device; ``None`` takes the families' own.
+    """
+    found = []
+    for schedule in synchronous_schedules(num_devices, num_microbatches, costs, max_chunks):
+        with suppress(CostsError):
+            found.append(with_vocabulary(schedule, barriers, costs))
+    return found

@@ -1,0 +1,94 @@
+"""Cut the input embedding: rows are looked up where they live and summed on the rank that needs them.
+
+Forward: ``partial = embedding.forward(tokens)`` on every rank, then ``collectives.reduce_sum`` to the rank of the first stage.
+Backward: ``collectives.broadcast`` of the output's gradient from there, then ``embedding.weight_gradient(...)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_pipemem.errors import VocabularyError
+from megatron_pipemem.features.vocabulary.runtime.partition import WeightShard
+from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
+
+
+@dataclass(frozen=True)
+class VocabularyEmbedding:
+    """One rank's share of the input embedding."""
+
+    shard: WeightShard
+
+    @torch.no_grad()
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of this rank's tokens and zeros for all others: ``[...] -> [..., h]`` in the
+        parameter's dtype.
+
+        One rank contributes to every token, so the sum over the ranks is exact in any dtype.
+
+        Raises:
+            VocabularyError: for a token outside the vocabulary, if the tokens are on the CPU. On a GPU looking would stall
+                it; such a token is embedded as zeros, as Megatron's tensor-parallel embedding does.
+        """
+        vocab_size = self.shard.partition.vocab_size
+        if tokens.device.type == "cpu" and tokens.numel():
+            low, high = (int(end) for end in torch.aminmax(tokens))
+            if low < 0 or high >= vocab_size:
+                raise VocabularyError(
+                    "token-range",
+                    f"tokens from {low} to {high} in a vocabulary of {vocab_size}: check the tokenizer against the model",
+                )
+        if not self.shard.rows:
+            return self.shard.parameter.new_zeros(*tokens.shape, self.shard.parameter.size(1))
+        local, owned = self.shard.locate(tokens)
+        return torch.nn.functional.embedding(local, self.shard.weight).masked_fill_(~owned.unsqueeze(-1), 0)
+
+    def weight_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> EmbeddingWeightGradient:
+        """Return the weight gradient of one microbatch, to run now or later.
+
+        Args:
+            tokens: those of ``forward``.
+            output_gradient: gradient of the whole embedding's output, ``[..., h]``, the same on every rank.
+        """
+        if output_gradient.shape[:-1] != tokens.shape:
+            raise VocabularyError(
+                "wrong-shape",
+                f"gradient of shape {tuple(output_gradient.shape)} for tokens of shape {tuple(tokens.shape)}: "
+                "it needs the tokens' shape and the hidden size",
+            )
+        return EmbeddingWeightGradient(self.shard, tokens.detach(), output_gradient.detach())
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingWeightGradient(DeferredWeightGradient):
+    """Adds a microbatch's gradient to the rows of this rank's tokens, in the dtype that gradients accumulate in.
+
+    On a GPU the order of the sums of a token that occurs often varies, unless ``torch.use_deterministic_algorithms`` is on.
+
+    Args:
+        shard: rows of this rank.
+        tokens: of the microbatch, of any shape.
+        output_gradient: gradient of the embedding's output, the shape of the tokens and ``h``.
+    """
+
+    shard: WeightShard
+    tokens: torch.Tensor
+    output_gradient: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return what waits with it, for the activation ledger."""
+        return self.tokens, self.output_gradient
+
+    @torch.no_grad()
+    def run(self) -> None:
+        gradient = self.shard.gradient
+        if gradient is None or not self.shard.rows:
+            return
+        local, owned = self.shard.locate(self.tokens.reshape(-1))
+        # Foreign tokens add zeros. Spread over all rows, or every one of them would contend for the same.
+        rows = torch.where(owned, local, self.tokens.reshape(-1).remainder(len(self.shard.rows)))
+        values = self.output_gradient.reshape(-1, gradient.size(1)).to(gradient.dtype, copy=True)
+        gradient.index_add_(0, rows, values.masked_fill_(~owned.unsqueeze(-1), 0))

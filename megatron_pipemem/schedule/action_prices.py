@@ -1,0 +1,109 @@
+"""Say how many seconds every action and message of a schedule takes."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from megatron_pipemem.schedule.action import COLLECTIVES, Action, Kind, place
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.dependencies import Dependencies
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.vocabulary import EVERYWHERE
+from megatron_pipemem.schedule.walk import Graph
+
+
+class ActionPrices:
+    """Seconds of every action of a program.
+
+    Raises:
+        CostsError: the costs do not fit the placement, or their weights not the microbatches.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        placement, slices = schedule.placement, schedule.slices
+        self._costs, self._slices = costs, slices
+        self._weights = costs.microbatch
+        if self._weights is not None:
+            self._weights.check(schedule.num_microbatches)
+        self._seconds = costs.seconds(placement, slices)
+        if schedule.offloads:
+            self._seconds |= costs.transfer_seconds(placement, schedule.recomputed, slices)
+        self.sums = costs.replica_reduction_seconds(placement) if placement.replicas > 1 else ()
+        """Seconds of summing the gradients of every stage over the replicas of the model."""
+        self._collectives: dict[Kind, float] = {}
+        if schedule.vocabulary_barriers:
+            vocabulary = costs.vocabulary_costs(placement, schedule.vocabulary_barriers, slices)
+            self._seconds |= vocabulary.seconds(placement.num_devices, slices)
+            self._collectives = vocabulary.collective_seconds(slices)
+
+    def of(self, kind: Kind, stage: int, unit: int | None = None) -> float:
+        """Return the seconds of an action that is no message. Waits for transfers, and reductions of gradients, take no
+        time here.
+
+        Args:
+            kind: of the action.
+            stage: its stage, or the device of a pass of vocabulary parallelism.
+            unit: its microbatch, or the slice of one; ``None``: as priced, with weight 1, and of the first slice.
+        """
+        weights = self._weights
+        if weights is None or unit is None:
+            return self.priced(kind, stage, unit or 0)
+        if kind is Kind.B and kind not in weights.kinds:
+            return self.of(Kind.I, stage, unit) + self.of(Kind.W, stage, unit)
+        return self.priced(kind, stage, unit) * weights.seconds_of(kind)[unit // self._slices]
+
+    def priced(self, kind: Kind, stage: int, unit: int) -> float:
+        """Return the seconds of an action as if its microbatch had weight 1.
+
+        Args:
+            kind: of the action.
+            stage: as for ``of``.
+            unit: its microbatch, or the slice of one.
+        """
+        prices = self._seconds.get(kind)
+        if prices is None:
+            return self._collectives.get(kind, 0.0)
+        return prices[stage if self._slices == 1 else place(Action(kind, stage, unit), self._slices)]
+
+    def of_message(self, edge: tuple[int, int], unit: int | None = None) -> float:
+        """Return the seconds of a message from one device to another; ``unit`` as for ``of``."""
+        seconds = self._costs.link_seconds(*edge) / self._slices
+        if self._weights is None or unit is None:
+            return seconds
+        return seconds * self._weights.tokens[unit // self._slices]
+
+    def of_graph(self, found: Dependencies) -> tuple[Graph, list[float], list[float]]:
+        """Return the graph of a schedule, and the seconds and lags that ``Times`` takes for it.
+
+        Where microbatches are alike, a kind has one price per stage, or per stage and slice where those differ, and a
+        link one lag. Else every node has its own price, and a link has a lag per microbatch.
+        """
+        graph, links, actions, slices = found.graph, found.links, found.actions, self._slices
+        if self._weights is None:
+            units, prices = range(1), graph.prices
+            if self._slices_differ:
+                units = range(slices)
+                places = zip(prices, actions, strict=True)
+                prices = [-1 if at < 0 else at * slices + action.microbatch % slices for at, action in places]
+                graph = Graph(graph.lanes, graph.waits, prices, graph.lane_of)
+            seconds = [self._of_node(kind, stage, unit) for kind, stage in found.kinds for unit in units]
+            return graph, seconds, list(map(self.of_message, links))
+        units = range(len(self._weights) * slices)
+        own = (-1 if price < 0 else node for node, price in enumerate(graph.prices))
+        waits = [
+            [(needed, link * len(units) + actions[needed].microbatch) for needed, link in each] for each in graph.waits
+        ]
+        return (
+            Graph(graph.lanes, waits, list(own), graph.lane_of),
+            [self._of_node(*action) for action in actions],
+            [self.of_message(link, unit) for link in links for unit in units],
+        )
+
+    @cached_property
+    def _slices_differ(self) -> bool:
+        tables, slices = self._seconds.values(), self._slices
+        return slices > 1 and any(table[at] != table[at - at % slices] for table in tables for at in range(len(table)))
+
+    def _of_node(self, kind: Kind, stage: int, unit: int | None = None) -> float:
+        """Return the seconds of a node; of a collective the channel takes them, and not those who post it."""
+        return 0.0 if kind in COLLECTIVES and stage != EVERYWHERE else self.of(kind, stage, unit)

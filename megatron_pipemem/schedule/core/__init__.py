@@ -1,1 +1,0 @@
-"""Describe schedules as data: actions, placements, orders, costs, and what follows from them."""

@@ -1,0 +1,248 @@
+"""Say what every action of a schedule or a program waits for, and make the graph of that for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.schedule.action import COLLECTIVES, MEMORY, VOCABULARY, Action, Kind
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Order, Schedule
+from megatron_pipemem.schedule.vocabulary import EVERYWHERE, vocabulary_needs
+from megatron_pipemem.schedule.walk import NEVER, Graph, Wait, Walk, find_cycle, numbered
+
+
+def dependencies(
+    action: Action, placement: Placement, fused: Container[Action], slices: int = 1, vocabulary_barriers: int = 0
+) -> tuple[Action, ...]:
+    """Return the actions of a schedule's orders that must end before ``action`` starts.
+
+    What a backward needs besides, of a stage that is recomputed or offloaded, its own device has done before it anyway.
+
+    Sequence slices of one microbatch share the keys and values of attention: a slice runs forward after the slice before
+    it, and backward after the slice behind it, which adds to the gradients of its keys and values. They share a loss, too.
+
+    Args:
+        action: an action of an order.
+        placement: supplies the neighbours of the stage.
+        fused: every B of the schedule; a stage's gradient comes from its neighbour's I or from its B.
+        slices: sequence slices of a microbatch.
+        vocabulary_barriers: as ``Schedule`` has it.
+    """
+    kind, stage, microbatch = action
+    if vocabulary_barriers:
+        is_full = Action(Kind.B, 0, microbatch) in fused
+        further = vocabulary_needs(action, placement, vocabulary_barriers, is_full, slices)
+        if kind in VOCABULARY:
+            return further
+        return (*dependencies(action, placement, fused, slices), *further)
+    neighbours = {-1: placement.previous_stage, 0: lambda stage: stage, 1: placement.next_stage}
+    needed = []
+    for need in kind.spec.needs:
+        place, unit = neighbours[need.stage](stage), microbatch + need.slice
+        if place is None or unit // slices != microbatch // slices:
+            continue
+        full = Action(Kind.B, place, unit)
+        of_others = need.kind == Kind.I and (need.stage, need.slice) != (0, 0)
+        needed.append(full if of_others and full in fused else Action(Kind(need.kind), place, unit))
+    return tuple(needed)
+
+
+class _Need(NamedTuple):
+    """Say what all actions of a kind on a stage wait for: for example the forwards of the stage before.
+
+    Args:
+        action: what the first of them waits for.
+        nodes: by microbatch, what may be waited for.
+        shift: how many microbatches after the one that waits.
+        link: number of the link over which the result comes.
+        is_local: whether it is on the same device.
+    """
+
+    action: Action
+    nodes: dict[int, int]
+    shift: int
+    link: int
+    is_local: bool
+
+
+class Dependencies:
+    """The graph of the actions of all devices. They are its nodes, device by device; behind them stand the collectives.
+
+    A device is a lane, and so is the channel that serves the collectives in the order in which they are posted. Whoever waits
+    for a collective waits for its node, which waits for the posts of all devices. Of what an action waits for on its own
+    device, the graph has only what does not come before it.
+
+    Args:
+        orders: of all devices. They may be wrong: what is missing is waited for for ever.
+        placement: tells which device has a stage.
+        needs: what an action waits for. It is asked once per kind, stage and slice, since microbatches are alike.
+        slices: sequence slices of a microbatch.
+        already: actions that have run before.
+
+    Attributes:
+        num_devices: how many devices there are.
+        actions: the action of every node. A collective has ``EVERYWHERE`` for its stage.
+        kinds: kind and stage of all that has one price in the graph; actions on memory have the price -1.
+        links: source and destination of every link; the first leads nowhere.
+        lanes: the nodes of every device, and of the channel of the collectives, if there are any.
+        impossible: the nodes that wait for what is missing, or comes later on their own device.
+        graph: who waits for whom.
+    """
+
+    def __init__(
+        self,
+        orders: Sequence[Order],
+        placement: Placement,
+        needs: Callable[[Action], Iterable[Action]],
+        slices: int = 1,
+        already: Container[Action] = (),
+    ) -> None:
+        self._orders, self._placement, self._needs = orders, placement, needs
+        self._slices, self._already = slices, already
+        self.num_devices = len(orders)
+        self.actions = [action for order in orders for action in order]
+        self._num_ordered = len(self.actions)
+        self._nodes: dict[tuple[Kind, int], dict[int, int]] = {}
+        for node, (kind, stage, microbatch) in enumerate(self.actions):
+            self._nodes.setdefault((kind, stage), {})[microbatch or 0] = node
+        self.lanes = self._numbered()
+        self.kinds, self.links = list(self._nodes), [(0, 0)]
+        self.impossible: list[int] = []
+        self._rules: dict[tuple[Kind, int, int], tuple[int, list[_Need]]] = {}
+        self.graph = Graph(self.lanes, *self._edges())
+
+    @classmethod
+    def of_schedule(cls, schedule: Schedule, already: Container[Action] = ()) -> Dependencies:
+        """Return the dependencies of a schedule's orders; ``already`` has run before them."""
+        placement, slices, barriers = schedule.placement, schedule.slices, schedule.vocabulary_barriers
+
+        def needs(action: Action) -> tuple[Action, ...]:
+            return dependencies(action, placement, (), slices, barriers)
+
+        return cls(schedule.orders, placement, needs, slices, already)
+
+    def _numbered(self) -> list[range]:
+        """Return the nodes of every device, and of the channel of the collectives, if there are any."""
+        lanes, first = numbered(self._orders), len(self.actions)
+        for kind, _, microbatch in [action for action in self.actions if action.kind in COLLECTIVES]:
+            nodes = self._nodes.setdefault((kind, EVERYWHERE), {})
+            if microbatch not in nodes:
+                nodes[microbatch] = len(self.actions)
+                self.actions.append(Action(kind, EVERYWHERE, microbatch))
+        return [*lanes, range(first, len(self.actions))] if len(self.actions) > first else lanes
+
+    def _edges(self) -> tuple[list[list[tuple[int, int]]], list[int]]:
+        """Return what every node waits for, and its price."""
+        rules, slices = self._rules, self._slices
+        waits: list[list[tuple[int, int]]] = []
+        prices: list[int] = []
+        for lane, nodes in enumerate(self.lanes):
+            for node in nodes:
+                action = self.actions[node]
+                kind, stage, microbatch = action
+                microbatch = microbatch or 0
+                key = (kind, stage, microbatch % slices)
+                if key not in rules:
+                    rules[key] = self._rule(action, lane)
+                price, needs = rules[key]
+                waiting = []
+                for sample, numbers, shift, link, is_local in needs:
+                    needed = numbers.get(microbatch + shift, NEVER)
+                    if is_local or needed == NEVER:
+                        if NEVER < needed < node or _moved(sample, microbatch + shift) in self._already:
+                            continue
+                        self.impossible.append(node)
+                    waiting.append((needed, link))
+                waits.append(waiting)
+                prices.append(price)
+        return waits, prices
+
+    def _rule(self, action: Action, lane: int) -> tuple[int, list[_Need]]:
+        """Return the price of all actions that are like this one, and what they wait for."""
+        microbatch = action.microbatch or 0
+        if action.stage == EVERYWHERE:
+            wanted = [action._replace(stage=device) for device in range(len(self._orders))]
+        else:
+            wanted = list(self._needs(action))
+            # What a device waits for, it has posted before.
+            wanted += [needed._replace(stage=lane) for needed in wanted if needed.stage == EVERYWHERE]
+        needs = []
+        for needed in wanted:
+            nodes = self._nodes.get(needed[:2], {})
+            if needed.kind is Kind.I and action.kind is not Kind.W:  # the gradient comes from an I or from a B
+                nodes = nodes | self._nodes.get((Kind.B, needed.stage), {})
+            source = needed.stage if needed.kind in VOCABULARY else self._placement.devices[needed.stage]
+            link = (0, 0) if EVERYWHERE in (source, action.stage) or source == lane else (source, lane)
+            if link not in self.links:
+                self.links.append(link)
+            shift = (needed.microbatch or 0) - microbatch
+            needs.append(_Need(needed, nodes, shift, self.links.index(link), source == lane))
+        return -1 if action.kind in MEMORY else self.kinds.index(action[:2]), needs
+
+    @cached_property
+    def walk(self) -> Walk:
+        """Return how far all devices come."""
+        return self.graph.walk()
+
+    def needed_by(self, node: int) -> Iterator[Action]:
+        """Return what the action of a node waits for, by name, also on its own device and where it is missing."""
+        microbatch = self.actions[node].microbatch or 0
+        for need in self._rules[(*self.actions[node][:2], microbatch % self._slices)][1]:
+            found = need.nodes.get(microbatch + need.shift)
+            action = _moved(need.action, microbatch + need.shift) if found is None else self.actions[found]
+            if action.stage == EVERYWHERE:
+                yield from (action._replace(stage=device) for device in range(len(self._orders)))
+            else:
+                yield action
+
+    def cycle(self) -> tuple[Wait, ...]:
+        """Return the devices that wait for one another for ever; nothing when all come to their ends, or something is
+        missing.
+        """
+
+        def awaited(device: int) -> tuple[int, int] | None:
+            needed = self._awaited(self.lanes[device][self.walk.reached[device]])
+            if needed is None:
+                return None
+            lane = self.graph.lane_of[needed]
+            return lane, needed - self.lanes[lane].start
+
+        return find_cycle(self._orders, self.walk.reached, awaited)
+
+    def _awaited(self, node: int) -> int | None:
+        """Return the first action of a device that a node waits for and that does not run."""
+        needed = next(needed for needed, _ in self.graph.waits[node] if needed == NEVER or not self._runs(needed))
+        if needed < self._num_ordered:
+            return None if needed == NEVER else needed
+        # The channel may stand still at a collective before it.
+        return self._awaited(self.lanes[-1][self.walk.reached[-1]])
+
+    def stuck(self) -> ScheduleError | None:
+        """Return what waits for ever, and for what; nothing when all devices come to their ends."""
+        for device, (order, reached) in enumerate(zip(self._orders, self.walk.reached, strict=False)):
+            if reached < len(order):
+                unmet = [
+                    str(needed) for needed in self.needed_by(self.lanes[device][reached]) if not self._has_run(needed)
+                ]
+                return ScheduleError(
+                    "unmet-need",
+                    f"waits for ever for {', '.join(unmet)}; validate() shows why",
+                    at=(device, reached, order[reached]),
+                    cycle=self.cycle(),
+                )
+        return None
+
+    def _has_run(self, action: Action) -> bool:
+        node = self._nodes.get(action[:2], {}).get(action.microbatch or 0)
+        return action in self._already if node is None else self._runs(node)
+
+    def _runs(self, node: int) -> bool:
+        lane = self.graph.lane_of[node]
+        return node - self.lanes[lane].start < self.walk.reached[lane]
+
+
+def _moved(action: Action, microbatch: int) -> Action:
+    return action if action.microbatch is None else action._replace(microbatch=microbatch)

@@ -1,0 +1,149 @@
+"""Read memory caps as users write them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.brief import LARGEST
+
+_FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_DECIMAL = re.compile(r"([0-9.]+)\s*([KMGT])B?", re.IGNORECASE)
+_BYTES = re.compile(r"([0-9.]+(?:e[0-9]+)?)\s*(?:([KMGT])i)?B", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class MemoryCap:
+    """The most activations a rank may hold.
+
+    Args:
+        amount: bytes, as the activation ledger counts them, or activation units (1.0 is what 1F1B's first rank holds): one
+            number for all ranks, or one per pipeline rank.
+        in_bytes: which of the two.
+    """
+
+    amount: float | tuple[float, ...]
+    in_bytes: bool
+
+    def __str__(self) -> str:
+        if self.in_bytes:
+            return ", ".join(map(format_bytes, self.amounts))
+        return f"{', '.join(f'{amount:.4g}' for amount in self.amounts)} activation units"
+
+    @property
+    def amounts(self) -> tuple[float, ...]:
+        """Return the amounts as they were given: one for all ranks, or one per rank."""
+        return self.amount if isinstance(self.amount, tuple) else (self.amount,)
+
+    def of(self, num_devices: int) -> tuple[float, ...]:
+        """Return the amount of every device.
+
+        Raises:
+            UnsupportedError: see ``per_device``.
+        """
+        return per_device(self.amount, num_devices)
+
+
+def per_device(limit: float | Sequence[float], num_devices: int, what: str = "memory caps") -> tuple[float, ...]:
+    """A limit of every device, where one number is that of all.
+
+    Args:
+        limit: one number, or one per device.
+        num_devices: pipeline ranks.
+        what: they are, for the message.
+
+    Raises:
+        UnsupportedError: there are not as many as devices, or some are no finite numbers of at least 0.
+    """
+    # No Sequence is asked for: arrays and tensors come too.
+    limits = tuple(map(float, limit)) if isinstance(limit, Iterable) else (float(limit),) * num_devices
+    if len(limits) != num_devices:
+        raise UnsupportedError(
+            "wrong-count", f"{len(limits)} {what} for {num_devices} devices; give one number, or one per device"
+        )
+    if not all(0 <= each < math.inf for each in limits):
+        raise UnsupportedError("bad-number", f"{what} must be numbers of at least 0, not {limit!r}")
+    return limits
+
+
+def parse_caps(value: float | str) -> MemoryCap:
+    """Read one cap as ``parse_cap`` does, or one per pipeline rank: ``0.5,0.6,0.6,0.7`` or ``6GiB,8GiB``.
+
+    Raises:
+        UnsupportedError: it is neither, or units and bytes are mixed.
+    """
+    caps = [parse_cap(part) for part in str(value).split(",")]
+    if len(caps) == 1:
+        return caps[0]
+    if len({cap.in_bytes for cap in caps}) > 1:
+        raise UnsupportedError(
+            "unit-mismatch", f"memory caps {value!r}: give all of them in activation units or all of them in bytes"
+        )
+    return MemoryCap(tuple(amount for cap in caps for amount in cap.amounts), caps[0].in_bytes)
+
+
+def parse_cap(value: float | str) -> MemoryCap:
+    """Read ``0.6`` (activation units) or ``6GiB``, ``800MiB``, ``64KiB``, ``123456B`` (bytes of activations per rank).
+
+    Raises:
+        UnsupportedError: it is neither.
+    """
+    text = str(value).strip()
+    if (number := _bytes(text)) is not None:
+        return MemoryCap(number, True)
+    try:
+        amount = float(text)
+    except ValueError:
+        amount = math.nan
+    if not 0 < amount <= LARGEST:
+        raise UnsupportedError(
+            "bad-number",
+            f"memory cap {text!r} is no positive number of activation units (1.0 is what 1F1B's first rank holds) and no "
+            f"number of bytes per rank; write 0.6, 6GiB, 800MiB or 123456B{_binary(text)}",
+        )
+    return MemoryCap(amount, False)
+
+
+def parse_bytes(flag: str, value: str) -> float:
+    """Read ``60GiB`` and the like, after a flag that takes nothing else.
+
+    Raises:
+        UnsupportedError: it is no positive number of bytes.
+    """
+    number = _bytes(value.strip())
+    if number is None:
+        raise UnsupportedError(
+            "bad-number", f"{flag} {value!r}: give a number of bytes, as in 60GiB or 800MiB{_binary(value)}"
+        )
+    return number
+
+
+def _bytes(text: str) -> float | None:
+    match = _BYTES.fullmatch(text)
+    try:
+        amount = float(match[1]) * _FACTORS[(match[2] or "").upper()] if match else 0.0
+    except ValueError:
+        return None
+    return amount if 0 < amount <= LARGEST else None
+
+
+def _binary(text: str) -> str:
+    """Return a hint for units of 10^3, which nobody here reads: they are often meant as those of 2^10."""
+    match = _DECIMAL.fullmatch(text.strip())
+    return f"; for {text.strip()} take {match[1]}{match[2].upper()}iB, if that was meant" if match else ""
+
+
+def loosened(limit: float) -> float:
+    """Return a limit with what floats may be off by: peaks are sums of shares, and a cap of 2/3 means 4 of 6 stages."""
+    return limit * (1 + 1e-9)
+
+
+def format_bytes(count: float) -> str:
+    """Write bytes as ``parse_cap`` reads them, never less than ``count``."""
+    for letter in "TGM":
+        if count >= _FACTORS[letter]:
+            return f"{math.ceil(count / _FACTORS[letter] * 100) / 100:.2f}{letter}iB"
+    return f"{math.ceil(count)}B"

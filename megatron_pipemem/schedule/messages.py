@@ -1,0 +1,324 @@
+"""Say which message carries the result of every compute action, and prove the rules of messages, of gradient reductions, of
+recomputation and of activations that are away."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.schedule.action import (
+    COMPLETING,
+    MESSAGES,
+    ORDERED,
+    RECEIVES,
+    RECOMPUTE,
+    ROUND_TRIP,
+    WHOLE_STAGE,
+    Action,
+    Kind,
+)
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Program, Schedule
+
+Edge = tuple[int, int]
+
+
+class Message(NamedTuple):
+    """One tensor on its way between two devices, with the action that posts it at either end."""
+
+    edge: Edge
+    send: Action
+    receive: Action
+
+
+class Router:
+    """Say which message a compute action emits and which one it waits for, under one placement."""
+
+    def __init__(self, placement: Placement):
+        devices = placement.devices
+        self._emits: dict[tuple[Kind, int], tuple[Edge, Kind, int, Kind, int]] = {}
+        self._awaits: dict[tuple[Kind, int], Kind] = {}
+        for stage, device in enumerate(devices):
+            after = placement.next_stage(stage)
+            if after is None or devices[after] == device:
+                continue
+            activations = ((device, devices[after]), Kind.SEND_F, stage, Kind.RECV_F, after)
+            gradients = ((devices[after], device), Kind.SEND_I, after, Kind.RECV_I, stage)
+            self._emits |= {
+                (Kind.F, stage): activations,
+                (Kind.I, after): gradients,
+                (Kind.B, after): gradients,
+            }
+            self._awaits |= {
+                (Kind.F, after): Kind.RECV_F,
+                (Kind.I, stage): Kind.RECV_I,
+                (Kind.B, stage): Kind.RECV_I,
+            }
+
+    @property
+    def edges(self) -> set[Edge]:
+        """All directed edges that messages use."""
+        return {edge for edge, *_ in self._emits.values()}
+
+    def emits(self, action: Action) -> bool:
+        """Return whether a message follows the action."""
+        return action[:2] in self._emits
+
+    def emitted(self, action: Action) -> Message | None:
+        """Return the message that carries the result of a compute action; ``None`` when the result stays on the device."""
+        kind, stage, microbatch = action
+        route = self._emits.get((kind, stage))
+        if route is None:
+            return None
+        edge, send, source, receive, destination = route
+        return Message(edge, Action(send, source, microbatch), Action(receive, destination, microbatch))
+
+    def awaited(self, action: Action) -> Action | None:
+        """Return the receive that a compute action needs; ``None`` when its input is on the device already."""
+        kind, stage, microbatch = action
+        receive = self._awaits.get((kind, stage))
+        return None if receive is None else Action(receive, stage, microbatch)
+
+
+Places = dict[Action, tuple[int, int]]
+"""Device and position of every action."""
+
+
+def check_compute_actions(program: Program) -> None:
+    """Check that a program without its messages and gradient reductions is the orders of its schedule."""
+    orders = program.schedule.orders
+    if len(program.actions) != len(orders):
+        raise ScheduleError(
+            "stale-program",
+            f"the program has actions for {len(program.actions)} devices but its schedule has {len(orders)}; "
+            "lower the schedule again",
+        )
+    for device, (order, actions) in enumerate(zip(orders, program.actions, strict=True)):
+        computed = [(position, action) for position, action in enumerate(actions) if action.kind in ORDERED]
+        for wanted, found in zip_longest(order, computed):
+            position, action = found or (len(actions), wanted)
+            if action != wanted or found is None:
+                raise ScheduleError(
+                    "stale-program",
+                    f"the schedule has {wanted or 'nothing more'} here and the program "
+                    f"{found[1] if found else 'nothing more'}; lower the schedule again",
+                    at=(device, position, action),
+                )
+
+
+def check_posts(places: Places, messages: Mapping[Action, Message], receives: Mapping[Action, Action]) -> None:
+    """Check that every message is sent after its producer and received before its consumer, on their devices, and that
+    none is idle.
+
+    Args:
+        places: where every action stands.
+        messages: message of every producer.
+        receives: receive of every consumer.
+    """
+    for producer, message in messages.items():
+        _check_post(message.send, producer, places, after=True)
+    for consumer, receive in receives.items():
+        _check_post(receive, consumer, places, after=False)
+    known = {message.send for message in messages.values()} | set(receives.values())
+    for action, (device, position) in places.items():
+        if action.kind in MESSAGES and action not in known:
+            use = "needs it" if action.kind in RECEIVES else "produces it for another device"
+            raise ScheduleError("useless-action", f"no action here {use}; remove it", at=(device, position, action))
+
+
+def _check_post(post: Action, compute: Action, places: Places, *, after: bool) -> None:
+    device, position = places[compute]
+    side = "after" if after else "before"
+    purpose = "its result does not reach the next device" if after else "its input does not reach this device"
+    if post not in places:
+        raise ScheduleError(
+            "missing-action", f"{purpose} without {post}; add {post} {side} it", at=(device, position, compute)
+        )
+    post_device, post_position = places[post]
+    if post_device != device:
+        code, problem = (
+            "misplaced-action",
+            f"belongs to {compute}, which device {device} runs at position {position}; move it there",
+        )
+    elif (post_position > position) is not after:
+        code, problem = "wrong-order", f"must come {side} {compute} at position {position}; move it"
+    else:
+        return
+    raise ScheduleError(code, problem, at=(post_device, post_position, post))
+
+
+def check_edges(places: Places, messages: Iterable[Message]) -> None:
+    """Check that both ends of every directed edge post the same messages in the same order."""
+    edges: dict[Edge, list[Message]] = {}
+    for message in messages:
+        edges.setdefault(message.edge, []).append(message)
+    for (source, destination), crossing in edges.items():
+        sent = sorted((places[message.send][1], message) for message in crossing)
+        received = sorted((places[message.receive][1], message) for message in crossing)
+        for (position, message), (other_position, other) in zip(sent, received, strict=True):
+            if message != other:
+                raise ScheduleError(
+                    "message-order",
+                    f"device {source} sends {message.send} at position {position} when device {destination} receives "
+                    f"{other.receive} at position {other_position}; messages from device {source} to device "
+                    f"{destination} arrive in sending order, so receive {message.receive} first",
+                    at=(destination, other_position, other.receive),
+                )
+
+
+_LAST_GRADIENT = "the last weight gradient of the stage"
+
+
+def check_reductions(program: Program, places: Mapping[Action, tuple[int, int]]) -> None:
+    """Check that every stage that has gradients reduces them once, after the last of them; if it has replicas, in all
+    of them, and after a sum that comes after the last of all.
+    """
+    placement = program.placement
+    last = {
+        action.stage: (device, position, action)
+        for device, actions in enumerate(program.actions)
+        for position, action in enumerate(actions)
+        if action.kind in COMPLETING
+    }
+    trained = {replica for stage in last for replica in placement.counterparts(stage)}
+    for stage in sorted(trained):
+        reduction, total = Action(Kind.REDUCE_GRAD, stage), Action(Kind.REDUCE_REPLICAS, stage)
+        if placement.replicas == 1:
+            _check_after(reduction, *last[stage], _LAST_GRADIENT, places)
+            continue
+        if stage in last:
+            _check_after(total, *last[stage], _LAST_GRADIENT, places)
+        else:
+            _check_there(total, program, places)
+        _check_there(reduction, program, places)
+        _check_after(reduction, *places[total], total, "the sum over its copies", places)
+    for action, (device, position) in places.items():
+        if action.kind in WHOLE_STAGE and (
+            action.stage not in trained or action.kind is Kind.REDUCE_REPLICAS and placement.replicas == 1
+        ):
+            what = "copies to sum" if action.stage in trained else "weight gradients to reduce"
+            raise ScheduleError(
+                "useless-action", f"stage {action.stage} has no {what}; remove it", at=(device, position, action)
+            )
+
+
+def _check_there(action: Action, program: Program, places: Mapping[Action, tuple[int, int]]) -> None:
+    """Check that it exists, on its stage's device, whether or not that has gradients of its own for the stage."""
+    home = program.placement.devices[action.stage]
+    if action not in places:
+        raise ScheduleError(
+            "missing-action",
+            f"is missing, and {_others(action, program)} of its copies waits for it; add it",
+            at=(home, len(program.actions[home]), action),
+        )
+    device, position = places[action]
+    if device != home:
+        raise ScheduleError(
+            "misplaced-action",
+            f"has no stage {action.stage} to add to {_others(action, program)}, device {home} has; move it there",
+            at=(device, position, action),
+        )
+
+
+def _others(action: Action, program: Program) -> str:
+    replicas = program.placement.counterparts(action.stage)
+    return ", ".join(str(action._replace(stage=stage)) for stage in replicas if stage != action.stage)
+
+
+def _check_after(
+    action: Action, device: int, position: int, before: Action, what: str, places: Mapping[Action, tuple[int, int]]
+) -> None:
+    """Check that it exists, on that device, behind that position."""
+    if action not in places:
+        raise ScheduleError(
+            "missing-action",
+            f"completes the gradients of its stage, but {action} is missing; add it after {before}",
+            at=(device, position, before),
+        )
+    found, at = places[action]
+    if found != device or at < position:
+        raise ScheduleError(
+            "wrong-order",
+            f"must come after {before} at position {position} of device {device}, {what}; move it there",
+            at=(found, at, action),
+        )
+
+
+def check_sums(program: Program, places: Mapping[Action, tuple[int, int]]) -> Mapping[Action, Sequence[Action]]:
+    """Check that devices that hold replicas of the same stages post their sums in the same order: they share one
+    channel.
+
+    Returns:
+        For every reduction, the sums that must have been posted before it can go on.
+    """
+    placement = program.placement
+    posted: dict[tuple[int, ...], dict[int, dict[int, tuple[int, Action]]]] = {}
+    needs = {}
+    # A device that holds several replicas of a stage sums when it has posted the last of them.
+    sums = ((*place, action) for action, place in places.items() if action.kind is Kind.REDUCE_REPLICAS)
+    for device, position, action in sorted(sums):
+        replicas = placement.counterparts(action.stage)
+        needs[Action(Kind.REDUCE_GRAD, action.stage)] = [Action(Kind.REDUCE_REPLICAS, replica) for replica in replicas]
+        channel = placement.holders(action.stage)
+        posted.setdefault(channel, {}).setdefault(device, {})[replicas[0]] = (position, action)
+    for queues in posted.values():
+        (first, own), *others = ((device, sorted(queue.values())) for device, queue in sorted(queues.items()))
+        for device, theirs in others:
+            for (position, action), (other_position, other) in zip(own, theirs, strict=True):
+                if other.stage not in placement.counterparts(action.stage):
+                    raise ScheduleError(
+                        "collective-order",
+                        f"meets {action}, which device {first} posts at position {position}; sums over the same devices "
+                        "are posted in one order everywhere, so move it",
+                        at=(device, other_position, other),
+                    )
+    return needs
+
+
+def prepared_needs(schedule: Schedule, action: Action, actions: Container[Action]) -> Iterator[Action]:
+    """Yield the actions that prepare an action: for a backward, those that run its forward again or bring it back.
+
+    Args:
+        schedule: supplies the stages whose actions are prepared.
+        action: any action of the schedule.
+        actions: all that the schedule runs.
+    """
+    for kind in schedule.prepared.get(action.stage, ()):
+        if action.kind in kind.spec.prepares:
+            yield action._replace(kind=kind)
+    last = ROUND_TRIP[-1]
+    if action.kind in last.spec.prepares and any(action._replace(kind=kind) in actions for kind in ROUND_TRIP):
+        yield action._replace(kind=last)
+
+
+def check_memory_actions(schedule: Schedule, places: Mapping[Action, tuple[int, int]]) -> None:
+    """Check that all that is prepared is used, and that every action on memory is part of a whole round trip of a
+    microbatch that is not recomputed as a whole.
+
+    Args:
+        schedule: its local order and the needs of its backwards have been checked.
+        places: device and position of every action.
+
+    Raises:
+        ScheduleError: a round trip is cut short, nobody uses what it brings, or it moves what is not kept.
+    """
+    for action, (device, position) in places.items():
+        again = schedule.recomputed.get(action.stage)
+        if action.kind in RECOMPUTE and action.kind is not again:
+            code, problem = "duplicate-action", f"stage {action.stage} has {again} as well; remove one or the other"
+        elif action.kind is Kind.OFFLOAD and again is Kind.R:
+            code = "useless-action"
+            problem = f"stage {action.stage} is recomputed and keeps nothing to move; remove this round trip, or its R"
+        elif (users := (Kind.I, Kind.B) if action.kind is Kind.OFFLOAD else action.kind.spec.prepares) and not any(
+            action._replace(kind=Kind(user)) in places for user in users
+        ):
+            code = "useless-action"
+            problem = f"no {' or '.join(users)} uses what it prepares; remove it, or add one"
+        elif (name := action.kind.spec.followed_by) and action._replace(kind=Kind(name)) not in places:
+            code = "missing-action"
+            problem = f"has no {action._replace(kind=Kind(name))} after it, which completes it; add it"
+        else:
+            continue
+        raise ScheduleError(code, problem, at=(device, position, action))

@@ -1,0 +1,216 @@
+"""Cut microbatches into sequence slices, and price these where attention is causal.
+
+A slice attends to all tokens before it: of equal slices, later ones take longer (arXiv 2406.03488, section 3.3; arXiv
+2504.14519). Its keys and values wait for the backward of the slices behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Literal, get_args
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.action import WHOLE_STAGE, Kind
+from megatron_pipemem.schedule.brief import shortened
+from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.prices import number
+from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
+
+SliceCut = Literal["tokens", "flops"]
+TOKENS, FLOPS = SLICE_CUTS = get_args(SliceCut)
+"""How a sequence is cut: into slices of equally many tokens, or of equal time of F."""
+
+
+def slice_tokens(
+    tokens: int, slices: int, cut: str = TOKENS, attention: float = 0.0, multiple: int = 1
+) -> tuple[int, ...]:
+    """Return how many tokens every slice of a sequence has.
+
+    Args:
+        tokens: of the sequence.
+        slices: into how many it is cut.
+        cut: ``tokens``: all have as many; ``flops``: F takes as long for all, as nearly as whole multiples allow. A part
+            ``x`` of the sequence from its beginning then takes ``(1 - attention) x + attention x^2`` of F's seconds.
+        attention: the part of F's seconds of the whole sequence that is causal attention between tokens.
+        multiple: what the tokens of every slice are a multiple of.
+
+    Raises:
+        UnsupportedError: the sequence cannot be cut so, or a number is out of its range.
+    """
+    units, rest = divmod(tokens, multiple)
+    wanted = f"{tokens} tokens cannot be cut into {slices} slices"
+    if slices < 1 or cut not in SLICE_CUTS or not 0 <= attention <= 1:
+        raise UnsupportedError(
+            "bad-number",
+            f"{wanted} by {cut!r} with an attention share of {attention:g}; give at least 1 slice, {' or '.join(SLICE_CUTS)}, "
+            "and a share from 0 to 1",
+        )
+    if rest or units < slices or (cut == TOKENS and units % slices):
+        equal = "equal " if cut == TOKENS else ""
+        raise UnsupportedError(
+            "slices-do-not-fit",
+            f"{wanted}, {equal}multiples of {multiple}; take another number of slices"
+            + (f", or cut by {FLOPS}" if cut == TOKENS and not rest and units >= slices else ""),
+        )
+    if cut == TOKENS:
+        return (tokens // slices,) * slices
+    edges = [0]
+    for done in range(1, slices):
+        share, linear = done / slices, 1 - attention
+        # Where this share of the seconds ends: the root of (1-a) x + a x^2 = share, without a difference of near numbers.
+        end = 2 * share / (linear + math.sqrt(linear**2 + 4 * attention * share))
+        edges.append(min(max(math.floor(end * units + 0.5), edges[-1] + 1), units - slices + done))
+    return tuple((after - before) * multiple for before, after in pairwise([*edges, units]))
+
+
+def slice_costs(
+    costs: Costs,
+    placement: Placement,
+    tokens: Sequence[int],
+    attention: float | Mapping[Kind, float] = 0.0,
+    keys_and_values: float = 0.0,
+) -> Costs:
+    """Return costs with prices per stage and slice, made of those of whole microbatches.
+
+    The slice of the prefix from ``x0`` to ``x1``, parts of the sequence, takes ``(1-a)(x1-x0) + a(x1^2-x0^2)`` of the
+    seconds of a kind whose causal attention takes the part ``a``. W, transfers to the host and the passes of vocabulary
+    parallelism go by tokens. Every message of a slice takes ``1/n`` of the microbatch's.
+
+    What F keeps goes by tokens, but for keys and values. Their caches are of the whole microbatch: F of its first slice
+    allocates them, and I of that slice frees them, the last to run backward. Their gradients, as many bytes, live from I of
+    the last slice to I of the first. They stay where a stage is recomputed or its activations leave.
+
+    Args:
+        costs: of whole microbatches, one number or one per stage.
+        placement: which device holds which stage.
+        tokens: of every slice.
+        attention: the part of a kind's seconds that is causal attention, for F and I; R and RS take that of F where they have
+            none of their own. One number ``a`` is that of F, and ``2a / (1+a)`` is that of I, where attention has twice the
+            matrix products of F's.
+        keys_and_values: of what F keeps, the part that is keys and values.
+
+    Raises:
+        CostsError: the costs do not fit the placement, or have prices per slice already.
+        UnsupportedError: a slice has no tokens, a share is not from 0 to 1, or the placement has several replicas.
+    """
+    slices, shares = len(tokens), _shares(attention, keys_and_values)
+    if not tokens or min(tokens) < 1:
+        raise UnsupportedError(
+            "bad-number", f"slices of {shortened(list(tokens))} tokens; give every slice at least one"
+        )
+    if placement.replicas > 1:
+        raise UnsupportedError(
+            "unsupported-placement",
+            f"{placement.replicas} replicas of the model run on {placement.num_devices} devices; slices have prices of their "
+            "own only in a pipeline with one, so cut no microbatches there, or price the slices alike",
+        )
+    whole = costs.seconds(placement)
+    if slices == 1:
+        return costs
+    edges = [edge / sum(tokens) for edge in accumulate(tokens, initial=0)]
+    by_tokens = [end - start for start, end in pairwise(edges)]
+
+    def priced(kind: Kind) -> tuple[float, ...]:
+        share = shares.get(kind, shares[Kind.F])
+        squares = [end**2 - start**2 for start, end in pairwise(edges)]
+        return _spread(whole[kind], [(1 - share) * x + share * y for x, y in zip(by_tokens, squares, strict=True)])
+
+    memory, slice_units = _memory(costs, placement, by_tokens, keys_and_values), None
+    if costs.memory is None:
+        # Stages are alike in activation units.
+        slice_units = {kind: changes[:slices] for kind, changes in memory.items()}
+        if not keys_and_values and len(set(tokens)) == 1:
+            slice_units = None
+    return replace(
+        costs,
+        forward=priced(Kind.F),
+        backward_input=priced(Kind.I),
+        backward_weight=_spread(whole[Kind.W], by_tokens),
+        recompute=None if costs.recompute is None else priced(Kind.R),
+        recompute_selective=None if costs.recompute_selective is None else priced(Kind.RS),
+        memory=None if costs.memory is None else memory,
+        slice_units=slice_units,
+        channel=_channel(costs.channel, placement, by_tokens, keys_and_values),
+        vocabulary=_vocabulary(costs.vocabulary, placement.num_devices, by_tokens),
+    )
+
+
+def _shares(attention: float | Mapping[Kind, float], keys_and_values: float) -> dict[Kind, float]:
+    """Return the part of attention in every kind's seconds."""
+    if isinstance(attention, Mapping):
+        shares = {Kind(kind): number(f"attention.{kind}", share) for kind, share in attention.items()}
+        shares = {Kind.F: 0.0, Kind.I: 0.0, **shares}
+    else:
+        share = number("attention", attention)
+        shares = {Kind.F: share, Kind.I: 2 * share / (1 + share) if share >= 0 else share}
+    named = {f"attention in {kind}": share for kind, share in shares.items()} | {"keys and values": keys_and_values}
+    for what, share in named.items():
+        if not 0 <= share <= 1:
+            raise UnsupportedError("bad-number", f"the share of {what} is {share:g}; give a number from 0 to 1")
+    return shares
+
+
+def _spread(values: Sequence[float], shares: Sequence[float]) -> tuple[float, ...]:
+    return tuple(value * share for value in values for share in shares)
+
+
+def _memory(
+    costs: Costs, placement: Placement, by_tokens: Sequence[float], keys_and_values: float
+) -> dict[Kind, tuple[float, ...]]:
+    """Return by how much every kind changes what is held, per stage and slice, in the unit of ``Costs.memory_changes``."""
+    stages, last = range(placement.num_stages), len(by_tokens) - 1
+    whole = costs.memory_changes(placement)
+    dropped = costs.memory_changes(placement, dict.fromkeys(stages, Kind.R))
+    selective = costs.memory_changes(placement, dict.fromkeys(stages, Kind.RS))[Kind.RS]
+    caches = [keys_and_values * takes for takes in whole[Kind.F]]
+    nothing = (0.0,) * placement.num_stages
+    memory = {}
+    known = {Kind.I: nothing, **whole, Kind.F: dropped[Kind.F], Kind.R: dropped[Kind.R]}
+    for kind, values in known.items():
+        if kind in WHOLE_STAGE:
+            memory[kind] = values
+        elif kind in _ACTIVATIONS:
+            memory[kind] = _spread([(1 - keys_and_values) * value for value in values], by_tokens)
+        else:
+            memory[kind] = _spread(values, by_tokens)
+    # What is made again is neither keys nor values.
+    again = [min(part, taken - cache) for part, taken, cache in zip(selective, whole[Kind.F], caches, strict=True)]
+    memory[Kind.RS] = _spread(again, by_tokens)
+    for kind, allocates in ((Kind.F, {0: 1}), (Kind.I, {last: 1, 0: -2}), (Kind.B, {last: 1, 0: -2})):
+        if keys_and_values:
+            waits = [cache * allocates.get(at, 0) for cache in caches for at in range(last + 1)]
+            memory[kind] = tuple(map(sum, zip(memory[kind], waits, strict=True)))
+    return memory
+
+
+_ACTIVATIONS = frozenset((Kind.F, Kind.R, Kind.I, Kind.W, Kind.B, Kind.WAIT_OFFLOAD, Kind.RELOAD))
+"""What leaves keys and values where they are."""
+
+
+def _channel(
+    channel: Channel | None, placement: Placement, by_tokens: Sequence[float], keys_and_values: float
+) -> Channel | None:
+    if channel is None:
+        return None
+    seconds = channel.seconds(placement)
+    out, back = (
+        _spread([(1 - keys_and_values) * each for each in seconds[kind]], by_tokens)
+        for kind in (Kind.OFFLOAD, Kind.RELOAD)
+    )
+    return replace(channel, offload=out, reload=back)
+
+
+def _vocabulary(
+    vocabulary: VocabularyCosts | None, num_devices: int, by_tokens: Sequence[float]
+) -> VocabularyCosts | None:
+    if vocabulary is None:
+        return None
+    seconds = vocabulary.seconds(num_devices)
+    score, gradient, embed, embed_gradient = (
+        _spread(seconds[kind], by_tokens) for kind in (Kind.S, Kind.T, Kind.EMBED_F, Kind.EMBED_B)
+    )
+    return replace(vocabulary, score=score, gradient=gradient, embed=embed, embed_gradient=embed_gradient)

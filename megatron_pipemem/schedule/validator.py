@@ -1,0 +1,415 @@
+"""Prove that a schedule or a program may run: complete, ordered, matched, free of deadlock, within memory.
+
+Every error names the device, the position in its order (or program), the action there, what it lacks, and the mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.schedule.action import (
+    MEMORY,
+    ORDERED,
+    PLAIN,
+    VOCABULARY,
+    Action,
+    Kind,
+    mirrored,
+)
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.dependencies import Dependencies
+from megatron_pipemem.schedule.held import held_after, unit_weights
+from megatron_pipemem.schedule.host_waits import check_host_waits
+from megatron_pipemem.schedule.memory_cap import loosened, per_device
+from megatron_pipemem.schedule.messages import (
+    Places,
+    Router,
+    check_compute_actions,
+    check_edges,
+    check_memory_actions,
+    check_posts,
+    check_reductions,
+    check_sums,
+    prepared_needs,
+)
+from megatron_pipemem.schedule.schedule import Program, Schedule, weight_uses
+from megatron_pipemem.schedule.single_queue import check_queues, run_single_queues
+from megatron_pipemem.schedule.vocabulary import check_passes, check_switch, vocabulary_needs
+from megatron_pipemem.schedule.walk import deadlock
+
+
+def validate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    memory_cap: float | Sequence[float] | None = None,
+    host_budget: float | None = None,
+    *,
+    microbatch_order: bool = True,
+) -> None:
+    """Prove that ``schedule`` computes every microbatch correctly on all devices and ends.
+
+    A schedule without any backward is valid when its forwards are: that is what evaluation runs.
+
+    Args:
+        schedule: the schedule to check.
+        costs: its ``memory``, times the weight of every microbatch, is what the cap is compared with; default activation
+            units.
+        memory_cap: the most a device may hold after any action, one number or one per device, in activation units, or in
+            bytes when ``costs.memory`` is in bytes.
+        host_budget: the most host memory that a device may use, in the same unit.
+        microbatch_order: whether to ask for what only our own runs need, see ``check_microbatch_order``.
+
+    Raises:
+        ScheduleError: the first violation found.
+        CostsError: ``costs`` do not fit the placement, or their weights not the microbatches.
+        UnsupportedError: there are not as many caps as devices.
+    """
+    check_switch(schedule)
+    places = _place_all(schedule)
+    replica_of = _check_replicas(schedule, places)
+    found = Dependencies.of_schedule(schedule)
+    _check_local_order(schedule, places, found)
+    _check_completeness(schedule, places, replica_of)
+    check_memory_actions(schedule, places)
+    if microbatch_order:
+        check_microbatch_order(schedule)
+    if schedule.vocabulary_barriers:
+        check_passes(schedule, places)
+    if schedule.updates is not None:
+        _check_weight_versions(schedule)
+    _check_progress(found)
+    if memory_cap is not None or host_budget is not None:
+        _check_memory(schedule, costs or Costs(), memory_cap, host_budget)
+
+
+def validate_program(
+    program: Program, *, microbatch_order: bool = True, host_waits: bool = True, single_queue: bool = False
+) -> None:
+    """Prove that ``program`` computes its schedule and that its messages match and arrive.
+
+    The rules of the transport: posts never block, a compute action waits for its own message, and every directed edge
+    moves its messages one at a time in posted order, each when both ends have posted it.
+
+    Args:
+        program: the program to check.
+        microbatch_order: see ``validate``.
+        host_waits: prove too that a host may wait for its whole device before any action, see ``host_waits``.
+        single_queue: prove too that it ends on devices that serve everything in one queue, see ``single_queue``.
+
+    Raises:
+        ScheduleError: the first violation found, in the schedule (see ``validate``) or in the program.
+    """
+    validate(program.schedule, microbatch_order=microbatch_order)
+    check_compute_actions(program)
+    places: Places = {}
+    for device, actions in enumerate(program.actions):
+        for position, action in enumerate(actions):
+            _check_unique(places, action, device, position)
+    router = Router(program.placement)
+    computed = [action for order in program.schedule.orders for action in order]
+    messages = {action: message for action in computed if (message := router.emitted(action)) is not None}
+    receives = {action: receive for action in computed if (receive := router.awaited(action)) is not None}
+    check_posts(places, messages, receives)
+    check_edges(places, messages.values())
+    check_reductions(program, places)
+    sums = check_sums(program, places)
+    # Both ends of an edge post the same sequence, posts never block, and a consumer stands behind its own receive: so
+    # its message, and all before it on the edge, have moved as soon as the source has posted the send.
+    sends = {message.receive: message.send for message in messages.values()}
+    barriers = program.schedule.vocabulary_barriers
+
+    def needs(action: Action) -> list[Action]:
+        before = [sends[receives[action]]] if action in receives else [*sums.get(action, ())]
+        if barriers and action.kind in ORDERED:
+            before += vocabulary_needs(action, program.placement, barriers, slices=program.schedule.slices)
+        return before
+
+    found = Dependencies(program.actions, program.placement, needs, program.schedule.slices)
+    _check_progress(found)
+    if barriers:
+        check_queues(program, found)
+    if host_waits:
+        check_host_waits(program, found, messages.values())
+    if single_queue:
+        run_single_queues(program)
+
+
+def _place_all(schedule: Schedule) -> Places:
+    """Return where every action stands, once each is known to exist, to be on its stage's device and to be the only
+    one.
+    """
+    placement = schedule.placement
+    if len(schedule.orders) != placement.num_devices:
+        raise ScheduleError(
+            "wrong-count",
+            f"the placement has {placement.num_devices} devices but the schedule has {len(schedule.orders)} orders; "
+            "give one order per device",
+        )
+    places: Places = {}
+    for device, order in enumerate(schedule.orders):
+        for position, action in enumerate(order):
+            problem = _problem_of(action, device, schedule)
+            if problem is not None:
+                raise ScheduleError(*problem, at=(device, position, action))
+            _check_unique(places, action, device, position)
+    return places
+
+
+def _problem_of(action: Action, device: int, schedule: Schedule) -> tuple[str, str] | None:
+    """Return the code and the sentence of what is wrong with an action on this device, whatever the other actions are."""
+    kind, stage, microbatch = action
+    devices = schedule.placement.devices
+    if kind not in ORDERED:
+        return (
+            "not-computed",
+            "is not a compute action; keep F, I, W, B, R and the actions on memory only, lower() derives the rest",
+        )
+    if kind in VOCABULARY and stage != device:
+        return (
+            "misplaced-action",
+            f"is of the shard on device {stage}; move it there, or number it after its own device",
+        )
+    if kind not in VOCABULARY and not 0 <= stage < len(devices):
+        return (
+            "unknown-stage",
+            f"needs stage {stage}, but the placement holds stages 0 to {len(devices) - 1}; remove or renumber it",
+        )
+    if microbatch is None or not 0 <= microbatch < schedule.num_units:
+        what, several = ("microbatch", "microbatches") if schedule.slices == 1 else ("slice", "slices")
+        return (
+            "unknown-microbatch",
+            f"needs {what} {microbatch}, but the step has {several} 0 to {schedule.num_units - 1}; remove or "
+            "renumber it, or change the number of microbatches",
+        )
+    if kind not in VOCABULARY and devices[stage] != device:
+        return "misplaced-action", f"needs stage {stage}, which device {devices[stage]} holds; move it there"
+    return None
+
+
+def _check_replicas(schedule: Schedule, places: Places) -> Mapping[int, int]:
+    """Check that every microbatch runs through the stages of one replica, and return which one, where there are
+    several.
+    """
+    placement = schedule.placement
+    if placement.replicas == 1:
+        return {}
+    first: dict[int, Action] = {}
+    for action, (device, position) in places.items():
+        # Sequence slices of one microbatch stay together.
+        microbatch = action.microbatch // schedule.slices
+        other = first.setdefault(microbatch, action)
+        ours, theirs = placement.replica_of(action.stage), placement.replica_of(other.stage)
+        if ours != theirs:
+            other_device, other_position = places[other]
+            raise ScheduleError(
+                "mixed-replicas",
+                f"runs microbatch {microbatch} on replica {ours}, but {other} at position {other_position} of device "
+                f"{other_device} runs it on replica {theirs}; a microbatch runs through all stages of one replica, so "
+                "remove or renumber one of the two",
+                at=(device, position, action),
+            )
+    return {microbatch: placement.replica_of(action.stage) for microbatch, action in first.items()}
+
+
+def _check_unique(places: Places, action: Action, device: int, position: int) -> None:
+    """Note where an action stands; nothing runs twice."""
+    if action in places:
+        other_device, other_position = places[action]
+        raise ScheduleError(
+            "duplicate-action",
+            f"stands already at position {other_position} of device {other_device}; remove one of the two, or renumber "
+            "the one that was meant to be another action",
+            at=(device, position, action),
+        )
+    places[action] = (device, position)
+
+
+def _check_local_order(schedule: Schedule, places: Places, found: Dependencies) -> None:
+    """Check that everything an action needs exists and, on the same device, stands before it."""
+    suspects: Iterable[int] = found.impossible
+    if any(kind.spec.prepares or kind in MEMORY for kind, _ in found.kinds):
+        suspects = range(len(places))
+    for node in suspects:
+        action = found.actions[node]
+        if action not in places:  # a collective: who needs it says so
+            continue
+        device, position = places[action]
+        for needed in (*found.needed_by(node), *prepared_needs(schedule, action, places)):
+            if needed not in places:
+                code, problem = "missing-action", f"needs {_or_fused(needed)}, which no device runs; add it"
+            elif places[needed] > (device, position) and places[needed][0] == device:
+                code = "wrong-order"
+                problem = f"needs {needed}, which comes later, at position {places[needed][1]}; move {needed} before it"
+            else:
+                continue
+            raise ScheduleError(code, problem, at=(device, position, action))
+
+
+def _or_fused(needed: Action) -> str:
+    """Let a full backward supply a missing input gradient as well."""
+    return f"{needed} (or {needed._replace(kind=Kind.B)})" if needed.kind is Kind.I else str(needed)
+
+
+def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[int, int]) -> None:
+    """Check that every stage runs every microbatch of its replica forward once, and backward once, fused or split, if
+    anything runs backward.
+    """
+    backwards = any(action.kind in (Kind.I, Kind.W, Kind.B) for action in places)
+    for stage in range(schedule.num_stages):
+        replica = schedule.placement.replica_of(stage)
+        for microbatch in range(schedule.num_units):
+            if replica != replica_of.get(microbatch // schedule.slices, 0):
+                continue
+            code = "missing-action"
+            forward, inputs, weights, full = (Action(kind, stage, microbatch) for kind in PLAIN)
+            if forward not in places:
+                device = schedule.placement.devices[stage]
+                raise ScheduleError(
+                    "missing-action",
+                    "is missing; every stage runs every microbatch forward once, add it",
+                    at=(device, len(schedule.orders[device]), forward),
+                )
+            if not backwards:
+                continue
+            if full in places and (inputs in places or weights in places):
+                half = inputs if inputs in places else weights
+                device, position = places[half]
+                twice = f"does what {full} at position {places[full][1]} does too"
+                code, problem = "duplicate-action", f"{twice}; keep {full}, or {inputs} and {weights}"
+            elif full in places or weights in places:
+                continue
+            elif inputs in places:
+                device, position = places[inputs]
+                half, problem = inputs, f"has no {weights} after it; add {weights}, or make it {full}"
+            else:
+                device, position = places[forward]
+                half, problem = forward, f"has no backward; add {full}, or {inputs} and {weights}"
+            raise ScheduleError(code, problem, at=(device, position, half))
+
+
+def check_microbatch_order(schedule: Schedule) -> None:
+    """Prove that training by ``schedule`` can be bit-identical to stock 1F1B, which our runs promise; others may do without.
+
+    Per stage, forwards run in microbatch order because data come from an iterator and dropout from one stream of random
+    numbers, and gradients accumulate in that order. Sequence slices of one microbatch run backward from the last to the
+    first.
+
+    Raises:
+        ScheduleError: the first action that is out of order.
+    """
+    names = {Kind.F: "forwards", Kind.I: "input gradients", Kind.W: "weight gradients"}
+    slices, rank = schedule.slices, range(schedule.num_units)
+    backward_rank = [mirrored(unit, slices) for unit in rank]
+    for device, order in enumerate(schedule.orders):
+        last: dict[tuple[Kind, int], tuple[int, Action]] = {}
+        for position, action in enumerate(order):
+            kind, stage, microbatch = action
+            if kind not in PLAIN:
+                continue
+            ranks = rank if kind is Kind.F else backward_rank
+            for part in (Kind.I, Kind.W) if kind is Kind.B else (kind,):
+                earlier, before = last.get((part, stage), (position, action))
+                if ranks[before.microbatch] > ranks[microbatch]:
+                    reversed_slices = "" if kind is Kind.F or slices == 1 else ", slices from the last to the first"
+                    raise ScheduleError(
+                        "wrong-order",
+                        f"comes after {before} at position {earlier}, but the {names[part]} of a stage run in "
+                        f"microbatch order{reversed_slices}; move it before {before}",
+                        at=(device, position, action),
+                    )
+                last[part, stage] = (position, action)
+
+
+def _check_weight_versions(schedule: Schedule) -> None:
+    """Check that forward and backward of a microbatch on a stage meet one version of the weights, and that the stage
+    has it then.
+    """
+    updates = schedule.updates
+    assert updates is not None
+    if updates.every < 1 or updates.kept < 1 or (updates.delay or 0) < 0:
+        raise ScheduleError(
+            "bad-number", f"{updates} makes no sense; every and kept are at least 1 and delay at least 0"
+        )
+    for action, device, position, version, newest, _ in weight_uses(schedule):
+        if version > newest:
+            problem = (
+                f"uses weight version {version}, but its stage has made version {newest} at most by then; update after "
+                f"fewer microbatches than {updates.every}, allow a longer delay than {updates.delay}, or move it back"
+            )
+        elif version <= newest - updates.kept:
+            problem = (
+                f"uses weight version {version}, as its microbatch did before, but its stage has made version {newest} "
+                f"and keeps {updates.kept}; run fewer forwards ahead or keep {newest - version + 1} versions"
+            )
+        else:
+            continue
+        raise ScheduleError("weight-version", problem, at=(device, position, action))
+
+
+def _check_memory(
+    schedule: Schedule, costs: Costs, cap: float | Sequence[float] | None, host_budget: float | None
+) -> None:
+    placement, weights = schedule.placement, unit_weights(schedule, costs)
+    slices = schedule.slices
+    unit = costs.memory_unit(placement, slices)
+    what = "activation units" if costs.memory is None else "bytes"
+    device_mend = "run a W or B before it, choose a schedule with a lower peak, or raise the cap"
+    on_device, on_host = (
+        of(placement, schedule.recomputed, slices) for of in (costs.memory_changes, costs.host_changes)
+    )
+    limits = (
+        (cap, on_device, "over the memory cap of", device_mend),
+        (host_budget, on_host, "in host memory, over its budget of", "offload less, or raise it"),
+    )
+    for wanted, changes, over, mend in limits:
+        if wanted is None:
+            continue
+        for device, limit in enumerate(per_device(wanted, schedule.num_devices)):
+            allowed = loosened(limit / unit)
+            order = schedule.orders[device]
+            for position, held in enumerate(held_after(order, changes, weights, slices)):
+                if held > allowed:
+                    if weights is not None:
+                        _check_alone(schedule, device, changes, weights, allowed, f"{what} {over} {limit:.12g}", unit)
+                    raise ScheduleError(
+                        "over-cap",
+                        f"the device holds {held * unit:.12g} {what} after it, {over} {limit:.12g}; {mend}",
+                        at=(device, position, order[position]),
+                    )
+
+
+def _check_alone(
+    schedule: Schedule,
+    device: int,
+    changes: Mapping[Kind, Sequence[float]],
+    weights: Sequence[float],
+    allowed: float,
+    over: str,
+    unit: float,
+) -> None:
+    """Raise a ScheduleError if some microbatch alone holds too much on a device: no order of microbatches mends that."""
+    order, slices = schedule.orders[device], schedule.slices
+    for microbatch in range(schedule.num_microbatches):
+        own = [(at, action) for at, action in enumerate(order) if action.microbatch // slices == microbatch]
+        holds = held_after([each for _, each in own], changes, weights, slices)
+        for (at, action), held in zip(own, holds, strict=True):
+            if held > allowed:
+                raise ScheduleError(
+                    "over-cap",
+                    f"microbatch {microbatch} alone holds {held * unit:.12g} {over}; split this microbatch, recompute its "
+                    "stages, or raise the cap",
+                    at=(device, at, action),
+                )
+
+
+def _check_progress(found: Dependencies) -> None:
+    """Check that all devices come to the ends of their orders."""
+    error = found.stuck()
+    if error is None:
+        return
+    if error.cycle:
+        first, *_ = error.cycle
+        after = next(wait.action for wait in error.cycle if wait.device == first.owner)
+        error = deadlock(error.cycle, "", f"move {first.needed} before {after} on device {first.owner}")
+    raise error

@@ -1,0 +1,209 @@
+"""Say what the passes and collectives of vocabulary parallelism wait for, which of them there are, and prove that a schedule
+has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from megatron_pipemem.errors import ScheduleError, UnsupportedError
+from megatron_pipemem.schedule.action import (
+    COLLECTIVES,
+    VOCABULARY,
+    VOCABULARY_COMPUTE,
+    Action,
+    Kind,
+    last_slice,
+    mirrored,
+)
+from megatron_pipemem.schedule.placement import Placement
+
+if TYPE_CHECKING:
+    from megatron_pipemem.schedule.schedule import Schedule
+
+EVERYWHERE = -1
+"""In place of a device: a collective that all devices have posted."""
+BARRIERS = (1, 2)
+BARRIERS_OF_ALGORITHM = {1: 2, 2: 1}
+"""The paper's Algorithm 1 has two barriers, its Algorithm 2 one. Users name the algorithm, schedules count barriers."""
+
+_BROUGHT = {Kind.REDUCE_E: Kind.EMBED_F, Kind.STATS: Kind.S, Kind.REDUCE_X: Kind.T}
+"""The pass whose result every device brings to a collective."""
+
+
+def check_placement(placement: Placement) -> None:
+    """Raises:
+    UnsupportedError: there is no device for every shard, or more than one replica of the model.
+    """
+    if placement.replicas > 1:
+        raise UnsupportedError(
+            "unsupported-placement",
+            "vocabulary parallelism cuts head and embedding of one model copy, and this placement holds "
+            f"{placement.replicas}; take a schedule with one pipeline",
+        )
+    if placement.devices[: placement.num_devices] != tuple(range(placement.num_devices)):
+        raise UnsupportedError(
+            "unsupported-placement",
+            "vocabulary parallelism needs stage d on device d for the first stages, as linear, interleaved, V and wave "
+            f"placements have it; this one has {placement.devices}",
+        )
+
+
+def vocabulary_needs(
+    action: Action, placement: Placement, barriers: int, has_full_backward: bool = False, slices: int = 1
+) -> tuple[Action, ...]:
+    """Return what ``action`` needs besides what it needs without vocabulary parallelism.
+
+    A collective that is needed has ``EVERYWHERE`` for its stage: every device must have posted it. With one barrier
+    ``REDUCE_X`` needs the statistics: what it sums is formed from them, where it is posted, so there the device waits for
+    them.
+
+    Sequence slices of one microbatch have one loss: ``LOSS`` stands with the last of them, and waits for the statistics of all.
+
+    Args:
+        action: any action of an order.
+        placement: supplies the first and the last stage.
+        barriers: 1 or 2.
+        has_full_backward: whether the first stage's backward of this microbatch is a B.
+        slices: sequence slices of a microbatch.
+    """
+    kind, stage, microbatch = action
+    last = placement.num_stages - 1
+    loss = Action(Kind.LOSS, placement.devices[last], last_slice(microbatch, slices))
+    ends = {Kind.F: 0, Kind.I: last, Kind.B: last}
+    if kind in ends and stage == ends[kind]:
+        awaited = (Action(Kind.REDUCE_E if kind is Kind.F else Kind.REDUCE_X, EVERYWHERE, microbatch),)
+        # With two barriers T has waited for the loss already.
+        waits_for_loss = kind is not Kind.F and barriers == 1
+        return (*awaited, loss) if waits_for_loss else awaited
+    backward = Kind.B if has_full_backward else Kind.I
+    sources = {
+        Kind.BCAST_X: Action(Kind.F, last, microbatch),
+        Kind.BCAST_G: loss,
+        Kind.BCAST_E: Action(backward, 0, microbatch),
+    }
+    if kind in sources:
+        return (sources[kind],) if stage == placement.devices[0 if kind is Kind.BCAST_E else last] else ()
+    if kind is Kind.REDUCE_X and barriers == 1:
+        return (Action(Kind.STATS, EVERYWHERE, microbatch),)
+    if kind is Kind.LOSS:
+        joined = range(microbatch - microbatch % slices, microbatch + 1)
+        return tuple(Action(Kind.STATS, EVERYWHERE, unit) for unit in joined)
+    if kind in _BROUGHT:
+        return (Action(_BROUGHT[kind], stage, microbatch),)
+    return (Action(_AWAITED[kind], EVERYWHERE, microbatch),) if kind in _AWAITED else ()
+
+
+_AWAITED = {Kind.S: Kind.BCAST_X, Kind.T: Kind.BCAST_G, Kind.EMBED_B: Kind.BCAST_E}
+
+
+def vocabulary_actions(schedule: Schedule, backwards: bool) -> Iterator[tuple[Action, int]]:
+    """Yield ``(action, device)`` of everything that vocabulary parallelism adds to a step.
+
+    Args:
+        schedule: of the step.
+        backwards: whether the step runs backward.
+    """
+    everywhere = [Kind.EMBED_F, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS]
+    if backwards:
+        everywhere += [Kind.BCAST_G, Kind.T, Kind.REDUCE_X, Kind.BCAST_E, Kind.EMBED_B]
+    placement, slices = schedule.placement, schedule.slices
+    for microbatch in range(schedule.num_units):
+        for device in range(placement.num_devices):
+            for kind in everywhere:
+                yield Action(kind, device, microbatch), device
+        if microbatch == last_slice(microbatch, slices):
+            last = placement.devices[-1]
+            yield Action(Kind.LOSS, last, microbatch), last
+
+
+def check_switch(schedule: Schedule) -> None:
+    """Check that the schedule says that it has passes if it has, and is one that can have them.
+
+    Raises:
+        ScheduleError: it does not.
+        UnsupportedError: its placement has no room for the shards.
+    """
+    if schedule.vocabulary_barriers:
+        if schedule.vocabulary_barriers not in BARRIERS:
+            raise ScheduleError(
+                "bad-choice",
+                f"vocabulary parallelism has 1 or 2 barriers, not {schedule.vocabulary_barriers}; give either",
+            )
+        if schedule.updates is not None or schedule.offloads or schedule.recomputed:
+            raise ScheduleError(
+                "conflicting-features",
+                "vocabulary parallelism goes with one version of the weights, and activations that are neither moved nor "
+                "recomputed; leave the passes out",
+            )
+        check_placement(schedule.placement)
+        return
+    for device, order in enumerate(schedule.orders):
+        for position, action in enumerate(order):
+            if action.kind in VOCABULARY:
+                raise ScheduleError(
+                    "useless-action",
+                    "is not a compute action of this schedule: it is of vocabulary parallelism, and the schedule does not "
+                    "say how many barriers it has; set vocabulary to 1 or 2, or remove it",
+                    at=(device, position, action),
+                )
+
+
+def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> None:
+    """Check that every device has every pass and post once, passes in microbatch order (T and EMBED_B from a microbatch's
+    last slice to its first) and posts in one order of all devices.
+
+    Raises:
+        ScheduleError: the first violation.
+    """
+    backwards = any(action.kind in (Kind.I, Kind.W, Kind.B) for action in places)
+    wanted, slices = dict(vocabulary_actions(schedule, backwards)), schedule.slices
+    for action, device in wanted.items():
+        if action not in places:
+            raise ScheduleError(
+                "missing-action",
+                "is missing; with_vocabulary() derives all passes and collectives from a schedule without",
+                at=(device, len(schedule.orders[device]), action),
+            )
+    for action, (device, position) in places.items():
+        if action.kind in VOCABULARY and action not in wanted:
+            where = "forwards alone have none" if not backwards else "only the last stage's device has one"
+            if action.kind is Kind.LOSS and slices > 1:
+                where += " per microbatch, for the last slice"
+            raise ScheduleError("useless-action", f"has no use: {where}; remove it", at=(device, position, action))
+    for device, order in enumerate(schedule.orders):
+        last: dict[Kind, Action] = {}
+        for position, action in enumerate(order):
+            if action.kind not in VOCABULARY_COMPUTE:
+                continue
+            before = last.get(action.kind, action)
+            reverses = action.kind in (Kind.T, Kind.EMBED_B) and slices > 1
+            ranks = [mirrored(each.microbatch, slices) if reverses else each.microbatch for each in (before, action)]
+            if ranks[0] > ranks[1]:
+                reversed_slices = ", slices from the last to the first" if reverses else ""
+                raise ScheduleError(
+                    "wrong-order",
+                    f"comes after {before}, but passes of a kind run in microbatch order{reversed_slices}; move it before "
+                    f"{before}",
+                    at=(device, position, action),
+                )
+            last[action.kind] = action
+    _check_one_sequence(schedule)
+
+
+def _check_one_sequence(schedule: Schedule) -> None:
+    """Check that all devices post the collectives in one order: they share a channel that serves them as they come."""
+    posted = [
+        [(position, action) for position, action in enumerate(order) if action.kind in COLLECTIVES]
+        for order in schedule.orders
+    ]
+    for device, posts in enumerate(posted[1:], start=1):
+        for (_, first), (position, action) in zip_longest(posted[0], posts):
+            if first._replace(stage=device) != action:
+                raise ScheduleError(
+                    "collective-order",
+                    f"is posted where device 0 posts {first}; collectives run in the order in which they are posted, so "
+                    "all devices post them in one order",
+                    at=(device, position, action),
+                )

@@ -1,0 +1,359 @@
+"""Search within one placement: make starts, improve them, and keep the best of all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from random import Random
+
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.memory_cap import loosened
+from megatron_pipemem.schedule.options import AUTO
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import Family
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.search.clock import Clock, SearchStep
+from megatron_pipemem.search.exact import solve
+from megatron_pipemem.search.improve import Timetable, as_soon_as_possible, justify, timetable
+from megatron_pipemem.search.portfolio import (
+    family_starts,
+    first_start,
+    fusable,
+    list_schedules,
+    random_list_schedule,
+    shortened,
+)
+from megatron_pipemem.search.problem import (
+    KINDS,
+    Problem,
+    better_full,
+    keeps_memory_exactly,
+    make_problem,
+    to_schedule,
+)
+from megatron_pipemem.search.result import Candidate
+
+_POLISHED = ", polished"
+_EXACT = 1 + 1e-6
+# Families of many stages take long; the other half of the time is for better orders.
+_SHARE_OF_MANY_CHUNKS = 0.5
+# Microbatches with which blocks are compared, per device: enough to start up and run dry, which is all that differs.
+_MICROBATCHES_PER_DEVICE = 2
+# Passes scheduled over all trials at effort 1; a trial costs about ten microseconds per pass.
+_PASSES_TO_TRY = 100_000
+_FEWEST_TRIALS, _MOST_TRIALS = 16, 120
+_FINALISTS = 6
+# More have too many cyclic orders to list.
+_CHUNKS_OF_A_CYCLE = 2
+# Times its bound, a makespan that other starts may still improve much.
+_FAR_FROM_BOUND = 1.03
+# Of the time that a longer interval idles, at least so much is left when justification has filled what it can.
+_LEFT_IDLE = 1 / 6
+# Passes justified again with a part of them frozen, where the steady state idles.
+_PASSES_TO_POLISH = 150_000
+# With more, small searches of slices took up to five times as long.
+_MOST_ROUNDS_OF_SLICES = 60
+# Under a cap that makes the steady state idle, intervals multiply what there is to try.
+_EFFORT_WHEN_IDLE = 4
+
+
+@dataclass
+class Exploration:
+    """Search within one placement. Makespans and bounds are in seconds outside, in ticks inside.
+
+    Args:
+        placement: of the stages.
+        num_microbatches: of one step.
+        costs: what actions take, in seconds, and hold.
+        caps: the most every device may hold, in the unit of the costs' memory; ``None`` is no limit.
+        seed: of all random choices.
+        full: stages of which only full backwards are looked at.
+        slices: sequence slices of every microbatch.
+        period: look for what follows itself soonest without a barrier, and not for what ends soonest. Makespans are then
+            seconds from step to step, at most, and the bound is the work of the busiest device.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    costs: Costs
+    caps: Sequence[float] | None
+    seed: int
+    slices: int = 1
+    full: frozenset[int] = frozenset()
+    period: bool = False
+    _finalists: list[tuple[int, int, str, Timetable]] = field(default_factory=list)
+    _starts: list[tuple[str, Timetable]] = field(default_factory=list)
+    idles: bool = False
+    """Whether no periodic order without a bubble in the steady state was found to fit the caps."""
+
+    def __post_init__(self) -> None:
+        n = self.slices
+        self.bound = lower_bound(self.placement, self.num_microbatches, self.costs, self.caps, slices=n)
+        if self.period:
+            prices = self.costs.seconds(self.placement, n)
+            work = (
+                sum(sum(prices[kind][s * n : s * n + n]) for s in stages for kind in KINDS)
+                for stages in self.placement.stages
+            )
+            self.bound = self.num_microbatches * max(work)
+
+    @cached_property
+    def _problem(self) -> Problem:
+        unit = self.costs.memory_unit(self.placement, self.slices)
+        caps = None if self.caps is None else [cap / unit for cap in self.caps]
+        return make_problem(
+            self.placement, self.num_microbatches, self.costs, caps, self.full, self.period, self.slices
+        )
+
+    @property
+    def found_any(self) -> bool:
+        return bool(self._finalists)
+
+    @property
+    def makespan(self) -> float:
+        return self._finalists[0][0] / self._problem.ticks_per_second
+
+    @property
+    def is_optimal(self) -> bool:
+        return self.makespan <= self.bound * _EXACT
+
+    def can_beat(self, makespan: float) -> bool:
+        """Return whether the bound leaves room below it."""
+        return self.bound * _EXACT < makespan
+
+    def take_first(self, clock: Clock) -> None:
+        """Take an order that is there at once."""
+        with clock.step(SearchStep.FIRST, self.num_passes):
+            table = first_start(self._problem)
+        if table is not None:
+            self._add("evenly spaced", table)
+
+    def take_families(self, families: Sequence[Family], clock: Clock) -> None:
+        """Take what every one of the families has to offer as it is, while there is time; if that is nothing, what
+        needs least.
+        """
+
+        def in_time() -> bool:
+            share = 1.0 if self.is_periodic else _SHARE_OF_MANY_CHUNKS
+            return clock.allows(SearchStep.FAMILY, self.num_passes, self.num_passes, share)
+
+        if not families or not in_time():
+            return
+        offers = family_starts(families, self.placement, self._problem, self.costs, self.caps)
+        while in_time():
+            with clock.step(SearchStep.FAMILY, self.num_passes):
+                offer = next(offers, None)
+            if offer is None:
+                break
+            name, table = offer
+            if table is not None:
+                self._take(name, table)
+        if not self._starts:
+            for start in itertools.islice(list_schedules(self._problem), 1):
+                self._take(*start)
+        if not self.found_any:
+            self.take_first(clock)
+
+    def _take(self, name: str, table: Timetable) -> None:
+        if all(table.orders != known.orders for _, known in self._starts):
+            self._add(name, table)
+            self._starts.append((name, table))
+
+    @property
+    def starts(self) -> list[tuple[float, str, Timetable]]:
+        """Return what there is to improve: seconds, name and timetable, the families' first."""
+        return [(table.makespan / self._problem.ticks_per_second, name, table) for name, table in self._starts]
+
+    def more_starts(self) -> Iterator[tuple[str, Timetable]]:
+        """List schedules that are no starts yet."""
+        tried = {name for name, _ in self._starts}
+        return (start for start in list_schedules(self._problem) if start[0] not in tried)
+
+    def may_justify(self, clock: Clock) -> bool:
+        """Return whether there is time for it."""
+        return clock.allows(SearchStep.JUSTIFY, 2 * self.num_passes, self.num_passes)
+
+    def justify(self, name: str, table: Timetable, clock: Clock) -> None:
+        """Justify a timetable, and keep it if it is among the best.
+
+        Args:
+            name: of the start that it came from.
+            table: when every pass starts, in ticks.
+            clock: of the search.
+        """
+        with clock.step(SearchStep.JUSTIFY, 2 * self.num_passes):
+            self._add(f"{name}, justified", justify(self._problem, justify(self._problem, table)))
+
+    def try_random(self, rng: Random, clock: Clock) -> None:
+        table = random_list_schedule(self._problem, rng)
+        if table is not None:
+            self.justify("list schedule, random", table, clock)
+
+    @property
+    def is_far_from_bound(self) -> bool:
+        """Return whether random starts may improve much; there is nothing else for slices."""
+        return self.makespan > self.bound * (_FAR_FROM_BOUND if self.slices == 1 else _EXACT)
+
+    @property
+    def num_passes(self) -> int:
+        return 3 * self.placement.num_stages * self.num_microbatches * self.slices
+
+    @cached_property
+    def is_periodic(self) -> bool:
+        """Return whether there are few enough cyclic orders to search for periodic ones, which go between neighbours."""
+        hops = {frozenset(hop) for hop in pairwise(self.placement.devices)}
+        neighbours = pairwise(range(self.placement.num_devices))
+        few = self.slices == 1 and self.placement.num_chunks <= _CHUNKS_OF_A_CYCLE
+        return few and all(frozenset(pair) in hops for pair in neighbours) and self._problem.is_steady
+
+    def solve(self, reached: float, most_states: int) -> int:
+        """Look for what is shorter than ``reached`` seconds until there is no more; the number of states that took.
+
+        What is proved raises ``bound``, unless orders with some full backwards may keep a cap that these exceed.
+        """
+        if (
+            self.period
+            or self.slices > 1
+            or (self.caps is not None and not keeps_memory_exactly(self.placement, self.costs))
+        ):
+            return 0
+        shorter_than = min(self._finalists[0][0], round(reached * self._problem.ticks_per_second))
+        solved = solve(self._problem, shorter_than, most_states)
+        if solved is None:
+            return most_states
+        if solved.table is not None:
+            self._add("exact", solved.table)
+        if self.caps is None or not better_full(self.placement, self.costs):
+            self.bound = max(self.bound, min(shorter_than, self._finalists[0][0]) / self._problem.ticks_per_second)
+        return solved.states
+
+    def explore(self, clock: Clock, effort: float, reached: float) -> None:
+        """Try periodic starts until the bound is met, none is better for long, the effort is spent, or time is over.
+
+        Args:
+            clock: of the search.
+            effort: see ``search_schedule``.
+            reached: makespan to undercut; intervals that are too long for it are not tried.
+        """
+        if self.is_optimal or not self.may_justify(clock):
+            return
+        from megatron_pipemem.search.sampling import PeriodicStarts  # numpy takes a while to load
+
+        short = shortened(self._problem, _MICROBATCHES_PER_DEVICE * self.placement.num_devices)
+        rest = self._problem.num_microbatches - short.num_microbatches
+        passes = len(short.device) * short.num_microbatches
+        trials = int(effort * min(_MOST_TRIALS, max(_FEWEST_TRIALS, _PASSES_TO_TRY / passes)))
+        sampler = PeriodicStarts(short, self.seed)
+        idle_if_doubled = _LEFT_IDLE * self.num_microbatches * max(short.work) / self._problem.ticks_per_second
+        evaluated = proposed = improved = 0
+        while evaluated < trials * (_EFFORT_WHEN_IDLE if sampler.idles else 1) and proposed < 4 * trials:
+            if sampler.exhausted or evaluated - improved > trials:
+                break
+            if not clock.allows(SearchStep.TRY, passes, self.num_passes):
+                break
+            if self.bound + (sampler.stretch - 1) * idle_if_doubled > reached:
+                break
+            proposed += 1
+            with clock.step(SearchStep.TRY, passes):
+                proposal = sampler.propose()
+                if proposal is None:
+                    continue
+                evaluated += 1
+                source, block = proposal
+                table = as_soon_as_possible(short, block.orders())
+                assert table is not None, "a periodic order ends"
+                table = justify(short, table)
+            source.learn(block, table.makespan)
+            # Every further microbatch costs an interval, or less where justification fills the steady state's gaps.
+            if table.makespan + rest * max(short.work) < self._finalists[-1][0] or len(self._finalists) < _FINALISTS:
+                if rest and not clock.allows(SearchStep.JUSTIFY, self.num_passes, self.num_passes):
+                    break
+                before = self.makespan
+                if rest:
+                    orders = replace(block, problem=self._problem).orders()
+                    table = justify(self._problem, timetable(self._problem, orders))
+                self._add("periodic, justified", table)
+                improved = evaluated if self.makespan < before else improved
+                if self.is_optimal:
+                    return
+        self.idles = sampler.idles
+
+    def polish(self, clock: Clock, effort: float) -> None:
+        """Justify the best again and again with changing parts frozen: a steady state that idles has room to move."""
+        rng = Random(self.seed)
+        problem = self._problem
+        classes, units = len(problem.device), problem.units
+        pool = [entry[2:] for entry in self._finalists]
+        rounds, improved = effort * _PASSES_TO_POLISH / self.num_passes, 0
+        rounds = int(rounds if self.slices == 1 else min(rounds, effort * _MOST_ROUNDS_OF_SLICES))
+        patience = max(_FEWEST_TRIALS, rounds / 3)
+        for number in range(rounds):
+            if self.is_optimal or number - improved > patience or not self.may_justify(clock):
+                return
+            index = rng.randrange(len(pool))
+            if rng.random() < 0.5:
+                whole = set(rng.sample(range(classes), rng.randint(1, classes // 3)))
+                frozen = {each for each in range(self.num_passes) if each // units in whole}
+            else:
+                share = rng.choice((0.02, 0.1, 0.3, 0.5))
+                frozen = {each for each in range(self.num_passes) if rng.random() < share}
+            name, before = pool[index]
+            with clock.step(SearchStep.JUSTIFY, 2 * self.num_passes):
+                table = justify(problem, justify(problem, before, frozen))
+            if table.makespan < self._finalists[0][0]:
+                self._add(f"{name.removesuffix(_POLISHED)}{_POLISHED}", table)
+                improved = number
+            if table.makespan <= before.makespan:
+                pool[index] = (name, table)
+
+    def _add(self, name: str, table: Timetable) -> None:
+        entry = (table.makespan, len(self._finalists), name, table)
+        self._finalists = sorted([*self._finalists, entry], key=lambda e: e[:2])[:_FINALISTS]
+
+    def candidate(self) -> Candidate:
+        """Return the best schedule, of those that are equally fast the one that wrong costs harm least."""
+        slack = 0 if self.is_optimal else 1e-3
+        equal = [entry for entry in self._finalists if entry[0] <= self._finalists[0][0] * (1 + slack)]
+        _, _, name, table = equal[most_robust(self._problem, [entry[3] for entry in equal], self.seed)]
+        fused = fusable(self._problem, timetable(self._problem, table.orders))
+        schedule = to_schedule(AUTO, self.placement, self._problem, table.orders, fused)
+        timeline = simulate(schedule, self.costs)
+        caps = self.caps or timeline.peaks
+        if any(peak > loosened(cap) for peak, cap in zip(timeline.peaks, caps, strict=True)):
+            # The costs say that a full backward holds more than its I and W.
+            fused = self._problem.full_backwards
+            schedule = to_schedule(AUTO, self.placement, self._problem, table.orders, fused)
+            timeline = simulate(schedule, self.costs)
+        makespan = stream(schedule, self.costs, steps=1).period if self.period else timeline.makespan
+        bound = min(self.bound, makespan)  # that of an exact solution was in ticks
+        return Candidate(schedule, makespan, timeline.peaks, bound, name)
+
+
+_SAMPLES = 4
+
+
+def most_robust(problem: Problem, tables: Sequence[Timetable], seed: int, error: float = 0.2) -> int:
+    """Return the index of the timetable whose orders are fastest on average over costs that are off by up to ``error``.
+
+    Args:
+        problem: in ticks.
+        tables: to choose from.
+        seed: of the random costs.
+        error: largest relative error of a cost.
+    """
+    if len(tables) == 1:
+        return 0
+    rng = Random(seed)
+    problems = []
+    for _ in range(_SAMPLES):
+        ticks = tuple(max(1, round(ticks * (1 + rng.uniform(-error, error)))) for ticks in problem.ticks)
+        problems.append(replace(problem, ticks=ticks))
+    return min(
+        range(len(tables)),
+        key=lambda index: sum(timetable(other, tables[index].orders).makespan for other in problems),
+    )

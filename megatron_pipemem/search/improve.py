@@ -1,0 +1,245 @@
+"""Run a step by urgency, or in given orders, and improve orders by justification (forward-backward improvement).
+
+Justification comes from project scheduling: move every pass as late as possible, into idle gaps too, then every pass as
+early as possible, and repeat. No move makes the step longer or takes more memory than the caps, so every order on the
+way is a valid schedule.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from megatron_pipemem.schedule.walk import Graph, Times
+from megatron_pipemem.search.problem import FORWARD, Orders, PassTable, Problem
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """Orders and when their passes start.
+
+    Args:
+        orders: per device, its passes in order.
+        starts: tick in which every pass starts.
+        makespan: ticks until the last pass ends; the first starts at 0.
+    """
+
+    orders: Orders
+    starts: list[int]
+    makespan: int
+
+
+def as_soon_as_possible(problem: Problem, orders: Orders) -> Timetable | None:
+    """Run every device's order without waiting longer than it must; ``None`` when the orders wait for one another."""
+    passes = problem.passes
+    graph = Graph(orders, passes.waits, passes.price, passes.device)
+    nodes, _ = graph.walk()
+    if len(nodes) < len(passes.waits):
+        return None
+    times = Times(graph, problem.ticks, passes.lags, zero=0)
+    times.run(graph.steps(nodes))
+    return Timetable(orders, times.starts, max(times.free))
+
+
+def timetable(problem: Problem, orders: Orders) -> Timetable:
+    """Return ``as_soon_as_possible`` of orders that are known to end."""
+    table = as_soon_as_possible(problem, orders)
+    assert table is not None, "the orders wait for one another"
+    return table
+
+
+def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
+    """Run the step by urgency.
+
+    Args:
+        problem: the passes and the caps.
+        urgency: per pass, smaller runs earlier.
+
+    Returns:
+        ``None`` when the devices came to a stop because no cap admitted what was ready.
+    """
+    units, ticks, change, caps, reserve = problem.units, problem.ticks, problem.change, problem.caps, problem.reserve
+    classes_of, passes = problem.classes, problem.reversed
+    device_of, price_of, followers, lags = passes.device, passes.price, passes.waits, passes.lags
+    left, sliced = len(followers), problem.slices > 1
+    ready, starts = [0] * left, [-1] * left
+    missing = [len(waits) for waits in problem.waits for _ in range(units)]
+    upcoming = list(range(0, left, units))
+    levels = [0] * problem.num_devices
+    busy = [0] * problem.num_devices
+    orders: Orders = [[] for _ in range(problem.num_devices)]
+    events = [(0, d) for d in range(problem.num_devices)]
+    while events:
+        now, d = heappop(events)
+        if busy[d] > now:
+            continue
+        level = levels[d]
+        best = -1
+        best_urgency = float("inf")
+        for c in classes_of[d]:
+            each = upcoming[c]
+            if each == (c + 1) * units or missing[each]:
+                continue
+            price = price_of[each]
+            delta = change[price]
+            if delta > 0:
+                sliced_forward = sliced and c % 3 == FORWARD
+                needed = problem.owed(c, upcoming) if sliced_forward else delta + reserve[price]
+                if level + needed > caps[d]:
+                    continue
+            value = urgency[each]
+            if ready[each] <= now and value < best_urgency:
+                best, best_urgency = each, value
+        if best < 0:
+            continue
+        upcoming[best // units] = best + 1
+        price = price_of[best]
+        end = now + ticks[price]
+        starts[best] = now
+        orders[d].append(best)
+        levels[d] = level + change[price]
+        busy[d] = end
+        left -= 1
+        heappush(events, (end, d))
+        for each, link in followers[best]:
+            at = end + lags[link]
+            if at > ready[each]:
+                ready[each] = at
+            missing[each] -= 1
+            other = device_of[each]
+            if other != d:
+                heappush(events, (at, other))
+    if left:
+        return None
+    return Timetable(orders, starts, max(busy))
+
+
+def justify(problem: Problem, table: Timetable, frozen: Collection[int] = frozenset()) -> Timetable:
+    """Move all passes as late as possible, then all as early as possible.
+
+    Args:
+        problem: what the orders must satisfy.
+        table: within the caps.
+        frozen: passes that are moved within their place only, to look elsewhere than a plain justification does.
+    """
+    late = _earlier(problem.reversed, _mirrored(problem, table), frozen)
+    return _earlier(problem.passes, _mirrored(problem, late), frozen)
+
+
+def _mirrored(problem: Problem, table: Timetable) -> list[int]:
+    """Return when passes start with time running the other way."""
+    ticks, end = problem.ticks, table.makespan
+    return [end - start - ticks[price] for start, price in zip(table.starts, problem.passes.price, strict=True)]
+
+
+class Row:
+    """A device while its passes are placed, one after another.
+
+    Args:
+        cap: the most that it may hold.
+        shortest: its shortest pass; smaller gaps are forgotten.
+    """
+
+    def __init__(self, cap: int, shortest: int) -> None:
+        self._cap, self._shortest = cap, shortest
+        self.order: list[int] = []
+        self.end = 0
+        self._levels: list[int] = []  # what it holds after each pass placed so far
+        self._gap_starts: list[int] = []
+        self._gap_ends: list[int] = []
+        self._gap_places: list[int] = []  # how many passes stand before the gap
+
+    def into_gap(self, each: int, ready: int, length: int, change: int) -> int:
+        """Put a pass into the first gap that it fits, by its inputs, its length and the cap; when it ends, or -1.
+
+        Args:
+            each: the pass.
+            ready: tick from which its inputs are there.
+            length: ticks that it takes.
+            change: by how much it changes what the device holds.
+        """
+        levels, heads, tails, places = self._levels, self._gap_starts, self._gap_ends, self._gap_places
+        gap = bisect_left(tails, ready + length)
+        if gap == len(tails):
+            return -1
+        first = 0
+        if change > 0:
+            # Whatever stands between the gap and here would be run with this much more held.
+            allowed = self._cap - change
+            place, least = len(levels), places[gap]
+            # The level before the gap counts too: it is what the pass itself adds to.
+            while place and place >= least and levels[place - 1] <= allowed:
+                place -= 1
+            first = place + 1 if place or allowed < 0 else 0
+        for found in range(gap, len(tails)):
+            begin = heads[found]
+            if ready > begin:
+                begin = ready
+            if begin + length <= tails[found] and places[found] >= first:
+                break
+        else:
+            return -1
+        place = places[found]
+        self.order.insert(place, each)
+        levels.insert(place, levels[place - 1] if place else 0)
+        if change:
+            for index in range(place, len(levels)):
+                levels[index] += change
+        end = begin + length
+        # The gap splits in two; slivers that nothing fits are forgotten.
+        pieces = []
+        if begin - heads[found] >= self._shortest:
+            pieces.append((heads[found], begin, place))
+        if tails[found] - end >= self._shortest:
+            pieces.append((end, tails[found], place + 1))
+        heads[found : found + 1] = [piece[0] for piece in pieces]
+        tails[found : found + 1] = [piece[1] for piece in pieces]
+        places[found : found + 1] = [piece[2] for piece in pieces]
+        for index in range(found + len(pieces), len(places)):
+            places[index] += 1
+        return end
+
+    def append(self, each: int, ready: int, length: int, change: int) -> int:
+        """Put a pass behind all others; when it ends.
+
+        Args:
+            each: the pass.
+            ready: tick from which its inputs are there.
+            length: ticks that it takes.
+            change: by how much it changes what the device holds.
+        """
+        begin = self.end
+        if ready > begin:
+            if ready - begin >= self._shortest:
+                self._gap_starts.append(begin)
+                self._gap_ends.append(ready)
+                self._gap_places.append(len(self.order))
+            begin = ready
+        self.order.append(each)
+        self._levels.append((self._levels[-1] if self._levels else 0) + change)
+        self.end = begin + length
+        return self.end
+
+
+def _earlier(passes: PassTable, starts: Sequence[int], frozen: Collection[int]) -> Timetable:
+    """Move every pass, in the order of these starts, into the first gap that it fits, or else behind the others."""
+    device_of, price_of, before, waits, ticks, change, lags, caps, shortest = passes
+    rows = [Row(cap, least) for cap, least in zip(caps, shortest, strict=True)]
+    ends = [0] * (len(starts) + 1)  # the last is of the pass before the first of a class
+    for each in sorted(range(len(starts)), key=starts.__getitem__):
+        ready, price = ends[before[each]], price_of[each]
+        for other, link in waits[each]:
+            end = ends[other] + lags[link]
+            if end > ready:
+                ready = end
+        row = rows[device_of[each]]
+        end = -1 if each in frozen else row.into_gap(each, ready, ticks[price], change[price])
+        ends[each] = end if end >= 0 else row.append(each, ready, ticks[price], change[price])
+    new_starts = [end - ticks[price] for end, price in zip(ends, price_of, strict=False)]
+    # Mirrored timetables may begin late when everything moved towards the end.
+    first = min(new_starts)
+    if first:
+        new_starts = [start - first for start in new_starts]
+    return Timetable([row.order for row in rows], new_starts, max(row.end for row in rows) - first)

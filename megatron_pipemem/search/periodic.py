@@ -1,0 +1,288 @@
+"""Find periodic orders: every device repeats one cycle of its passes, and a microbatch takes the shortest way through them.
+
+The building blocks of arXiv 2405.15362 (repeat a microbatch's passes at a fixed interval) for any costs: the interval is
+what the busiest device computes per microbatch, so that no device that is as busy ever idles in the steady state, and the
+passes' offsets follow from which cyclic order every device takes and how the cycles of neighbours are rotated against each
+other. Every wait of a microbatch between two passes makes activations live longer; the cheapest combination of cycles is a
+shortest path from the last device to the first. Prices per device are raised until every device fits its cap (Lagrange
+multipliers of the memory constraints).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import permutations
+
+import numpy as np
+
+from megatron_pipemem.search.problem import FORWARD, INPUT, WEIGHT, Orders, Problem
+
+# Of two chunks there are 120 cyclic orders. With a pause between two passes there are 720, too many for one table.
+_ORDERS_WITH_A_PAUSE = 60
+
+
+@dataclass(frozen=True)
+class ClassWait:
+    """A class that waits for another class of the same microbatch.
+
+    Args:
+        source: class that ends first.
+        target: class that starts then.
+        gap: ticks from the start of ``source`` to the earliest start of ``target``.
+    """
+
+    source: int
+    target: int
+    gap: int
+
+
+class Cycles:
+    """All combinations of cyclic orders of a problem for one interval.
+
+    Args:
+        problem: with at most two chunks per device; more have too many cyclic orders to list.
+        interval: ticks from one microbatch to the next, at least the work of the busiest device.
+        rng: picks the cyclic orders to consider where idle time makes them too many.
+    """
+
+    def __init__(self, problem: Problem, interval: int, rng: np.random.Generator) -> None:
+        self.problem, self.interval = problem, interval
+        p = problem.num_devices
+        self._position = {c: index for classes in problem.classes for index, c in enumerate(classes)}
+        orders: dict[tuple[tuple[int, ...], int], np.ndarray] = {}
+        self._starts = []
+        for classes, work in zip(problem.classes, problem.work, strict=True):
+            key = (tuple(problem.ticks[c] for c in classes), interval - work)
+            if key not in orders:
+                orders[key] = _cycle_starts(*key, rng)
+            self._starts.append(orders[key])
+        links = [
+            ClassWait(other, c, problem.ticks[other] + lag)
+            for c, waits in enumerate(problem.waits)
+            for other, lag in waits
+        ]
+        device = problem.device
+        self._local = [[link for link in links if device[link.source] == device[link.target] == d] for d in range(p)]
+        self._hops = [
+            [link for link in links if {device[link.source], device[link.target]} == {d, d + 1}] for d in range(p - 1)
+        ]
+        self._links = [(link.source, link.target) for link in links]
+        self.num_links, self.most_orders = len(links), max(map(len, self._starts))
+        self._local_waits = [[self._wait(d, link) for link in local] for d, local in enumerate(self._local)]
+        shared: dict[tuple, np.ndarray] = {}
+        self._hop_waits = [self._shared_waits(d, shared) for d in range(p - 1)]
+
+    def _wait(self, device: int, link: ClassWait) -> np.ndarray:
+        starts, position = self._starts[device], self._position
+        return (starts[:, position[link.target]] - starts[:, position[link.source]] - link.gap) % self.interval
+
+    def _shared_waits(self, device: int, shared: dict[tuple, np.ndarray]) -> np.ndarray:
+        """Waits of a hop; alike hops share one array."""
+        links, position = self._hops[device], self._position
+        below, above = self._starts[device], self._starts[device + 1]
+        key = (
+            id(below),
+            id(above),
+            tuple(
+                (position[k.source], position[k.target], k.gap, self.problem.device[k.source] == device) for k in links
+            ),
+        )
+        if key not in shared:
+            shared[key] = self._waits(device)
+        return shared[key]
+
+    def _waits(self, device: int) -> np.ndarray:
+        """``[rotation, link, order above, order below]``: every rotation makes one link's wait zero."""
+        offsets, signs = self._offsets(device)
+        return np.stack(
+            [
+                np.stack(
+                    [(sign * (offset - zero)) % self.interval for offset, sign in zip(offsets, signs, strict=True)]
+                )
+                for zero in offsets
+            ]
+        ).astype(np.float32)
+
+    def _offsets(self, device: int) -> tuple[list[np.ndarray], list[int]]:
+        """Return, per link, the rotation of the device against the one above that makes its wait zero, and the wait's
+        sign.
+        """
+        below, above = self._starts[device], self._starts[device + 1]
+        offsets, signs = [], []
+        for link in self._hops[device]:
+            source, target = self._position[link.source], self._position[link.target]
+            if self.problem.device[link.source] == device:
+                offsets.append(above[:, target, None] - below[None, :, source] - link.gap)
+                signs.append(1)
+            else:
+                offsets.append(above[:, source, None] + link.gap - below[None, :, target])
+                signs.append(-1)
+        return offsets, signs
+
+    def cheapest(self, prices: np.ndarray, variation: np.ndarray, among: np.ndarray | None = None) -> PeriodicBlock:
+        """Return the combination whose activations cost least.
+
+        Args:
+            prices: per device, of holding one memory unit for one tick.
+            variation: per link, what its price is multiplied by.
+            among: the cyclic orders to consider on every device, as numbers; ``None`` considers all.
+        """
+        p = self.problem.num_devices
+        weights = self._weights(prices, variation)
+        picked = [np.arange(len(starts)) for starts in self._starts]
+        if among is not None:
+            picked = [among[among < len(each)] if len(each) > len(among) else each for each in picked]
+        best = np.zeros(0)
+        choice: list[tuple[np.ndarray, np.ndarray]] = []
+        for d in reversed(range(p)):
+            local = np.zeros(len(picked[d]))
+            for link, wait in zip(self._local[d], self._local_waits[d], strict=True):
+                local += weights[link.source, link.target] * wait[picked[d]]
+            if d == p - 1:
+                best = local
+                continue
+            weight = np.array([weights[link.source, link.target] for link in self._hops[d]], dtype=np.float32)
+            waits = self._hop_waits[d]
+            if among is not None:
+                waits = waits[:, :, picked[d + 1][:, None], picked[d]]
+            cost = np.tensordot(waits, weight, axes=([1], [0]))
+            rotation = cost.argmin(axis=0)
+            total = np.take_along_axis(cost, rotation[None], axis=0)[0] + best[:, None]
+            above = total.argmin(axis=0)
+            columns = np.arange(total.shape[1])
+            best = local + total[above, columns]
+            choice.append((above, rotation[above, columns]))
+        return self._follow(int(best.argmin()), choice[::-1], picked)
+
+    def _follow(
+        self, order: int, choice: list[tuple[np.ndarray, np.ndarray]], picked: list[np.ndarray]
+    ) -> PeriodicBlock:
+        """Follow, from the first device up, the choices made on the way down."""
+        starts = np.zeros(len(self.problem.device), dtype=np.int64)
+        shift = 0
+        for d in range(self.problem.num_devices):
+            for c in self.problem.classes[d]:
+                starts[c] = self._starts[d][picked[d][order], self._position[c]] + shift
+            if d < len(choice):
+                above, rotation = choice[d]
+                offsets, _ = self._offsets(d)
+                next_order = int(above[order])
+                turned = offsets[int(rotation[order])]
+                shift -= int(turned[picked[d + 1][next_order], picked[d][order]])
+                order = next_order
+        return PeriodicBlock.along_chain(self.problem, self.interval, starts)
+
+    def _weights(self, prices: np.ndarray, variation: np.ndarray) -> dict[tuple[int, int], float]:
+        """Return what one tick of waiting on a link costs: the price of all that is held across it."""
+        problem = self.problem
+        held = [0.0] * (problem.num_stages + 1)
+        for stage in range(problem.num_stages):
+            held[stage + 1] = held[stage] + prices[problem.device[3 * stage]] * problem.change[3 * stage]
+        weights = {}
+        for (source, target), factor in zip(self._links, variation, strict=True):
+            if target % 3 == WEIGHT:
+                price = prices[problem.device[target]] * -problem.change[target]
+            else:
+                price = held[min(source, target) // 3 + 1]
+            weights[source, target] = price * factor
+        return weights
+
+
+@dataclass(frozen=True)
+class PeriodicBlock:
+    """Say when the passes of one microbatch start.
+
+    Args:
+        problem: with the passes.
+        interval: ticks from one microbatch to the next.
+        starts: tick of every pass class.
+    """
+
+    problem: Problem
+    interval: int
+    starts: tuple[int, ...]
+
+    @classmethod
+    def along_chain(cls, problem: Problem, interval: int, offsets: np.ndarray) -> PeriodicBlock:
+        """Start every pass at the first time that has its offset, modulo the interval, and that its inputs allow.
+
+        Args:
+            problem: with the passes.
+            interval: ticks from one microbatch to the next.
+            offsets: of every pass class within the interval, in ticks, ``[classes]``.
+        """
+        starts = [0] * len(offsets)
+        for c in (*problem.way, *range(WEIGHT, len(offsets), 3)):
+            ready = int(offsets[c]) if c == FORWARD else 0
+            for other, lag in problem.waits[c]:
+                ready = max(ready, starts[other] + problem.ticks[other] + lag)
+            starts[c] = ready + (int(offsets[c]) - ready) % interval
+        return cls(problem, interval, tuple(starts))
+
+    def delayed(self, after: int) -> PeriodicBlock:
+        """Return the block with one more interval of waiting on the way.
+
+        Args:
+            after: how many passes of the way to the loss and back keep their time; with a negative number, ``-n``, only
+                the ``n``-th W is put off.
+        """
+        if after < 0:
+            later = {3 * (-after - 1) + WEIGHT}
+        else:
+            later = set(self.problem.way[after:])
+            later |= {c + 1 for c in later if c % 3 == INPUT}
+        starts = tuple(start + self.interval * (c in later) for c, start in enumerate(self.starts))
+        return PeriodicBlock(self.problem, self.interval, starts)
+
+    @cached_property
+    def peaks(self) -> tuple[int, ...]:
+        """The most every device holds in the steady state."""
+        result = []
+        for classes in self.problem.classes:
+            starts = np.array([self.starts[c] for c in classes])
+            change = np.array([self.problem.change[c] for c in classes])
+            begun = (starts[:, None] - starts[None, :]) // self.interval + 1
+            result.append(int((begun * change[None, :]).sum(axis=1).max()))
+        return tuple(result)
+
+    def orders(self) -> Orders:
+        """Return the orders of ``m`` microbatches. They never hold more than the steady state."""
+        m = self.problem.num_microbatches
+        microbatches = np.arange(m)
+        orders = []
+        for classes in self.problem.classes:
+            starts = np.array([self.starts[c] for c in classes])
+            times = (starts[:, None] + self.interval * microbatches[None, :]).ravel()
+            passes = (np.array(classes)[:, None] * m + microbatches[None, :]).ravel()
+            orders.append(passes[np.argsort(times, kind="stable")].tolist())
+        return orders
+
+
+def _cycle_starts(ticks: tuple[int, ...], idle: int, rng: np.random.Generator) -> np.ndarray:
+    """``[order, pass]``: offsets of a device's passes in every cyclic order, the first pass first.
+
+    Idle time is spread over all passes in proportion, and in some more orders, picked at random, it is in one piece.
+    """
+    spread = np.array([length * (sum(ticks) + idle) / sum(ticks) for length in ticks])
+    rows = _tilings(spread)
+    if idle:
+        in_one_piece = _tilings(np.array([*ticks, idle]))[:, : len(ticks)]
+        few = min(len(in_one_piece), _ORDERS_WITH_A_PAUSE)
+        rows = np.concatenate([rows, in_one_piece[rng.choice(len(in_one_piece), few, replace=False)]])
+    # Rounded up, no pass begins before the one before it has ended.
+    return np.ceil(rows - 1e-6).astype(np.int64)
+
+
+def _tilings(lengths: np.ndarray) -> np.ndarray:
+    """Start of every piece in every order of all pieces back to back, the first piece first."""
+    orders = _orders(len(lengths))
+    ends = np.cumsum(lengths[orders], axis=1)
+    starts = np.empty_like(ends)
+    np.put_along_axis(starts, orders, ends - lengths[orders], axis=1)
+    return starts
+
+
+@lru_cache(maxsize=16)
+def _orders(count: int) -> np.ndarray:
+    return np.array([(0, *order) for order in permutations(range(1, count))])

@@ -1,0 +1,209 @@
+"""List orders to start from that need no search: every registered family, and list scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise, product
+from random import Random
+from typing import Any
+
+from megatron_pipemem.errors import PipememError
+from megatron_pipemem.schedule.action import mirrored
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import Family, build_schedule
+from megatron_pipemem.search.improve import Timetable, as_soon_as_possible, dispatch, timetable
+from megatron_pipemem.search.problem import FORWARD, INPUT, WEIGHT, Orders, Problem, from_schedule
+
+# By how much the interval of the first start grows until it fits.
+_STRETCH = 1.1
+
+
+def first_start(problem: Problem) -> Timetable | None:
+    """Return microbatches at equal intervals, as far apart as it takes to keep the caps: a start for any of them, at
+    once.
+
+    A microbatch's passes are where they would be if it had the devices to itself; where two collide, the earlier is first.
+
+    Returns:
+        ``None`` when even one microbatch after the other exceeds the caps.
+    """
+    n, units, ends = problem.slices, problem.units, [0] * len(problem.ticks)
+    for c in (*problem.way, *range(WEIGHT, len(problem.device), 3)):
+        for part in range(n):
+            ready = ends[c * n + part - 1] if part else 0
+            for other, lag in problem.waits[c]:
+                at = other * n + (mirrored(part, n) if problem.turns(c, other) else part)
+                ready = max(ready, ends[at] + lag)
+            ends[c * n + part] = ready + problem.ticks[c * n + part]
+    starts = [end - ticks for end, ticks in zip(ends, problem.ticks, strict=True)]
+    spans = (ends[at + n - 1] - starts[at] for at in range(0, len(ends), n))
+    interval, alone, price = max(*problem.work, *spans), max(ends), problem.passes.price
+    while True:
+        orders = [
+            sorted(
+                (c * units + rank for c in classes for rank in range(units)),
+                key=lambda each: starts[price[each]] + each % units // n * interval,
+            )
+            for classes in problem.classes
+        ]
+        if problem.fits(orders):
+            return as_soon_as_possible(problem, orders)
+        if interval >= alone:
+            orders = _one_by_one(problem)
+            return as_soon_as_possible(problem, orders) if problem.fits(orders) else None
+        interval = min(alone, int(interval * _STRETCH) + 1)
+
+
+def _one_by_one(problem: Problem) -> Orders:
+    """Run one microbatch after the other, and what only takes memory last: W, where I has given back more than F has
+    taken.
+    """
+    orders: Orders = []
+    n, units = problem.slices, problem.units
+    for classes in problem.classes:
+        forwards = [c for c in classes if c % 3 == FORWARD]
+        late = {c for c in classes if c % 3 == WEIGHT and max(problem.change[c * n : c * n + n]) > 0}
+        turn = [c * units + part for c in forwards for part in range(n)]
+        for c, part in product(reversed(forwards), range(n)):
+            turn += [each * units + part for each in (c + INPUT, c + WEIGHT) if each not in late]
+        passes = [each + first for first in range(0, units, n) for each in turn]
+        orders.append([*passes, *(c * units + rank for rank in range(units) for c in classes if c in late)])
+    return orders
+
+
+def family_starts(
+    families: Sequence[Family], placement: Placement, problem: Problem, costs: Costs, caps: Sequence[float] | None
+) -> Iterator[tuple[str, Timetable | None]]:
+    """Yield the families' schedules of a placement by name; ``None`` for those that do not fit the caps.
+
+    Args:
+        families: to try.
+        placement: of the stages.
+        problem: in ticks.
+        costs: what actions take, in seconds, and hold.
+        caps: the most every device may hold, in the unit of the costs' memory; ``None`` is no limit.
+    """
+    given: dict[str, Any] = {"costs": costs}
+    if caps is not None and costs.memory is None:
+        given["memory_cap"] = min(caps)
+    if problem.slices > 1:
+        given["slices"] = problem.slices
+    p, m = placement.num_devices, problem.num_microbatches
+    for each in families:
+        options = {name: value for name, value in given.items() if name in each.options}
+        if "chunks" in each.options:
+            options["chunks"] = placement.num_chunks
+        elif each.placement != placement.name:
+            continue
+        shape = {"num_devices": p, **options}
+        try:
+            # One microbatch tells at once where the stages are.
+            if build_schedule(each.name, num_microbatches=1, **shape).placement != placement:
+                continue
+            orders = from_schedule(build_schedule(each.name, num_microbatches=m, **shape))
+            if "group_size" in each.options and not problem.fits(orders):
+                shape["group_size"] = _largest_group(each.name, problem, shape)
+                orders = from_schedule(build_schedule(each.name, num_microbatches=m, **shape))
+        except PipememError:
+            continue
+        table = None
+        if problem.fits(orders):
+            table = timetable(problem, orders)
+        yield each.name, table
+
+
+def _largest_group(name: str, problem: Problem, shape: Mapping[str, Any]) -> int:
+    """Return the largest group size that keeps the caps: larger groups of microbatches hold more and idle less.
+
+    Raises:
+        UnsupportedError: the family takes no groups that small.
+    """
+    fits, exceeds = 1, problem.num_devices
+    while exceeds - fits > 1:
+        size = (fits + exceeds) // 2
+        # Two whole groups, or as many as fill the pipeline, hold as much as any number of them.
+        some = shortened(problem, size * max(2, -(-problem.num_devices // size)))
+        schedule = build_schedule(name, num_microbatches=some.num_microbatches, group_size=size, **shape)
+        if some.fits(from_schedule(schedule)):
+            fits = size
+        else:
+            exceeds = size
+    return fits
+
+
+def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
+    """Yield greedy orders. The last one runs one microbatch after the other and fits any cap that admits one."""
+    units, n = problem.units, problem.slices
+    passes = range(len(problem.device) * units)
+    longest = max(problem.ticks)
+    depth = _depths(problem)
+    rules = {
+        "backward first": [depth[each // units] + each % units * longest * 0.1 for each in passes],
+        "oldest first": [(each % units + (each // units % 3 == WEIGHT)) * longest * 4.0 for each in passes],
+    }
+    if n > 1:
+        # Rank by rank, backwards of a microbatch stand beside forwards of its slices; these are a microbatch ahead.
+        rank = {FORWARD: 0, INPUT: -n, WEIGHT: 1}
+        rules["oldest backward first"] = [each % units + rank[each // units % 3] for each in passes]
+    rules["one by one"] = [
+        each % units // n * sum(problem.ticks) * 4.0 + (each // units % 3 == WEIGHT) for each in passes
+    ]
+    for name, urgency in rules.items():
+        table = dispatch(problem, urgency)
+        if table is not None and problem.fits(table.orders):
+            yield f"list schedule, {name}", table
+
+
+def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
+    """Return a greedy order by a random weighting of the age of a microbatch or slice, of the way it has left, and of how long
+    W can wait.
+
+    None of the fixed rules is best for costs that tile badly, and no one weighting is for all of them.
+    """
+    units, stages, longest = problem.units, problem.num_stages, max(problem.ticks)
+    age, way, put_off = 2 ** rng.uniform(0, 3) / problem.slices, rng.uniform(0.2, 0.8), rng.uniform(0.2, 1.0)
+    rank = []
+    for stage in range(stages):
+        inputs = 2 * stages - 1 - stage
+        rank += [-way * stage, -way * inputs, put_off * stages - way * inputs]
+    urgency = [(rank[c] + age * k) * longest for c in range(3 * stages) for k in range(units)]
+    table = dispatch(problem, urgency)
+    return table if table is not None and problem.fits(table.orders) else None
+
+
+def _depths(problem: Problem) -> list[float]:
+    """Return, per class, minus how far it is along a microbatch's way: what is nearer its end goes first, W fill the
+    gaps.
+    """
+    stages, longest = problem.num_stages, max(problem.ticks)
+    depths: list[float] = []
+    for stage in range(stages):
+        forward, inputs = stage, 2 * stages - 1 - stage
+        depths += [-forward * longest, -inputs * longest, longest * 2 * stages]
+    return depths
+
+
+def shortened(problem: Problem, num_microbatches: int) -> Problem:
+    """Return the same step with fewer microbatches; starting up and running dry cost the same."""
+    return replace(problem, num_microbatches=min(problem.num_microbatches, num_microbatches))
+
+
+def fusable(problem: Problem, table: Timetable) -> set[int]:
+    """Return the I passes that may just as well run as one full backward with their W.
+
+    Where W follows I at once and nobody needs the gradient sooner than W ends, splitting buys nothing; a full backward
+    spares the kernel launches and the queue of a split one. All those of the problem's full stages are among them.
+    """
+    units, starts, passes = problem.units, table.starts, problem.reversed
+    ends = [start + problem.ticks[price] for start, price in zip(starts, passes.price, strict=True)]
+    fused = problem.full_backwards
+    for order in table.orders:
+        for each, after in pairwise(order):
+            if each // units % 3 != INPUT or after != each + units or starts[after] != ends[each]:
+                continue
+            waiting = (other for other in passes.waits[each] if other[0] != after)
+            if all(starts[other] >= ends[after] + passes.lags[link] for other, link in waiting):
+                fused.add(each)
+    return fused

@@ -1,0 +1,398 @@
+"""Write the search problem in whole numbers: passes, what they wait for, how long they take and what they hold.
+
+Microbatches are identical, so every pass class (a kind on a stage) runs them in order without loss, and a device's order
+is a sequence of passes. Where microbatches are cut into sequence slices, a class runs its forwards slice by slice, and its
+backwards microbatch by microbatch with the slices reversed (arXiv 2406.03488, section 3.2). Time is in ticks and memory in
+units small enough that nothing is lost by rounding, because a search compares sums of thousands of terms for equality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import ceil
+from typing import NamedTuple
+
+from megatron_pipemem.errors import CostsError
+from megatron_pipemem.schedule.action import Action, Kind, mirrored
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.memory_cap import loosened
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.walk import Waits
+
+FORWARD, INPUT, WEIGHT = range(3)
+KINDS = (Kind.F, Kind.I, Kind.W)
+
+# Twelve divides by the usual numbers of chunks, ten to some power by whatever a decimal fraction has.
+TICKS = 12 * 10**6
+# Fine enough for a thousand roundings to stay below what a cap is loosened by.
+MEMORY_STEPS = 10**13
+
+# Of a memory step; sums of floats are off by less.
+_NOISE = 0.1
+
+Orders = list[list[int]]
+"""Per device, its passes in the order in which they run. Pass ``c * units + k`` is the ``k``-th of class ``c``."""
+
+ClassWaits = tuple[tuple[tuple[int, int], ...], ...]
+"""Per class, ``(class, lag)`` of what it waits for."""
+
+
+class PassTable(NamedTuple):
+    """Hold all passes of a problem, with time running in one direction.
+
+    Args:
+        device: of every pass.
+        price: of every pass, its place in ``ticks`` and ``change``.
+        before: the pass before it in its class, or -1.
+        waits: the other passes that it waits for, and over which link.
+        ticks: how long passes take.
+        change: by how much they change the memory of their device.
+        lags: ticks of every link.
+        caps: the most every device may hold.
+        shortest: ticks of the shortest pass of every device.
+    """
+
+    device: list[int]
+    price: list[int]
+    before: list[int]
+    waits: list[Waits]
+    ticks: Sequence[int]
+    change: Sequence[int]
+    lags: list[int]
+    caps: Sequence[int]
+    shortest: list[int]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Find per device the order of its passes with the least makespan under the caps.
+
+    Args:
+        num_microbatches: ``m``.
+        device: device of every class; class ``3 * stage + kind`` with kinds F, I, W.
+        ticks: how long a pass takes, ``[class * slices + place]`` for the place of its slice in the order of the class.
+        change: by how much it changes what its device holds, likewise.
+        waits: ``(class, lag)`` of what a pass waits for: the pass of that class, microbatch and slice ends ``lag`` ticks
+            before it at the latest. In addition, the passes of a class run in order.
+        caps: the most every device may hold.
+        full: stages whose backwards are full ones (B): class I has the length and the change of both, W is a shadow.
+        ticks_per_second: how long a tick is.
+        slices: sequence slices of a microbatch.
+    """
+
+    num_microbatches: int
+    device: tuple[int, ...]
+    ticks: tuple[int, ...]
+    change: tuple[int, ...]
+    waits: ClassWaits
+    caps: tuple[int, ...]
+    full: frozenset[int] = frozenset()
+    ticks_per_second: float = 1.0
+    slices: int = 1
+
+    @property
+    def units(self) -> int:
+        """Return how many passes a class has."""
+        return self.num_microbatches * self.slices
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.caps)
+
+    @cached_property
+    def classes(self) -> tuple[tuple[int, ...], ...]:
+        """The classes of every device."""
+        return tuple(tuple(c for c, device in enumerate(self.device) if device == d) for d in range(self.num_devices))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.device) // 3
+
+    @cached_property
+    def way(self) -> tuple[int, ...]:
+        """Return the classes of a microbatch's way to the loss and back."""
+        forwards = range(FORWARD, len(self.device), 3)
+        return (*forwards, *(c + INPUT for c in reversed(forwards)))
+
+    @cached_property
+    def work(self) -> tuple[int, ...]:
+        """Ticks every device computes for one microbatch."""
+        return self._per_device(self.ticks)
+
+    def _per_device(self, prices: Sequence[int]) -> tuple[int, ...]:
+        """Return the sum over all passes of a microbatch on every device."""
+        n = self.slices
+        return tuple(sum(sum(prices[c * n : c * n + n]) for c in classes) for classes in self.classes)
+
+    @cached_property
+    def passes(self) -> PassTable:
+        return self._passes(self.waits, self.ticks, self.change, self.caps, -1)
+
+    @cached_property
+    def reversed(self) -> PassTable:
+        """The same passes with time running backwards: the memory that was freed last is taken first."""
+        # What is left in the end is there from the start now, and what is held counts from there.
+        left = self._per_device(self.change)
+        caps = tuple(cap - self.num_microbatches * kept for cap, kept in zip(self.caps, left, strict=True))
+        return self._passes(self.followers, self.ticks, tuple(-change for change in self.change), caps, 1)
+
+    def _passes(
+        self, waits: ClassWaits, ticks: Sequence[int], change: Sequence[int], caps: Sequence[int], before: int
+    ) -> PassTable:
+        units, n, classes, links = self.units, self.slices, range(len(self.device)), dict[int, int]()
+        turned, of_pass = [mirrored(rank, n) for rank in range(units)], list[Waits]()
+        for c, each in enumerate(waits):
+            columns = []
+            for other, lag in each:
+                first, link = other * units, links.setdefault(lag, len(links))
+                ranks = turned if self.turns(c, other) else range(units)
+                columns.append([(first + rank, link) for rank in ranks])
+            of_pass += zip(*columns, strict=True) if columns else [()] * units
+        neighbours = list(range(before, len(of_pass) + before))
+        neighbours[0 if before < 0 else units - 1 :: units] = [-1] * len(classes)
+        device = [self.device[c] for c in classes for _ in range(units)]
+        price = [at for c in classes for at in list(range(c * n, c * n + n)) * self.num_microbatches]
+        shortest = [min(min(ticks[c * n : c * n + n]) for c in each) for each in self.classes]
+        return PassTable(device, price, neighbours, of_pass, ticks, change, list(links), caps, shortest)
+
+    @staticmethod
+    def turns(one: int, other: int) -> bool:
+        """Return whether two classes run the slices of a microbatch in opposite orders."""
+        return (one % 3 == FORWARD) != (other % 3 == FORWARD)
+
+    @cached_property
+    def is_steady(self) -> bool:
+        """Return whether a microbatch never holds less than nothing, and nothing in the end."""
+        held = (self.change[c : c + 3] for c in range(0, len(self.change), 3))
+        return all(f >= 0 and f + i >= 0 and f + i + w == 0 for f, i, w in held)
+
+    @cached_property
+    def followers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """``(class, lag)`` of what waits for the passes of every class."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self.device]
+        for c, waits in enumerate(self.waits):
+            for other, lag in waits:
+                found[other].append((c, lag))
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def reserve(self) -> tuple[int, ...]:
+        """Return what must also be free when a pass starts, like ``change``: a chunk's forward leaves room for the rest of its
+        microbatch, for that of every later chunk, and for what an I may take, or the microbatch could never turn round.
+        """
+        n, change, reserve = self.slices, self.change, [0] * len(self.change)
+
+        def taken(c: int) -> int:
+            turn = (change[at] for j in range(n) for at in ((c + INPUT) * n + j, (c + WEIGHT) * n + j))
+            return max(accumulate(turn))
+
+        for classes in self.classes:
+            forwards = [c for c in classes if c % 3 == FORWARD]
+            later = max(0, *map(taken, forwards))
+            for at in (c * n + j for c in reversed(forwards) for j in reversed(range(n))):
+                reserve[at] = later
+                later += change[at]
+        return tuple(reserve)
+
+    def owed(self, c: int, upcoming: Sequence[int]) -> int:
+        """Return what must be free when a slice runs forward, itself included: all forwards that its device has still to run of
+        the microbatches that it has begun, and what an I may take. Else none of them could turn round.
+
+        Args:
+            c: class of the forward.
+            upcoming: the next pass of every class.
+        """
+        n, change = self.slices, self.change
+        forwards = [other for other in self.classes[self.device[c]] if other % 3 == FORWARD]
+        ran = [upcoming[other] - other * self.units for other in forwards]
+        begun = max(max(ran), upcoming[c] % self.units + 1)
+        room = self.reserve[forwards[-1] * n + n - 1]
+        for other, done in zip(forwards, ran, strict=True):
+            first, part = other * n, other * n + done % n
+            room += (-(-begun // n) - done // n) * sum(change[first : first + n]) - sum(change[first:part])
+        return room
+
+    @property
+    def full_backwards(self) -> set[int]:
+        """The I passes of the full stages."""
+        units = self.units
+        return {(3 * stage + INPUT) * units + rank for stage in self.full for rank in range(units)}
+
+    def held(self, order: Iterable[int]) -> int:
+        """Return the most a device holds after any pass of its order."""
+        units, n, change = self.units, self.slices, self.change
+        now = most = 0
+        for each in order:
+            now += change[each // units * n + each % n]
+            if now > most:
+                most = now
+        return most
+
+    def fits(self, orders: Orders) -> bool:
+        return all(self.held(order) <= cap for order, cap in zip(orders, self.caps, strict=True))
+
+
+def make_problem(
+    placement: Placement,
+    num_microbatches: int,
+    costs: Costs,
+    caps: Sequence[float] | None,
+    full: frozenset[int] = frozenset(),
+    staggered: bool = False,
+    slices: int = 1,
+) -> Problem:
+    """Put a placement with its prices in whole numbers.
+
+    Args:
+        placement: one replica of the model.
+        num_microbatches: ``m``.
+        costs: seconds and memory.
+        caps: per device, in units of ``costs.memory_changes``, or ``None``.
+        full: stages whose backwards are full ones.
+        staggered: every device has a clock of its own, which lags behind that of the device before. The makespan, from the
+            first start to the last end by any clock, is then what no device needs longer for its part of a step.
+        slices: ``n``, of every microbatch.
+
+    Raises:
+        CostsError: the costs do not fit the placement, or are all 0.
+    """
+    stages, n = placement.num_stages, slices
+    seconds, memory = costs.seconds(placement, n), costs.memory_changes(placement, slices=n)
+    longest = max(max(seconds[kind]) for kind in KINDS)
+    if longest <= 0:
+        raise CostsError("no-time", "all passes cost 0 seconds; give at least one of them a price")
+    scale = TICKS / longest
+    zero = (0.0,) * (stages * n)
+    length, held = [0.0] * (3 * stages * n), [0.0] * (3 * stages * n)
+    for place in range(stages * n):
+        stage, part = divmod(place, n)
+        kinds = (Kind.F, Kind.B) if stage in full else KINDS
+        after = list(accumulate(memory.get(kind, zero)[place] for kind in kinds))
+        for index in range(3):
+            at = (3 * stage + index) * n + (part if index == FORWARD else mirrored(part, n))
+            length[at] = seconds[kinds[index]][place] if index < len(kinds) else 0.0
+            held[at] = after[min(index, len(kinds) - 1)]
+    # At least one tick, so that a pass always starts after what it waits for.
+    ticks = tuple(max(1, round(value * scale)) for value in length)
+    memory_scale = 1 if keeps_memory_exactly(placement, costs, n) else MEMORY_STEPS / max(map(abs, held))
+    # What is held after a pass is rounded up, and not by how much the pass changes it: roundings do not add up.
+    rounded = [ceil(value * memory_scale - _NOISE) for value in held]
+
+    def before(at: int) -> int:
+        """Return the memory that the slice held before a pass."""
+        c, part = divmod(at, n)
+        return 0 if c % 3 == FORWARD else rounded[(c - 1) * n + (part if c % 3 == WEIGHT else mirrored(part, n))]
+
+    change = tuple(after - before(at) for at, after in enumerate(rounded))
+    total = sum(max(0, value) for value in change) * num_microbatches
+    allowed = (
+        (total,) * placement.num_devices
+        if caps is None
+        else tuple(min(total, int(loosened(cap * memory_scale))) for cap in caps)
+    )
+
+    stagger = _stagger(placement, ticks, n) if staggered else 0
+
+    def lag(source: int, destination: int) -> int:
+        a, b = placement.devices[source], placement.devices[destination]
+        return round(costs.link_seconds(a, b) / n * scale) - stagger * (b - a)
+
+    device = tuple(placement.devices[stage] for stage in range(stages) for _ in KINDS)
+    return Problem(num_microbatches, device, ticks, change, waits_of(placement, lag), allowed, full, scale, n)
+
+
+def _stagger(placement: Placement, ticks: Sequence[int], slices: int) -> int:
+    """Return by how many ticks every device's clock is behind that of the one before: a little less than the shortest pass
+    whose result goes on to a later device, so that a pass always starts after what it waits for."""
+    shortest = []
+    for source in range(placement.num_stages):
+        for kind, destination in ((FORWARD, placement.next_stage(source)), (INPUT, placement.previous_stage(source))):
+            if destination is not None and (hop := placement.devices[destination] - placement.devices[source]) > 0:
+                first = (3 * source + kind) * slices
+                shortest.append((min(ticks[first : first + slices]) - 1) // hop)
+    return max(0, min(shortest, default=0))
+
+
+def waits_of(placement: Placement, lag: Callable[[int, int], int]) -> ClassWaits:
+    """Return ``Problem.waits``.
+
+    Args:
+        placement: of the stages.
+        lag: ticks of a message from one stage to another.
+    """
+    waits: list[tuple[tuple[int, int], ...]] = []
+    for stage in range(placement.num_stages):
+        before, after = placement.previous_stage(stage), placement.next_stage(stage)
+        forward, inputs = 3 * stage + FORWARD, 3 * stage + INPUT
+        data = () if before is None else ((3 * before + FORWARD, lag(before, stage)),)
+        gradient = (forward, 0) if after is None else (3 * after + INPUT, lag(after, stage))
+        waits += [data, (gradient,), ((inputs, 0),)]
+    return tuple(waits)
+
+
+def keeps_memory_exactly(placement: Placement, costs: Costs, slices: int = 1) -> bool:
+    """Return whether memory comes in whole numbers, which ``make_problem`` does not round.
+
+    Args:
+        placement: of the stages.
+        costs: with the memory.
+        slices: sequence slices of a microbatch.
+    """
+    changes = costs.memory_changes(placement, slices=slices)
+    return all(float(value).is_integer() for kind in (*KINDS, Kind.B) for value in changes.get(kind, ()))
+
+
+def better_full(placement: Placement, costs: Costs) -> frozenset[int]:
+    """Return the stages of which a full backward holds less than I alone: under a cap, some orders have only those."""
+    if costs.memory is None:
+        return frozenset()
+    changes, zero = costs.memory_changes(placement), (0.0,) * placement.num_stages
+    inputs, full = changes.get(Kind.I, zero), changes.get(Kind.B, zero)
+    return frozenset(stage for stage, taken in enumerate(inputs) if taken > 0 and full[stage] < taken)
+
+
+def to_schedule(
+    name: str, placement: Placement, problem: Problem, orders: Orders, fused: Collection[int] = ()
+) -> Schedule:
+    """Return the schedule with these orders.
+
+    Args:
+        name: of the schedule.
+        placement: of the problem.
+        problem: tells what the numbers of passes mean.
+        orders: of all devices.
+        fused: I passes that become one B with their W.
+    """
+    units, n = problem.units, problem.slices
+
+    def actions(order: list[int]) -> Iterator[Action]:
+        for each in order:
+            stage, kind = divmod(each // units, 3)
+            unit = each % units if kind == FORWARD else mirrored(each % units, n)
+            if each in fused:
+                yield Action(Kind.B, stage, unit)
+            elif kind != WEIGHT or each - units not in fused:
+                yield Action(KINDS[kind], stage, unit)
+
+    return Schedule(name, placement, problem.num_microbatches, tuple(tuple(actions(o)) for o in orders), slices=n)
+
+
+def from_schedule(schedule: Schedule) -> Orders:
+    """Return the orders of a schedule, its full backwards as I and W in turn."""
+    units, n = schedule.num_microbatches * schedule.slices, schedule.slices
+    offset = {kind: index * units for index, kind in enumerate(KINDS)}
+    orders = []
+    for order in schedule.orders:
+        passes: list[int] = []
+        for kind, stage, unit in order:
+            at = 3 * stage * units + (unit if kind is Kind.F else mirrored(unit, n))
+            if kind is Kind.B:
+                passes += [at + offset[Kind.I], at + offset[Kind.W]]
+            else:
+                passes.append(at + offset[kind])
+        orders.append(passes)
+    return orders

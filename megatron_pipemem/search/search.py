@@ -1,0 +1,367 @@
+"""Run a search: a portfolio of starts for every placement, each improved, the best kept."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise, product
+from random import Random
+
+from megatron_pipemem.errors import CostsError, UnsupportedError
+from megatron_pipemem.schedule.bounds import least_held
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.memory_cap import loosened, per_device
+from megatron_pipemem.schedule.options import SEARCH_SECONDS, check_effort, check_whole
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.progress import rare_collection, tell
+from megatron_pipemem.schedule.registry import sliced_families, synchronous_families
+from megatron_pipemem.search.cache import ResultCache
+from megatron_pipemem.search.clock import Clock, SearchStep
+from megatron_pipemem.search.exploration import Exploration
+from megatron_pipemem.search.improve import Timetable
+from megatron_pipemem.search.problem import better_full
+from megatron_pipemem.search.result import Candidate, SearchResult, fastest_first
+
+logger = logging.getLogger(__name__)
+
+SlicedPlacement = tuple[Placement, int]
+"""A placement, and a number of slices."""
+
+MAX_CHUNKS = 8
+"""Stages per device up to which placements are considered by default."""
+
+# Passes of all starts that are justified at effort 1, but at least one start.
+_PASSES_TO_JUSTIFY = 20_000
+# Of random list schedules, tried in so many placements where the best so far is far from its bound.
+_PASSES_TO_VARY = 100_000
+_PLACEMENTS_TO_VARY = 3
+_EFFORT_WHEN_FAR = 2
+_SHARE_OF_OTHERS = 0.2
+# Problems with so few passes are tried exactly, all together with so many states at effort 1: half a second.
+_PASSES_TO_SOLVE = 128
+_STATES = 4000
+# Times the best makespan; polishing saves a point or two.
+_WORTH_POLISHING = 1.02
+
+
+@rare_collection()
+def search_schedule(
+    *,
+    num_devices: int,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    memory_cap: float | Sequence[float] | None = None,
+    placements: Sequence[Placement] | None = None,
+    max_chunks: int = MAX_CHUNKS,
+    seconds: float = SEARCH_SECONDS,
+    effort: float = 1.0,
+    seed: int = 0,
+    cache: ResultCache | None = None,
+    period: bool = False,
+    slices: int | Sequence[int] = 1,
+) -> SearchResult:
+    """Find the fastest schedule under a memory cap.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m`` of one step.
+        costs: what actions take and hold; default unit costs and activation units.
+        memory_cap: the most a device may hold after any action, one number or one per device: in activation units, or in
+            the unit of ``costs.memory`` where the costs have one (bytes). ``None`` is no limit.
+        placements: which to consider; default linear, and interleaved, V and wave with up to ``max_chunks`` stages per
+            device, of these the ones that costs per stage are for.
+        max_chunks: more stages per device shorten the bubble at the price of more messages; a model whose layers are to be
+            shared out evenly has at most ``layers / p``.
+        seconds: stop improving after so long. A valid schedule always comes first.
+        effort: multiplies the number of trials; the search ends by itself after them, or when it meets the bound.
+        seed: of the random variations. Two searches that ``seconds`` does not cut give the same result for one seed.
+        cache: where finished searches are kept and looked up; ``None`` searches afresh.
+        period: find the schedule whose steps follow each other soonest without a barrier between them (``stream``), and not
+            the one whose single step ends soonest. What the result calls a makespan is the period then.
+        slices: sequence slices into which every microbatch is cut, or several such numbers, of which the best is kept. Costs
+            of every slice fit one of them; the others are left out.
+
+    Returns:
+        The best schedule of every placement and number of slices, the fastest first, with certified lower bounds.
+
+    Raises:
+        UnsupportedError: no schedule of any of the placements fits the cap; the message says what is needed at least. Or an
+            argument is out of range.
+        CostsError: the costs do not fit a placement, or weigh microbatches.
+    """
+    clock = Clock(seconds)
+    costs = costs or Costs()
+    costs.require_alike("the search")
+    if num_devices < 1 or num_microbatches < 1:
+        raise UnsupportedError(
+            "bad-number",
+            f"{num_devices} devices and {num_microbatches} microbatches are no step; give at least 1 of each",
+        )
+    check_effort(seconds, effort, seed)
+    caps = None if memory_cap is None else per_device(memory_cap, num_devices)
+    check_whole("max_chunks", max_chunks)
+    counts = (slices,) if isinstance(slices, int) else tuple(slices)
+    if placements is None:
+        placements = usual_placements(num_devices, max_chunks, costs, counts)
+    if not placements or any(
+        placement.num_devices != num_devices or placement.replicas > 1 for placement in placements
+    ):
+        raise UnsupportedError(
+            "unsupported-placement", f"give at least one placement, of one model copy on {num_devices} devices each"
+        )
+    question = (num_microbatches, costs, caps, tuple(placements), effort, seed, period, counts)
+    if cache is not None and (known := cache.get(question, costs)) is not None:
+        return known
+    shapes = [(placement, count) for placement in placements for count in counts]
+    if len(counts) > 1:
+        shapes = [shape for shape in shapes if _misfit(costs, *shape) is None] or shapes
+    considered = _explorations(shapes, num_microbatches, costs, caps, seed, period)
+    explorations = _first_orders(considered, clock)
+    if not explorations:
+        raise UnsupportedError("cap-unreachable", _nothing_fits(shapes, num_microbatches, costs, caps))
+    _improve(explorations, clock, effort, seed)
+    bound = min(exploration.bound for exploration in considered)
+    result = SearchResult(fastest_first(_described(explorations, clock)), bound, clock.elapsed, costs)
+    logger.info("%s in %.2f s, gap %.2f%%", result.best.found_by, result.seconds, 100 * result.gap)
+    if cache is not None and (result.is_optimal or not clock.refused_any):
+        cache.put(question, result)
+    return result
+
+
+def _explorations(
+    shapes: Sequence[SlicedPlacement],
+    num_microbatches: int,
+    costs: Costs,
+    caps: tuple[float, ...] | None,
+    seed: int,
+    period: bool,
+) -> list[Exploration]:
+    """Return an exploration for every placement and number of slices of which a microbatch fits the caps, and one more where
+    a full backward of whole microbatches holds less.
+    """
+
+    def left(number: int) -> str:
+        return f"bounds of {len(shapes)} placements, {len(shapes) - number} left"
+
+    explorations = []
+    for number, (placement, slices) in enumerate(shapes):
+        tell(partial(left, number))
+        explore = partial(Exploration, placement, num_microbatches, costs, caps, seed, slices, period=period)
+        try:
+            explorations.append(explore())
+        except UnsupportedError:
+            continue  # one microbatch exceeds a cap
+        if caps is not None and slices == 1 and (full := better_full(placement, costs)):
+            explorations.append(explore(full))
+    return explorations
+
+
+def _first_orders(explorations: Sequence[Exploration], clock: Clock) -> list[Exploration]:
+    """Return the explorations that have an order after some quick start and all families."""
+    # The quickest to say something about.
+    for exploration in sorted(explorations, key=lambda e: e.num_passes):
+        exploration.take_first(clock)
+        if exploration.found_any:
+            break
+    whole = tuple(synchronous_families()) if clock.seconds else ()
+    sliced = tuple(sliced_families()) if clock.seconds else ()
+    for number, exploration in enumerate(explorations):
+        clock.state = partial(_standing, f"families of {len(explorations) - number} placements", explorations)
+        exploration.take_families(whole if exploration.slices == 1 else sliced, clock)
+    return [exploration for exploration in explorations if exploration.found_any]
+
+
+def _improve(explorations: Sequence[Exploration], clock: Clock, effort: float, seed: int) -> None:
+    """Try all that may find better orders, in the order in which it pays."""
+    clock.state = partial(_standing, "improving what the families offer", explorations)
+    _justify_starts(explorations, clock, effort)
+    _solve_small(explorations, clock, effort)
+    clock.state = partial(_standing, "trying random orders", explorations)
+    _vary_starts(explorations, clock, effort, seed)
+    clock.state = partial(_standing, "trying periodic orders", explorations)
+    leader = min(explorations, key=lambda e: e.makespan)
+    if not leader.is_periodic:
+        leader.polish(clock, effort * (_EFFORT_WHEN_FAR if leader.is_far_from_bound else _SHARE_OF_OTHERS))
+    for other in sorted(explorations, key=lambda e: e.makespan)[:_PLACEMENTS_TO_VARY]:
+        if other.slices > 1 and other is not leader and other.can_beat(min(e.makespan for e in explorations)):
+            other.polish(clock, effort)
+    _explore_periodic(explorations, clock, effort)
+
+
+def _described(explorations: Sequence[Exploration], clock: Clock) -> list[Candidate]:
+    """Describe the best order of every placement and number of slices, the fastest at least, and others as long as there is
+    time.
+    """
+    candidates: list[Candidate] = []
+    for exploration in sorted(explorations, key=lambda e: e.makespan):
+        shape = exploration.placement, exploration.slices
+        if any((candidate.schedule.placement, candidate.schedule.slices) == shape for candidate in candidates):
+            continue
+        if not candidates or clock.allows(SearchStep.DESCRIBE, 0, exploration.num_passes):
+            with clock.step(SearchStep.DESCRIBE, exploration.num_passes):
+                candidates.append(exploration.candidate())
+    return candidates
+
+
+def _standing(what: str, explorations: Sequence[Exploration]) -> str:
+    reached, bound = [e.makespan for e in explorations if e.found_any], min(e.bound for e in explorations)
+    return f"{what}; makespan {min(reached):.6g} so far, at least {bound:.6g}" if reached else what
+
+
+def usual_placements(
+    num_devices: int, max_chunks: int, costs: Costs, slices: Sequence[int] = (1,)
+) -> tuple[Placement, ...]:
+    """Return the placements that families have, a V first, as it fits most caps; of these, the ones that costs per
+    stage are for.
+
+    Args:
+        num_devices: pipeline ranks.
+        max_chunks: the most stages per device.
+        costs: numbers, or sequences that fit some of the placements.
+        slices: numbers of slices, one of which the costs are for.
+
+    Raises:
+        CostsError: they are for none.
+    """
+    p, usual = num_devices, []
+    for chunks in (*range(min(2, max_chunks), 0, -1), *range(3, max_chunks + 1)):
+        if chunks % 2 == 0:
+            usual.append(Placement.wave(p, chunks))
+        usual.append(Placement.interleaved(p, chunks))
+    return fitting(usual, costs, slices)
+
+
+def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int] = (1,)) -> tuple[Placement, ...]:
+    """Return those of some placements that costs per stage, or per stage and slice, are for.
+
+    Args:
+        placements: to choose from.
+        costs: numbers, or sequences.
+        slices: numbers of slices, one of which the costs are for.
+
+    Raises:
+        CostsError: they are for none.
+    """
+    found: list[Placement] = []
+    problem = None
+    for placement, count in product(placements, slices):
+        if placement in found:
+            continue
+        error = _misfit(costs, placement, count)
+        if error is None:
+            found.append(placement)
+        problem = problem or error
+    if not found:
+        stages = ", ".join(map(str, sorted({each.num_stages for each in placements})))
+        raise CostsError("costs-mismatch", f"the costs fit no placement of {stages} stages: {problem}")
+    return tuple(found)
+
+
+def _misfit(costs: Costs, placement: Placement, slices: int) -> CostsError | None:
+    """Return why costs are not for a placement with so many slices; ``None`` if they are."""
+    try:
+        costs.seconds(placement, slices)
+        costs.memory_changes(placement, slices=slices)
+        costs.transfer_seconds(placement, slices=slices)
+        for source, destination in pairwise(placement.devices):
+            costs.link_seconds(source, destination)
+    except CostsError as error:
+        return error
+    return None
+
+
+def _nothing_fits(
+    shapes: Sequence[SlicedPlacement], num_microbatches: int, costs: Costs, caps: Sequence[float] | None
+) -> str:
+    unit = "activation units" if costs.memory is None else "bytes"
+    needs = [least_held(placement, num_microbatches, costs, slices) for placement, slices in shapes]
+    limits = caps or (math.inf,) * len(needs[0])
+    # The placement that comes closest, and where it lacks most.
+    lacking = [[need - loosened(cap) for need, cap in zip(needed, limits, strict=True)] for needed in needs]
+    closest = min(range(len(needs)), key=lambda index: max(lacking[index]))
+    device = lacking[closest].index(max(lacking[closest]))
+    given = f"the memory cap of {limits[device]:.6g} {unit} on device {device}"
+    alone = f"one microbatch alone takes {needs[closest][device]:.6g}"
+    if max(lacking[closest]) <= 0:
+        return (
+            f"no schedule was found that keeps {given}, although {alone}; see that I and W of the costs' memory give back "
+            "what F takes, or raise the cap"
+        )
+    return (
+        f"no schedule keeps {given}: {alone} there; raise the cap, cut the model into more stages, or use smaller "
+        "microbatches"
+    )
+
+
+def _justify_starts(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
+    """Improve what the families offered, the fastest first, then list schedules."""
+
+    def starts() -> Iterator[tuple[Exploration, str, Timetable]]:
+        offered = [(seconds, i, name, table) for i, e in enumerate(explorations) for seconds, name, table in e.starts]
+        for _, index, name, table in sorted(offered, key=lambda each: each[:2]):
+            yield explorations[index], name, table
+        for exploration in sorted(explorations, key=lambda e: e.bound):
+            if can_win(exploration) and exploration.may_justify(clock):
+                for name, table in exploration.more_starts():
+                    yield exploration, name, table
+
+    def can_win(exploration: Exploration) -> bool:
+        return exploration.can_beat(min(e.makespan for e in explorations))
+
+    justified = 0
+    for exploration, name, table in starts():
+        if justified > effort * _PASSES_TO_JUSTIFY:
+            return
+        if can_win(exploration) and exploration.may_justify(clock):
+            exploration.justify(name, table, clock)
+            justified += exploration.num_passes // exploration.slices
+
+
+def _solve_small(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
+    """Solve the placements with fewest passes exactly, as long as they could win and the states suffice."""
+    states = int(effort * _STATES)
+    for exploration in sorted(explorations, key=lambda e: e.num_passes):
+        if exploration.num_passes > _PASSES_TO_SOLVE or states <= 0 or not exploration.may_justify(clock):
+            return
+        reached = min(e.makespan for e in explorations)
+        if exploration.can_beat(reached):
+            states -= exploration.solve(reached, states)
+
+
+def _vary_starts(explorations: Sequence[Exploration], clock: Clock, effort: float, seed: int) -> None:
+    """Try random list schedules in the leading placements, as long as the best is far from what could be."""
+    rng, tried = Random(seed), 0
+    while tried < effort * _PASSES_TO_VARY:
+        leaders = sorted(explorations, key=lambda e: e.makespan)[:_PLACEMENTS_TO_VARY]
+        if not leaders[0].is_far_from_bound:
+            return
+        exploration = rng.choice(leaders)
+        if not exploration.may_justify(clock):
+            return
+        exploration.try_random(rng, clock)
+        tried += exploration.num_passes
+
+
+def _explore_periodic(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
+    """Explore periodic orders: the favourite gets the full effort if it can be expected to win; the others must show
+    promise with less.
+    """
+
+    def explore(exploration: Exploration, share: float) -> None:
+        reached = min(e.makespan for e in explorations)
+        # A placement whose bound is no better than what another one has reached cannot win.
+        if exploration.can_beat(reached):
+            exploration.explore(clock, effort * share, reached if share < 1 else math.inf)
+            if exploration.idles and exploration.makespan < reached * _WORTH_POLISHING:
+                exploration.polish(clock, effort * share)
+
+    periodic = sorted((e for e in explorations if e.is_periodic), key=lambda e: e.bound)
+    leader = min(explorations, key=lambda e: e.makespan)
+    in_full = periodic[0] if leader.is_periodic else None
+    for exploration in periodic:
+        explore(exploration, 1.0 if exploration is in_full else _SHARE_OF_OTHERS)
+    leader = min(explorations, key=lambda e: e.makespan)
+    if in_full is None and leader.is_periodic:
+        explore(leader, 1.0)
