@@ -23,12 +23,12 @@ if TYPE_CHECKING:  # what _MODULES says, for editors and type checkers
     from megatron_pipemem.mcore.plugin import write_report as write_report
     from megatron_pipemem.schedule.action import Action as Action
     from megatron_pipemem.schedule.action import Kind as Kind
+    from megatron_pipemem.schedule.action import KindSpec as KindSpec
+    from megatron_pipemem.schedule.action import Need as Need
+    from megatron_pipemem.schedule.action import register_kind as register_kind
     from megatron_pipemem.schedule.costs import Costs as Costs
     from megatron_pipemem.schedule.family import Family as Family
     from megatron_pipemem.schedule.family import Formula as Formula
-    from megatron_pipemem.schedule.kinds import KindSpec as KindSpec
-    from megatron_pipemem.schedule.kinds import Need as Need
-    from megatron_pipemem.schedule.kinds import register_kind as register_kind
     from megatron_pipemem.schedule.placement import Placement as Placement
     from megatron_pipemem.schedule.registry import build_schedule as build_schedule
     from megatron_pipemem.schedule.registry import register_schedule as register_schedule
@@ -44,8 +44,7 @@ if TYPE_CHECKING:  # what _MODULES says, for editors and type checkers
 _MODULES = {
     "errors": "PipememError ScheduleError UnknownScheduleError UnsupportedError UpstreamError",
     "mcore.plugin": "enable disable settle write_report build_model_chunks place_model_chunks",
-    "schedule.action": "Action Kind",
-    "schedule.kinds": "KindSpec Need register_kind",
+    "schedule.action": "Action Kind KindSpec Need register_kind",
     "schedule.costs": "Costs",
     "schedule.placement": "Placement",
     "schedule.schedule": "Schedule",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pipemem.report.figure_rows import HELD, HELD_EDGE, LIMIT, QUIET, PicturedRun, draw_run
 from megatron_pipemem.report.timeline import IDLE, colour
-from megatron_pipemem.schedule.kinds import COMPUTE, COPIES, VOCABULARY, Kind
+from megatron_pipemem.schedule.action import COMPUTE, COPIES, VOCABULARY, Kind
 from megatron_pipemem.schedule.simulator import Timeline
 
 if TYPE_CHECKING:

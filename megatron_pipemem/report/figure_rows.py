@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pipemem.report.picture import figure_of
 from megatron_pipemem.report.timeline import IDLE, Box, DrawnRun, colour, held_steps, ink
-from megatron_pipemem.schedule.kinds import COPIES, MEMORY
+from megatron_pipemem.schedule.action import COPIES, MEMORY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,7 +19,7 @@ from megatron_pipemem.report.timeline import (
     common_end,
     ink,
 )
-from megatron_pipemem.schedule.kinds import COMPUTE, COPIES
+from megatron_pipemem.schedule.action import COMPUTE, COPIES
 from megatron_pipemem.schedule.simulator import Timeline
 
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_pipemem.schedule.action import Action, Kind, last_slice, place
+from megatron_pipemem.schedule.action import FURTHER, RECOMPUTE, Action, Kind, last_slice, place
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.kinds import FURTHER, RECOMPUTE
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
 

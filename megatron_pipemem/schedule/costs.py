@@ -10,10 +10,9 @@ from typing import Any
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.reading import read_json
-from megatron_pipemem.schedule.action import COMPUTE, VOCABULARY, WHOLE_STAGE, Kind
+from megatron_pipemem.schedule.action import COMPUTE, FURTHER, VOCABULARY, WHOLE_STAGE, Kind
 from megatron_pipemem.schedule.brief import changed_fields
 from megatron_pipemem.schedule.channel import Channel
-from megatron_pipemem.schedule.kinds import FURTHER
 from megatron_pipemem.schedule.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import price

@@ -12,10 +12,9 @@ from statistics import median
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.schedule.action import COMPUTE, Action, Kind, place
+from megatron_pipemem.schedule.action import COMPUTE, FURTHER, Action, Kind, place
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies
-from megatron_pipemem.schedule.kinds import FURTHER
 from megatron_pipemem.schedule.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, count_messages, peaks

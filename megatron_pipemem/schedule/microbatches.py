@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_pipemem.errors import CostsError
-from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.action import Kind, Resource, kinds_where
 from megatron_pipemem.schedule.brief import changed_fields, shortened
-from megatron_pipemem.schedule.kinds import Resource, kinds_where
 from megatron_pipemem.schedule.prices import listed_objects, number
 
 LAYERS = kinds_where(lambda spec: spec.runs_layers)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.action import COPIES, Action, Kind
 from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.brief import brief
 from megatron_pipemem.schedule.costs import Channel, Costs
@@ -15,7 +15,6 @@ from megatron_pipemem.schedule.dependencies import Dependencies
 from megatron_pipemem.schedule.display import Shown, drawing
 from megatron_pipemem.schedule.explained import explained_by_validation
 from megatron_pipemem.schedule.held import held_after, unit_weights
-from megatron_pipemem.schedule.kinds import COPIES
 from megatron_pipemem.schedule.messages import Router
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule, versions_held

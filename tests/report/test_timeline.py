@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_pipemem.report.timeline import DrawnRun, colour, held_steps, ink
-from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.action import COMPUTE, Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.kinds import COMPUTE
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate

@@ -7,9 +7,8 @@ import pytest
 pytest.importorskip("torch")
 
 from megatron_pipemem.runtime.trace import Stopwatch, TracedAction, average, costs_from, drift
-from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.action import SELECTIVE_SECONDS, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.kinds import SELECTIVE_SECONDS
 from megatron_pipemem.schedule.placement import Placement
 
 V2 = Placement.v_shape(2)

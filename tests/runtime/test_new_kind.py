@@ -28,7 +28,7 @@ from megatron_pipemem.report.perfetto import trace  # noqa: E402
 from megatron_pipemem.runtime.executor import Executor, Handlers  # noqa: E402
 from megatron_pipemem.runtime.trace import Trace, TracedAction, costs_from  # noqa: E402
 from megatron_pipemem.runtime.transport import MessageFormat, Transport  # noqa: E402
-from megatron_pipemem.schedule import kinds  # noqa: E402
+from megatron_pipemem.schedule import action as kinds  # noqa: E402
 from megatron_pipemem.schedule.dependencies import dependencies  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
 from megatron_pipemem.schedule.measured import NANOSECONDS  # noqa: E402

@@ -10,9 +10,8 @@ import pytest
 from refusals import refused
 
 from megatron_pipemem.errors import CostsError
-from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.action import SELECTIVE_SECONDS, Kind
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
-from megatron_pipemem.schedule.kinds import SELECTIVE_SECONDS
 from megatron_pipemem.schedule.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts

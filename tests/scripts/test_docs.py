@@ -13,9 +13,9 @@ from megatron_pipemem.config.refusals import SCHEDULES, refuse
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.flags import flag_parser
 from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.action import SELECTIVE_SECONDS
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Costs
-from megatron_pipemem.schedule.kinds import SELECTIVE_SECONDS
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
