@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchWeights
 
 HIDDEN_SIZE = 4096
 """Of the model whose FLOPs weigh microbatches: 12 h^2 parameters a layer, as a 7B model has about."""

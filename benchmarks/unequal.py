@@ -29,7 +29,7 @@ from rich.table import Table
 from megatron_pipemem import Costs, build_schedule
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.memory_cap import MemoryCap
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.search.step_dispatch import Dispatcher
 from megatron_pipemem.search.step_plan import plan_step

@@ -34,7 +34,7 @@ from megatron_pipemem.features.vocabulary.choice import head_on_last_stage, redi
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 SIZES = ("32k", "64k", "128k", "256k")
 WORDS = {name: int(name[:-1]) * 1024 for name in SIZES}

@@ -184,7 +184,7 @@ class ScheduleError(PipememError, ValueError):
         code: see ``PipememError``.
         message: what is wrong and how to mend it.
         at: the device whose order is at fault, the position in that order (or program), and the action there, as far as known.
-        cycle: of a deadlock, the devices that wait for one another (``schedule.walk.Wait``): every one for the next,
+        cycle: of a deadlock, the devices that wait for one another (``schedule.dependencies.Wait``): every one for the next,
             and the last for the first.
     """
 

@@ -35,8 +35,8 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.simulator import Timeline, simulate
-from megatron_pipemem.schedule.single_queue import run_single_queues
 from megatron_pipemem.schedule.validator import validate_program
+from megatron_pipemem.schedule.waits import run_single_queues
 from megatron_pipemem.search import search_schedule
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

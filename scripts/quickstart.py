@@ -40,7 +40,7 @@ from megatron_pipemem.report import save_comparison
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.simulator import Timeline, simulate
-from megatron_pipemem.schedule.windows import family_window, steady
+from megatron_pipemem.schedule.stream import family_window, steady
 
 SCRIPTS = Path(__file__).resolve().parent
 DEVICES, MICROBATCHES = 4, 8

@@ -16,8 +16,7 @@ from megatron_pipemem import Costs, build_schedule
 from megatron_pipemem.features.vocabulary.choice import head_on_last_stage, redistribute
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
-from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, VocabularyCosts
 
 FAMILIES = ("1f1b", "v-half")
 LAYERS_PER_DEVICE = 8

@@ -19,7 +19,7 @@ from emulated.runtimes import Step, megatron_steps, our_steps
 from megatron_pipemem import Costs, build_schedule
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.memory_cap import MemoryCap
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.search.step_plan import plan_step

@@ -1,6 +1,6 @@
 """Experiment G: a host that waits for its whole device hangs where the model of hosts says so, and nowhere else.
 
-A message that has been posted is a kernel that runs until the other end has come. ``schedule.host_waits`` says before
+A message that has been posted is a kernel that runs until the other end has come. ``schedule.waits`` says before
 which actions a host must then not wait for its device. Four NCCL ranks on one GPU run a program whose receives are posted one
 compute action ahead, whatever their messages depend on, and the program as it is shipped. One rank waits for its device
 (``torch.cuda.synchronize()``) before one compute action. Steps without a wait come first, two of them in the order for one
@@ -30,11 +30,11 @@ from four_ranks import RANKS, Setting, await_result, start, stop
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.action import COMPUTE, RECEIVES
 from megatron_pipemem.schedule.dependencies import Dependencies
-from megatron_pipemem.schedule.host_waits import refused_waits
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.messages import Router
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Program
+from megatron_pipemem.schedule.waits import refused_waits
 
 SCHEDULES = {"v-half": 2, "gpipe": 1}
 """Names and chunks per rank."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import MESSAGES, VOCABULARY, Kind
+from megatron_pipemem.schedule.action_prices import held_after, unit_weights
 from megatron_pipemem.schedule.costs import Channel, Costs
-from megatron_pipemem.schedule.held import held_after, unit_weights
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import OFF

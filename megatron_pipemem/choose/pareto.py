@@ -13,11 +13,10 @@ from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.features.vocabulary.orders import families_with_passes
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.bounds import lower_bound
-from megatron_pipemem.schedule.brief import brief
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.display import brief, doing, tell
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.options import AUTO
-from megatron_pipemem.schedule.progress import doing, tell
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate

@@ -26,9 +26,9 @@ from megatron_pipemem.features.vocabulary.orders import families_with_passes, wi
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.display import doing
 from megatron_pipemem.schedule.options import OFF, SEARCH_SECONDS
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.progress import doing
 from megatron_pipemem.schedule.registry import build_schedule, family, synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file, check_microbatches_of_file

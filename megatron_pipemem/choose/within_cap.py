@@ -16,9 +16,9 @@ from megatron_pipemem.features.offload.transfers import OffloadPlan
 from megatron_pipemem.features.recompute.orders import recompute_plans, with_early_recompute
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.display import tell
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.progress import tell
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 

@@ -23,12 +23,12 @@ from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report.run import UNITS
 from megatron_pipemem.schedule.action import SENDS
+from megatron_pipemem.schedule.csv_format import LETTERS, Cell, Table, in_letters
+from megatron_pipemem.schedule.dependencies import Wait
+from megatron_pipemem.schedule.lint import Fault, find_fault, find_obstacle
 from megatron_pipemem.schedule.memory_cap import parse_caps
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.text.csv_format import LETTERS, Cell, Table, in_letters
-from megatron_pipemem.schedule.text.lint import Fault, find_fault, find_obstacle
-from megatron_pipemem.schedule.walk import Wait
 
 
 def check(

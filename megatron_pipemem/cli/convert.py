@@ -15,11 +15,9 @@ from megatron_pipemem.cli.options import DIALECT_HELP, NAME_HELP, Dialect, Json,
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.lowering.collectives import lower_paired
+from megatron_pipemem.schedule.csv_format import LETTERS, write_header, write_table
+from megatron_pipemem.schedule.lowering import lower, lower_paired
 from megatron_pipemem.schedule.schedule import Order, Schedule
-from megatron_pipemem.schedule.text.csv_format import LETTERS, write_table
-from megatron_pipemem.schedule.text.csv_header import write_header
 from megatron_pipemem.schedule.validator import validate_program
 
 _SUFFIXES = (".csv", ".txt")

@@ -29,7 +29,7 @@ from megatron_pipemem.launch.grid.local import LocalRunner
 from megatron_pipemem.launch.grid.results import Result
 from megatron_pipemem.launch.grid.store import Store, store_of_point
 from megatron_pipemem.launch.slurm import Options, batch_file, check_here, printed
-from megatron_pipemem.schedule.progress import Listener, listening
+from megatron_pipemem.schedule.display import Listener, listening
 
 Launcher = Literal["local", "slurm", "print"]
 

@@ -14,13 +14,13 @@ from megatron_pipemem.cli.options import Prices, Question, is_file
 from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.features.vocabulary.choice import head_on_last_stage
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.brief import LARGEST
 from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.display import LARGEST
 from megatron_pipemem.schedule.options import AUTO, OFF
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.prices import even_layers
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.stage_prices import even_layers
 
 
 def price_layers(names: Sequence[str], asked: Question) -> Costs:

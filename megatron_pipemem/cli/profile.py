@@ -22,7 +22,7 @@ from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.planner.offload_ratio import cheap_recompute, cluster_offload_ratio, offload_ratio
 from megatron_pipemem.planner.profile import Bandwidths, Part, Profile, from_formulas
 from megatron_pipemem.report.tables import FittingTable
-from megatron_pipemem.schedule.progress import doing
+from megatron_pipemem.schedule.display import doing
 
 MIB = 1 << 20
 _CUT = ("tp", "sequence_parallel", "cp", "ep", "micro_batch", "recompute", "attention", "precision")

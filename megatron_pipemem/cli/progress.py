@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.text import Text
 
-from megatron_pipemem.schedule.progress import Listener, doing, has_listener, listening
+from megatron_pipemem.schedule.display import Listener, doing, has_listener, listening
 
 _PATIENCE_SECONDS = 1.0
 _REFRESH_SECONDS = 0.1
@@ -21,7 +21,7 @@ _MOST_SECONDS = 600.0
 
 @contextmanager
 def showing(what: str) -> Iterator[Listener]:
-    """Show the user, within this block, what is told by ``schedule.progress``, and to the function that this gives;
+    """Show the user, within this block, what is told by ``doing`` and ``tell``, and to the function that this gives;
     ``what`` until then. Nothing must be printed to stdout meanwhile. Within another ``showing``, its line goes on.
     """
     if has_listener():

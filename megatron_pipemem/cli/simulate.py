@@ -30,9 +30,9 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks
-from megatron_pipemem.schedule.single_queue import run_single_queues
 from megatron_pipemem.schedule.stream import stream
 from megatron_pipemem.schedule.validator import validate_program
+from megatron_pipemem.schedule.waits import run_single_queues
 from megatron_pipemem.search import MAX_CHUNKS
 
 _USUAL = {"slices": 1, "replicas": 1, "weight_versions": 1, "recomputed": {}, "microbatch_weights": {}}

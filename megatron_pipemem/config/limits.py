@@ -6,7 +6,7 @@ from functools import cache
 from typing import Annotated, NamedTuple, get_args, get_type_hints
 
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.schedule.brief import LARGEST, shortened
+from megatron_pipemem.schedule.display import LARGEST, shortened
 
 MOST_DEVICES = 10**6
 

@@ -21,7 +21,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from megatron_pipemem.config.values import converted
 from megatron_pipemem.config.yaml_text import YamlError, read_yaml
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.schedule.brief import shortened
+from megatron_pipemem.schedule.display import shortened
 
 BASE = "base"
 SHIPPED = Path(__file__).parent

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.conflicts import check_delays
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.windows import check_batch, updates_per_batch
+from megatron_pipemem.schedule.stream import check_batch, updates_per_batch
 
 
 class Refusals(NamedTuple):

@@ -8,7 +8,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.brief import shortened
+from megatron_pipemem.schedule.display import shortened
 
 
 def converted(value: Any, hint: Any) -> Any:

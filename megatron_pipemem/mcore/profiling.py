@@ -18,7 +18,7 @@ from megatron_pipemem.mcore.lone_stage import FIRST, LAST, MIDDLE, build_stage, 
 from megatron_pipemem.planner.activations import gathered_bytes, message_bytes
 from megatron_pipemem.planner.profile import Part, Profile, from_formulas, speed
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.progress import doing
+from megatron_pipemem.schedule.display import doing
 
 
 def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats: int = 5) -> Profile:

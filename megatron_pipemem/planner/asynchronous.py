@@ -21,8 +21,7 @@ from megatron_pipemem.planner.space import Limits, Order
 from megatron_pipemem.planner.step import DISTRIBUTED, GRADIENT, PlannedStep, price
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import Family, build_schedule, families
-from megatron_pipemem.schedule.stream import stream
-from megatron_pipemem.schedule.windows import family_window, steady, updates_per_batch
+from megatron_pipemem.schedule.stream import family_window, steady, stream, updates_per_batch
 
 _SHARED = (DISTRIBUTED, "overlap-param-gather")
 _PER_MICROBATCH = ("overlap-grad-reduce",)

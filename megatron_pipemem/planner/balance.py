@@ -26,9 +26,9 @@ from megatron_pipemem.planner.variants import vocabulary_step
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.display import tell
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.progress import tell
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate

@@ -21,17 +21,16 @@ from megatron_pipemem.planner.space import OUTCLASSED
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import MEMORY, PLAIN, RECOMPUTE, VOCABULARY, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.display import doing
 from megatron_pipemem.schedule.measured import MeasuredStep
 from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.progress import doing
 from megatron_pipemem.schedule.registry import families
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Measured, Timeline, simulate
 from megatron_pipemem.schedule.stream import stream
-from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
-from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, VocabularyCosts
 
 WORTH = 0.01
 """Part of the step: nobody changes a run for less, and times are not measured more closely."""

@@ -12,8 +12,7 @@ from megatron_pipemem.planner.changes import Case, best_changes
 from megatron_pipemem.report.run import measured_bubble
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.idle import CAUSES, idle_causes
-from megatron_pipemem.schedule.measured import NANOSECONDS, MeasuredStep
+from megatron_pipemem.schedule.measured import CAUSES, NANOSECONDS, MeasuredStep, idle_causes
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.schedule import Schedule
 

@@ -14,7 +14,7 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.measured import MeasuredStep
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.stage_prices import PartPrices, even_layers
+from megatron_pipemem.schedule.prices import PartPrices, even_layers
 
 _PIECES = 12
 """Of a stage whose layers nobody told: it can be cut in two, three or four."""

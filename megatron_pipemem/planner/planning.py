@@ -44,9 +44,9 @@ from megatron_pipemem.planner.variants import PLAIN, Variant, variants
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.display import doing, rare_collection, tell
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.options import AUTO, STOCK
-from megatron_pipemem.schedule.progress import doing, rare_collection, tell
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.schedule import Schedule
 

@@ -24,7 +24,7 @@ from megatron_pipemem.planner.prices import MeasuredSlowdown, Price
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.text.costs_file import costs_arguments
+from megatron_pipemem.schedule.costs_file import costs_arguments
 
 _PARTS = ("layers", "end_layers", "first", "middle", "last")
 

@@ -20,12 +20,11 @@ from typing import NamedTuple
 
 from megatron_pipemem.schedule.action import PLAIN
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.dependencies import Dependencies
+from megatron_pipemem.schedule.dependencies import Dependencies, Times
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.schedule.stream import stream, until_they_repeat
-from megatron_pipemem.schedule.walk import Times
 
 _SHORT = 3  # microbatches per device of the shortest step that may have come to its rhythm
 _LONGEST_RHYTHM = 8  # microbatches per device

@@ -37,8 +37,7 @@ from megatron_pipemem.planner.prices import MeasuredSlowdown, Price
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.prices import listed
-from megatron_pipemem.schedule.stage_prices import PartPrices
+from megatron_pipemem.schedule.prices import PartPrices, listed
 
 if TYPE_CHECKING:
     from megatron_pipemem.planner.partition import Loads

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_pipemem.report.run import UNITS
 from megatron_pipemem.report.tables import FittingTable
-from megatron_pipemem.schedule.idle import BARRIER, CAUSES, HOST, IMBALANCE, LATE, MESSAGES, MICROBATCHES, SCHEDULE
+from megatron_pipemem.schedule.measured import BARRIER, CAUSES, HOST, IMBALANCE, LATE, MESSAGES, MICROBATCHES, SCHEDULE
 
 _MIB = 1 << 20
 _NANOSECONDS = 1e9

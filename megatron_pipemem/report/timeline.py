@@ -11,11 +11,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.action import COMPUTE, VOCABULARY, Action, Kind
+from megatron_pipemem.schedule.action_prices import held_after, unit_weights
 from megatron_pipemem.schedule.baseline import share_of_1f1b
-from megatron_pipemem.schedule.dependencies import Dependencies
-from megatron_pipemem.schedule.held import held_after, unit_weights
+from megatron_pipemem.schedule.dependencies import NEVER, Dependencies
 from megatron_pipemem.schedule.simulator import Timeline
-from megatron_pipemem.schedule.walk import NEVER
 
 IDLE = "#f1f3f4"
 _PALEST = 0.58

@@ -22,7 +22,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pipemem.schedule.action import Action, Kind, place
-from megatron_pipemem.schedule.held import held_after
+from megatron_pipemem.schedule.action_prices import held_after
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch
 from megatron_pipemem.schedule.action import FURTHER, RECOMPUTE, Action, Kind, last_slice, place
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ _ROWS = (
     KindSpec("WAIT_OFFLOAD", resource=Resource.AWAIT_COPY, needs=(Need("OFFLOAD"),), followed_by="RELOAD"),
     KindSpec("RELOAD", "copy back", (138, 201, 38), Resource.COPY, (Need("WAIT_OFFLOAD"),), followed_by="WAIT_RELOAD"),
     KindSpec("WAIT_RELOAD", resource=Resource.AWAIT_COPY, needs=(Need("RELOAD"),), prepares=("RS", "I", "B")),
-    # Vocabulary parallelism: shard k of head and embedding stands on device k. core/vocabulary.py has their needs.
+    # Vocabulary parallelism: shard k of head and embedding stands on device k. schedule/vocabulary.py has their needs.
     KindSpec("EMBED_F", "embedding forward", (184, 225, 173), in_evaluation=True, of_device=True, former_name="IF"),
     KindSpec("S", "head scores", (166, 41, 245), in_evaluation=True, of_device=True),
     # On the device of the last stage only.

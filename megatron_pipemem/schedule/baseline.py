@@ -13,10 +13,10 @@ from megatron_pipemem.schedule.action import MESSAGES, RECOMPUTE, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.prices import PartPrices, Price
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, held_after, peaks
-from megatron_pipemem.schedule.stage_prices import PartPrices, Price
 
 _Changes = Mapping[Kind, Sequence[float]]
 

@@ -11,21 +11,21 @@ from typing import Any
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.action import COMPUTE, FURTHER, VOCABULARY, WHOLE_STAGE, Kind
-from megatron_pipemem.schedule.brief import changed_fields
-from megatron_pipemem.schedule.channel import Channel
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.costs_file import costs_arguments
+from megatron_pipemem.schedule.display import changed_fields
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.prices import price
-from megatron_pipemem.schedule.stage_prices import (
+from megatron_pipemem.schedule.prices import (
+    Channel,
+    MicrobatchWeights,
     PartPrices,
     Price,
     checked_changes,
     checked_seconds,
     per_slice,
+    price,
     stage_memory,
 )
-from megatron_pipemem.schedule.text.costs_file import costs_arguments
-from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts, per_device
+from megatron_pipemem.schedule.vocabulary import VocabularyCosts, per_device
 
 _PRICED: tuple[tuple[str, Kind], ...] = (
     ("forward", Kind.F),

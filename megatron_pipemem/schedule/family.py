@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.brief import brief
+from megatron_pipemem.schedule.display import brief
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.brief import LARGEST
+from megatron_pipemem.schedule.display import LARGEST
 
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DECIMAL = re.compile(r"([0-9.]+)\s*([KMGT])B?", re.IGNORECASE)

@@ -1,14 +1,17 @@
-"""Check the numbers of costs, whoever gives them: a program or a file."""
+"""Say what a price may be: one number, one per stage, those of a model's parts, of copies to the host, or weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, Protocol
 
 from megatron_pipemem.errors import CostsError
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.brief import LARGEST, shortened
+from megatron_pipemem.schedule.action import Kind, Resource, kinds_where
+from megatron_pipemem.schedule.display import LARGEST, changed_fields, shortened
+from megatron_pipemem.schedule.placement import Placement
 
 Several = float | Sequence[float]
 
@@ -78,3 +81,405 @@ def shared(values: Sequence[float], slices: int) -> tuple[float, ...]:
 def listed(value: Several) -> Sequence[float]:
     """Return one number as a list of one."""
     return value if isinstance(value, Sequence) else (value,)
+
+
+@dataclass(frozen=True, repr=False)
+class PartPrices:
+    """One price of every part of a model, from which the stages of any cut are priced.
+
+    A stage is its layers and its *frame*. The first frame has the embedding, the last has the head and the loss. If one
+    stage holds the whole model, it has both.
+
+    Args:
+        layers: one value per layer, in model order.
+        first: the frame of the first stage.
+        middle: the frame of every stage in between.
+        last: the frame of the last stage.
+        end_layers: the same of layers on the first or last stage; ``None`` if they are as elsewhere.
+        cut: layers of every stage. A placement with another number of stages gets an even cut.
+
+    Raises:
+        CostsError: a value is not a finite number, or the cut does not hold all layers.
+    """
+
+    layers: tuple[float, ...]
+    first: float = 0.0
+    middle: float = 0.0
+    last: float = 0.0
+    end_layers: tuple[float, ...] | None = None
+    cut: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("first", "middle", "last"):
+            number(f"parts.{name}", getattr(self, name))
+        for value in (*self.layers, *(self.end_layers or ())):
+            number("parts.layers", value)
+        if self.cut is not None:
+            _check_cut(self.cut, len(self.layers))
+
+    def __repr__(self) -> str:
+        return f"<PartPrices of {len(self.layers)} layers>"
+
+    def of_stages(self, counts: Sequence[int]) -> tuple[float, ...]:
+        """Return one value per stage.
+
+        Args:
+            counts: layers of every stage.
+
+        Raises:
+            CostsError: the stages do not hold all layers.
+        """
+        _check_cut(counts, len(self.layers))
+        found, last = [], len(counts) - 1
+        for stage, (end, count) in enumerate(zip(accumulate(counts), counts, strict=True)):
+            is_end = stage in (0, last)
+            layers = self.end_layers if is_end and self.end_layers is not None else self.layers
+            frame = self.first if stage == 0 else self.last if is_end else self.middle
+            found.append(sum(layers[end - count : end], frame))
+        if last == 0:
+            found[0] += self.last - self.middle
+        return tuple(found)
+
+    def of_placement(self, placement: Placement) -> tuple[float, ...]:
+        """Return one value per stage of one replica of the model."""
+        stages = placement.model_stages
+        counts = self.cut if self.cut and len(self.cut) == stages else even_layers(len(self.layers), stages)
+        return self.of_stages(counts)
+
+    @property
+    def embedding(self) -> float:
+        """The first frame without messages, which a stage in between has too."""
+        return self.first - self.middle
+
+    @property
+    def head(self) -> float:
+        """The last frame without messages, which a stage in between has too."""
+        return self.last - self.middle
+
+    def __add__(self, other: PartPrices) -> PartPrices:
+        ends = [self.end_layers, other.end_layers]
+        both = None
+        if ends != [None, None]:
+            both = _added(
+                *(price.layers if end is None else end for price, end in zip((self, other), ends, strict=True))
+            )
+        frames = (self.first + other.first, self.middle + other.middle, self.last + other.last)
+        return PartPrices(_added(self.layers, other.layers), *frames, both, self.cut)
+
+    def __mul__(self, factor: float) -> PartPrices:
+        ends = None if self.end_layers is None else tuple(each * factor for each in self.end_layers)
+        frames = (self.first * factor, self.middle * factor, self.last * factor)
+        return PartPrices(tuple(each * factor for each in self.layers), *frames, ends, self.cut)
+
+
+Price = Several | PartPrices
+
+
+def checked_changes(name: str, value: object) -> Price:
+    """Return by how much an action changes what is held, as ``numbers`` does, or the prices of parts."""
+    return value if isinstance(value, PartPrices) else numbers(name, value)
+
+
+def checked_seconds(name: str, value: object, kind: Kind | None = None) -> Price:
+    """Return seconds, as ``price`` does, or the prices of parts.
+
+    Args:
+        name: of the price, for the error's sentence.
+        value: one number, several, or the prices of parts.
+        kind: of the action that takes them, if one does.
+
+    Raises:
+        CostsError: one is not a number of at least 0.
+    """
+    if not isinstance(value, PartPrices):
+        return price(name, value, kind)
+    parts = (*value.layers, *(value.end_layers or ()), value.first, value.middle, value.last)
+    if (least := min(parts)) < 0:
+        raise CostsError("bad-number", f"cost of {kind or name} is negative: {least}")
+    return value
+
+
+def even_layers(layers: int, num_stages: int) -> tuple[int, ...]:
+    """Return the layers of every stage: as many on each, one fewer on the last ones if they do not divide."""
+    whole, rest = divmod(layers, num_stages)
+    return tuple(whole + (stage < rest) for stage in range(num_stages))
+
+
+def stage_memory(memory: Mapping[Kind, Price], placement: Placement) -> dict[Kind, Several]:
+    """Return the changes of held memory with the prices of parts made into one value per stage.
+
+    Two neighbouring stages on one device hand tensors over: what would be received is there as soon as the neighbour has
+    made it, and nothing is sent.
+    """
+    parts = {kind: each for kind, each in memory.items() if isinstance(each, PartPrices)}
+    found = {kind: list(each.of_placement(placement)) for kind, each in parts.items()}
+    devices = placement.devices[: placement.model_stages]
+    for after in range(1, len(devices)):
+        before = after - 1
+        if parts and devices[before] == devices[after]:
+            for to, at, kinds in (
+                (Kind.F, before, ((after, Kind.RECV_F), (before, Kind.SEND_F))),
+                (Kind.I, after, ((before, Kind.RECV_I), (after, Kind.SEND_I))),
+            ):
+                for stage, kind in kinds:
+                    if kind in found:
+                        found[to][at] += found[kind][stage]
+                        found[kind][stage] = 0.0
+    return {kind: tuple(found[kind]) if isinstance(each, PartPrices) else each for kind, each in memory.items()}
+
+
+def per_slice(name: str, price: Price, placement: Placement, slices: int) -> tuple[float, ...]:
+    """Return one value per stage and slice, stage by stage.
+
+    Args:
+        name: of the price, for the error's sentence.
+        price: one number for a device's whole share, a sequence, or the prices of parts.
+        placement: which device holds which stage.
+        slices: sequence slices of a microbatch.
+
+    Raises:
+        CostsError: a sequence has not one value per stage, or per stage and slice.
+    """
+    if isinstance(price, PartPrices):
+        price = price.of_placement(placement)
+    if not isinstance(price, Sequence):
+        shares = [price * placement.replicas / len(placement.stages[device]) for device in placement.devices]
+        return shared(shares, slices)
+    if len(price) == placement.model_stages:
+        return shared(price, slices) * placement.replicas
+    stages = placement.num_stages
+    if len(price) == stages:
+        return shared(price, slices)
+    if len(price) == stages * slices and placement.replicas == 1:
+        return tuple(price)
+    cut = f", or {stages * slices} of one per stage and slice, stage by stage" * (slices > 1)
+    if placement.replicas > 1 and cut:
+        cut = " (slices have prices of their own only in a pipeline with one replica of the model)"
+    raise CostsError(
+        "costs-mismatch",
+        f"{name} has {len(price)} values but the placement has {stages} stages; "
+        f"give one value per stage{cut}, or a single number for a device's whole share",
+    )
+
+
+def _check_cut(counts: Sequence[int], layers: int) -> None:
+    if sum(counts) != layers or min(counts) < 0:
+        cut = ", ".join(map(str, counts))
+        raise CostsError(
+            "costs-mismatch",
+            f"stages of {cut} layers are not the {layers} layers of the costs; profile the model that runs",
+        )
+
+
+def _added(one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
+    return tuple(map(sum, zip(one, other, strict=True)))
+
+
+class PassPrices(Protocol):
+    """What ``Costs`` say of F, I and W."""
+
+    @property
+    def forward(self) -> Price: ...
+
+    @property
+    def backward_input(self) -> Price: ...
+
+    @property
+    def backward_weight(self) -> Price: ...
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Say what it takes to move activations between a device and the host.
+
+    Every device has one channel, which serves its transfers one at a time, in the order in which they are issued.
+
+    Args:
+        offload: seconds to copy activations to the host; as the prices of ``Costs``, one number for a device's whole share
+            of the model, one per stage, or one per stage and slice.
+        reload: seconds to copy them back; ``None``: as long.
+        duplex: one transfer of each direction at a time, rather than one at all.
+        switches: devices that share one channel, for example behind one PCIe switch.
+    """
+
+    offload: Price
+    reload: Price | None = None
+    duplex: bool = False
+    switches: tuple[tuple[int, ...], ...] = ()
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
+
+    def __post_init__(self) -> None:
+        for name in ("offload", "reload"):
+            given = self.offload if getattr(self, name) is None else getattr(self, name)
+            object.__setattr__(self, name, checked_seconds(f"channel.{name}", given))
+        switches = tuple(tuple(map(int, devices)) for devices in self.switches)
+        members = [device for devices in switches for device in devices]
+        if len(members) != len(set(members)):
+            raise CostsError("bad-switches", f"switches {switches} name a device twice; a device is behind one switch")
+        object.__setattr__(self, "switches", switches)
+
+    @classmethod
+    def of_ratio(
+        cls, ratio: float, costs: PassPrices, duplex: bool = False, switches: tuple[tuple[int, ...], ...] = ()
+    ) -> Channel:
+        """Return the channel on which activations take ``ratio`` times as long to the host and back as their F, I and
+        W.
+
+        Args:
+            ratio: seconds of activations to the host and back over those of their F, I and W.
+            costs: of F, I and W.
+            duplex: whether the channel carries both directions at once.
+            switches: devices that share a channel.
+
+        Raises:
+            CostsError: the ratio is no finite number of at least 0, or the costs mix numbers with sequences.
+        """
+        price("channel.ratio", ratio, several=False)
+        given = (costs.forward, costs.backward_input, costs.backward_weight)
+        parts = [price for price in given if isinstance(price, PartPrices)]
+        prices = [price for price in given if not isinstance(price, PartPrices)]
+        if not prices:
+            return cls(sum(parts[1:], parts[0]) * (ratio / 2), duplex=duplex, switches=switches)
+        if parts or len({len(price) if isinstance(price, tuple) else None for price in prices}) > 1:
+            raise CostsError(
+                "costs-mismatch", "an offload ratio needs F, I and W all as one number, or all with one per stage"
+            )
+        sums = tuple(ratio / 2 * sum(each) for each in zip(*map(listed, prices), strict=True))
+        return cls(sums if isinstance(costs.forward, tuple) else sums[0], duplex=duplex, switches=switches)
+
+    def seconds(self, placement: Placement, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
+        """Return the seconds of a copy in either direction, one value per stage and slice, stage by stage.
+
+        Raises:
+            CostsError: a sequence has not one value per stage, or per stage and slice, or a switch has devices that are not
+                there.
+        """
+        if any(not 0 <= device < placement.num_devices for devices in self.switches for device in devices):
+            raise CostsError(
+                "bad-switches",
+                f"switches {self.switches} name devices beyond 0 to {placement.num_devices - 1}; leave those out",
+            )
+        reload = self.offload if self.reload is None else self.reload
+        return {
+            Kind.OFFLOAD: per_slice("offload", self.offload, placement, slices),
+            Kind.RELOAD: per_slice("reload", reload, placement, slices),
+        }
+
+    def lane_of(self, device: int, kind: Kind) -> tuple[int, bool]:
+        """Return what serves copies of a direction one after another: whose channel, and which half of a duplex one."""
+        owner = next((members[0] for members in self.switches if device in members), device)
+        return owner, self.duplex and kind is Kind.RELOAD
+
+    @property
+    def is_shared(self) -> bool:
+        return any(len(devices) > 1 for devices in self.switches)
+
+
+LAYERS = kinds_where(lambda spec: spec.runs_layers)
+"""What runs the layers of a stage. Its seconds go by ``time``; those of all else go by tokens, and so by ``memory``."""
+WEIGHED = kinds_where(lambda spec: spec.resource in (Resource.COMPUTE, Resource.COPY, Resource.COLLECTIVE))
+"""The kinds whose seconds may have weights of their own."""
+
+
+@dataclass(frozen=True)
+class MicrobatchWeights:
+    """Say by how much the actions of every microbatch take longer, and hold more, than those that ``Costs`` prices.
+
+    1.0 is as priced. A ``Schedule`` numbers microbatches by position, and these weights stand in that order.
+
+    Args:
+        time: per microbatch, of the seconds of its layers' actions: F, I, W, B, R and RS.
+        memory: per microbatch, of what it holds, in device and host memory; and, since they go by tokens too, of the
+            seconds of its messages, of its transfers to the host, and of the passes and collectives of vocabulary
+            parallelism. ``None``: 1 each.
+        kinds: weights of the seconds of single kinds, in place of those above: attention's F grows with the square of the
+            document, its W does not. R takes those of F if it has none of its own, and B costs its I and its W.
+
+    Raises:
+        CostsError: a weight is no finite number of at least 0, the lengths differ, or a kind has no seconds to weigh.
+    """
+
+    time: tuple[float, ...]
+    memory: tuple[float, ...] | None = None
+    kinds: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "time", _weights("time", self.time))
+        if self.memory is not None:
+            object.__setattr__(self, "memory", _weights("memory", self.memory))
+        if strange := sorted(set(self.kinds) - WEIGHED):
+            raise CostsError(
+                "unknown-key",
+                f"microbatch.kinds has {shortened(strange[0])}; give some of {', '.join(sorted(WEIGHED))}",
+            )
+        kinds = {Kind(kind): _weights(f"kinds.{kind}", weights) for kind, weights in self.kinds.items()}
+        object.__setattr__(self, "kinds", kinds)
+        named = {"memory": self.memory or self.time, **{f"kinds.{kind}": weights for kind, weights in kinds.items()}}
+        for name, weights in named.items():
+            if len(weights) != len(self.time):
+                raise CostsError(
+                    "wrong-count",
+                    f"microbatch.{name} has {len(weights)} weights and microbatch.time has {len(self.time)}; give one of "
+                    "each per microbatch",
+                )
+
+    def __len__(self) -> int:
+        return len(self.time)
+
+    def check(self, num_microbatches: int) -> None:
+        """Raise a CostsError if these are not the weights of so many microbatches."""
+        if len(self) != num_microbatches:
+            raise CostsError(
+                "wrong-count",
+                f"there are weights of {len(self)} microbatches for a step of {num_microbatches}; give one per microbatch",
+            )
+
+    def seconds_of(self, kind: Kind) -> tuple[float, ...]:
+        """Return the weights of a kind's seconds; B has its own only where ``kinds`` says so."""
+        if kind is Kind.R and kind not in self.kinds:
+            kind = Kind.F
+        return self.kinds.get(kind) or (self.time if kind in LAYERS else self.tokens)
+
+    @property
+    def tokens(self) -> tuple[float, ...]:
+        """Return the weights of all that goes by tokens: ``memory``."""
+        return (1.0,) * len(self) if self.memory is None else self.memory
+
+    def reordered(self, order: Sequence[int]) -> MicrobatchWeights:
+        """Return the weights by position if position ``i`` runs the microbatch ``order[i]`` of these.
+
+        Raises:
+            CostsError: it is no permutation of them.
+        """
+        if sorted(order) != list(range(len(self))):
+            raise CostsError(
+                "wrong-order",
+                f"order {shortened(list(order))} does not name every one of {len(self)} microbatches once",
+            )
+
+        def moved(weights: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(weights[each] for each in order)
+
+        return replace(
+            self,
+            time=moved(self.time),
+            memory=None if self.memory is None else moved(self.memory),
+            kinds={kind: moved(weights) for kind, weights in self.kinds.items()},
+        )
+
+
+def _weights(name: str, given: object) -> tuple[float, ...]:
+    listed = listed_objects(given)
+    if listed is None:
+        raise CostsError(
+            "bad-type", f"microbatch.{name} is {shortened(given)}; give a list of one weight per microbatch"
+        )
+    weights = tuple(number(f"microbatch.{name}[{at}]", each) for at, each in enumerate(listed))
+    if (least := min(weights)) < 0:
+        raise CostsError("bad-number", f"microbatch.{name}[{weights.index(least)}] is negative: {least}")
+    return weights

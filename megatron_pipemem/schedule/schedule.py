@@ -10,11 +10,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.action import FORWARD, PREPARING, RECOMPUTE, VOCABULARY, Action, Kind
-from megatron_pipemem.schedule.brief import brief
-from megatron_pipemem.schedule.display import Shown
+from megatron_pipemem.schedule.csv_format import Header, Table, read_table, write_header, write_table
+from megatron_pipemem.schedule.display import Shown, brief
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.text.csv_format import Table, read_table, write_table
-from megatron_pipemem.schedule.text.csv_header import Header, write_header
 
 Order = tuple[Action, ...]
 

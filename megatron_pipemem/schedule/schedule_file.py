@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.csv_format import read_schedule_file
 from megatron_pipemem.schedule.schedule import NEVER_FLUSHED, Schedule
-from megatron_pipemem.schedule.text.csv_format import read_schedule_file
 from megatron_pipemem.schedule.validator import validate
 
 

@@ -8,17 +8,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from megatron_pipemem.schedule.action import COPIES, Action, Kind
-from megatron_pipemem.schedule.action_prices import ActionPrices
-from megatron_pipemem.schedule.brief import brief
+from megatron_pipemem.schedule.action_prices import ActionPrices, held_after, unit_weights
 from megatron_pipemem.schedule.costs import Channel, Costs
-from megatron_pipemem.schedule.dependencies import Dependencies
-from megatron_pipemem.schedule.display import Shown, drawing
-from megatron_pipemem.schedule.explained import explained_by_validation
-from megatron_pipemem.schedule.held import held_after, unit_weights
+from megatron_pipemem.schedule.dependencies import Dependencies, Times
+from megatron_pipemem.schedule.display import Shown, brief, drawing
 from megatron_pipemem.schedule.messages import Router
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule, versions_held
-from megatron_pipemem.schedule.walk import Times
+from megatron_pipemem.schedule.validator import explained_by_validation
 
 
 class Transfer(NamedTuple):

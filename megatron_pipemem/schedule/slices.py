@@ -14,11 +14,11 @@ from typing import Literal, get_args
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import WHOLE_STAGE, Kind
-from megatron_pipemem.schedule.brief import shortened
 from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.display import shortened
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import number
-from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 SliceCut = Literal["tokens", "flops"]
 TOKENS, FLOPS = SLICE_CUTS = get_args(SliceCut)

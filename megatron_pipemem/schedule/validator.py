@@ -5,7 +5,9 @@ Every error names the device, the position in its order (or program), the action
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Any, cast
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import (
@@ -17,10 +19,9 @@ from megatron_pipemem.schedule.action import (
     Kind,
     mirrored,
 )
+from megatron_pipemem.schedule.action_prices import held_after, unit_weights
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.dependencies import Dependencies
-from megatron_pipemem.schedule.held import held_after, unit_weights
-from megatron_pipemem.schedule.host_waits import check_host_waits
+from megatron_pipemem.schedule.dependencies import Dependencies, deadlock
 from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.messages import (
     Places,
@@ -34,9 +35,8 @@ from megatron_pipemem.schedule.messages import (
     prepared_needs,
 )
 from megatron_pipemem.schedule.schedule import Program, Schedule, weight_uses
-from megatron_pipemem.schedule.single_queue import check_queues, run_single_queues
 from megatron_pipemem.schedule.vocabulary import check_passes, check_switch, vocabulary_needs
-from megatron_pipemem.schedule.walk import deadlock
+from megatron_pipemem.schedule.waits import check_host_waits, check_queues, run_single_queues
 
 
 def validate(
@@ -413,3 +413,23 @@ def _check_progress(found: Dependencies) -> None:
         after = next(wait.action for wait in error.cycle if wait.device == first.owner)
         error = deadlock(error.cycle, "", f"move {first.needed} before {after} on device {first.owner}")
     raise error
+
+
+def explained_by_validation[F: Callable[..., Any]](function: F) -> F:
+    """Make a function of a schedule raise the error of ``validate`` if an invalid schedule breaks it.
+
+    A valid schedule pays nothing: validation runs only after a lookup has failed.
+
+    Args:
+        function: takes the schedule first.
+    """
+
+    @wraps(function)
+    def explained(schedule: Schedule, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(schedule, *args, **kwargs)
+        except LookupError:
+            validate(schedule)
+            raise
+
+    return cast(F, explained)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 
-from megatron_pipemem.schedule.progress import tell
+from megatron_pipemem.schedule.display import tell
 
 
 class SearchStep(Enum):

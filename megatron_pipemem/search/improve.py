@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from megatron_pipemem.schedule.walk import Graph, Times
+from megatron_pipemem.schedule.dependencies import Graph, Times
 from megatron_pipemem.search.problem import FORWARD, Orders, PassTable, Problem
 
 

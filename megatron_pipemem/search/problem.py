@@ -18,10 +18,10 @@ from typing import NamedTuple
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import Action, Kind, mirrored
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.dependencies import Waits
 from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.walk import Waits
 
 FORWARD, INPUT, WEIGHT = range(3)
 KINDS = (Kind.F, Kind.I, Kind.W)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_pipemem.schedule.brief import brief
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.display import Shown
+from megatron_pipemem.schedule.display import Shown, brief
 from megatron_pipemem.schedule.schedule import Schedule
 
 

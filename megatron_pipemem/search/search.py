@@ -12,10 +12,10 @@ from random import Random
 from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.schedule.bounds import least_held
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.display import rare_collection, tell
 from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.options import SEARCH_SECONDS, check_effort, check_whole
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.progress import rare_collection, tell
 from megatron_pipemem.schedule.registry import sliced_families, synchronous_families
 from megatron_pipemem.search.cache import ResultCache
 from megatron_pipemem.search.clock import Clock, SearchStep

@@ -19,9 +19,9 @@ from megatron_pipemem.errors import MemoryCapError, UnsupportedError
 from megatron_pipemem.schedule.action import PLAIN, Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.display import rare_collection
 from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights
-from megatron_pipemem.schedule.progress import rare_collection
+from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

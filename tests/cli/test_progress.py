@@ -26,7 +26,7 @@ from megatron_pipemem.launch.command import Command
 from megatron_pipemem.launch.grid import local
 from megatron_pipemem.planner.planning import plan as make_plan
 from megatron_pipemem.request import Request
-from megatron_pipemem.schedule import progress as told
+from megatron_pipemem.schedule import display as told
 from megatron_pipemem.schedule.costs import Channel
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 

@@ -10,10 +10,10 @@ from refusals import check_refusal
 from megatron_pipemem.report.run import UNITS
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.single_queue import run_single_queues
+from megatron_pipemem.schedule.waits import run_single_queues
 
 KEYS = [
     "schedule", "devices", "microbatches", "chunks", "slices", "makespan", "ideal", "bubble_rate", "device_bubble_rate",

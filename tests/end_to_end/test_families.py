@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pipemem.planner.explanation import case_of_report
-from megatron_pipemem.schedule.idle import idle_causes
+from megatron_pipemem.schedule.measured import idle_causes
 from megatron_pipemem.schedule.registry import families
 
 NAMES = [

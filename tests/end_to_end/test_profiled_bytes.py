@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from megatron_pipemem.schedule.action_prices import held_after
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.held import held_after
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 

@@ -25,8 +25,8 @@ from megatron_pipemem.mcore.layers_of_stages import LayersOfStages
 from megatron_pipemem.mcore.plugin import source_for
 from megatron_pipemem.schedule import schedule_file
 from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.action_prices import held_after
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.held import held_after
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule

@@ -21,7 +21,7 @@ from megatron_pipemem.mcore.step.programs import ProgramCache  # noqa: E402
 from megatron_pipemem.mcore.step.weighing import FullMicrobatch, weigher_of  # noqa: E402
 from megatron_pipemem.request import Request  # noqa: E402
 from megatron_pipemem.schedule.action import Kind  # noqa: E402
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights  # noqa: E402
+from megatron_pipemem.schedule.prices import MicrobatchWeights  # noqa: E402
 
 WEIGHTS = (1.0, 4.0, 0.5, 2.0, 3.0, 0.25)
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)

@@ -26,10 +26,10 @@ from megatron_pipemem.mcore.refusals import check_config  # noqa: E402
 from megatron_pipemem.mcore.step import model_calls  # noqa: E402
 from megatron_pipemem.mcore.step.model_calls import calls_of  # noqa: E402
 from megatron_pipemem.schedule.costs import Costs  # noqa: E402
+from megatron_pipemem.schedule.prices import PartPrices  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
 from megatron_pipemem.schedule.simulator import simulate  # noqa: E402
-from megatron_pipemem.schedule.stage_prices import PartPrices  # noqa: E402
-from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts  # noqa: E402
+from megatron_pipemem.schedule.vocabulary import VocabularyCosts  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -16,11 +16,10 @@ from megatron_pipemem.schedule.baseline import counted_bytes_of_1f1b, share_of_1
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.prices import listed
+from megatron_pipemem.schedule.prices import listed, stage_memory
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import held_after, peaks, simulate
-from megatron_pipemem.schedule.stage_prices import stage_memory
 
 DEVICES, MICROBATCHES, LAYERS = 4, 8, 48
 PROFILE = from_formulas(

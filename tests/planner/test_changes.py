@@ -15,8 +15,8 @@ from megatron_pipemem.planner.explanation import explain
 from megatron_pipemem.planner.measured_layers import MeasuredLayers
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.schedule.stream import stream

@@ -22,14 +22,14 @@ from megatron_pipemem.errors import ConfigError, CostsError, UnsupportedError
 from megatron_pipemem.planner.counts import embedding_parameters, head_parameters, layer_flops, layer_parameters
 from megatron_pipemem.planner.profile import Profile, from_formulas
 from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.action_prices import held_after
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.held import held_after
+from megatron_pipemem.schedule.display import listening
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.progress import listening
+from megatron_pipemem.schedule.prices import even_layers
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.stage_prices import even_layers
 
 GPT = Model(layers=6, hidden=256, heads=4, vocabulary=1500, sequence=128)
 LLAMA = replace(GPT, kv_heads=2, ffn=704, activation="swiglu", norm="rmsnorm", position="rope", bias="none")

@@ -13,7 +13,7 @@ from megatron_pipemem.schedule.action import COLLECTIVES, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 
 def timeline_of(name, embed):

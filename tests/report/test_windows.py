@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_pipemem.report.timeline import DrawnRun
-from megatron_pipemem.schedule.windows import family_window, steady
+from megatron_pipemem.schedule.stream import family_window, steady
 
 
 def test_a_window_shows_its_own_messages_and_bubbles():

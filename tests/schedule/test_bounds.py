@@ -16,8 +16,8 @@ from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import least_held, lower_bound
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate

@@ -12,9 +12,9 @@ from refusals import refused
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import SELECTIVE_SECONDS, Kind
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.prices import MicrobatchWeights
+from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 V = Placement.v_shape(2)
 

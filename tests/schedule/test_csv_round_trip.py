@@ -14,13 +14,11 @@ from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule.action import ORDERED, WHOLE_STAGE, Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
-from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.lowering.collectives import lower_paired
+from megatron_pipemem.schedule.csv_format import LETTERS, read_table, write_header, write_table
+from megatron_pipemem.schedule.lowering import lower, lower_paired
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Program, Schedule
-from megatron_pipemem.schedule.text.csv_format import LETTERS, read_table, write_table
-from megatron_pipemem.schedule.text.csv_header import write_header
 
 CHANNEL = replace(Costs(), channel=Channel.of_ratio(0.3, Costs()))
 

@@ -18,13 +18,12 @@ from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule import validator
 from megatron_pipemem.schedule.action import MEMORY, MESSAGES, ORDERED, RECEIVES, SENDS, Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
-from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.lowering.collectives import lower_paired
+from megatron_pipemem.schedule.lowering import lower, lower_paired
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Program, Schedule
+from megatron_pipemem.schedule.stream import Moment, family_window, steady
 from megatron_pipemem.schedule.validator import validate_program
-from megatron_pipemem.schedule.windows import Moment, family_window, steady
 from megatron_pipemem.search import search_schedule
 
 NAMES = [each.name for each in families()]

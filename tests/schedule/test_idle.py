@@ -13,7 +13,7 @@ from measured_steps import as_measured
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.idle import (
+from megatron_pipemem.schedule.measured import (
     BARRIER,
     CAUSES,
     HOST,
@@ -21,11 +21,12 @@ from megatron_pipemem.schedule.idle import (
     LATE,
     MESSAGES,
     MICROBATCHES,
+    NANOSECONDS,
     SCHEDULE,
+    MeasuredStep,
     idle_causes,
 )
-from megatron_pipemem.schedule.measured import NANOSECONDS, MeasuredStep
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.stream import stream

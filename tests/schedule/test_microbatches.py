@@ -25,14 +25,14 @@ from megatron_pipemem.request import prices_of
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
-from megatron_pipemem.schedule.single_queue import run_single_queues
+from megatron_pipemem.schedule.stream import family_window, steady
 from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
-from megatron_pipemem.schedule.windows import family_window, steady
+from megatron_pipemem.schedule.vocabulary import VocabularyCosts
+from megatron_pipemem.schedule.waits import run_single_queues
 from megatron_pipemem.search import search_schedule
 
 LAYERS = ("F", "I", "W", "B", "R", "RS")

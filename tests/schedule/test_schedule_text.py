@@ -12,9 +12,9 @@ from megatron_pipemem.errors import PipememError, ScheduleFormatError
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule.action import WHOLE_STAGE, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.csv_format import read_table
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.text.csv_format import read_table
 from megatron_pipemem.schedule.validator import validate
 
 # Both files are what torch.distributed.pipelining wrote for two devices: before and since it renamed its letters.

@@ -23,9 +23,9 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.single_queue import run_single_queues
+from megatron_pipemem.schedule.stream import Moment, family_window, steady
 from megatron_pipemem.schedule.validator import validate_program
-from megatron_pipemem.schedule.windows import Moment, family_window, steady
+from megatron_pipemem.schedule.waits import run_single_queues
 
 UNEQUAL = Costs(1, 1.5, 0.5, p2p=0.1)
 

@@ -18,15 +18,15 @@ from megatron_pipemem.features.offload.planning import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.action import Action, Kind, place
+from megatron_pipemem.schedule.action_prices import held_after
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
-from megatron_pipemem.schedule.held import held_after
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 from megatron_pipemem.search.order_variation import ManyOrders
 
 LINEAR = Placement.linear(2)

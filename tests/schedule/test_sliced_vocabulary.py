@@ -22,7 +22,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.slices import slice_costs
 from megatron_pipemem.schedule.validator import validate, validate_program
-from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 from tests.schedule import program_oracle
 from tests.schedule.mutants import is_accepted, mutant_of
 from tests.schedule.random_schedules import random_schedules

@@ -10,11 +10,11 @@ import pytest
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.costs_file import costs_arguments
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.prices import PartPrices
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.stage_prices import PartPrices
-from megatron_pipemem.schedule.text.costs_file import costs_arguments
 
 PARTS = {
     "order": ["dense", "expert", "expert"],

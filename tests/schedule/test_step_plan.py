@@ -19,7 +19,7 @@ from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.dependencies import Dependencies
 from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate

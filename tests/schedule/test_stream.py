@@ -10,14 +10,13 @@ from refusals import refused
 from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.stream import draw_steps, stream
+from megatron_pipemem.schedule.stream import draw_steps, family_window, steady, stream
 from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.schedule.windows import family_window, steady
 from megatron_pipemem.search import search_schedule
 
 SIZES = [(p, p * times) for p in (4, 8, 16) for times in (1, 2, 4)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from megatron_pipemem.schedule.walk import NEVER, Graph, Times, Wait, deadlock, find_cycle
+from megatron_pipemem.schedule.dependencies import NEVER, Graph, Times, Wait, deadlock, find_cycle
 
 Waits = list[list[tuple[int, int]]]
 

@@ -14,7 +14,7 @@ from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.windows import (
+from megatron_pipemem.schedule.stream import (
     Moment,
     Window,
     _check_messages,

@@ -20,9 +20,8 @@ from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
 from megatron_pipemem.schedule.simulator import Timeline, simulate
-from megatron_pipemem.schedule.single_queue import run_single_queues
-from megatron_pipemem.schedule.stream import stream
-from megatron_pipemem.schedule.windows import family_window, steady
+from megatron_pipemem.schedule.stream import family_window, steady, stream
+from megatron_pipemem.schedule.waits import run_single_queues
 
 ROOT = Path(__file__).parents[2]
 UNEQUAL = Costs(1, 1.5, 0.5)

@@ -33,7 +33,7 @@ from megatron_pipemem.features.offload.transfers import (
 from megatron_pipemem.schedule.action import Action, Kind, place
 from megatron_pipemem.schedule.costs import Channel
 from megatron_pipemem.schedule.memory_cap import loosened
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.schedule import Order
 from megatron_pipemem.schedule.simulator import Timeline
 

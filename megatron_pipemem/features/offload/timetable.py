@@ -16,10 +16,9 @@ from megatron_pipemem.features.offload.transfers import Item, Key, RoundTrip
 from megatron_pipemem.schedule.action import ROUND_TRIP, Action, Kind
 from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.dependencies import Dependencies
+from megatron_pipemem.schedule.dependencies import Dependencies, Times
 from megatron_pipemem.schedule.schedule import Order, Schedule
 from megatron_pipemem.schedule.simulator import Timeline
-from megatron_pipemem.schedule.walk import Times
 
 
 class PassTimes(NamedTuple):

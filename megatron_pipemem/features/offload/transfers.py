@@ -16,7 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.brief import brief
+from megatron_pipemem.schedule.display import brief
 from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate

@@ -27,7 +27,7 @@ from megatron_pipemem.mcore.step.programs import Compiled
 from megatron_pipemem.mcore.step.weighing import Weigher
 from megatron_pipemem.schedule.action import COMPLETING, Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.microbatches import WEIGHED, MicrobatchWeights
+from megatron_pipemem.schedule.prices import WEIGHED, MicrobatchWeights
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.search.step_plan import StepPlan, plan_step

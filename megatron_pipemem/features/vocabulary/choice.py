@@ -10,15 +10,14 @@ from dataclasses import dataclass, replace
 from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.brief import brief
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.display import brief
 from megatron_pipemem.schedule.options import OFF
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import shared
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
-from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
-from megatron_pipemem.schedule.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, VocabularyCosts
 
 
 def head_on_last_stage(

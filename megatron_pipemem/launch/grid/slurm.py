@@ -18,7 +18,7 @@ from megatron_pipemem.launch.grid.results import Result
 from megatron_pipemem.launch.grid.store import Store
 from megatron_pipemem.launch.slurm import Options
 from megatron_pipemem.reading import read_json
-from megatron_pipemem.schedule.progress import tell
+from megatron_pipemem.schedule.display import tell
 
 BATCH_FILE = "grid.sbatch"
 _POLL_SECONDS = 2.0

@@ -18,10 +18,10 @@ from megatron_pipemem.mcore.model.shape import model_of
 from megatron_pipemem.planner.counts import attention_share
 from megatron_pipemem.request import MicrobatchCosts
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.costs_file import FileWeights, FunctionName, read_microbatch_costs
 from megatron_pipemem.schedule.options import FLOPS, TOKENS
+from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import import_target
-from megatron_pipemem.schedule.text.weights_file import FileWeights, FunctionName, read_microbatch_costs
 
 
 class FullMicrobatch(NamedTuple):

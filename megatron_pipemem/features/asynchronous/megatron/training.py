@@ -31,7 +31,7 @@ from megatron_pipemem.mcore.step.programs import Compiled, digest_of
 from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, LOAD, SAVE
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import InFlight, StepFeature
-from megatron_pipemem.schedule import windows
+from megatron_pipemem.schedule import stream as windows
 from megatron_pipemem.schedule.simulator import Timeline
 
 logger = logging.getLogger(__name__)

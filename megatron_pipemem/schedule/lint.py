@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.lowering.messages import add_gradient_reductions
+from megatron_pipemem.schedule.csv_format import Cell, Table, in_letters
+from megatron_pipemem.schedule.dependencies import Wait
+from megatron_pipemem.schedule.lowering import add_gradient_reductions
 from megatron_pipemem.schedule.schedule import Program, Schedule
-from megatron_pipemem.schedule.text.csv_format import Cell, Table, in_letters
 from megatron_pipemem.schedule.validator import check_microbatch_order, validate, validate_program
-from megatron_pipemem.schedule.walk import Wait
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Read and write schedules and costs as files that people and other programs write."""
