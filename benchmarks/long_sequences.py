@@ -38,7 +38,7 @@ from megatron_pipemem.planner.plans import Plan, gibibytes
 from megatron_pipemem.planner.space import Limits
 from megatron_pipemem.planner.variants import PLAIN
 from megatron_pipemem.report.tables import FittingTable
-from megatron_pipemem.schedule.slices import FLOPS, SLICE_CUTS
+from megatron_pipemem.schedule.options import FLOPS, SLICE_CUTS
 
 TOKENS = 2**22
 """Of a step."""

@@ -9,11 +9,10 @@ from typing import Any
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.request import FILE_SUFFIX, PROFILE, Request, algorithm_of, prices_of
 from megatron_pipemem.schedule.costs_file import read_microbatch_costs
-from megatron_pipemem.schedule.options import AUTO, check_effort, searched_placements, slice_counts
+from megatron_pipemem.schedule.options import AUTO, TOKENS, check_effort, searched_placements, slice_counts
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import check_options, chunks_per_device, family, register_module
 from megatron_pipemem.schedule.schedule_file import schedule_of_file
-from megatron_pipemem.schedule.slices import TOKENS
 from megatron_pipemem.schedule.stream import UPDATE_EVERY, updates_per_batch
 
 SEARCH_OPTIONS = ("chunks", "placement", "seconds", "effort", "seed", "period", "slices")

@@ -26,10 +26,13 @@ from megatron_pipemem.schedule.options import (
     OFFLOAD,
     RANDOM,
     RECOMPUTE,
+    SLICE_CUTS,
     STOCK,
+    TOKENS,
     VOCABULARY,
     WEIGHT_INPUTS,
     RandomStreams,
+    SliceCut,
     VocabularyCut,
     WeightInputs,
     early_weights,
@@ -38,7 +41,6 @@ from megatron_pipemem.schedule.options import (
 )
 from megatron_pipemem.schedule.registry import chunks_per_device, family
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.slices import SLICE_CUTS, TOKENS, SliceCut
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 
 PROFILE = "profile"

@@ -15,9 +15,9 @@ from rich.table import Table
 from emulated.measure import Row, measure
 from emulated.runtimes import Step, megatron_steps, our_steps
 from megatron_pipemem import Costs, build_schedule
+from megatron_pipemem.features.slices.prices import slice_costs
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks
-from megatron_pipemem.schedule.slices import slice_costs
 
 WHOLE = ("1f1b", "interleaved", "zbv")
 SLICED = ("seq1f1b", "interleaved", "zbv", "v-half")

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from emulated.measure import on_ranks
 from emulated.runtimes import Step, megatron_steps, our_steps
+from megatron_pipemem.features.overlap_steps.orders import validation_cut
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.cut import validation_cut
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.stream import stream

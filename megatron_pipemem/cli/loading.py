@@ -18,18 +18,27 @@ from megatron_pipemem.cli.options import Dialect, Question, Size, is_file
 from megatron_pipemem.cli.prices import head_seconds, note_uneven_cuts, priced_head
 from megatron_pipemem.conflicts import SEARCH_OPTIONS, check_search_options
 from megatron_pipemem.errors import ScheduleFormatError, UnsupportedError
+from megatron_pipemem.features.slices.prices import slice_costs, slice_tokens
 from megatron_pipemem.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary, head_on_last_stage
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_schedule_file, read_table
 from megatron_pipemem.schedule.lint import find_obstacle
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap, parse_caps
-from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, check_recompute, parse_options, slice_counts
+from megatron_pipemem.schedule.options import (
+    AUTO,
+    OFF,
+    SLICE_CUTS,
+    STOCK,
+    TOKENS,
+    check_recompute,
+    parse_options,
+    slice_counts,
+)
 from megatron_pipemem.schedule.registry import check_options, family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.size import is_fitted
-from megatron_pipemem.schedule.slices import SLICE_CUTS, TOKENS, slice_costs, slice_tokens
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.search.cache import ResultCache

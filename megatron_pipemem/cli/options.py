@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.options import SLICE_CUTS, TOKENS
 from megatron_pipemem.schedule.registry import register_module
-from megatron_pipemem.schedule.slices import SLICE_CUTS, TOKENS
 
 Dialect = Literal["auto", "pipemem", "torch", "torch-new", "torch-old"]
 NAME_HELP = "A schedule of `pipemem schedules`, a file of `pipemem convert` or of torch, or `auto` for a search."

@@ -27,7 +27,7 @@ from megatron_pipemem.planner.space import KEYS, Limits, without_overlap
 from megatron_pipemem.planner.variants import PLAIN
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.memory_cap import parse_bytes
-from megatron_pipemem.schedule.slices import FLOPS
+from megatron_pipemem.schedule.options import FLOPS
 from megatron_pipemem.schedule.stream import LEAST_GAIN
 
 _REASONS = 12

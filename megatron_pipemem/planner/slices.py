@@ -21,12 +21,13 @@ from itertools import accumulate
 from megatron_pipemem.config.model import Execution, Model, Passes, Sublayer
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.slices.prices import slice_tokens
 from megatron_pipemem.planner import counts, prices
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.step import PlannedStep, price
 from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.options import TOKENS
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.slices import TOKENS, slice_tokens
 
 
 @dataclass(frozen=True)

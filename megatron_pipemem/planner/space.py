@@ -20,10 +20,9 @@ from megatron_pipemem.planner.slices import why_not_sliced
 from megatron_pipemem.planner.step import DISTRIBUTED
 from megatron_pipemem.planner.variants import PLAIN, variants
 from megatron_pipemem.schedule.family import Family
-from megatron_pipemem.schedule.options import AUTO
+from megatron_pipemem.schedule.options import AUTO, SLICE_CUTS, TOKENS
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families, family, sliced_families
-from megatron_pipemem.schedule.slices import SLICE_CUTS, TOKENS
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 SEARCHED = "search"

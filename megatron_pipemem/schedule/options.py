@@ -38,8 +38,10 @@ EarlyWeights = Literal["head", "experts_fc1", "experts_fc2"]
 EARLY_WEIGHTS: tuple[EarlyWeights, ...] = get_args(EarlyWeights)
 """Modules whose weight gradients may be computed in I: the LM head, and the two matrices of routed experts."""
 
-TOKENS, FLOPS = "tokens", "flops"
-"""By what microbatches are weighed, in the place of a file or a function; in capitals or not."""
+SliceCut = Literal["tokens", "flops"]
+TOKENS, FLOPS = SLICE_CUTS = get_args(SliceCut)
+"""By what microbatches are weighed, in the place of a file or a function (in capitals or not), and by what a sequence is cut:
+into slices of equally many tokens, or of equal time of F."""
 
 SEARCH_SECONDS = 20.0
 """How long a search for an order takes at most, where nobody says."""

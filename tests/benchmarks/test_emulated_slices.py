@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron_pipemem import Costs, build_schedule, simulate
-from megatron_pipemem.schedule.slices import slice_costs
+from megatron_pipemem.features.slices.prices import slice_costs
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "long_sequences.py"
 DEVICES, MICROBATCHES, SLICES, UNIT_MS = 2, 2, 4, 8.0

@@ -9,6 +9,7 @@ import pytest
 from megatron_pipemem.config.model import Execution
 from megatron_pipemem.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.features.slices.prices import slice_tokens
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.launch.command import planned_flags
 from megatron_pipemem.planner.counts import attention_share
@@ -23,7 +24,6 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.slices import slice_tokens
 from megatron_pipemem.schedule.validator import validate
 from tests.planner.small_run import CLUSTER, MODEL, RUN
 

@@ -13,6 +13,7 @@ from refusals import refused
 from weighted_oracle import Tiny, shortest
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
+from megatron_pipemem.features.slices.prices import slice_costs
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import least_held, lower_bound
 from megatron_pipemem.schedule.costs import Costs
@@ -21,7 +22,6 @@ from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.slices import slice_costs
 
 UNIT_V = Costs(2, 2, 2)
 PRICE = st.floats(0.01, 10)

@@ -10,8 +10,8 @@ from random_schedules import FAMILIES, build_or_skip, random_schedules
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
+from megatron_pipemem.features.overlap_steps.orders import validation_cut
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.cut import validation_cut
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule

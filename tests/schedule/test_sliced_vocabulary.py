@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.features.slices.prices import slice_costs
 from megatron_pipemem.features.vocabulary.choice import choose_vocabulary, head_on_last_stage
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule.action import COLLECTIVES, Action, Kind
@@ -20,7 +21,6 @@ from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.slices import slice_costs
 from megatron_pipemem.schedule.validator import validate, validate_program
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 from tests.schedule import program_oracle

@@ -12,13 +12,13 @@ from refusals import refused
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.features.recompute.orders import with_recompute
+from megatron_pipemem.features.slices.prices import slice_costs, slice_tokens
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.action_prices import held_after
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
-from megatron_pipemem.schedule.slices import slice_costs, slice_tokens
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 LINEAR = Placement.linear(2)

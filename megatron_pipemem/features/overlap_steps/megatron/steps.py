@@ -11,13 +11,13 @@ from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.features.overlap_steps.megatron.loop import TrainingLoop
 from megatron_pipemem.features.overlap_steps.megatron.optimizer import OverlappedOptimizer
 from megatron_pipemem.features.overlap_steps.megatron.traces import ForwardTraces
+from megatron_pipemem.features.overlap_steps.orders import validation_cut
 from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.refusals import check_overlapped
 from megatron_pipemem.mcore.step.extension import Extension, Step, Trial
 from megatron_pipemem.mcore.step.model_calls import Rereadable
 from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, ZERO_GRAD_BUFFER
-from megatron_pipemem.schedule.cut import validation_cut
 from megatron_pipemem.schedule.stream import LEAST_GAIN, gain_without_barrier
 
 logger = logging.getLogger(__name__)

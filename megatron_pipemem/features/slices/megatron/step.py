@@ -12,12 +12,12 @@ import torch
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.slices.megatron.model import SlicedModel, boundaries
 from megatron_pipemem.features.slices.megatron.stage import SlicedStage
+from megatron_pipemem.features.slices.prices import slice_tokens
 from megatron_pipemem.mcore.model.shape import model_of
 from megatron_pipemem.mcore.refusals import check_sliced
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.planner.counts import attention_share
 from megatron_pipemem.runtime.executor import StepFeature
-from megatron_pipemem.schedule.slices import slice_tokens
 
 
 class SequenceSlices(Extension):

@@ -10,19 +10,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Literal, get_args
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import WHOLE_STAGE, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.display import shortened
+from megatron_pipemem.schedule.options import FLOPS, SLICE_CUTS, TOKENS
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import number
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
-
-SliceCut = Literal["tokens", "flops"]
-TOKENS, FLOPS = SLICE_CUTS = get_args(SliceCut)
-"""How a sequence is cut: into slices of equally many tokens, or of equal time of F."""
 
 
 def slice_tokens(
