@@ -22,10 +22,10 @@ from megatron_pipemem.schedule.simulator import simulate
 # Arguments of every schedule; those that list them fit their order to them.
 _FLAGS = {"costs": "--costs", "memory_cap": "--memory-cap"}
 RESEARCH = frozenset(
-    "gpipe 1f1b-eager looped-bfs zb-h1 zb-h2 zb-auto gis-h po-f 1f1b-v dualpipe-v hanayo "
-    "chimera gems dualpipe slimpipe pipedream pipedream-2bw".split()
+    "gpipe 1f1b 1f1b-eager looped-bfs zb-h2 zb-auto gis-h 1f1b-v dualpipe-v hanayo "
+    "chimera gems dualpipe seq1f1b slimpipe pipedream pipedream-2bw".split()
 )
-"""Families of this package that are listed with --all only."""
+"""Families of this package that the README does not advise: they are listed with --all only."""
 _COLUMNS = (
     *("name", "placement", "summary", "peak", "bubble", "source", "splits_backward", "min_devices", "chunks", "needs"),
     *("asynchronous", "slices", "offloads", "replicas"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from refusals import check_refusal
 
@@ -49,7 +52,14 @@ def test_eight_schedules_are_listed_and_all_if_asked(pipemem, pipemem_json):
     assert chosen == [row["name"] for row in pipemem_json("schedules")] and len(chosen) == 8
     assert set(NAMES) >= RESEARCH and len(NAMES) == 8 + len(RESEARCH), "every row is of one kind"
     shown = [pipemem("schedules", *flags).stdout for flags in ((), ("--all",))]
-    assert ["zb-h1" in text for text in shown] == ["for research)" in text for text in shown] == [False, True]
+    assert ["zb-h2" in text for text in shown] == ["for research)" in text for text in shown] == [False, True]
+
+
+def test_those_to_choose_from_are_those_that_the_readme_advises():
+    advice = (
+        (Path(__file__).parents[2] / "README.md").read_text().partition("## Which schedule")[2].partition("\n## ")[0]
+    )
+    assert set(re.findall(r"`([\w-]+)`", advice)) & set(NAMES) == set(NAMES) - RESEARCH
 
 
 def complete(pipemem, monkeypatch, words: str) -> list[str]:
