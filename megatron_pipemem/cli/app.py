@@ -50,11 +50,7 @@ _ENTRIES = {
     ),
     "check": _Entry(
         "check.check",
-        "Prove that a schedule file may run: complete, ordered, free of deadlock, within memory.",
-    ),
-    "convert": _Entry(
-        "convert.convert",
-        "Write a schedule as a file: one line per device, one action per comma-separated cell.",
+        "Prove that a schedule may run: complete, ordered, free of deadlock, within memory; and write it as a file.",
     ),
     "plan": _Entry(
         "plan.plan_command",

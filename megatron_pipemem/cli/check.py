@@ -1,12 +1,13 @@
-"""``pipemem check``: say whether a schedule file may run, and where it is wrong."""
+"""``pipemem check``: say whether a schedule may run, where a file is wrong, and write the schedule in another form."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
+from megatron_pipemem.cli.checks import check_output
 from megatron_pipemem.cli.common import (
     CANNOT_RUN,
     INVALID,
@@ -17,79 +18,137 @@ from megatron_pipemem.cli.common import (
     report_lines,
     report_note,
 )
-from megatron_pipemem.cli.loading import read_schedule
-from megatron_pipemem.cli.options import DIALECT_HELP, Dialect, Json, MemoryCapText, Yes, at_least_one
+from megatron_pipemem.cli.completion import complete_schedules
+from megatron_pipemem.cli.loading import load_schedule, read_file
+from megatron_pipemem.cli.options import DIALECT_HELP, NAME_HELP, Dialect, Json, Size, is_file, takes_group
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.report.run import UNITS
 from megatron_pipemem.schedule.action import SENDS
-from megatron_pipemem.schedule.csv_format import LETTERS, Cell, Table, in_letters
+from megatron_pipemem.schedule.csv_format import LETTERS, Cell, Table, in_letters, write_header, write_table
 from megatron_pipemem.schedule.dependencies import Wait
 from megatron_pipemem.schedule.lint import Fault, find_fault, find_obstacle
+from megatron_pipemem.schedule.lowering import lower, lower_paired
 from megatron_pipemem.schedule.memory_cap import parse_caps
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate_program
+
+_SUFFIXES = (".csv", ".txt")
+_Letters = Literal["pipemem", "torch", "torch-new", "torch-old"]
 
 
+@takes_group
 def check(
-    file: Annotated[Path, typer.Argument(help="A table: one line per device, one action per cell, as in 2F0.")],
+    source: Annotated[str, typer.Argument(metavar="IN", help=NAME_HELP, autocompletion=complete_schedules)],
+    size: Size,
     dialect: Annotated[Dialect, typer.Option(help=DIALECT_HELP)] = "auto",
-    microbatches: Annotated[
-        int | None,
-        typer.Option(
-            "--microbatches",
-            "-m",
-            callback=at_least_one,
-            help="How many a step has, where the table leaves it open.",
-        ),
+    target: Annotated[
+        Path | None,
+        typer.Option("--write", metavar="OUT", help="File for it: .csv: compute actions; .txt: the whole program."),
     ] = None,
-    memory_cap: MemoryCapText = None,
-    yes: Yes = False,
+    to_dialect: Annotated[
+        _Letters, typer.Option("--to", help="Letters of OUT; torch-old: from before 2.6.")
+    ] = "pipemem",
+    lowered: Annotated[
+        bool | None, typer.Option("--lowered/--compute-only", help="Whether OUT has messages, whatever its suffix.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Prove that a schedule file may run: complete, ordered, free of deadlock, within memory.
+    """Prove that a schedule may run: complete, ordered, free of deadlock, within memory; and write it as a file.
 
-    A lowered file is judged by its own messages as well. A table that adds gradients up in another order than that of the
-    microbatches is valid, with a note that it cannot run on Megatron. Exit code 0: valid; 1: invalid, and why; 2: the file
-    cannot be read as a schedule, and where.
+    A table has one line per device, one action per comma-separated cell. A lowered one is judged by its own messages as well,
+    and --microbatches says how many a step has where it leaves that open. A table that adds gradients up in another order than
+    that of the microbatches is valid, with a note that it cannot run on Megatron. Exit code 0: valid; 1: invalid, and why;
+    2: the file cannot be read as a schedule, and where.
+
+    With --write, a .csv gets the compute actions, which torch.distributed.pipelining loads as compute_only, and a .txt the
+    lowered program, with messages and gradient reductions, which torch loads as compute_comms. Written for torch, both ends of
+    a pair of devices post its messages in one order, as torch's communicators need. What is not valid is not written.
 
     Examples:
         # letters are found out
         pipemem check schedule.csv --memory-cap 1
         # a file of torch.distributed.pipelining
         pipemem check torch.csv --dialect torch --json
+        # the orders of a family, as a file
+        pipemem check v-half -p 4 -m 16 --write v-half.csv
+        # in torch's letters
+        pipemem check v-half.csv --write torch.csv --to torch
+        # with messages
+        pipemem check v-half.csv --write program.txt
     """
-    cap = _cap(memory_cap)
-    with showing(f"proving {file}"):
-        table, schedule = read_schedule(file, dialect, microbatches, yes)
-        facts = _facts(file, table, schedule)
-        fault = find_fault(table, schedule, cap)
+    check_output(target, _SUFFIXES, "a schedule")
+    table = fault = obstacle = written = None
+    with showing(f"proving {source}"):
+        if is_file(source):
+            table, schedule = read_file(source, size, dialect)
+            facts = _facts_of_file(source, table) | _facts(schedule)
+            fault = find_fault(table, schedule, _cap(size.memory_cap))
+        else:
+            schedule = load_schedule(source, size).schedule
+            facts = {"schedule": source} | _facts(schedule)
         if fault is None:
-            obstacle, timeline = find_obstacle(table, schedule), simulate(schedule)
+            obstacle = None if table is None else find_obstacle(table, schedule)
+            timeline = simulate(schedule)
+            facts |= {"peak_activation": timeline.peak, "bubble_rate": timeline.bubble_rate}
+            written = None if target is None else _write(schedule, target, to_dialect, lowered)
     if fault is not None:
-        if as_json:
-            print_json({"valid": False, **facts, **_fault_json(fault)})
-        report_error(f"{file} is not valid: {_headline(fault)} [{fault.error.code}]")
-        if fault.cycle and not as_json:
-            report_lines(_cycle_lines(fault.cycle, table))
-        raise typer.Exit(INVALID)
-    facts |= {"peak_activation": timeline.peak, "bubble_rate": timeline.bubble_rate}
+        assert table is not None, "it is the file's"
+        _refuse(source, fault, table, facts, as_json)
     if as_json:
-        print_json({"valid": True, "cannot_run": obstacle and _headline(obstacle), **facts})
+        output = {} if written is None else {"written": written}
+        print_json({"valid": True, "cannot_run": obstacle and _headline(obstacle), **facts, **output})
         return
     if obstacle is not None:
-        report_note(f"{file} {CANNOT_RUN}: {_headline(obstacle)}")
+        report_note(f"{source} {CANNOT_RUN}: {_headline(obstacle)}")
     out = console()
-    out.print(f"{file} is valid.", style="green", soft_wrap=True)
+    out.print(f"{source} is valid.", style="green", soft_wrap=True)
     print_facts(
         out,
         (
             (name.replace("_", " "), f"{fact:.6g}" if isinstance(fact, float) else str(fact))
             for name, fact in facts.items()
-            if name != "file"
+            if name not in ("file", "schedule")
         ),
     )
     out.print(f"(bubble with F = I = W; peak in {UNITS})", style="dim", soft_wrap=True)
+    if written is not None:
+        what = "actions and messages" if written["lowered"] else "actions"
+        summary = f"{target}: {written['actions']} {what} on {schedule.num_devices} devices, in letters of {written['letters']}"
+        out.print(summary, soft_wrap=True, markup=False)
+
+
+def _refuse(source: str, fault: Fault, table: Table, facts: dict[str, object], as_json: bool) -> NoReturn:
+    """Say why a file is not valid, and leave."""
+    if as_json:
+        print_json({"valid": False, **facts, **_fault_json(fault)})
+    report_error(f"{source} is not valid: {_headline(fault)} [{fault.error.code}]")
+    if fault.cycle and not as_json:
+        report_lines(_cycle_lines(fault.cycle, table))
+    raise typer.Exit(INVALID)
+
+
+def _write(schedule: Schedule, target: Path, to_dialect: _Letters, lowered: bool | None) -> dict[str, object]:
+    """Write a schedule as a table, and return what was written."""
+    with_messages = target.suffix == ".txt" if lowered is None else lowered
+    letters = "torch-new" if to_dialect == "torch" else to_dialect
+    header = write_header(schedule.header(schedule.orders))
+    if header and letters != "pipemem":
+        raise UnsupportedError(
+            "not-in-dialect",
+            f"torch's files cannot say what {schedule.name!r} needs said ({header.strip('# ').strip()}); write it with "
+            "--to pipemem",
+        )
+    rows = schedule.orders
+    if with_messages:
+        program = lower(schedule) if letters == "pipemem" else lower_paired(schedule)
+        validate_program(program, microbatch_order=False)
+        rows = program.actions
+    write_whole(target, write_header(schedule.header(rows)) + write_table(rows, letters))
+    actions = sum(map(len, rows))
+    return {"output": str(target), "actions": actions, "letters": LETTERS[letters], "lowered": with_messages}
 
 
 def _cap(text: str | None) -> float | tuple[float, ...] | None:
@@ -104,16 +163,12 @@ def _cap(text: str | None) -> float | tuple[float, ...] | None:
     return None if cap is None else cap.amount
 
 
-def _facts(file: Path, table: Table, schedule: Schedule) -> dict[str, object]:
+def _facts_of_file(file: str, table: Table) -> dict[str, object]:
     written = sum(action.kind in SENDS for row in table.actions for action in row)
     facts: dict[str, object] = {
-        "file": str(file),
+        "file": file,
         "dialect": table.letters,
         "letters": f"{LETTERS[table.letters]} ({table.reason})",
-        "placement": schedule.placement.name,
-        "devices": schedule.num_devices,
-        "microbatches": schedule.num_microbatches,
-        "chunks": schedule.placement.num_chunks,
         "messages": f"the file's own {written}" if written else "none in the file; they are derived from the order",
     }
     if table.ignored:
@@ -121,6 +176,15 @@ def _facts(file: Path, table: Table, schedule: Schedule) -> dict[str, object]:
     if table.pairs:
         facts["overlapped_pairs"] = f"{table.pairs}, each read as its two actions in turn"
     return facts
+
+
+def _facts(schedule: Schedule) -> dict[str, object]:
+    return {
+        "placement": schedule.placement.name,
+        "devices": schedule.num_devices,
+        "microbatches": schedule.num_microbatches,
+        "chunks": schedule.placement.num_chunks,
+    }
 
 
 def _headline(fault: Fault) -> str:

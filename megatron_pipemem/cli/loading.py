@@ -108,8 +108,7 @@ def load_schedule(
     Raises:
         PipememError: it cannot be built, found, read or run; the message says why.
     """
-    devices, microbatches = size.devices, size.microbatches
-    settings = parse_options("-o", [*(size.options or ()), *([] if size.chunks is None else [f"chunks={size.chunks}"])])
+    devices, microbatches, settings = size.devices, size.microbatches, _settings(size)
     costs = costs or Costs()
     cap = None if size.memory_cap is None else parse_caps(size.memory_cap)
     if cap is not None and cap.in_bytes and costs.memory is None:
@@ -147,9 +146,13 @@ def load_schedule(
     return Loaded(request, shape, knowledge, resolve(request, shape, knowledge))
 
 
+def _settings(size: Size) -> dict[str, Any]:
+    return parse_options("-o", [*(size.options or ()), *([] if size.chunks is None else [f"chunks={size.chunks}"])])
+
+
 def _proved(path: Path, dialect: Dialect, costs: Costs, cap: MemoryCap | None, yes: bool) -> Schedule:
     """Return the schedule of a file, proved within the cap; what other programs alone can run of it is said."""
-    table, schedule = read_schedule(path, dialect, yes=yes)
+    table, schedule = _read(path, dialect, None, yes)
     if table.letters != "pipemem":
         report_note(f"{path} is read in the letters of {LETTERS[table.letters]} ({table.reason})")
     validate(schedule, costs, None if cap is None else cap.amount, microbatch_order=False)
@@ -169,21 +172,15 @@ def _host_budget(host_memory: str | None, costs: Costs) -> float | None:
     return None if budget is None else budget.amounts[0]
 
 
-def read_schedule(
-    path: Path, dialect: Dialect, microbatches: int | None = None, yes: bool = False
-) -> tuple[Table, Schedule]:
-    """Return a file's table and the schedule in it, which is not validated yet.
+def read_file(name: str, size: Size, dialect: Dialect) -> tuple[Table, Schedule]:
+    """Return a file's table and the schedule in it, not validated yet, with as many microbatches as were asked for."""
+    table, schedule = _read(Path(name), dialect, size.microbatches, size.yes)
+    _check_counts(name, schedule, size.devices, None, _settings(size))
+    return table, schedule
 
-    Args:
-        path: of the file.
-        dialect: its letters; ``auto`` finds them out.
-        microbatches: of one step, instead of what the table seems to say.
-        yes: go on although it takes long or much memory.
 
-    Raises:
-        ScheduleFormatError: the file cannot be read as a schedule.
-        UnsupportedError: as ``check_size``.
-    """
+def _read(path: Path, dialect: Dialect, microbatches: int | None, yes: bool) -> tuple[Table, Schedule]:
+    """Return a file's table and the schedule in it; ``microbatches`` stands for what the table seems to say of a step."""
     text = read_schedule_file(path)
     try:
         table = read_table(text, dialect)

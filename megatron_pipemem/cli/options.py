@@ -16,7 +16,7 @@ from megatron_pipemem.schedule.options import SLICE_CUTS, TOKENS
 from megatron_pipemem.schedule.registry import register_module
 
 Dialect = Literal["auto", "pipemem", "torch", "torch-new", "torch-old"]
-NAME_HELP = "A schedule of `pipemem schedules`, a file of `pipemem convert` or of torch, or `auto` for a search."
+NAME_HELP = "A schedule of `pipemem schedules`, a file of `pipemem check --write` or of torch, or `auto` for a search."
 DIALECT_HELP = "Letters of the file; by default they are detected, and said."
 
 
@@ -197,4 +197,4 @@ def takes_group(command: Callable[..., None]) -> Callable[..., None]:
 
 def is_file(name: str) -> bool:
     """Return whether a user who typed ``name`` means a file rather than a family."""
-    return name.endswith((".csv", ".txt")) or Path(name).is_file()
+    return name.endswith((".csv", ".txt")) or "/" in name or Path(name).is_file()

@@ -72,7 +72,7 @@ def test_a_cap_in_bytes(pipemem, pipemem_json, refuses, byte_costs):
 def test_auto_can_be_shown_and_converted(pipemem, tmp_path):
     size = ("auto", "-p", 2, "-m", 4, "--memory-cap", 0.75)
     assert "auto" in pipemem("show", *size).stdout
-    pipemem("convert", size[0], tmp_path / "auto.csv", *size[1:])
+    pipemem("check", size[0], "--write", tmp_path / "auto.csv", *size[1:])
     pipemem("check", tmp_path / "auto.csv", "--memory-cap", 0.75)
 
 

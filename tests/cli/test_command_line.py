@@ -14,7 +14,7 @@ from megatron_pipemem.cli.app import app, load_commands
 from megatron_pipemem.launch import flags as run_flags
 from megatron_pipemem.request import Request, flags_of
 
-COMMANDS = ["schedules", "simulate", "show", "check", "convert", "run"]
+COMMANDS = ["schedules", "simulate", "show", "check", "run"]
 
 
 def test_help_lists_every_command(pipemem):
@@ -113,9 +113,9 @@ def test_run_hands_the_scripts_flags_on_untouched(pipemem, monkeypatch, argument
         ["simulate", "zbv", "-p", "4", "-m", "8"],
         ["show", "zbv", "-p", "4", "-m", "8"],
         ["check", "FILE"],
-        ["convert", "FILE", "OUT"],
+        ["check", "FILE", "--write", "OUT"],
     ],
-    ids=lambda arguments: arguments[0],
+    ids=" ".join,
 )
 def test_start_up_needs_neither_torch_nor_matplotlib_nor_numpy(tmp_path, arguments):
     file = tmp_path / "schedule.csv"

@@ -252,7 +252,7 @@ def test_check(place_of_all, table, more):
 def test_convert(place_of_all, table, output, to):
     place = place_of_all
     (place / "given.csv").write_bytes(table)
-    call(place, "convert", place / "given.csv", output, "--to", to)
+    call(place, "check", place / "given.csv", "--write", output, "--to", to)
     assert (place / "old.out").read_text() == "old"
 
 

@@ -19,7 +19,7 @@ from megatron_pipemem import Costs, search_schedule
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.choose.pareto import choices
 from megatron_pipemem.choose.resolve import resolve
-from megatron_pipemem.cli import app, check, convert, pareto, plan, profile, progress, show, simulate
+from megatron_pipemem.cli import app, check, pareto, plan, profile, progress, show, simulate
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.launch.command import Command
@@ -125,8 +125,8 @@ def test_durations(seconds, text):
     [
         (simulate, "load_and_simulate", "simulate 1f1b -p 4 -m 8"),
         (show, "load_and_simulate", "show 1f1b -p 4 -m 8"),
-        (convert, "load_schedule", "convert 1f1b x.csv -p 4 -m 8"),
-        (check, "read_schedule", "check x.csv"),
+        (check, "load_schedule", "check 1f1b --write x.csv -p 4 -m 8"),
+        (check, "read_file", "check x.csv"),
         (show, "save_comparison", "show 1f1b -p 4 -m 8 --output x.svg"),
         (pareto, "choices", "pareto -p 4 -m 8"),
         (plan, "plan", f"plan {RUN}"),

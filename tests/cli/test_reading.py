@@ -35,7 +35,7 @@ COMMANDS = {
     "show": "show v-half gems -p 4 -m 32",
     "pareto": "pareto -p 2 -m 4 --costs 1,1.5,.5 --caps 1 --seconds 60 --all",
     "check": "check TABLE",
-    "convert": "convert 1f1b OUT -p 2 -m 2",
+    "written": "check 1f1b --write OUT -p 2 -m 2",
     "profile": "profile --model llama3-70b --formulas",
     "plan": f"plan {RUN} --search-seconds 0 --top 4 {' '.join(f'--only {each}' for each in _ONLY)}",
     "layout": "layout llama3-8b -p 4 -v 2 -m 8 --dp 2 --beside Et*4|(t*4|)*6t*4L",
@@ -46,7 +46,7 @@ UNTIMED = ("search seconds", "considered in")
 """Lines that are another at every call."""
 PICTURES = ("show", "one schedule")
 """They have as many letters as there are columns."""
-NO_NUMBERS = ("schedules", "convert", "launch", *PICTURES)
+NO_NUMBERS = ("schedules", "written", "launch", *PICTURES)
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def test_no_command_takes_sizes_of_0(refuses, name):
         (("simulate", "interleaved", "-p", 4, "-m", 8, "-v", 1_000_000), ("--devices", 4, 1_000_000)),
         (("simulate", "seq1f1b", "-p", 4, "-m", 8, "-o", "slices=1000000"), ("--devices", 4, 1_000_000)),
         (("show", "1f1b", "-p", 4, "-m", 100_000_000), ("--microbatches", 100_000_000)),
-        (("convert", "1f1b", "x.csv", "-p", 4, "-m", 100_000_000), ("--microbatches", 100_000_000)),
+        (("check", "1f1b", "--write", "x.csv", "-p", 4, "-m", 100_000_000), ("--microbatches", 100_000_000)),
         (("pareto", "-p", 4, "-m", 100_000_000), ("--microbatches", 100_000_000)),
         (("check", "FILE", "-m", 100_000_000), ("--microbatches", 100_000_000)),
         (("launch", TINY, "--set", "parallelism.global_batch=100000000"), (100_000_000, 4)),
@@ -146,7 +146,7 @@ def test_folders_and_full_disks(refuses, tmp_path):
         ("profile", "--model", "tiny-gpt", "--formulas", "--output", tmp_path),
         ("profile", "--model", "tiny-gpt", "--formulas", "--output", "/proc/x.json"),
         ("grid", ROOT / "configs" / "grids" / "tiny-cpu.yaml", "--output", file),
-        ("convert", *SMALL[:1], file / "x.csv", *SMALL[1:]),
+        ("check", *SMALL, "--write", file / "x.csv"),
         ("show", *SMALL, "--output", "/proc/x.png"),
         ("pareto", "-p", 2, "-m", 4, "--output", "/proc/x.png"),
     ):

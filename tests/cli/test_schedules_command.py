@@ -70,7 +70,7 @@ def complete(pipemem, monkeypatch, words: str) -> list[str]:
     return pipemem().stdout.split()
 
 
-@pytest.mark.parametrize("command", ["simulate", "show", "convert", "schedules", "show 1f1b"])
+@pytest.mark.parametrize("command", ["simulate", "show", "check", "schedules", "show 1f1b"])
 def test_the_shell_completes_names_of_schedules(pipemem, monkeypatch, command):
     assert complete(pipemem, monkeypatch, f"pipemem {command} zb-") == ["zb-h1", "zb-h2", "zb-auto"]
 
@@ -116,7 +116,7 @@ FAMILY = Family(name=NAME, build=build, summary="mine", peak="m/p", bubble="(p-1
         ["schedules", "NAME"],
         ["simulate", "NAME", "-p", 2, "-m", 3],
         ["show", "NAME", "1f1b", "-p", 2, "-m", 3],
-        ["convert", "NAME", "OUT", "-p", 2, "-m", 3],
+        ["check", "NAME", "--write", "OUT", "-p", 2, "-m", 3],
         ["schedules"],
     ],
 )

@@ -55,7 +55,7 @@ def test_a_file_can_be_drawn(pipemem, tmp_path):
 
 def test_a_lowered_file_of_torch_is_simulated_and_drawn_like_its_schedule(pipemem, pipemem_json, tmp_path):
     source = tmp_path / "program.txt"
-    assert pipemem("convert", "zb-h1", source, "-p", 3, "-m", 4, "--to", "torch").exit_code == 0
+    assert pipemem("check", "zb-h1", "--write", source, "-p", 3, "-m", 4, "--to", "torch").exit_code == 0
     shown = pipemem("show", source, "zb-h1", "-p", 3, "-m", 4)
     assert shown.exit_code == 0 and "program: p=3, m=4" in shown.stdout
     assert shown.stderr.startswith("note: ") and "torch since 2.6" in shown.stderr

@@ -127,7 +127,7 @@ def test_bytes_are_shown_beside_the_units(pipemem, tmp_path):
 
 def test_a_file_is_simulated_like_its_family(pipemem, pipemem_json, tmp_path):
     file = tmp_path / "mine.csv"
-    assert pipemem("convert", "zbv", file, "-p", 4, "-m", 8).exit_code == 0
+    assert pipemem("check", "zbv", "--write", file, "-p", 4, "-m", 8).exit_code == 0
     found = pipemem_json("simulate", file)
     assert found.pop("schedule") == "mine"
     expected = pipemem_json("simulate", "zbv", "-p", 4, "-m", 8)
@@ -206,7 +206,7 @@ def test_bad_costs_file(refuses, tmp_path, content, expected):
 @pytest.mark.parametrize(("flag", "value"), [("-p", 3), ("-m", 9), ("-v", 2)])
 def test_counts_that_contradict_the_file(pipemem, refuses, tmp_path, flag, value):
     file = tmp_path / "mine.csv"
-    pipemem("convert", "1f1b", file, "-p", 2, "-m", 4)
+    pipemem("check", "1f1b", "--write", file, "-p", 2, "-m", 4)
     check_refusal(refuses("simulate", file, flag, value), "other-size", file, value)
     check_refusal(refuses("simulate", file, "-o", "group_size=3"), "options-of-file", file, "group_size")
 

@@ -34,10 +34,10 @@ def runtime_for(schedule):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("suffix", "form"), [("csv", "compute_only"), ("txt", "compute_comms")])
-def test_torch_loads_what_convert_writes(pipemem, tmp_path, name, suffix, form):
+def test_torch_loads_what_check_writes(pipemem, tmp_path, name, suffix, form):
     """It validates the orders, keeps the messages as written, and its simulation of them ends."""
     target = tmp_path / f"table.{suffix}"
-    assert pipemem("convert", name, target, "-p", 4, "-m", 5, "--to", "torch").exit_code == 0
+    assert pipemem("check", name, "--write", target, "-p", 4, "-m", 5, "--to", "torch").exit_code == 0
     schedule = build_schedule(name, num_devices=4, num_microbatches=5)
     runtime = runtime_for(schedule)
     runtime._load_csv(str(target), format=form)
@@ -97,5 +97,5 @@ def test_overlapped_pairs_of_torchs_dualpipev(pipemem, pipemem_json, tmp_path):
     found = pipemem_json("check", file)
     assert found["placement"] == "v" and found["overlapped_pairs"].startswith(f"{pairs}, ") and pairs > 0
     target = tmp_path / "ours.csv"
-    assert pipemem("convert", file, target).exit_code == 0
+    assert pipemem("check", file, "--write", target).exit_code == 0
     assert pipemem_json("check", target)["bubble_rate"] == found["bubble_rate"]

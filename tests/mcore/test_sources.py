@@ -168,7 +168,7 @@ def test_a_run_and_the_command_line_find_the_same_order(flags, settings, tmp_pat
     run = source_of("auto", cap, **settings).plan(Shape(4, 2, 12), "start")
     assert json.loads(told.stdout)["makespan"] == run.timeline.makespan
     if not flags:
-        assert CliRunner().invoke(app, ["convert", "auto", str(file), *asked[2:8]]).exit_code == 0
+        assert CliRunner().invoke(app, ["check", "auto", "--write", str(file), *asked[2:8]]).exit_code == 0
         assert Schedule.from_csv(file.read_text()).orders == run.schedule.orders
 
 

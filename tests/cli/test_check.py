@@ -1,4 +1,4 @@
-"""``pipemem check`` and ``pipemem convert``."""
+"""``pipemem check``, and what it writes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def csv(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_check_accepts_what_convert_writes(pipemem, pipemem_json, tmp_path, name):
+def test_check_accepts_what_it_writes(pipemem, pipemem_json, tmp_path, name):
     file = tmp_path / "schedule.csv"
-    assert pipemem("convert", name, file, "-p", 4, "-m", 8).exit_code == 0
+    assert pipemem("check", name, "--write", file, "-p", 4, "-m", 8).exit_code == 0
     found = pipemem_json("check", file)
     assert found["valid"] is True
     assert (found["devices"], found["microbatches"]) == (4, 8)
@@ -43,7 +43,7 @@ def test_check_accepts_what_convert_writes(pipemem, pipemem_json, tmp_path, name
 
 
 def test_torch_files_cannot_hold_everything(refuses, tmp_path):
-    message = refuses("convert", "gems", tmp_path / "gems.csv", "-p", 2, "-m", 4, "--to", "torch")
+    message = refuses("check", "gems", "--write", tmp_path / "gems.csv", "-p", 2, "-m", 4, "--to", "torch")
     check_refusal(message, "not-in-dialect", "gems", "replicas=2", "devices=0-1-1-0")
     assert not (tmp_path / "gems.csv").exists()
 
@@ -80,7 +80,12 @@ def test_gradients_in_another_order_than_stocks_are_valid_and_said_to_be_unfit_t
     found = pipemem_json("check", file)
     assert found["valid"] and found["cannot_run"].startswith("device 0, position 3, action 0B0: comes after 0B1")
     assert found["cannot_run"].endswith("(line 1, cell 4)")
-    for arguments in (("check", file), ("simulate", file), ("show", file), ("convert", file, file.with_suffix(".txt"))):
+    for arguments in (
+        ("check", file),
+        ("simulate", file),
+        ("show", file),
+        ("check", file, "--write", file.with_suffix(".txt")),
+    ):
         result = pipemem(*arguments)
         assert result.exit_code == 0, result.output
         assert "note: " in result.stderr and "is valid, but cannot run here" in result.stderr
@@ -109,7 +114,7 @@ def test_check_finds_deadlocks(pipemem, csv):
 
 def test_check_judges_the_messages_of_a_lowered_file(pipemem, pipemem_json, tmp_path):
     file = tmp_path / "program.txt"
-    assert pipemem("convert", "zb-h1", file, "-p", 3, "-m", 4, "--to", "torch").exit_code == 0
+    assert pipemem("check", "zb-h1", "--write", file, "-p", 3, "-m", 4, "--to", "torch").exit_code == 0
     found = pipemem_json("check", file)
     assert found["messages"] == "the file's own 16" and found["dialect"] == "torch-new"
     text = file.read_text()
@@ -126,7 +131,7 @@ def test_check_with_a_stated_number_of_microbatches(refuses, csv):
 
 def test_check_memory_cap(pipemem, tmp_path):
     file = tmp_path / "schedule.csv"
-    pipemem("convert", "1f1b", file, "-p", 4, "-m", 8)
+    pipemem("check", "1f1b", "--write", file, "-p", 4, "-m", 8)
     assert pipemem("check", file, "--memory-cap", 1).exit_code == 0
     refused = pipemem("check", file, "--memory-cap", 0.75)
     assert refused.exit_code == 1 and "device 0" in refused.stderr
@@ -187,11 +192,11 @@ def test_letters_may_be_stated(pipemem_json, refuses, csv):
 
 
 @pytest.mark.parametrize("source", ["auto", "torch", "torch-old"])
-def test_convert_older_torch_letters_and_back(pipemem, csv, tmp_path, source):
+def test_writes_older_torch_letters_and_back(pipemem, csv, tmp_path, source):
     ours, back = tmp_path / "ours.csv", tmp_path / "back.csv"
-    assert pipemem("convert", csv(OLDER), ours, "--from", source).exit_code == 0
+    assert pipemem("check", csv(OLDER), "--write", ours, "--dialect", source).exit_code == 0
     assert ours.read_text() == OURS
-    assert pipemem("convert", ours, back, "--to", "torch-old").exit_code == 0
+    assert pipemem("check", ours, "--write", back, "--to", "torch-old").exit_code == 0
     assert back.read_text() == OLDER
 
 
@@ -209,14 +214,16 @@ def test_suffix_or_flag_says_whether_messages_are_written(pipemem_json, tmp_path
         ("txt", ("--compute-only",), False),
     ]:
         target = tmp_path / f"schedule.{suffix}"
-        assert pipemem_json("convert", "1f1b", target, "-p", 2, "-m", 2, *flags)["lowered"] is lowered
+        assert (
+            pipemem_json("check", "1f1b", "--write", target, "-p", 2, "-m", 2, *flags)["written"]["lowered"] is lowered
+        )
         assert ("SEND_F" in target.read_text()) is lowered
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_convert_to_a_program(pipemem_json, tmp_path, name):
+def test_writes_a_program(pipemem_json, tmp_path, name):
     target = tmp_path / "program.txt"
-    found = pipemem_json("convert", name, target, "-p", 4, "-m", 8)
+    found = pipemem_json("check", name, "--write", target, "-p", 4, "-m", 8)["written"]
     program = lower(build_schedule(name, num_devices=4, num_microbatches=8))
     lines = [line for line in target.read_text().splitlines() if not line.startswith("#")]
     read = tuple(tuple(map(Action.parse, line.split(","))) for line in lines)
@@ -224,21 +231,24 @@ def test_convert_to_a_program(pipemem_json, tmp_path, name):
     assert found["actions"] == sum(map(len, program.actions)) and found["output"] == str(target)
 
 
-def test_converting_twice_changes_nothing(pipemem, tmp_path):
+def test_writing_twice_changes_nothing(pipemem, tmp_path):
     first, second = tmp_path / "first.csv", tmp_path / "second.csv"
-    pipemem("convert", "v-min", first, "-p", 4, "-m", 8)
-    assert pipemem("convert", first, second).exit_code == 0
+    pipemem("check", "v-min", "--write", first, "-p", 4, "-m", 8)
+    assert pipemem("check", first, "--write", second).exit_code == 0
     assert second.read_text() == first.read_text()
     schedule = Schedule.from_csv(second.read_text())
     assert schedule.orders == build_schedule("v-min", num_devices=4, num_microbatches=8).orders
 
 
-def test_convert_refuses(refuses, csv, tmp_path):
+def test_refuses_to_write(refuses, csv, tmp_path):
     valid, target = csv("0F0,0B0\n"), tmp_path / "out.csv"
-    check_refusal(refuses("convert", valid, tmp_path / "out.xml"), "bad-choice", "out.xml", ".csv", ".txt")
+    check_refusal(refuses("check", valid, "--write", tmp_path / "out.xml"), "bad-choice", "out.xml", ".csv", ".txt")
     check_refusal(
-        refuses("convert", valid, valid / "such" / "out.csv"), "cannot-write", valid / "such" / "out.csv", f"{valid} is"
+        refuses("check", valid, "--write", valid / "such" / "out.csv"),
+        "cannot-write",
+        valid / "such" / "out.csv",
+        f"{valid} is",
     )
-    check_refusal(refuses("convert", "v-hal", target, "-p", 2, "-m", 2), "unknown-schedule", "'v-half'")
-    check_refusal(refuses("convert", csv("0B0,0F0\n"), target, code=1), "wrong-order", "action 0B0")
+    check_refusal(refuses("check", "v-hal", "--write", target, "-p", 2, "-m", 2), "unknown-schedule", "'v-half'")
+    check_refusal(refuses("check", csv("0B0,0F0\n"), "--write", target, code=1), "wrong-order", "action 0B0")
     assert not target.exists()
