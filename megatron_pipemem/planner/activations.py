@@ -22,46 +22,26 @@ _SUM = 4  # bytes of a statistic, a softmax's sum, or a logit's exponential: alw
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor kept from F on.
-
-    Args:
-        name: which.
-        nbytes: on one rank, for one microbatch.
-        needed: until which pass: ``I``, or ``W`` for inputs of linear layers, whoever else needs them.
-        recompute: which of ``Recomputable`` would make it again.
-        statistic: whether it is one number per token and norm or head.
-        early: whether the weight gradient that needs it is computed in I.
-    """
+    """A tensor kept from F on."""
 
     name: str
-    nbytes: float
-    needed: Literal["I", "W"]
-    recompute: tuple[str, ...] = ()
-    statistic: bool = False
-    early: bool = False
+    nbytes: float  # on one rank, for one microbatch
+    needed: Literal["I", "W"]  # until which pass: ``I``, or ``W`` for inputs of linear layers, whoever else needs them
+    recompute: tuple[str, ...] = ()  # which of ``Recomputable`` would make it again
+    statistic: bool = False  # whether it is one number per token and norm or head
+    early: bool = False  # whether the weight gradient that needs it is computed in I
 
 
 @dataclass(frozen=True)
 class Kept(Summed):
-    """Bytes that a part of a stage keeps of one microbatch.
+    """Bytes that a part of a stage keeps of one microbatch."""
 
-    Args:
-        saved: from F to I.
-        after_input: from I to W: the inputs of linear layers, and the gradients of their outputs.
-    """
-
-    saved: float = 0.0
-    after_input: float = 0.0
+    saved: float = 0.0  # from F to I
+    after_input: float = 0.0  # from I to W: the inputs of linear layers, and the gradients of their outputs
 
 
 def layer_tensors(model: Model, execution: Execution, kind: str | None = None) -> tuple[Saved, ...]:
-    """Return what one layer would keep if nothing were recomputed, its input first.
-
-    Args:
-        model: its shape.
-        execution: how a microbatch of it runs on one rank.
-        kind: the blocks of the layer; by default as the model's first layer.
-    """
+    """Return what one layer would keep if nothing were recomputed, its input first."""
     shrinks = execution.product_element / execution.element
     return tuple(
         each if each.needed == "I" else replace(each, nbytes=each.nbytes * shrinks)
@@ -254,13 +234,7 @@ _WITHIN = {
 
 
 def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> Kept:
-    """Return the bytes that one layer keeps, recomputation considered.
-
-    Args:
-        model: its shape.
-        execution: how a microbatch of it runs on one rank.
-        kind: the blocks of the layer; by default as the model's first layer.
-    """
+    """Return the bytes that one layer keeps, recomputation considered."""
     kind = kind or model.kinds[0]
     tensors = layer_tensors(model, execution, kind)
     after_input = sum(each.nbytes for each in tensors if each.needed == "W" and not each.early)
@@ -269,13 +243,8 @@ def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
 
 
 def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
-    """Return the bytes that offloading one layer moves each way: all it keeps but statistics and sums, which are few
-    and stay.
-
-    Args:
-        model: its shape.
-        execution: how a microbatch of it runs on one rank.
-        kind: the blocks of the layer; by default as the model's first layer.
+    """Return the bytes that offloading one layer moves each way: all it keeps but statistics and sums, which are few and
+    stay.
     """
     return sum(each.nbytes for each in _kept(layer_tensors(model, execution, kind), execution) if not each.statistic)
 
@@ -326,11 +295,6 @@ def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) 
 
     With sequence parallelism a layer whose output is cut gets a part of the sequence and computes on all of it. Transformer
     Engine gathers the parts in I, and keeps them so unless W is to gather them again, as Megatron's own layers do.
-
-    Args:
-        model: its shape.
-        execution: how a microbatch of it runs on one rank.
-        kind: the blocks of the layer; by default as the model's first layer.
     """
     inputs = sum(
         each.inputs
@@ -342,13 +306,7 @@ def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) 
 
 
 def gathered_in_weight(model: Model, execution: Execution, layers: Iterable[Matrix]) -> list[float]:
-    """Return the bytes of every tensor that W gathers.
-
-    Args:
-        model: its shape.
-        execution: how a microbatch of it runs on one rank.
-        layers: the linear layers whose weight gradients are computed.
-    """
+    """Return the bytes of every tensor that W gathers."""
     if not execution.sequence_parallel:
         return []
     layers = list(layers)

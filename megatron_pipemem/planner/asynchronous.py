@@ -33,14 +33,7 @@ the run; and per device, bytes of activations."""
 
 
 def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, rejected: Counter[str]) -> Iterator[Priced]:
-    """Yield the asynchronous families that are named in the limits and can run this cut, priced.
-
-    Args:
-        run: a cut, without a schedule.
-        limits: what may be chosen.
-        pace: what was measured.
-        rejected: counts what cannot be, by reason.
-    """
+    """Yield the asynchronous families that are named in the limits and can run this cut, priced."""
     named = limits.allowed.get("schedule", ())
     p = run.parallelism.pp
     for family in families():

@@ -41,21 +41,13 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Layout:
-    """Hold one way to share a model's layers out, and what comes of it.
-
-    Args:
-        name: of this way.
-        layers: pieces of every stage, see ``config.layout``.
-        step: prices of stages and ranks.
-        seconds: of a step.
-        held: bytes of every rank, everything included, nothing offloaded.
-    """
+    """Hold one way to share a model's layers out, and what comes of it."""
 
     name: str
-    layers: tuple[int, ...]
-    step: PlannedStep = field(repr=False)
+    layers: tuple[int, ...]  # pieces of every stage, see ``config.layout``
+    step: PlannedStep = field(repr=False)  # prices of stages and ranks
     seconds: float
-    held: tuple[float, ...] = field(repr=False)
+    held: tuple[float, ...] = field(repr=False)  # bytes of every rank, everything included, nothing offloaded
 
     @property
     def stage_seconds(self) -> tuple[float, ...]:
@@ -76,17 +68,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Balance:
-    """Hold the layouts of a run.
+    """Hold the layouts of a run."""
 
-    Args:
-        best: with the shortest step that was found.
-        even: layers shared evenly, or nearly so.
-        given: what the user or the run says, if anything.
-    """
-
-    best: Layout
-    even: Layout
-    given: Layout | None = None
+    best: Layout  # with the shortest step that was found
+    even: Layout  # layers shared evenly, or nearly so
+    given: Layout | None = None  # what the user or the run says, if anything
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -99,16 +85,9 @@ class Balance:
 
 
 def balance(run: Run, given: str | None = None, room: float | None = None) -> Balance:
-    """Return the best layout of a run under its schedule, and the even one beside it.
-
-    Args:
-        run: model, cluster, parallelism and schedule; a layout among its flags is weighed too.
-        given: a layout in Megatron's words to weigh, in place of the run's.
-        room: bytes of a device; by default all that its cluster leaves to the model, and 0 where nobody knows the memory.
-
-    Raises:
-        PipememError: the schedule cannot be had or weighs no layouts, the ranks do not divide what they share, or the given
-            layout is none of this model on so many stages.
+    """Return the best layout of a run under its schedule, and the even one beside it. ``given`` is a layout in Megatron's
+    words, in place of the run's. ``room``: bytes of a device; by default all that its cluster leaves to the model, 0 if the
+    memory is unknown.
     """
     run.execution.check(run.model)
     scale = _Scale(run, run.cluster.memory_bytes if room is None else room)
@@ -146,12 +125,7 @@ class _Scale:
         return self._replays[microbatches]
 
     def layout(self, name: str, layers: tuple[int, ...]) -> Layout:
-        """Return what comes of layers per stage.
-
-        Args:
-            name: of this way.
-            layers: pieces of every stage.
-        """
+        """Return what comes of layers per stage."""
         step = self._step(layers)
         if self._barriers:
             shape = Shape(self.placement.num_devices, None, self._order.num_microbatches)
@@ -278,9 +252,7 @@ def _with_microbatches(run: Run, count: int) -> Run:
 
 
 def _checked_request(run: Run) -> Request:
-    """Raises:
-    UnsupportedError: layouts are not weighed under this schedule.
-    """
+    """Return the request of a run; raise an UnsupportedError if layouts are not weighed under its schedule."""
     if run.parallelism.pp == 1:
         raise UnsupportedError(
             "no-pipeline", "one pipeline rank has nothing to share out; give more, as in --devices 8"

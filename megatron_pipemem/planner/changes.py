@@ -44,57 +44,35 @@ _LARGEST_SEARCH, _LARGEST_OFFLOAD = 20_000, 8_000  # actions of a step
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a run, and what it comes to.
+    """One change of a run, and what it comes to."""
 
-    Args:
-        kind: of the change; of every kind there is one.
-        what: the change in words.
-        flags: that make it; empty where there is no flag.
-        seconds: of the pipeline's step with it.
-        peak: the most that a device then holds, in the unit of ``Case.in_bytes``.
-        note: what was assumed.
-        effort: of two that are about as fast, the one with less is offered: chunks per rank, and a search on top.
-    """
-
-    kind: str
-    what: str
-    flags: str
-    seconds: float
-    peak: float
-    note: str = ""
-    effort: int = 0
+    kind: str  # of the change; of every kind there is one
+    what: str  # the change in words
+    flags: str  # that make it; empty where there is no flag
+    seconds: float  # of the pipeline's step with it
+    peak: float  # the most that a device then holds, in the unit of ``Case.in_bytes``
+    note: str = ""  # what was assumed
+    effort: int = 0  # of two that are about as fast, the one with less is offered: chunks per rank, and a search on top
 
 
 @dataclass(frozen=True)
 class Case:
-    """Hold a run's step and what else is known of the run.
+    """Hold a run's step and what else is known of the run."""
 
-    Args:
-        step: as it ran.
-        layers: of every stage; ``None`` where nobody told.
-        memory: by how many bytes every kind of action changes what its device holds, per stage and slice; ``None`` for
-            activation units.
-        refused: what the run's configuration cannot do, by name, and why (``mcore.report.step_record``).
-        ordered: whether its microbatches are ordered by what they cost already.
-        outside: seconds of a training step in which the pipeline is done: optimizer, reductions, logging.
-        mtp_layers: of multi-token prediction, which stay on the last stage.
-        is_stock: whether Megatron's own schedule ran, so that changes of ours name one.
-        search_seconds: for each search of an order; 0 for none.
-        bubble_rate: of the run; ``None`` to take that of the step.
-        bytes_of_1f1b: the peak that 1F1B would have of the model; ``None`` if it is not known.
-    """
-
-    step: MeasuredStep
-    layers: tuple[int, ...] | None = None
+    step: MeasuredStep  # as it ran
+    layers: tuple[int, ...] | None = None  # of every stage; ``None`` where nobody told
     memory: Mapping[Kind, tuple[float, ...]] | None = None
+    """By how many bytes every kind of action changes what its device holds, per stage and slice; ``None`` for activation
+    units."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    ordered: bool = False
-    outside: float = 0.0
-    mtp_layers: int = 0
-    is_stock: bool = False
-    search_seconds: float = 2.0
-    bubble_rate: float | None = None
-    bytes_of_1f1b: float | None = None
+    """What the run's configuration cannot do, by name, and why (``mcore.report.step_record``)."""
+    ordered: bool = False  # whether its microbatches are ordered by what they cost already
+    outside: float = 0.0  # seconds of a training step in which the pipeline is done: optimizer, reductions, logging
+    mtp_layers: int = 0  # of multi-token prediction, which stay on the last stage
+    is_stock: bool = False  # whether Megatron's own schedule ran, so that changes of ours name one
+    search_seconds: float = 2.0  # for each search of an order; 0 for none
+    bubble_rate: float | None = None  # of the run; ``None`` to take that of the step
+    bytes_of_1f1b: float | None = None  # the peak that 1F1B would have of the model; ``None`` if it is not known
 
     @property
     def schedule(self) -> Schedule:
@@ -152,11 +130,8 @@ class Case:
 
 
 def best_changes(case: Case) -> list[Change]:
-    """Return the best change of every kind that saves enough to be worth it: those that hold no more than the run first, then
-    the fastest.
-
-    Args:
-        case: of a synchronous schedule with one replica of the model; others have none.
+    """Return the best change of every kind that saves enough to be worth it: those that hold no more than the run first,
+    then the fastest.
     """
     if case.schedule.placement.replicas > 1 or case.schedule.updates is not None or case.schedule.slices > 1:
         return []

@@ -25,31 +25,19 @@ MatrixCut = Literal["columns", "rows", "none"]
 
 @dataclass(frozen=True)
 class Matrix:
-    """A linear layer of a block.
+    """A linear layer of a block."""
 
-    Args:
-        inputs: channels, of all tensor-parallel ranks.
-        outputs: likewise.
-        cut: what tensor-parallel ranks share: ``columns`` its outputs, ``rows`` its inputs, ``none`` of them.
-        bias: whether it has one.
-        copies: how many a rank holds: its experts.
-        visits: how often a token of the rank meets it or one of its copies.
-        routed: whether a dispatcher brings its tokens, whole sequences of them.
-        waits: whether its backward is split, and its weight gradient may be computed in W. The router's is not.
-        early: whether its weight gradient is computed in I nevertheless.
-        recompute: which of ``Recomputable`` would run its F again.
-    """
-
-    inputs: int
-    outputs: int
-    cut: MatrixCut
+    inputs: int  # channels, of all tensor-parallel ranks
+    outputs: int  # likewise
+    cut: MatrixCut  # what tensor-parallel ranks share: ``columns`` its outputs, ``rows`` its inputs, ``none`` of them
     bias: bool = False
-    copies: int = 1
-    visits: float = 1.0
-    routed: bool = False
+    copies: int = 1  # how many a rank holds: its experts
+    visits: float = 1.0  # how often a token of the rank meets it or one of its copies
+    routed: bool = False  # whether a dispatcher brings its tokens, whole sequences of them
     waits: bool = True
-    early: bool = False
-    recompute: tuple[str, ...] = ()
+    """Whether its backward is split, and its weight gradient may be computed in W. The router's is not."""
+    early: bool = False  # whether its weight gradient is computed in I nevertheless
+    recompute: tuple[str, ...] = ()  # which of ``Recomputable`` would run its F again
 
     def parameters(self, tp: int) -> int:
         """Return the number of weights and biases on one of ``tp`` ranks."""
@@ -72,25 +60,14 @@ class Matrix:
 
 
 def early_modules(model: Model, execution: Execution) -> frozenset[EarlyWeights]:
-    """Return the modules of a model whose weight gradients are computed in I.
-
-    Args:
-        model: its shape.
-        execution: says which modules the user asks for.
-    """
+    """Return the modules of a model whose weight gradients are computed in I."""
     width = model.expert_width / execution.tp if model.experts else 0
     return early_weights(execution.early_weights, model.hidden, width)
 
 
 @lru_cache(maxsize=1024)
 def matrices(model: Model, execution: Execution, block: str) -> tuple[Matrix, ...]:
-    """Return the linear layers of a block.
-
-    Args:
-        model: its shape.
-        execution: how it is cut over ranks.
-        block: one of ``Sublayer``.
-    """
+    """Return the linear layers of a block."""
     return tuple(_MATRICES[Sublayer(block)](model, execution))
 
 
@@ -170,13 +147,7 @@ def _other_parameters(model: Model, execution: Execution, block: Sublayer) -> in
 
 
 def core_flops(model: Model, execution: Execution, block: str) -> float:
-    """Return the FLOPs that a block's F takes beside its matrices: of attention's scores and values, or of a scan.
-
-    Args:
-        model: its shape.
-        execution: how it is cut over ranks.
-        block: one of ``Sublayer``.
-    """
+    """Return the FLOPs that a block's F takes beside its matrices: of attention's scores and values, or of a scan."""
     n, s, tp = execution.tokens(model), model.sequence, execution.tp
     if block == Sublayer.ATTENTION:
         return 4 * n * s * model.query_width / tp
@@ -189,13 +160,7 @@ def core_flops(model: Model, execution: Execution, block: str) -> float:
 
 @lru_cache(maxsize=1024)
 def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> Passes:
-    """Return the FLOPs of one layer, one microbatch and one rank. Recomputation is included: it belongs to I.
-
-    Args:
-        model: the shape.
-        execution: how it runs.
-        kind: the blocks of the layer; by default as the model's first layer.
-    """
+    """Return the FLOPs of one layer, one microbatch and one rank. Recomputation is included: it belongs to I."""
     linear = core = again = 0.0
     for block in kind or model.kinds[0]:
         for each in matrices(model, execution, block):
@@ -213,13 +178,7 @@ def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> 
 
 @lru_cache(maxsize=1024)
 def early_share(model: Model, execution: Execution, kind: str) -> float:
-    """Return the share of the seconds of one layer's weight gradients that I takes, by FLOPs.
-
-    Args:
-        model: the shape.
-        execution: how it runs.
-        kind: the blocks of the layer.
-    """
+    """Return the share of the seconds of one layer's weight gradients that I takes, by FLOPs."""
     products: dict[bool, float] = {True: 0.0, False: 0.0}
     for block in kind:
         for each in matrices(model, execution, block):
@@ -248,13 +207,7 @@ def model_flops(model: Model) -> float:
 
 @lru_cache(maxsize=1024)
 def layer_parameters(model: Model, execution: Execution, kind: str | None = None) -> int:
-    """Return the number of parameters of one layer on one rank.
-
-    Args:
-        model: its shape.
-        execution: how it is cut over ranks.
-        kind: the blocks of the layer; by default as the model's first layer.
-    """
+    """Return the number of parameters of one layer on one rank."""
     return sum(
         _other_parameters(model, execution, Sublayer(block))
         + sum(each.parameters(execution.tp) for each in matrices(model, execution, block))
@@ -263,13 +216,7 @@ def layer_parameters(model: Model, execution: Execution, kind: str | None = None
 
 
 def expert_parameters(model: Model, execution: Execution, kind: str) -> int:
-    """Return how many of a layer's parameters on one rank are experts', which fewer ranks share the optimizer of.
-
-    Args:
-        model: its shape.
-        execution: how it is cut over ranks.
-        kind: the blocks of the layer.
-    """
+    """Return how many of a layer's parameters on one rank are experts', which fewer ranks share the optimizer of."""
     copies = model.experts // execution.ep
     of_experts = (
         each for block in kind if block == Sublayer.EXPERTS for each in _ffn(model, model.expert_width, (), copies)

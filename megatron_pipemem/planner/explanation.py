@@ -26,14 +26,8 @@ LACKS_STEP = (
 
 
 def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Case | None:
-    """Return a run's last step, from what ``--pipemem-report`` wrote; ``None`` where it lacks the step.
-
-    Args:
-        report: as it was read.
-        search_seconds: for each search of an order; 0 for none.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is no report.
+    """Return a run's last step, from what ``--pipemem-report`` wrote; ``None`` where it lacks the step. Raise a KeyError,
+    TypeError or ValueError if it is no report.
     """
     told, plans = report.get("last_step"), report["plans"]
     if told is None:
@@ -83,11 +77,7 @@ def _split(plan: Mapping[str, Any], schedule: Schedule) -> Costs:
 
 
 def explain(case: Case) -> dict[str, Any]:
-    """Return where the time of a step went and which changes would win most: what ``pipemem explain --json`` prints.
-
-    Args:
-        case: of the run.
-    """
+    """Return where the time of a step went and which changes would win most: what ``pipemem explain --json`` prints."""
     step, schedule = case.step, case.schedule
     changes = best_changes(case)[:SHOWN]
     usual, n = case.step.of_stages(), schedule.slices

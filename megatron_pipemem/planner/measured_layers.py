@@ -27,12 +27,7 @@ _PARTS = {
 
 
 def _parts_of(values: Sequence[float], counts: Sequence[int]) -> PartPrices:
-    """Share out what stages take among their layers and the two ends of the model.
-
-    Args:
-        values: of every stage.
-        counts: layers of every stage.
-    """
+    """Share out what stages take among their layers and the two ends of the model."""
     each = [value / count for value, count in zip(values, counts, strict=True) if count]
     inner = [value / count for value, count in zip(values[1:-1], counts[1:-1], strict=True) if count]
     usual = median(inner) if inner else min(each, key=abs, default=0.0)
@@ -48,19 +43,12 @@ def _parts_of(values: Sequence[float], counts: Sequence[int]) -> PartPrices:
 
 @dataclass(frozen=True)
 class MeasuredLayers:
-    """What the layers of a run take, and what its two ends take.
+    """What the layers of a run take, and what its two ends take."""
 
-    Args:
-        counts: layers of every stage of the run; pieces where its layers are not known.
-        are_known: whether they are layers.
-        seconds: of F, I and W.
-        memory: bytes that F takes and I and W give back; ``None`` where nobody counted.
-    """
-
-    counts: tuple[int, ...]
-    are_known: bool
-    seconds: Mapping[Kind, PartPrices]
-    memory: Mapping[Kind, PartPrices] | None
+    counts: tuple[int, ...]  # layers of every stage of the run; pieces where its layers are not known
+    are_known: bool  # whether they are layers
+    seconds: Mapping[Kind, PartPrices]  # of F, I and W
+    memory: Mapping[Kind, PartPrices] | None  # bytes that F takes and I and W give back; ``None`` where nobody counted
 
     @classmethod
     def of_step(
@@ -69,12 +57,8 @@ class MeasuredLayers:
         layers: Sequence[int] | None = None,
         memory: Mapping[Kind, Sequence[float]] | None = None,
     ) -> MeasuredLayers:
-        """Read the layers of a step.
-
-        Args:
-            step: that was measured.
-            layers: of every stage; ``None`` where nobody told.
-            memory: by how many bytes every kind of action changes what its device holds, per stage.
+        """Read the layers of a step. ``memory``: by how many bytes every kind of action changes what its device holds, per
+        stage.
         """
         stages = step.schedule.placement.model_stages
         counts = tuple(layers or (_PIECES,) * step.schedule.num_stages)[:stages]
@@ -97,13 +81,7 @@ class MeasuredLayers:
         return sum(shared.first for shared in self.seconds.values())
 
     def costs(self, counts: Sequence[int], p2p: Mapping[tuple[int, int], float], with_ends: bool = True) -> Costs:
-        """Return the costs of another cut.
-
-        Args:
-            counts: layers of every stage.
-            p2p: seconds of a message between any two devices.
-            with_ends: whether embedding and head are parts of the first and the last stage.
-        """
+        """Return the costs of another cut. ``with_ends``: embedding and head are parts of the first and the last stage."""
 
         def of_stages(parts: PartPrices) -> tuple[float, ...]:
             return (parts if with_ends else replace(parts, first=0.0, last=0.0)).of_stages(counts)
@@ -113,12 +91,7 @@ class MeasuredLayers:
         return Costs(seconds[Kind.F], seconds[Kind.I], seconds[Kind.W], p2p, held)
 
     def cut(self, placement: Placement, with_ends: bool = True) -> tuple[int, ...]:
-        """Return the layers of every stage for another placement: balanced by what was measured, or even pieces.
-
-        Args:
-            placement: of the stages.
-            with_ends: see ``costs``.
-        """
+        """Return the layers of every stage for another placement: balanced by what was measured, or even pieces."""
         total = sum(self.counts)
         if not self.are_known:
             return even_layers(total, placement.num_stages)
@@ -131,10 +104,7 @@ class MeasuredLayers:
 
 def stage_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dict[Kind, tuple[float, ...]]:
     """Return what F takes and what I and W give back, messages included. Where the backward ran fused, W gives all of it.
-
-    Args:
-        memory: of every kind of action, messages apart, per stage and slice.
-        slices: sequence slices of a microbatch. Of several, W gives what B did: a slice's B frees what others have taken.
+    Of several slices, W gives what B did: a slice's B frees what others have taken.
     """
     stages = len(next(iter(memory.values())))
     none = (0.0,) * stages

@@ -25,31 +25,18 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The most that every pipeline rank holds, in bytes.
+    """The most that every pipeline rank holds, in bytes."""
 
-    Args:
-        device: on its device, everything included.
-        host: on the host, of its activations.
-        room: on the host, for them.
-    """
-
-    device: tuple[float, ...]
-    host: tuple[float, ...]
-    room: float
+    device: tuple[float, ...]  # on its device, everything included
+    host: tuple[float, ...]  # on the host, of its activations
+    room: float  # on the host, for them
 
 
 def held(run: Run, request: Request | None = None) -> MemoryUse | None:
-    """Return the bytes that a run holds; of a search, the least it could find, and of vocabulary parallelism left open,
-    the least way.
+    """Return the bytes that a run holds; of a search, the least it could find, and of vocabulary parallelism left open, the
+    least way.
 
     ``None`` where the run leaves the layers of the stages to Megatron.
-
-    Args:
-        run: as it is configured.
-        request: its ``request_of``, if that is known already, with its ``schedule_of`` for a file.
-
-    Raises:
-        PipememError: there is no such schedule, or it cannot do what is asked of it.
     """
     choice, cut = run.schedule, run.parallelism
     request = request or request_of(run)
@@ -74,11 +61,7 @@ def held(run: Run, request: Request | None = None) -> MemoryUse | None:
 
 
 def request_of(run: Run) -> Request:
-    """Return what a run asks of its schedules; for Megatron's own, that of this package which runs the same.
-
-    Raises:
-        PipememError: its parts do not go together, or its schedule file must not run.
-    """
+    """Return what a run asks of its schedules; for Megatron's own, that of this package which runs the same."""
     choice, cut = run.schedule, run.parallelism
     recompute = "selective" if choice.recomputes_by_action else str(run.flags.get("pipemem-recompute", "none"))
     given = {each.name: getattr(choice, each.name) for each in fields(ScheduleOptions)}
@@ -91,11 +74,7 @@ def request_of(run: Run) -> Request:
 
 
 def schedule_of(run: Run, request: Request) -> Schedule:
-    """Return the schedule that a run names, as it is before offload and vocabulary passes are added.
-
-    Raises:
-        PipememError: there is no such schedule, or not of these sizes.
-    """
+    """Return the schedule that a run names, as it is before offload and vocabulary passes are added."""
     cut = run.parallelism
     shape = Shape(cut.pp, None, cut.microbatches)
     return resolve(without_offload(request.decided(0)), shape, Knowledge()).schedule

@@ -27,15 +27,9 @@ def offload_ratio(
     sharing: int = 1,
     seconds: float | None = None,
 ) -> float:
-    """Return k of one layer, of those that the model has most of.
-
-    Args:
-        model: the shape.
-        execution: how it runs; what it recomputes does not move, and takes its time.
-        flops: per second that the device achieves.
-        channel: between device and host.
-        sharing: devices that use the channel at the same time.
-        seconds: of the layer's F, I and W where they were measured; otherwise they follow from ``flops``.
+    """Return k of one layer, of those that the model has most of. ``flops``: per second that the device achieves.
+    ``sharing``: devices that use the channel at the same time. ``seconds``: of the layer's F, I and W where they were
+    measured.
     """
     if seconds is None:
         seconds = layer_flops(model, execution, model.main_kind).total / flops
@@ -43,13 +37,7 @@ def offload_ratio(
 
 
 def cluster_offload_ratio(model: Model, execution: Execution, cluster: Cluster) -> float:
-    """Return k of one layer on the first device of a node, with the devices that share its switch moving as much.
-
-    Args:
-        model: its shape.
-        execution: how a microbatch of it runs on one rank.
-        cluster: with the device's speed, the channel to the host, and the switches.
-    """
+    """Return k of one layer on the first device of a node, with the devices that share its switch moving as much."""
     return offload_ratio(model, execution, cluster.flops, cluster.host, cluster.sharing(0))
 
 

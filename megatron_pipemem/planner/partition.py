@@ -25,39 +25,22 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Loads:
-    """Say what has to be shared out.
+    """Say what has to be shared out."""
 
-    Args:
-        seconds: of every layer, forward and backward of one microbatch.
-        first: seconds of what stands before the layers (embedding), on the first stage.
-        last: seconds of what stands behind them (head and loss), on the last stage.
-        static: bytes of every layer that do not depend on the schedule: parameters, gradients, optimizer.
-        kept: bytes of every layer's activations of one microbatch.
-        first_bytes: static bytes of what stands on the first stage.
-        last_bytes: likewise on the last stage.
-        needed: which layers are of the kind that every device needs one of, if there are enough.
-    """
-
-    seconds: Sequence[float]
-    first: float = 0.0
-    last: float = 0.0
+    seconds: Sequence[float]  # of every layer, forward and backward of one microbatch
+    first: float = 0.0  # seconds of what stands before the layers (embedding), on the first stage
+    last: float = 0.0  # seconds of what stands behind them (head and loss), on the last stage
     static: Sequence[float] = ()
-    kept: Sequence[float] = ()
-    first_bytes: float = 0.0
-    last_bytes: float = 0.0
-    needed: Sequence[bool] = ()
+    """Bytes of every layer that do not depend on the schedule: parameters, gradients, optimizer."""
+    kept: Sequence[float] = ()  # bytes of every layer's activations of one microbatch
+    first_bytes: float = 0.0  # static bytes of what stands on the first stage
+    last_bytes: float = 0.0  # likewise on the last stage
+    needed: Sequence[bool] = ()  # which layers are of the kind that every device needs one of, if there are enough
 
 
 def partition(loads: Loads, placement: Placement, start: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the layers of every stage, in model order.
-
-    Args:
-        loads: what is shared out.
-        placement: of the stages.
-        start: layers of every stage to relieve the slowest device of, in place of the cut with the fastest stages.
-
-    Raises:
-        UnsupportedError: there are no layers, or the placement holds more than one replica of the model.
+    """Return the layers of every stage, in model order. ``start``: layers of every stage to relieve the slowest device of,
+    in place of the cut with the fastest stages.
     """
     if not loads.seconds or placement.replicas > 1:
         raise UnsupportedError(
@@ -85,10 +68,8 @@ def _cut(measure: _Measure, with_needed: int = 0) -> list[int]:
 
 
 def _least_maximum(tables: Sequence[np.ndarray]) -> tuple[float, list[int]]:
-    """Return the cut whose largest stage is smallest.
-
-    Args:
-        tables: per stage, ``table[i, j]`` is its load with layers ``i`` to ``j - 1``; infinite where ``j < i``.
+    """Return the cut whose largest stage is smallest. ``table[i, j]`` of a stage is its load with layers ``i`` to ``j -
+    1``; infinite where ``j < i``.
     """
     best = np.full(len(tables[0]), np.inf)
     best[0] = 0.0

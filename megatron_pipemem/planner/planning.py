@@ -73,21 +73,8 @@ def plan(
     search_seconds: float = 5.0,
     pace: MeasuredSlowdown | None = None,
 ) -> Answer:
-    """Rank the ways to run a model.
-
-    Args:
-        run: model, cluster, global batch, context and expert parallelism; the rest is chosen.
-        memory: bytes of a device that may be used; by default all that its cluster leaves to the model.
-        limits: what may be chosen.
-        top: how many plans.
-        search_seconds: for each search of an order, of at most three; 0 for none.
-        pace: what was measured of the model; by default all takes what the formulas say.
-
-    Returns:
-        No plans where nothing fits.
-
-    Raises:
-        ConfigError: the limits allow what is nothing to choose for this run.
+    """Rank the ways to run a model. There are no plans if nothing fits. ``memory``: bytes of a device; by default all that
+    its cluster leaves to the model. ``search_seconds``: for each of at most three searches of an order; 0 for none.
     """
     started = time.perf_counter()
     memory = run.cluster.memory_bytes if memory is None else memory

@@ -24,23 +24,15 @@ from megatron_pipemem.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to run, and what comes of it.
-
-    Args:
-        run: what `pipemem launch` takes, but for ``schedule.name`` of a searched order, which is a file still to be written.
-        base: the order as it stands alone, its cut and its variant.
-        order: the passes, where no family's name stands for them.
-        makespan: seconds of the schedule alone; from step to step where no barrier stands between steps.
-        peaks: bytes per pipeline rank, everything included.
-        extended: a bound, from a shorter step, until all microbatches are priced.
-    """
+    """A way to run, and what comes of it."""
 
     run: Run = field(repr=False)
-    base: Base
-    order: Schedule | None = field(repr=False)
-    makespan: float
-    peaks: tuple[float, ...] = field(repr=False)
-    extended: bool = False
+    """What `pipemem launch` takes, but for ``schedule.name`` of a searched order, which is a file still to be written."""
+    base: Base  # the order as it stands alone, its cut and its variant
+    order: Schedule | None = field(repr=False)  # the passes, where no family's name stands for them
+    makespan: float  # seconds of the schedule alone; from step to step where no barrier stands between steps
+    peaks: tuple[float, ...] = field(repr=False)  # bytes per pipeline rank, everything included
+    extended: bool = False  # a bound, from a shorter step, until all microbatches are priced
 
     @property
     def schedule(self) -> str:
@@ -190,53 +182,32 @@ def _heading(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """Hold what the planner found.
+    """Hold what the planner found."""
 
-    Args:
-        plans: the fastest first.
-        rejected: how many ways there were besides, by reason.
-        considered: ways in all.
-        seconds: it took.
-    """
-
-    plans: tuple[Plan, ...] = field(repr=False)
-    rejected: Counter[str] = field(repr=False)
-    considered: int
+    plans: tuple[Plan, ...] = field(repr=False)  # the fastest first
+    rejected: Counter[str] = field(repr=False)  # how many ways there were besides, by reason
+    considered: int  # ways in all
     seconds: float
 
 
 @dataclass(frozen=True)
 class Group:
-    """Hold a cut with a placement, and the schedules for it.
+    """Hold a cut with a placement, and the schedules for it."""
 
-    Args:
-        run: with its parallelism.
-        step: its costs and bytes.
-        orders: schedules that go with the placement.
-        variant: that changes them, or ``None``.
-        bound: seconds that no step of this cut can undercut.
-        memory_seconds: by how much the limit of memory raises that bound.
-    """
-
-    run: Run
-    step: PlannedStep
-    orders: tuple[Order, ...]
-    variant: Variant | None
-    bound: float
-    memory_seconds: float
+    run: Run  # with its parallelism
+    step: PlannedStep  # its costs and bytes
+    orders: tuple[Order, ...]  # schedules that go with the placement
+    variant: Variant | None  # that changes them, or ``None``
+    bound: float  # seconds that no step of this cut can undercut
+    memory_seconds: float  # by how much the limit of memory raises that bound
 
 
 @dataclass(frozen=True)
 class Base:
-    """Hold an order of a cut, which its variant, if it has one, is still to change.
+    """Hold an order of a cut, which its variant, if it has one, is still to change."""
 
-    Args:
-        group: cut, placement and variant.
-        order: as it stands alone.
-    """
-
-    group: Group = field(repr=False)
-    order: Order
+    group: Group = field(repr=False)  # cut, placement and variant
+    order: Order  # as it stands alone
 
 
 Entry = tuple[float, int, Run | Group | Base | Plan]

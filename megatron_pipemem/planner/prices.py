@@ -46,27 +46,16 @@ _ADAM_BYTES = 4 + 3 * 2 * 4 + 2
 
 @dataclass(frozen=True)
 class Price(Summed):
-    """One layer, the embedding or the head, on one rank and for one microbatch.
+    """One layer, the embedding or the head, on one rank and for one microbatch."""
 
-    Args:
-        seconds: of F, I and W, everything included.
-        communication: seconds of them in tensor-, context- and expert-parallel messages.
-        again: seconds of I that recompute.
-        kept: bytes of activations.
-        moved: bytes of them that offload moves each way.
-        parameters: on the rank.
-        experts: of them, those of experts, which fewer ranks share the optimizer of.
-        cached: bytes of 8-bit copies of weights, by rows and by columns.
-    """
-
-    seconds: Passes = Passes()
-    communication: Passes = Passes()
-    again: float = 0.0
-    kept: activations.Kept = activations.Kept()
-    moved: float = 0.0
-    parameters: int = 0
-    experts: int = 0
-    cached: float = 0.0
+    seconds: Passes = Passes()  # of F, I and W, everything included
+    communication: Passes = Passes()  # seconds of them in tensor-, context- and expert-parallel messages
+    again: float = 0.0  # seconds of I that recompute
+    kept: activations.Kept = activations.Kept()  # bytes of activations
+    moved: float = 0.0  # bytes of them that offload moves each way
+    parameters: int = 0  # on the rank
+    experts: int = 0  # of them, those of experts, which fewer ranks share the optimizer of
+    cached: float = 0.0  # bytes of 8-bit copies of weights, by rows and by columns
 
 
 @dataclass(frozen=True)
@@ -86,15 +75,7 @@ def each_pass(function: Callable[..., float], *passes: Passes) -> Passes:
 def layer(
     model: Model, execution: Execution, cluster: Cluster, kind: str | None = None, pace: Passes = _AS_MODELLED
 ) -> Price:
-    """Price one layer.
-
-    Args:
-        model: its shape.
-        execution: how a microbatch of it runs on one rank.
-        cluster: speeds and links of the machines.
-        kind: the blocks of the layer; by default as the model's first layer.
-        pace: how many times as long as modelled F, I and W take.
-    """
+    """Price one layer. ``pace``: how many times as long as modelled F, I and W take."""
     kind = kind or model.kinds[0]
     flops = counts.layer_flops(model, execution, kind)
     plain = counts.layer_flops(model, replace(execution, recompute="none"), kind)
@@ -144,11 +125,6 @@ def layer(
 def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
     """Price the input embedding: its rows are copied, their gradients added; with tensor parallelism, summed over the
     ranks.
-
-    Args:
-        model: its shape.
-        execution: how a microbatch of it runs on one rank.
-        cluster: speeds and links of the machines.
     """
     nbytes = execution.tokens(model) * model.hidden * execution.element
     moving = 2 * nbytes / (cluster.memory_gb_per_s * 1e9)
@@ -165,12 +141,6 @@ def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
 def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _AS_MODELLED) -> Price:
     """Price final norm, output layer and loss, of the predictions of all depths. The logits are read and written in fp32
     twice in F and once in I.
-
-    Args:
-        model: its shape.
-        execution: how a microbatch of it runs on one rank.
-        cluster: speeds and links of the machines.
-        pace: how many times as long as modelled F, I and W take.
     """
     flops = counts.head_flops(model, execution)
     between = execution.tokens(model) * model.hidden * execution.element
@@ -198,14 +168,8 @@ def ahead(
     pace: MeasuredSlowdown | None = None,
     looks_up: bool = True,
 ) -> Price:
-    """Price all layers of multi-token prediction, which stand on one stage.
-
-    Args:
-        model: its shape.
-        execution: how a microbatch of it runs on one rank.
-        cluster: speeds and links of the machines.
-        pace: how many times as long as modelled passes take; ``None`` for as long.
-        looks_up: whether they look embeddings up, in a copy of the embedding that their stage then has.
+    """Price all layers of multi-token prediction, which stand on one stage. ``looks_up``: they look embeddings up, in a
+    copy of the embedding that their stage then has.
     """
     layers = model.all_kinds[model.layers :]
     if not layers:
@@ -218,13 +182,7 @@ def ahead(
 
 
 def last(model: Model, execution: Execution, cluster: Cluster) -> Price:
-    """Price what stands behind the layers where nothing else is said: multi-token prediction and the head.
-
-    Args:
-        model: its shape.
-        execution: how a microbatch of it runs on one rank.
-        cluster: speeds and links of the machines.
-    """
+    """Price what stands behind the layers where nothing else is said: multi-token prediction and the head."""
     return ahead(model, execution, cluster) + head(model, execution, cluster)
 
 
@@ -239,13 +197,7 @@ def adam_seconds(cluster: Cluster) -> float:
 
 
 def gather(nbytes: float, ranks: int, link: Link) -> float:
-    """Return the seconds until every rank has all bytes, or each the sum of its share of them.
-
-    Args:
-        nbytes: of the whole tensor.
-        ranks: that take part.
-        link: between neighbours.
-    """
+    """Return the seconds until every rank has all bytes, or each the sum of its share of them."""
     return link.seconds(nbytes * (ranks - 1) / ranks) if ranks > 1 else 0.0
 
 
@@ -258,13 +210,7 @@ def _shown_gathers(model: Model, execution: Execution, cluster: Cluster, kind: s
 
 
 def all_reduce(nbytes: float, ranks: int, link: Link) -> float:
-    """Return the seconds of a scatter of sums and a gather.
-
-    Args:
-        nbytes: of the tensor.
-        ranks: that take part.
-        link: between neighbours.
-    """
+    """Return the seconds of a scatter of sums and a gather."""
     return 2 * gather(nbytes, ranks, link)
 
 
@@ -286,13 +232,8 @@ def _cached_bytes(model: Model, execution: Execution, kind: str) -> float:
 
 
 def _product_seconds(execution: Execution, cluster: Cluster, flops: Passes, tails: Passes) -> Passes:
-    """Return the seconds of matrix products, of which attention's are never of 8-bit numbers.
-
-    Args:
-        execution: says what linear layers multiply.
-        cluster: has the speeds.
-        flops: of a layer. W has linear layers alone, and F and I have as many of theirs.
-        tails: of ``_tails``.
+    """Return the seconds of matrix products, of which attention's are never of 8-bit numbers. W has linear layers alone,
+    and F and I have as many FLOPs of theirs.
     """
     linear = Passes(flops.weight, flops.weight, flops.weight)
     return (linear + tails) * (1 / _rate(execution, cluster)) + (flops + linear * -1) * (1 / cluster.flops)
@@ -319,12 +260,8 @@ def _quantising_seconds(model: Model, execution: Execution, cluster: Cluster, ki
 
 
 def _shown_messages(execution: Execution, messages: Sequence[tuple[float, float]], products: Passes) -> Passes:
-    """Return the seconds of a layer's messages in F and in I that no computing hides.
-
-    Args:
-        execution: says which messages Megatron hides.
-        messages: tensor-parallel and expert-parallel, of every block in F. I has as many.
-        products: seconds of matrix products.
+    """Return the seconds of a layer's messages in F and in I that no computing hides. ``messages``: tensor-parallel and
+    expert-parallel seconds of every block in F; I has as many.
     """
     shown = Passes()
     for tensor, expert in messages:

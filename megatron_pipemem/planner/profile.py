@@ -33,17 +33,12 @@ Source = Literal["formulas", "fake tensors", "measured"]
 
 @dataclass(frozen=True)
 class Part:
-    """A layer or a frame, per microbatch and on one rank.
+    """A layer or a frame, per microbatch and on one rank."""
 
-    Args:
-        seconds: of F, I and W.
-        memory: by how many bytes every kind of action changes what the rank holds, as the activation ledger counts.
-        parameters: on the rank.
-    """
-
-    seconds: Passes = field(default_factory=Passes)
+    seconds: Passes = field(default_factory=Passes)  # of F, I and W
     memory: dict[Kind, float] = field(default_factory=dict)
-    parameters: int = 0
+    """By how many bytes every kind of action changes what the rank holds, as the activation ledger counts."""
+    parameters: int = 0  # on the rank
 
     @property
     def saved(self) -> float:
@@ -73,58 +68,36 @@ class Part:
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """Hold measured bandwidths between device and host, in 10^9 bytes per second.
+    """Hold measured bandwidths between device and host, in 10^9 bytes per second."""
 
-    Args:
-        d2h: from device to host alone.
-        h2d: from host to device alone.
-        both: each way, when both run.
-        d2h_computing: from device to host beside matrix products.
-        h2d_computing: from host to device beside matrix products.
-        both_computing: each way, when both run beside matrix products.
-    """
-
-    d2h: float
-    h2d: float
-    both: float
-    d2h_computing: float
-    h2d_computing: float
-    both_computing: float
+    d2h: float  # from device to host alone
+    h2d: float  # from host to device alone
+    both: float  # each way, when both run
+    d2h_computing: float  # from device to host beside matrix products
+    h2d_computing: float  # from host to device beside matrix products
+    both_computing: float  # each way, when both run beside matrix products
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Hold the costs of one model, cut and run in one way.
-
-    Args:
-        model: its shape.
-        execution: how a microbatch of it runs.
-        source: where bytes and parameters are from. Measured seconds are of computing alone; ``formulas`` and ``fake tensors``
-            come with the seconds of ``planner.prices``, which add tensor-, context- and expert-parallel messages.
-        device: what was measured, or the speed that formulas were given.
-        layers: one layer of every kind that the model has.
-        first: the frame of the stage with the embedding.
-        middle: of a stage in between.
-        last: of the stage with the head, and with multi-token prediction.
-        message_bytes: of one microbatch between two stages.
-        optimizer_seconds: of one step, per parameter.
-        bandwidths: to the host, where they were measured.
-        end_layers: likewise of the first and the last stage, where they differ: there unfused attention gets its mask from
-            the batch, elsewhere every layer makes and keeps one.
-    """
+    """Hold the costs of one model, cut and run in one way."""
 
     model: Model
-    execution: Execution
+    execution: Execution  # how a microbatch of it runs
     source: Source
-    device: str
-    layers: dict[str, Part]
-    first: Part
-    middle: Part
-    last: Part
-    message_bytes: float
-    optimizer_seconds: float
-    bandwidths: Bandwidths | None = None
+    """Where bytes and parameters are from. Measured seconds are of computing alone; ``formulas`` and ``fake tensors`` come
+    with the seconds of ``planner.prices``, which add tensor-, context- and expert-parallel messages."""
+    device: str  # what was measured, or the speed that formulas were given
+    layers: dict[str, Part]  # one layer of every kind that the model has
+    first: Part  # the frame of the stage with the embedding
+    middle: Part  # of a stage in between
+    last: Part  # of the stage with the head, and with multi-token prediction
+    message_bytes: float  # of one microbatch between two stages
+    optimizer_seconds: float  # of one step, per parameter
+    bandwidths: Bandwidths | None = None  # to the host, where they were measured
     end_layers: dict[str, Part] | None = None
+    """Likewise of the first and the last stage, where they differ: there unfused attention gets its mask from the batch,
+    elsewhere every layer makes and keeps one."""
 
     @property
     def layer(self) -> Part:
@@ -132,19 +105,11 @@ class Profile:
         return self.layers[self.model.main_kind]
 
     def costs(self, link: Link | None = None) -> Costs:
-        """Return seconds and bytes of the parts, which price the stages of any placement.
-
-        Args:
-            link: between two devices; messages take no time without one.
-        """
+        """Return seconds and bytes of the parts, which price the stages of any placement."""
         return Costs(**costs_arguments(self.to_json(link)))
 
     def slowdown(self, cluster: Cluster) -> MeasuredSlowdown:
-        """Return how much longer computing took on a device of this cluster than ``planner.prices`` says.
-
-        Raises:
-            ConfigError: nothing was measured.
-        """
+        """Return how much longer computing took on a device of this cluster than ``planner.prices`` says."""
         if self.source != "measured":
             raise ConfigError(
                 "wrong-file", f"its seconds are from {self.source}, not measured; run `pipemem profile` on a device"
@@ -160,11 +125,7 @@ class Profile:
         )
 
     def to_json(self, link: Link | None = None) -> dict[str, Any]:
-        """Return the content of a file for ``--pipemem-costs``: prices of the parts, and what else this profile holds.
-
-        Args:
-            link: between two devices; messages take no time without one.
-        """
+        """Return the content of a file for ``--pipemem-costs``: prices of the parts, and what else this profile holds."""
         whole = asdict(self)
         parts = {name: whole.pop(name) for name in _PARTS}
         if self.end_layers is None:
@@ -174,11 +135,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, path: str | Path) -> Profile:
-        """Read the file that ``pipemem profile --output`` wrote.
-
-        Raises:
-            ConfigError: it cannot be read, or holds no profile.
-        """
+        """Read the file that ``pipemem profile --output`` wrote."""
         whole, parts = read_json(path, "a profile"), {}
         try:
             if not isinstance(whole, dict) or not isinstance(whole.get("profile"), dict):
@@ -203,13 +160,7 @@ class Profile:
 
 
 def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profile:
-    """Return the profile that the planner's prices make, of which nothing was run.
-
-    Args:
-        model: the shape.
-        execution: how it runs.
-        cluster: its speeds and links make seconds of FLOPs and bytes.
-    """
+    """Return the profile that the planner's prices make, of which nothing was run."""
     message = message_bytes(model, execution)
     # The ledger counts a layer's input as the message it came as, and so does the frame of the first stage.
     # What a stage exchanges with the one before it and with the one behind it. A result counts until it is sent.

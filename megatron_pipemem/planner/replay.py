@@ -34,39 +34,22 @@ MOST_ACTIONS = 300_000
 
 
 class OrderPrice(NamedTuple):
-    """Say what a step takes.
+    """Say what a step takes."""
 
-    Args:
-        seconds: of the step; from step to step if no barrier stands between steps.
-        peaks: of every device, the most that it holds.
-    """
-
-    seconds: float
-    peaks: tuple[float, ...]
+    seconds: float  # of the step; from step to step if no barrier stands between steps
+    peaks: tuple[float, ...]  # of every device, the most that it holds
 
 
 class Timing(NamedTuple):
-    """Say how a step of a schedule goes.
-
-    Args:
-        schedule: that is run.
-        price: of the step.
-        ends: per device, when every action of its order ends.
-    """
+    """Say how a step of a schedule goes."""
 
     schedule: Schedule
     price: OrderPrice
-    ends: Sequence[Sequence[float]]
+    ends: Sequence[Sequence[float]]  # per device, when every action of its order ends
 
     @classmethod
     def simulated(cls, schedule: Schedule, costs: Costs, overlaps: bool = False) -> Timing:
-        """Return the timing of any schedule.
-
-        Args:
-            schedule: of a step.
-            costs: what actions take, in seconds, and hold.
-            overlaps: whether no barrier stands between steps.
-        """
+        """Return the timing of any schedule."""
         timeline = simulate(schedule, costs)
         seconds = stream(schedule, costs, steps=1).period if overlaps else timeline.makespan
         return cls(
@@ -77,13 +60,8 @@ class Timing(NamedTuple):
 def priced(run: Callable[[int], Timing], num_devices: int, num_microbatches: int) -> OrderPrice:
     """Return the price of a step of any length.
 
-    A step of up to some eight microbatches per device, or whose middle never comes to a rhythm, is run as a whole; one that is
-    too long for that is extended from the longest that was run.
-
-    Args:
-        run: returns the timing of a step of so many microbatches.
-        num_devices: pipeline ranks.
-        num_microbatches: of the step.
+    A step of up to some eight microbatches per device, or whose middle never comes to a rhythm, is run as a whole; one that
+    is too long for that is extended from the longest that was run.
     """
     rhythm, count = _rhythm(num_devices), shortest(num_devices, num_microbatches)
     while 2 * (count + rhythm) < num_microbatches:
@@ -96,12 +74,7 @@ def priced(run: Callable[[int], Timing], num_devices: int, num_microbatches: int
 
 
 def shortest(num_devices: int, num_microbatches: int) -> int:
-    """Return the microbatches of the shortest step that tells of a long one.
-
-    Args:
-        num_devices: pipeline ranks.
-        num_microbatches: of the long one.
-    """
+    """Return the microbatches of the shortest step that tells of a long one."""
     rhythm = _rhythm(num_devices)
     short = _congruent(_SHORT * num_devices, num_microbatches, rhythm)
     return short if 2 * (short + rhythm) < num_microbatches else num_microbatches
@@ -171,11 +144,8 @@ class Replay:
         return self._repeated(costs)[0]
 
     def timing(self, costs: Costs, overlaps: bool = False) -> Timing:
-        """Return the timing of a step.
-
-        Args:
-            costs: what actions take, in seconds, and hold.
-            overlaps: whether no barrier stands between steps; the seconds are then from step to step.
+        """Return the timing of a step. If no barrier stands between steps (``overlaps``), the seconds are from step to
+        step.
         """
         seconds, begins = self._repeated(costs) if overlaps else (None, self._idle)
         times = self._run(costs)([begin - min(begins) for begin in begins])
@@ -215,17 +185,7 @@ class Replay:
 
 
 def replay(name: str, num_devices: int, num_microbatches: int, chunks: int | None) -> Replay:
-    """Return a replay of a family's schedule.
-
-    Args:
-        name: of the family.
-        num_devices: pipeline ranks.
-        num_microbatches: of one step.
-        chunks: stages per device; ``None`` where the family has no choice.
-
-    Raises:
-        PipememError: the family cannot be built so.
-    """
+    """Return a replay of a family's schedule."""
     kept = _short_replay if num_microbatches <= 3 * _SHORT * num_devices else _long_replay
     return kept(name, num_devices, num_microbatches, chunks)
 
@@ -240,19 +200,7 @@ _short_replay, _long_replay = (lru_cache(size)(_replay) for size in (_SHORT_REPL
 def family_schedule(
     name: str, p: int, m: int, chunks: int | None, costs: Costs | None = None, slices: int = 1
 ) -> Schedule:
-    """Return a family's schedule.
-
-    Args:
-        name: of the family.
-        p: pipeline ranks.
-        m: microbatches of one step.
-        chunks: stages per device; ``None`` where the family has no choice.
-        costs: for families that fit their order to them.
-        slices: of every microbatch; 1 leaves it whole.
-
-    Raises:
-        PipememError: the family cannot be built so.
-    """
+    """Return a family's schedule."""
     options = {} if chunks is None else {"chunks": chunks}
     if slices > 1:
         options["slices"] = slices
@@ -271,15 +219,8 @@ def same_passes(costs: Costs) -> tuple[object, ...]:
 def measured(
     name: str, num_devices: int, num_microbatches: int, chunks: int | None, costs: Costs, overlaps: bool = False
 ) -> OrderPrice:
-    """Return the price of a family's step.
-
-    Args:
-        name: of the family.
-        num_devices: pipeline ranks.
-        num_microbatches: of one step.
-        chunks: stages per device; ``None`` where the family has no choice.
-        costs: what actions take, in seconds, and hold.
-        overlaps: whether no barrier stands between steps; the seconds are then from step to step.
+    """Return the price of a family's step. If no barrier stands between steps (``overlaps``), the seconds are from step to
+    step.
     """
 
     def run(count: int) -> Timing:

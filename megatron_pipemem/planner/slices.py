@@ -32,25 +32,18 @@ from megatron_pipemem.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class Attention:
-    """What of a stage's microbatch does not go by tokens.
+    """What of a stage's microbatch does not go by tokens."""
 
-    Args:
-        seconds: of F and I that grow with the square of the sequence, for the whole of it.
-        keys: bytes of keys and values.
-    """
-
-    seconds: Passes = Passes()
-    keys: float = 0.0
+    seconds: Passes = Passes()  # of F and I that grow with the square of the sequence, for the whole of it
+    keys: float = 0.0  # bytes of keys and values
 
     def __add__(self, other: Attention) -> Attention:
         return Attention(self.seconds + other.seconds, self.keys + other.keys)
 
 
 def why_not_sliced(run: Run) -> str | None:
-    """Return why a run's microbatches cannot be cut into as many slices as it says, or not priced so; ``None`` where they can.
-
-    Args:
-        run: with its parallelism, and more than one slice.
+    """Return why a run's microbatches cannot be cut into as many slices as it says, or not priced so; ``None`` where they
+    can.
     """
     model, cut, slices = run.model, run.parallelism, run.schedule.slices or 1
     if run.schedule.overlap_steps:
@@ -73,15 +66,7 @@ def why_not_sliced(run: Run) -> str | None:
 
 
 def run_slices(run: Run, slices: int) -> tuple[int, ...]:
-    """Return the tokens of every slice of a run's sequences.
-
-    Args:
-        run: says how they are cut.
-        slices: how many there are.
-
-    Raises:
-        UnsupportedError: a sequence cannot be cut so.
-    """
+    """Return the tokens of every slice of a run's sequences."""
     cut = run.parallelism
     ranks = cut.tp if cut.sequence_parallel else 1
     share = counts.attention_share(run.model)
@@ -89,15 +74,7 @@ def run_slices(run: Run, slices: int) -> tuple[int, ...]:
 
 
 def attention(model: Model, execution: Execution, run: Run, kind: str, pace: Passes) -> Attention:
-    """Return what of one layer does not go by tokens.
-
-    Args:
-        model: its shape.
-        execution: how a microbatch runs on one rank.
-        run: supplies the speed of the cluster.
-        kind: the blocks of the layer.
-        pace: how many times as long as modelled its passes take.
-    """
+    """Return what of one layer does not go by tokens."""
     whole = counts.layer_flops(model, execution, kind)
     half = counts.layer_flops(replace(model, sequence=model.sequence // 2), execution, kind)
     # Of a sum of terms that grow with the sequence and with its square, the latter.
@@ -114,15 +91,7 @@ def sliced_step(
     pace: MeasuredSlowdown | None = None,
     shared_ends: bool = False,
 ) -> PlannedStep:
-    """Price a run whose microbatches are cut into slices: costs are per stage and slice.
-
-    Args:
-        run: that ``why_not_sliced`` has nothing against.
-        placement: of the stages.
-        layers: pieces of every stage; by default the planner's own partition.
-        pace: what was measured; by default all is as the formulas say.
-        shared_ends: as of ``price``.
-    """
+    """Price a run whose microbatches are cut into slices: costs are per stage and slice."""
     whole, model = price(run, placement, layers, pace, shared_ends), run.model
     tokens = run_slices(run, run.schedule.slices or 1)
     short = {
@@ -168,19 +137,12 @@ def sliced_step(
 
 @dataclass(frozen=True)
 class _Slice:
-    """Say where a slice stands.
+    """Say where a slice stands."""
 
-    Args:
-        step: of sequences as long as it is.
-        begin: its first token.
-        end: the first token behind it.
-        sequence: tokens of the sequence.
-    """
-
-    step: PlannedStep
-    begin: int
-    end: int
-    sequence: int
+    step: PlannedStep  # of sequences as long as it is
+    begin: int  # its first token
+    end: int  # the first token behind it
+    sequence: int  # tokens of the sequence
 
     @property
     def share(self) -> float:
@@ -229,12 +191,8 @@ def _links(slices: Sequence[_Slice]) -> dict[tuple[int, int], float]:
 
 
 def _memory(slices: Sequence[_Slice], keys: Sequence[float], apart: bool) -> dict[Kind, tuple[float, ...]]:
-    """Return by how many bytes the passes of every stage and slice change what is held.
-
-    Args:
-        slices: priced as if they were sequences of their own.
-        keys: bytes of keys and values of a microbatch, per stage.
-        apart: whether they are not among what F keeps, because all that is recomputed.
+    """Return by how many bytes the passes of every stage and slice change what is held. ``keys``: bytes of keys and values
+    of a microbatch, per stage; they are ``apart`` from what F keeps if all that is recomputed.
     """
     changes: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
     for stage, cached in enumerate(keys):

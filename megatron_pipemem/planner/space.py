@@ -50,16 +50,9 @@ _LEAST_SAVED = 0.02  # of a layer's bytes
 
 @dataclass(frozen=True)
 class Limits:
-    """Hold what a user leaves to the planner: key -> allowed values; every key that is left out is free.
+    """Hold what a user leaves to the planner: key -> allowed values; every key that is left out is free."""
 
-    Args:
-        allowed: of ``KEYS``.
-
-    Raises:
-        ConfigError: an unknown key.
-    """
-
-    allowed: Mapping[str, Collection[object]] = field(default_factory=dict)
+    allowed: Mapping[str, Collection[object]] = field(default_factory=dict)  # of ``KEYS``
 
     def __post_init__(self) -> None:
         for key in self.allowed:
@@ -67,9 +60,7 @@ class Limits:
                 raise ConfigError("unknown-key", f"cannot be limited; {nearest(key, KEYS)}", key=key)
 
     def check(self, run: Run) -> None:
-        """Raises:
-        ConfigError: a value that is nothing the planner could choose for this run.
-        """
+        """Raise a ConfigError for a value that the planner could not choose for this run."""
         for key, values in self.allowed.items():
             possible = KEYS[key](run)
             for value in values:
@@ -92,10 +83,7 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
     parallelism, slices, and how these are cut, unless the limits name some. Flags that hide messages within layers under
     Megatron's own schedules alone are kept for these, and left out for ours.
 
-    Args:
-        run: supplies everything that is not chosen.
-        limits: what may be chosen.
-        rejected: counts what cannot be, by reason.
+    ``rejected`` counts what cannot be, by reason.
     """
     given, devices = run.parallelism, run.cluster.num_devices
     if devices % given.cp and "cp" not in limits.allowed:
@@ -176,25 +164,14 @@ def _impossible(run: Run) -> str | None:
 
 @dataclass(frozen=True)
 class Order:
-    """A family of schedules with as many chunks.
-
-    Args:
-        name: of the family.
-        chunks: stages per device; ``None`` where the family leaves no choice.
-    """
+    """A family of schedules with as many chunks."""
 
     name: str
-    chunks: int | None = None
+    chunks: int | None = None  # stages per device; ``None`` where the family leaves no choice
 
 
 def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, list[Order]]:
-    """Return the families of schedules for a cut, by their placement.
-
-    Args:
-        run: with its parallelism.
-        limits: what the user allows.
-        rejected: counts what is left out, by reason.
-    """
+    """Return the families of schedules for a cut, by their placement."""
     found: dict[Placement, list[Order]] = {}
     pp, layers, slices = run.parallelism.pp, run.model.layers, run.schedule.slices or 1
     stock = _stock_orders(run) if hides_messages(run) else None

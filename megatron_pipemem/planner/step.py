@@ -53,39 +53,24 @@ _MESSAGES_IN_FLIGHT = 2  # per stage and direction: one that is used, one that a
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """Hold what does not depend on the order of the passes.
-
-    Args:
-        placement: of the stages.
-        layers: pieces of every stage of one replica of the model.
-        moved: bytes that offloading a microbatch's activations moves each way, per stage.
-        costs: seconds of F, I and W, bytes, messages.
-        weights: per device, bytes of one version of the parameters.
-        static: per device, bytes that are there all the time.
-        buffers: per device, bytes beside activations that are there now and then.
-        communication: per device, seconds per microbatch in tensor-, context- and expert-parallel messages.
-        again: per device, seconds per microbatch that recompute.
-        work: per device, seconds per microbatch.
-        reduction: seconds of data-parallel messages that nothing hides, on the worst device.
-        optimizer: seconds, on the worst device.
-        rollback: per device, bytes of the state that a step may have to be rolled back to; part of ``static``.
-        host: bytes of host memory that a rank may take.
-    """
+    """Hold what does not depend on the order of the passes."""
 
     placement: Placement
-    layers: tuple[int, ...]
-    moved: tuple[float, ...]
-    costs: Costs
-    weights: tuple[float, ...]
-    static: tuple[float, ...]
-    buffers: tuple[float, ...]
+    layers: tuple[int, ...]  # pieces of every stage of one replica of the model
+    moved: tuple[float, ...]  # bytes that offloading a microbatch's activations moves each way, per stage
+    costs: Costs  # seconds of F, I and W, bytes, messages
+    weights: tuple[float, ...]  # per device, bytes of one version of the parameters
+    static: tuple[float, ...]  # per device, bytes that are there all the time
+    buffers: tuple[float, ...]  # per device, bytes beside activations that are there now and then
     communication: tuple[float, ...]
-    again: tuple[float, ...]
-    work: tuple[float, ...]
-    reduction: float
-    optimizer: float
+    """Per device, seconds per microbatch in tensor-, context- and expert-parallel messages."""
+    again: tuple[float, ...]  # per device, seconds per microbatch that recompute
+    work: tuple[float, ...]  # per device, seconds per microbatch
+    reduction: float  # seconds of data-parallel messages that nothing hides, on the worst device
+    optimizer: float  # seconds, on the worst device
     rollback: tuple[float, ...]
-    host: float = inf
+    """Per device, bytes of the state that a step may have to be rolled back to; part of ``static``."""
+    host: float = inf  # bytes of host memory that a rank may take
 
     @property
     def saved(self) -> Sequence[float]:
@@ -196,15 +181,8 @@ def price(
     pace: MeasuredSlowdown | None = None,
     shared_ends: bool = False,
 ) -> PlannedStep:
-    """Price a run.
-
-    Args:
-        run: model, cluster, parallelism, recompute; its schedule's order does not matter here.
-        placement: of the stages.
-        layers: pieces of every stage of one replica of the model; by default the planner's own partition.
-        pace: what was measured; by default all is as the formulas say.
-        shared_ends: every device holds an equal share of embedding and head; what they take is not in the costs then.
-
+    """Price a run. ``layers``: pieces of every stage of one replica; by default the planner's own partition. With
+    ``shared_ends`` every device holds an equal share of embedding and head, and what they take is not in the costs.
     """
     cut = replace(_cut(run, pace), shared_ends=shared_ends)
     return _step(cut, placement, layers or balanced(cut, placement))
@@ -249,13 +227,8 @@ def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
 
 
 def loads_of(run: Run, placement: Placement, shared_ends: bool = False) -> tuple[Loads, bool]:
-    """Return what the stages of a run share out, and whether multi-token prediction stays with the head, so that it is
-    part of what stands behind the last layer, and no piece.
-
-    Args:
-        run: as for ``price``.
-        placement: of the stages.
-        shared_ends: as for ``price``.
+    """Return what the stages of a run share out, and whether multi-token prediction stays with the head, so that it is part
+    of what stands behind the last layer, and no piece.
     """
     return _loads(replace(_cut(run, None), shared_ends=shared_ends), placement)
 

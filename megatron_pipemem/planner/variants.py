@@ -36,24 +36,19 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, Vocabula
 
 @dataclass(frozen=True)
 class Variant:
-    """One way.
+    """One way."""
 
-    Args:
-        name: what ``--only variant=NAME`` and tables call it.
-        choice: the schedule's part of a run's configuration, from that without the variant.
-        prepare: the step with other costs and bytes, from placement and pace. Its costs must be a lower bound for
-            what ``apply`` makes of an order, so that the planner may leave out what is slower even so.
-        apply: the order with further actions, within so many bytes per device. May raise PipememError where it cannot be
-            had.
-        frees_memory: it is for orders that hold too much, and no use to others. Without it, it holds no less than the order
-            alone. Either way it takes no less time than that.
-    """
-
-    name: str
+    name: str  # what ``--only variant=NAME`` and tables call it
     choice: Callable[[ScheduleChoice], ScheduleChoice]
+    """The schedule's part of a run's configuration, from that without the variant."""
     prepare: Callable[[Run, Placement, MeasuredSlowdown | None], PlannedStep]
+    """The step with other costs and bytes, from placement and pace. Its costs must be a lower bound for what ``apply``
+    makes of an order, so that the planner may leave out what is slower even so."""
     apply: Callable[[Schedule, PlannedStep, tuple[float, ...]], Schedule]
+    """The order with further actions, within so many bytes per device. May raise PipememError where it cannot be had."""
     frees_memory: bool = False
+    """It is for orders that hold too much, and no use to others. Without it, it holds no less than the order alone. Either
+    way it takes no less time than that."""
 
 
 PLAIN = "plain"
@@ -62,11 +57,7 @@ _VARIANTS: dict[str, Variant] = {}
 
 
 def register_variant(variant: Variant) -> Variant:
-    """Add a variant to what the planner enumerates.
-
-    Raises:
-        UnsupportedError: there is one of that name.
-    """
+    """Add a variant to what the planner enumerates."""
     if variant.name in _VARIANTS or variant.name == PLAIN:
         raise UnsupportedError("exists-already", f"variant {variant.name!r} is registered already; pick another name")
     _VARIANTS[variant.name] = variant
@@ -85,14 +76,7 @@ HOST_MEMORY = "pipemem-host-memory"
 def offload_step(
     run: Run, placement: Placement, pace: MeasuredSlowdown | None = None, layers: tuple[int, ...] | None = None
 ) -> PlannedStep:
-    """Price a step with the channel to the host, what goes over it, and how much of it the host can hold.
-
-    Args:
-        run: that is planned.
-        placement: of its stages.
-        pace: how much slower than modelled the passes were measured to be; ``None`` where nothing was measured.
-        layers: of every stage; ``None`` lets the partition choose.
-    """
+    """Price a step with the channel to the host, what goes over it, and how much of it the host can hold."""
     step = price(run, placement, layers, pace)
     host, moved = run.cluster.host, step.moved
     ways = (host.d2h_gb_per_s, host.h2d_gb_per_s)
@@ -113,15 +97,8 @@ def host_bytes(run: Run) -> float:
 
 
 def offloaded(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Schedule:
-    """Return the schedule with transfers to the host and back, so that it fits.
-
-    Args:
-        schedule: an order that holds too much.
-        step: from ``offload_step``.
-        room: bytes that the activations of every device may take.
-
-    Raises:
-        UnsupportedError: too much has to stay.
+    """Return the schedule with transfers to the host and back, so that it fits. Raise an UnsupportedError if too much has
+    to stay. ``room``: bytes that the activations of every device may take.
     """
     request = Request(schedule.name, MemoryCap(room, True), offload=AUTO, file=schedule)
     shape = Shape(schedule.num_devices, None, schedule.num_microbatches)
@@ -142,15 +119,8 @@ def vocabulary_step(
     pace: MeasuredSlowdown | None = None,
     layers: tuple[int, ...] | None = None,
 ) -> PlannedStep:
-    """Price a step with embedding and head cut over all devices, and what their passes take and keep. Slices have equal parts
-    of that, and prices of their own of the layers.
-
-    Args:
-        barriers: between head and last backward, 1 or 2.
-        run: that is planned.
-        placement: of its stages.
-        pace: how much slower than modelled the passes were measured to be; ``None`` where nothing was measured.
-        layers: of every stage; ``None`` lets the partition choose.
+    """Price a step with embedding and head cut over all devices, and what their passes take and keep. Slices have equal
+    parts of that, and prices of their own of the layers.
     """
     sliced = (run.schedule.slices or 1) > 1 and why_not_sliced(run) is None
     step = (sliced_step if sliced else price)(run, placement, layers, pace, shared_ends=True)

@@ -35,12 +35,8 @@ _DELTA_NET, _SPARSE = "G", "D"  # symbols of layers that the planner does not kn
 
 
 def layer_weight(symbol: str, of: Sizes, sequence: int) -> float:
-    """Return the weight of one block; 0 where its sizes are such that Megatron refuses them.
-
-    Args:
-        symbol: of the block, as in a hybrid model's pattern.
-        of: the model's sizes.
-        sequence: tokens per sequence.
+    """Return the weight of one block; 0 where its sizes are such that Megatron refuses them. ``symbol``: of the block, as
+    in a hybrid model's pattern.
     """
     if symbol == _DELTA_NET:
         return _delta_net(of)
@@ -54,12 +50,7 @@ def layer_weight(symbol: str, of: Sizes, sequence: int) -> float:
 
 
 def head_weight(of: Sizes, vocabulary: int) -> float:
-    """Return the weight of the output layer.
-
-    Args:
-        of: the model's sizes.
-        vocabulary: its rows.
-    """
+    """Return the weight of the output layer."""
     return of("hidden_size") * vocabulary
 
 
@@ -79,11 +70,7 @@ def sizes_of(flags: Mapping[str, object]) -> Sizes:
 
 
 def _model(symbol: str, of: Sizes, sequence: int) -> Model:
-    """Return a model of one layer of a kind.
-
-    Raises:
-        ConfigError: there is none of these sizes.
-    """
+    """Return a model of one layer of a kind."""
 
     names = {**_ATTRIBUTES, "mamba_head_dim": "mamba_head_dim"}
     if symbol == Sublayer.LATENT_ATTENTION:

@@ -19,14 +19,9 @@ def held_after(
     weights: Sequence[float] | None = None,
     slices: int = 1,
 ) -> list[float]:
-    """Return what a device holds after each of its actions, starting from nothing.
-
-    Args:
-        actions: in the order in which it runs them.
-        changes: per kind, by how much an action on every stage, and of every slice there, changes what is held; kinds left
-            out change nothing.
-        weights: per microbatch (or slice of one), how many times as much it is (``unit_weights``); ``None``: once.
-        slices: sequence slices of a microbatch.
+    """Return what a device holds after each of its actions, starting from nothing. ``changes``: per kind, by how much an
+    action on every stage (and of every slice there) changes what is held. ``weights``: per microbatch or slice, see
+    ``unit_weights``.
     """
     if slices == 1:
         found = [changes[a.kind][a.stage] if a.kind in changes else 0 for a in actions]
@@ -40,11 +35,8 @@ def held_after(
 
 
 def unit_weights(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
-    """Return how many times what ``Costs.memory_changes`` says every microbatch (or slice of one) holds; ``None`` where
-    all hold it once.
-
-    Raises:
-        CostsError: there are not as many weights as microbatches.
+    """Return how many times what ``Costs.memory_changes`` says every microbatch (or slice of one) holds; ``None`` where all
+    hold it once.
     """
     weights = costs.microbatch
     if weights is None:
@@ -54,11 +46,7 @@ def unit_weights(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
 
 
 class ActionPrices:
-    """Seconds of every action of a program.
-
-    Raises:
-        CostsError: the costs do not fit the placement, or their weights not the microbatches.
-    """
+    """Seconds of every action of a program."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         placement, slices = schedule.placement, schedule.slices
@@ -79,12 +67,8 @@ class ActionPrices:
 
     def of(self, kind: Kind, stage: int, unit: int | None = None) -> float:
         """Return the seconds of an action that is no message. Waits for transfers, and reductions of gradients, take no
-        time here.
-
-        Args:
-            kind: of the action.
-            stage: its stage, or the device of a pass of vocabulary parallelism.
-            unit: its microbatch, or the slice of one; ``None``: as priced, with weight 1, and of the first slice.
+        time here. ``stage``: of a pass of vocabulary parallelism, the device. ``unit``: the microbatch, or the slice of
+        one; ``None`` for weight 1 and the first slice.
         """
         weights = self._weights
         if weights is None or unit is None:
@@ -94,13 +78,7 @@ class ActionPrices:
         return self.priced(kind, stage, unit) * weights.seconds_of(kind)[unit // self._slices]
 
     def priced(self, kind: Kind, stage: int, unit: int) -> float:
-        """Return the seconds of an action as if its microbatch had weight 1.
-
-        Args:
-            kind: of the action.
-            stage: as for ``of``.
-            unit: its microbatch, or the slice of one.
-        """
+        """Return the seconds of an action as if its microbatch had weight 1."""
         prices = self._seconds.get(kind)
         if prices is None:
             return self._collectives.get(kind, 0.0)

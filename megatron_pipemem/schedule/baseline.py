@@ -31,13 +31,8 @@ def share_of_1f1b(timeline: Timeline) -> float | None:
 
 
 def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, slices: int = 1) -> float | None:
-    """Return the most bytes that a device of 1F1B holds; ``None`` if the costs are in activation units.
-
-    Args:
-        costs: of the stages of a placement, with the LM head on the last one.
-        placement: of the schedule that is compared.
-        num_microbatches: of a step.
-        slices: sequence slices of a microbatch, whose bytes 1F1B holds together.
+    """Return the most bytes that a device of 1F1B holds; ``None`` if the costs are in activation units. ``costs``: of the
+    stages of a placement, with the LM head on the last one.
     """
     if costs.memory is None:
         return None
@@ -56,15 +51,8 @@ def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, sli
 
 
 def in_shares_of_1f1b(costs: Costs, num_devices: int, num_microbatches: int) -> Costs:
-    """Return the costs with memory in shares of 1F1B's bytes; in activation units if they say no bytes.
-
-    Args:
-        costs: of any model.
-        num_devices: pipeline ranks.
-        num_microbatches: of a step.
-
-    Raises:
-        CostsError: their bytes are of stages, and not of one stage per device.
+    """Return the costs with memory in shares of 1F1B's bytes; in activation units if they say no bytes. Raise a CostsError
+    if their bytes are of stages, and not of one stage per device.
     """
     whole = bytes_of_1f1b(costs, Placement.linear(num_devices), num_microbatches)
     if costs.memory is None or not whole:
@@ -83,14 +71,10 @@ def counted_bytes_of_1f1b(
 ) -> int | None:
     """Return the most bytes that a rank of 1F1B holds after any action, messages included.
 
-    ``None`` if the counted bytes do not say: the ranks hold shards of the LM head, sequences are cut into slices, messages were
-    not counted, or 1F1B's stages would have unequal layers.
+    ``None`` if the counted bytes do not say: the ranks hold shards of the LM head, sequences are cut into slices, messages
+    were not counted, or 1F1B's stages would have unequal layers.
 
-    Args:
-        schedule: the schedule that ran.
-        changes: by how many bytes its actions change what their rank holds, one value per stage, as counted.
-        peak: the most bytes that a rank held.
-        layers: of every stage, if they are known.
+    ``changes``: bytes by which the actions change what their rank holds, one value per stage, as counted.
     """
     inner, same = schedule.num_devices - 1, _as_1f1b(schedule.num_devices, schedule.num_microbatches)
     if schedule.orders == same.orders:

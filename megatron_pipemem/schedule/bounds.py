@@ -81,12 +81,8 @@ class Chain:
 
 
 def most_needed(slices: Sequence[Chain], stages: Sequence[int]) -> float:
-    """Return the most that a microbatch holds on a device's stages as it is before and after its first I or B on every one of
-    them, the last first.
-
-    Args:
-        slices: its chains, one of every slice. Of several, only the last slice's first I or B is looked at.
-        stages: the device's.
+    """Return the most that a microbatch holds on a device's stages as it is before and after its first I or B on every one
+    of them, the last first. ``slices`` are its chains; of several, only the last slice's first I or B is looked at.
     """
     now = most = sum(chain.held[s].forward for chain in slices for s in stages)
     for s in reversed(stages) if len(slices) == 1 else stages[-1:]:
@@ -99,11 +95,6 @@ def most_needed(slices: Sequence[Chain], stages: Sequence[int]) -> float:
 def together(slices: Sequence[Chain], stage: int, seconds: Callable[[Chain, int], float]) -> list[Share]:
     """Return the work of a microbatch on a stage that holds what its forwards keep, and of which no slice is there without
     those before it: as shares of which, taken the densest first, none comes before those before it either.
-
-    Args:
-        slices: the chains of its slices.
-        stage: of the work.
-        seconds: of the work of a slice.
     """
     shares: list[Share] = []
     for chain in slices:
@@ -117,18 +108,7 @@ def together(slices: Sequence[Chain], stage: int, seconds: Callable[[Chain, int]
 
 
 def chains_of(placement: Placement, num_microbatches: int, costs: Costs, splits: bool, slices: int = 1) -> list[Chain]:
-    """Return the chain of all microbatches where they are alike, and else that of every one; of slices, one after another.
-
-    Args:
-        placement: which device holds which stage.
-        num_microbatches: microbatches of one step.
-        costs: seconds and memory.
-        splits: whether backwards may be split.
-        slices: sequence slices of a microbatch.
-
-    Raises:
-        CostsError: the costs do not fit the placement, or their weights not the microbatches.
-    """
+    """Return the chain of all microbatches where they are alike, and else that of every one; of slices, one after another."""
     prices, held, devices = costs.seconds(placement, slices), _held(placement, costs, splits, slices), placement.devices
     seconds = [prices[kind] for kind in (Kind.F, Kind.I, Kind.W)]
     links = [
@@ -275,23 +255,9 @@ def lower_bound(
     Where microbatches are cut into sequence slices, the way is that of the slices of one microbatch, which wait for one
     another: forward in their order and backward in the reverse. What comes first, and last, is of its first or last slice.
 
-    Args:
-        placement: which device holds which stage; one replica of the model.
-        num_microbatches: microbatches of one step.
-        costs: seconds and memory.
-        memory_cap: the most a device may hold, one number or one per device, in activation units or in the unit of
-            ``costs.memory``; ``None`` is no limit.
-        splits: whether backwards may be split into I and W. Where they may not, a gradient leaves a stage with the end of
-            its B, and the bound is higher.
-        slices: sequence slices of a microbatch.
-
-    Returns:
-        Seconds.
-
-    Raises:
-        UnsupportedError: the cap does not admit one microbatch on some device, so there is no schedule at all; or there are
-            not as many caps as devices.
-        CostsError: the costs do not fit the placement, or their weights not the microbatches.
+    ``memory_cap``: one number or one per device, in activation units or in the unit of ``costs.memory``. Where backwards
+    may not be split, a gradient leaves a stage with the end of its B, and the bound is higher. Raise an UnsupportedError if
+    the cap admits no schedule.
     """
     costs = costs or Costs()
     step, unit = _Step(placement, num_microbatches, costs, splits, slices), costs.memory_unit(placement, slices)
@@ -322,14 +288,7 @@ def least_held(placement: Placement, num_microbatches: int, costs: Costs, slices
     only. One microbatch after another, with full backwards where I takes memory, needs no more, unless the memory of some
     pass is odd: less than nothing after it, or something after the last one.
 
-    Args:
-        placement: which device holds which stage; one replica of the model.
-        num_microbatches: microbatches of one step.
-        costs: their ``memory``; activation units by default. Where they weigh microbatches, the largest needs most.
-        slices: sequence slices of a microbatch.
-
-    Returns:
-        In activation units, or in the unit of ``costs.memory``.
+    In activation units, or in the unit of ``costs.memory``.
     """
     step, unit = _Step(placement, num_microbatches, costs, slices=slices), costs.memory_unit(placement, slices)
     return [step.least_held(device) * unit for device in range(placement.num_devices)]
@@ -365,12 +324,7 @@ class _Step:
         return sum(chain.count * sum(max(0, *chain.held[s]) for s in self._stages[device]) for chain in self._chains)
 
     def device_bound(self, device: int, cap: float) -> float:
-        """Return the seconds that no order of a device undercuts.
-
-        Args:
-            device: whose work and memory are looked at.
-            cap: what it may hold, in the unit of ``Costs.memory_changes``.
-        """
+        """Return the seconds that no order of a device undercuts."""
         stages, chains = self._stages[device], self._chains
         work = sum(c.count * sum(c.forward[s] + c.input[s] + c.weight[s] for s in stages) for c in chains)
         first, last = stages[0], stages[-1]
@@ -392,12 +346,8 @@ class _Step:
         return max(work + idle, lives / cap if cap else 0.0, max(c.end for c in chains))
 
     def _left(self, stages: Sequence[int], cap: float, done: int) -> float:
-        """Return the longest that a device's remaining backward can take when all its forwards have run.
-
-        Args:
-            stages: the device's.
-            cap: what it may hold.
-            done: stages from this one up have run all their I; only W are left there.
+        """Return the longest that a device's remaining backward can take when all its forwards have run. ``done``: stages
+        from this one up have run all their I; only W are left there.
         """
         # A slice has not gone back before those behind it have.
         waiting = [s for s in stages if s < done]
@@ -418,13 +368,7 @@ class _Step:
 
 
 def _most(shares: Sequence[Share], cap: float, whole: bool = True) -> float:
-    """Return the longest that work takes which fits the cap at once.
-
-    Args:
-        shares: of the work.
-        cap: what it may hold.
-        whole: whether a share is there as a whole or not at all.
-    """
+    """Return the longest that work takes which fits the cap at once. ``whole``: a share is there as a whole or not at all."""
     for_nothing = [share for share in shares if share[1] <= 0]
     shares = [share for share in shares if share[1] > 0]
     total = sum(seconds * count for seconds, _, count in for_nothing)

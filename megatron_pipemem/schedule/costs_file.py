@@ -27,14 +27,9 @@ _Part = tuple[dict[str, float], dict[Kind, float]]
 
 
 def costs_arguments(data: object) -> dict[str, Any]:
-    """Check the names in the file of ``Costs.from_json``; whoever takes the values checks those.
-
-    Returns:
-        The arguments of ``Costs``, of which ``vocabulary``, ``microbatch`` and ``channel`` are the arguments of
-        ``VocabularyCosts``, of ``MicrobatchWeights`` and of ``Channel``, or of ``Channel.of_ratio``.
-
-    Raises:
-        CostsError: it is no object, or has unknown keys or values of the wrong type; the message names the key.
+    """Check the names in the file of ``Costs.from_json``; whoever takes the values checks those. Return the arguments of
+    ``Costs``, of which ``vocabulary``, ``microbatch`` and ``channel`` are themselves arguments of ``VocabularyCosts``,
+    ``MicrobatchWeights`` and ``Channel`` or ``Channel.of_ratio``.
     """
     if not isinstance(data, dict) or set(data) - set(_KEYS):
         unknown = f", not {shortened(sorted(set(data) - set(_KEYS))[0])}" if isinstance(data, dict) else ""
@@ -68,12 +63,7 @@ def costs_arguments(data: object) -> dict[str, Any]:
 
 
 def _of_parts(parts: dict[str, Any], cut: tuple[int, ...] | None) -> dict[str, Any]:
-    """Return the seconds of F, I and W, and the memory, of every part of a model.
-
-    Args:
-        parts: the kind of every layer, and what a layer of every kind and every frame takes.
-        cut: layers of every stage, if they are given.
-    """
+    """Return the seconds of F, I and W, and the memory, of every part of a model."""
     if missing := [key for key in _PARTS if key not in parts and key != "end_layers"]:
         raise CostsError(
             "missing-option", f"parts lacks the key {missing[0]}; `pipemem profile --output` writes all of them"
@@ -203,24 +193,14 @@ _EXAMPLES = {
 
 
 class FileWeights(NamedTuple):
-    """Hold the weights of a file.
-
-    Args:
-        path: of the file.
-        steps: the weights of every training step, or one for all.
-        one_for_all: whether these are the weights of every step.
-    """
+    """Hold the weights of a file."""
 
     path: str
-    steps: tuple[MicrobatchWeights, ...]
-    one_for_all: bool
+    steps: tuple[MicrobatchWeights, ...]  # the weights of every training step, or one for all
+    one_for_all: bool  # whether these are the weights of every step
 
     def of_step(self, iteration: int, num_microbatches: int) -> MicrobatchWeights:
-        """Return the weights of a training step, counted from 0.
-
-        Raises:
-            CostsError: the file has none for this step, or not as many as it has microbatches.
-        """
+        """Return the weights of a training step, counted from 0."""
         if not self.one_for_all and iteration >= len(self.steps):
             raise CostsError(
                 "wrong-count",
@@ -245,12 +225,7 @@ class FunctionName(NamedTuple):
 
 
 def read_microbatch_costs(asked: str) -> str | FileWeights | FunctionName:
-    """Return ``tokens``, ``flops``, the weights of a JSON file, or the name of a function, whichever is asked for.
-
-    Raises:
-        UnsupportedError: it is none of these.
-        CostsError: the file holds no weights.
-    """
+    """Return ``tokens``, ``flops``, the weights of a JSON file, or the name of a function, whichever is asked for."""
     if asked.lower() in (TOKENS, FLOPS):
         return asked.lower()
     if asked.endswith(".json"):

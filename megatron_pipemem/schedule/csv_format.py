@@ -33,27 +33,16 @@ _FORMER_NAMES = {"pieces": "slices"}
 
 
 class Header(NamedTuple):
-    """Hold what the line says, or what holds without one. The fields are the words of the line.
+    """Hold what the line says, or what holds without one. The fields are the words of the line."""
 
-    Args:
-        replicas: of the model.
-        devices: of every stage; empty where the table shows them.
-        idle: devices that have no line of their own.
-        slices: sequence slices of a microbatch.
-        vocabulary: barriers of vocabulary parallelism.
-        update_every: of ``WeightUpdates``, as the two that follow.
-        versions_kept: of them.
-        update_delay: of them.
-    """
-
-    replicas: int = 1
-    devices: tuple[int, ...] = ()
-    idle: tuple[int, ...] = ()
-    slices: int = 1
-    vocabulary: int = 0
-    update_every: int | None = None
-    versions_kept: int | None = None
-    update_delay: int | None = None
+    replicas: int = 1  # of the model
+    devices: tuple[int, ...] = ()  # of every stage; empty where the table shows them
+    idle: tuple[int, ...] = ()  # devices that have no line of their own
+    slices: int = 1  # sequence slices of a microbatch
+    vocabulary: int = 0  # barriers of vocabulary parallelism
+    update_every: int | None = None  # of ``WeightUpdates``, as the two that follow
+    versions_kept: int | None = None  # of them
+    update_delay: int | None = None  # of them
 
 
 def split_lines(text: str) -> list[str]:
@@ -69,12 +58,7 @@ def write_header(header: Header) -> str:
 
 
 def read_header(text: str) -> tuple[Header, str]:
-    """Return the header, and the text with its line blank.
-
-    Raises:
-        ScheduleFormatError: a line that starts with ``#`` is no header; there is a second one; settings of weight updates
-            lack one another; or the devices make no placement of so many replicas.
-    """
+    """Return the header, and the text with its line blank. Settings of weight updates need one another."""
     lines = split_lines(text)
     marked = [number for number, line in enumerate(lines) if line.lstrip(_BLANK).startswith("#")]
     if not marked:
@@ -157,23 +141,14 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A file as read, in our letters and with its messages.
+    """A file as read, in our letters and with its messages."""
 
-    Args:
-        rows: the cells of every device, in order.
-        letters: a key of ``LETTERS``.
-        reason: why it was read in these letters: ``stated``, or what gave them away.
-        ignored: how often what has no meaning here occurred, for example ``{"UNSHARD": 4}``.
-        pairs: number of overlapped pairs, which are read as their two actions in turn.
-        header: what the line that starts with ``#`` says.
-    """
-
-    rows: tuple[tuple[Cell, ...], ...]
-    letters: str
-    reason: str
-    ignored: dict[str, int]
-    pairs: int
-    header: Header = Header()
+    rows: tuple[tuple[Cell, ...], ...]  # the cells of every device, in order
+    letters: str  # a key of ``LETTERS``
+    reason: str  # why it was read in these letters: ``stated``, or what gave them away
+    ignored: dict[str, int]  # how often what has no meaning here occurred, for example ``{"UNSHARD": 4}``
+    pairs: int  # number of overlapped pairs, which are read as their two actions in turn
+    header: Header = Header()  # what the line that starts with ``#`` says
 
     @property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
@@ -209,12 +184,7 @@ class Table:
                 )
 
     def placement(self) -> Placement:
-        """Return which device runs which stage, as the header says, or else as the cells do.
-
-        Raises:
-            ScheduleFormatError: a stage stands on two devices or on none, a device has no stage, there is nothing to run, or
-                the lines or stages are not as many as the header says.
-        """
+        """Return which device runs which stage, as the header says, or else as the cells do."""
         if not any(self.orders):
             raise ScheduleFormatError(
                 "no-actions", "the file holds no actions; write a line per device, one action per cell, as in 0F0,0B0"
@@ -282,24 +252,12 @@ class Table:
 
 
 def read_schedule_file(path: str | Path) -> str:
-    """Return the text of a schedule file.
-
-    Raises:
-        ScheduleFormatError: there is no such file, it cannot be read, or is no text.
-    """
+    """Return the text of a schedule file."""
     return read_text(path, "a schedule", ScheduleFormatError)
 
 
 def read_table(text: str, dialect: str = "auto") -> Table:
-    """Read a table in any dialect.
-
-    Args:
-        text: the file.
-        dialect: one of ``DIALECTS``.
-
-    Raises:
-        ScheduleFormatError: with line and column, when a cell is no action.
-    """
+    """Read a table in any dialect."""
     if dialect not in DIALECTS:
         raise ScheduleFormatError("unknown-dialect", f"unknown dialect {dialect!r}; use {', '.join(DIALECTS)}")
     header, text = read_header(text)

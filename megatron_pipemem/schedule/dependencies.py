@@ -41,32 +41,21 @@ Step = tuple[int, int, Waits, int]
 
 
 class Walk(NamedTuple):
-    """Say how far the lanes of a graph come.
+    """Say how far the lanes of a graph come."""
 
-    Args:
-        nodes: all that run, none before what it waits for.
-        reached: per lane, how many of its nodes run.
-    """
-
-    nodes: list[int]
-    reached: list[int]
+    nodes: list[int]  # all that run, none before what it waits for
+    reached: list[int]  # per lane, how many of its nodes run
 
 
 @dataclass(eq=False)
 class Graph:
-    """Hold who waits for whom.
-
-    Args:
-        lanes: the nodes of every lane, in the order in which it runs them. Every node is in one lane.
-        waits: per node, the others that it waits for.
-        prices: per node, which price it takes (see ``Times``).
-        lane_of: per node, its lane; left out, it is looked up in ``lanes``.
-    """
+    """Hold who waits for whom."""
 
     lanes: Sequence[Sequence[int]]
-    waits: Sequence[Waits]
-    prices: Sequence[int] = ()
-    lane_of: Sequence[int] = ()
+    """The nodes of every lane, in the order in which it runs them. Every node is in one lane."""
+    waits: Sequence[Waits]  # per node, the others that it waits for
+    prices: Sequence[int] = ()  # per node, which price it takes (see ``Times``)
+    lane_of: Sequence[int] = ()  # per node, its lane; left out, it is looked up in ``lanes``
 
     def __post_init__(self) -> None:
         if not self.lane_of:
@@ -106,11 +95,8 @@ class Graph:
         return Walk(nodes, reached)
 
     def by_urgency(self, urgency: Callable[[int], Any]) -> Iterator[int]:
-        """Yield all nodes that run: of those that can run always the one with the smallest urgency, and of equal ones
-        that of the first lane.
-
-        Args:
-            urgency: of a node, a number or whatever compares; asked once, when all that it waits for has been yielded.
+        """Yield all nodes that run: of those that can run always the one with the smallest urgency, and of equal ones that
+        of the first lane. The urgency of a node is asked once, when all that it waits for has been yielded.
         """
         done = bytearray(len(self.waits) + 1)
         reached = [0] * len(self.lanes)
@@ -188,37 +174,22 @@ class Times[Number: (int, float)]:
 
 
 class Wait(NamedTuple):
-    """A device that stands still.
-
-    Args:
-        device: which one.
-        position: how far it came in its order.
-        action: what it cannot run.
-        owner: the device that it waits for.
-        needed: what it waits for, which its owner has not come to.
-        needed_position: where that is in the owner's order.
-    """
+    """A device that stands still."""
 
     device: int
-    position: int
-    action: Action
-    owner: int
-    needed: Action
-    needed_position: int
+    position: int  # how far it came in its order
+    action: Action  # what it cannot run
+    owner: int  # the device that it waits for
+    needed: Action  # what it waits for, which its owner has not come to
+    needed_position: int  # where that is in the owner's order
 
 
 def find_cycle(
     orders: Sequence[Sequence[Action]], reached: Sequence[int], awaited: Callable[[int], tuple[int, int] | None]
 ) -> tuple[Wait, ...]:
-    """Return the devices that wait for one another: every one for the next, and the last for the first.
-
-    Args:
-        orders: of all devices.
-        reached: how far every device came.
-        awaited: device and position of what a device that stands still waits for; ``None`` if that comes in no order.
-
-    Returns:
-        Nothing when all devices came to their ends, or some device waits for what comes in no order.
+    """Return the devices that wait for one another: every one for the next, and the last for the first. ``awaited`` gives
+    device and position of what a device that stands still waits for; ``None`` if that comes in no order, and then there is
+    no circle.
     """
     path: dict[int, Wait] = {}
     device = next((d for d, order in enumerate(orders) if reached[d] < len(order)), None)
@@ -236,13 +207,7 @@ def find_cycle(
 
 
 def deadlock(cycle: Sequence[Wait], where: str, mend: str) -> ScheduleError:
-    """Return the error of devices that wait for one another for ever.
-
-    Args:
-        cycle: who waits for whom.
-        where: the kind of devices, in words, or nothing.
-        mend: what to do.
-    """
+    """Return the error of devices that wait for one another for ever."""
     standing = {wait.device: wait.action for wait in cycle}
     steps = "; ".join(
         f"{wait.action} (device {wait.device}, position {wait.position}) waits for {wait.needed} (device {wait.owner}, "
@@ -268,12 +233,7 @@ def dependencies(
     Sequence slices of one microbatch share the keys and values of attention: a slice runs forward after the slice before
     it, and backward after the slice behind it, which adds to the gradients of its keys and values. They share a loss, too.
 
-    Args:
-        action: an action of an order.
-        placement: supplies the neighbours of the stage.
-        fused: every B of the schedule; a stage's gradient comes from its neighbour's I or from its B.
-        slices: sequence slices of a microbatch.
-        vocabulary_barriers: as ``Schedule`` has it.
+    ``fused``: every B of the schedule; a stage's gradient comes from its neighbour's I or from its B.
     """
     kind, stage, microbatch = action
     if vocabulary_barriers:
@@ -295,21 +255,13 @@ def dependencies(
 
 
 class _Need(NamedTuple):
-    """Say what all actions of a kind on a stage wait for: for example the forwards of the stage before.
+    """Say what all actions of a kind on a stage wait for: for example the forwards of the stage before."""
 
-    Args:
-        action: what the first of them waits for.
-        nodes: by microbatch, what may be waited for.
-        shift: how many microbatches after the one that waits.
-        link: number of the link over which the result comes.
-        is_local: whether it is on the same device.
-    """
-
-    action: Action
-    nodes: dict[int, int]
-    shift: int
-    link: int
-    is_local: bool
+    action: Action  # what the first of them waits for
+    nodes: dict[int, int]  # by microbatch, what may be waited for
+    shift: int  # how many microbatches after the one that waits
+    link: int  # number of the link over which the result comes
+    is_local: bool  # whether it is on the same device
 
 
 class Dependencies:

@@ -72,11 +72,7 @@ def draw_with(module: str) -> None:
 
 
 def drawing() -> Any:
-    """Return the module that draws.
-
-    Raises:
-        UnsupportedError: none has been named.
-    """
+    """Return the module that draws."""
     if not _drawn_by:
         raise UnsupportedError(
             "nothing-draws", "nothing draws yet: take what you show from megatron_pipemem itself, not from its modules"

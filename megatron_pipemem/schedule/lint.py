@@ -16,17 +16,11 @@ from megatron_pipemem.schedule.validator import check_microbatch_order, validate
 
 @dataclass(frozen=True)
 class Fault:
-    """Say what is wrong with a table.
+    """Say what is wrong with a table."""
 
-    Args:
-        error: what is wrong and how to mend it, in our letters.
-        message: the same in the letters of the table.
-        cell: where, unless something is missing.
-    """
-
-    error: ScheduleError
-    message: str
-    cell: Cell | None
+    error: ScheduleError  # what is wrong and how to mend it, in our letters
+    message: str  # the same in the letters of the table
+    cell: Cell | None  # where, unless something is missing
 
     @property
     def cycle(self) -> tuple[Wait, ...]:
@@ -35,16 +29,10 @@ class Fault:
 
 
 def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[float] | None = None) -> Fault | None:
-    """Return the first fault of ``table``, or None when it computes every microbatch and ends; see also
-    ``find_obstacle``.
+    """Return the first fault of ``table``, or None when it computes every microbatch and ends; see also ``find_obstacle``.
 
-    A table with messages is judged by its own: they must match, and every directed pair of devices must send and receive
-    in one order. Without any gradient reduction, as torch writes tables, ours are taken.
-
-    Args:
-        table: of the file.
-        schedule: the compute actions of ``table``.
-        memory_cap: the most a device may hold, one number or one per device, in activation units.
+    A table with messages is judged by its own: they must match, and every directed pair of devices must send and receive in
+    one order. Without any gradient reduction, as torch writes tables, ours are taken.
     """
     try:
         _check_numbering(schedule)

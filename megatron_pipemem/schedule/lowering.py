@@ -55,11 +55,7 @@ from megatron_pipemem.schedule.waits import last_needed
 
 
 class Horizons:
-    """Count the actions of other devices that must run before a device gets to a place in its order.
-
-    Raises:
-        ScheduleError: the schedule deadlocks; ``validate`` says where.
-    """
+    """Count the actions of other devices that must run before a device gets to a place in its order."""
 
     def __init__(self, schedule: Schedule) -> None:
         found = Dependencies.of_schedule(schedule)
@@ -68,13 +64,7 @@ class Horizons:
         self._lanes, self._needed = found.lanes, last_needed(found)
 
     def place(self, device: int, position: int, other: int) -> int:
-        """Return how many actions of another device must have run before a device gets to a position of its order.
-
-        Args:
-            device: the device that runs the actions before the position.
-            position: in the device's order.
-            other: the device whose actions are counted.
-        """
+        """Return how many actions of another device must have run before a device gets to a position of its order."""
         if position == 0:
             return 0
         return max(0, self._needed[self._lanes[device][position - 1]][other] - self._lanes[other].start + 1)
@@ -85,9 +75,6 @@ def add_messages(schedule: Schedule, horizons: Horizons) -> tuple[Order, ...]:
 
     Between two compute actions stand first the send of the one before, then the receives, ordered by source device and,
     from one source, as it sends.
-
-    Raises:
-        ScheduleError: no action consumes a message, so the schedule is incomplete.
     """
     orders, router = schedule.orders, Router(schedule.placement)
     consumers = {
@@ -121,12 +108,7 @@ def add_messages(schedule: Schedule, horizons: Horizons) -> tuple[Order, ...]:
 
 
 def _ahead_of(consumers: list[int], order: Order) -> list[int]:
-    """Return before which action of its order each receive of an edge is posted, one compute action ahead.
-
-    Args:
-        consumers: positions of the consumers of the edge's messages, in sending order.
-        order: of the device that consumes them.
-    """
+    """Return before which action of its order each receive of an edge is posted, one compute action ahead."""
     positions = []
     first = consumers[-1]
     for consumer in reversed(consumers):
@@ -142,12 +124,6 @@ def _between(edge: Edge, sent: int, position: int, horizons: Horizons) -> int:
     """Return the place closest to a position where no host has to go on for the message to move once both ends are posted.
 
     Both bounds grow along an edge, so its order stays.
-
-    Args:
-        edge: of the message.
-        sent: the position in its source's order of the action that produces it.
-        position: where its receive would stand otherwise.
-        horizons: of the schedule.
     """
     source, destination = edge
     position = max(position, horizons.place(source, sent + 1, destination))
@@ -196,16 +172,11 @@ def add_replica_reductions(
 
     Every replica of a stage that trains gets a ``REDUCE_REPLICAS``, also one that runs no microbatch of this step: as soon
     as its own gradients are complete and the sums of all deeper stages on its device have been posted. Deeper stages end
-    their backwards earlier, and one order for all devices needs no more than one channel between two of them. A device whose
-    later actions another replica needs to complete its gradients posts its sum after these actions.
-    ``REDUCE_GRAD`` waits for the sum and thus for other devices; it stands behind all else, where nothing is held up by
-    that.
+    their backwards earlier, and one order for all devices needs no more than one channel between two of them. A device
+    whose later actions another replica needs to complete its gradients posts its sum after these actions. ``REDUCE_GRAD``
+    waits for the sum and thus for other devices; it stands behind all else, where nothing is held up by that.
 
-    Args:
-        actions: orders of all devices.
-        placement: of the stages.
-        horizons: of the schedule. Without them the sums stand behind all else, too, where nothing is held up if they wait for
-            other devices.
+    Without ``horizons`` the sums stand behind all else, too, where nothing is held up if they wait for other devices.
     """
     if placement.replicas == 1:
         return actions
@@ -275,14 +246,8 @@ def _with_sums(actions: Order, places: dict[int, int]) -> Order:
 def add_messages_in_sequence(
     schedule: Schedule, actions: Iterable[tuple[int, Action]] | None = None
 ) -> tuple[Order, ...]:
-    """Insert sends and receives, both ends of each at the same place of one sequence of all actions.
-
-    Args:
-        schedule: any.
-        actions: the sequence, each action with its device; by default that of ``sequence``.
-
-    Raises:
-        ScheduleError: no such sequence exists; ``validate`` says why.
+    """Insert sends and receives, both ends of each at the same place of one sequence of all actions. Raise a ScheduleError
+    if no such sequence exists.
     """
     router = Router(schedule.placement)
     lowered: list[list[Action]] = [[] for _ in schedule.orders]
@@ -296,11 +261,9 @@ def add_messages_in_sequence(
 
 def sequence(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """``(device, action)`` of all actions, none before what it needs, the posts of a collective one after the other, and
-    otherwise by when they end with unit costs, so that nothing is received long before it is needed.
-
-    Raises:
-        ScheduleError: there is no such sequence: some device would have to post a collective before and after what
-            another one posts after and before it.
+    otherwise by when they end with unit costs, so that nothing is received long before it is needed. Raise a ScheduleError
+    if there is none: some device would have to post a collective before and after what another one posts after and before
+    it.
     """
     found = Dependencies.of_schedule(schedule)
     ends = [(end, device) for device, spans in enumerate(simulate(schedule).spans) for _, end in spans]
@@ -341,9 +304,6 @@ def lower_paired(schedule: Schedule) -> Program:
 
     Everything thus stands in one global sequence that the lists are cut from, so they cannot wait for one another in a
     circle, even if a send waits for its receive.
-
-    Raises:
-        ScheduleError: some action waits for ever; ``validate`` says why.
     """
     found = Dependencies.of_schedule(schedule)
     if error := found.stuck():
@@ -363,17 +323,8 @@ def lower_paired(schedule: Schedule) -> Program:
 def add_messages_to_single_queues(
     schedule: Schedule, costs: Costs, orders: tuple[Order, ...] | None = None, arrived: Iterable[Action] = ()
 ) -> tuple[Order, ...]:
-    """Insert sends and receives such that no queue waits for ever.
-
-    Args:
-        schedule: valid.
-        costs: what the places of the messages are chosen for; any are safe.
-        orders: a part of the schedule's own, which are all of them by default.
-        arrived: receives of the part that earlier parts have posted.
-
-    Raises:
-        ScheduleError: some device waits for ever; ``validate`` says why.
-        CostsError: the costs do not fit the placement.
+    """Insert sends and receives such that no queue waits for ever. ``costs`` choose the places of the messages; any are
+    safe. ``orders`` may be a part of the schedule's own; ``arrived`` are the receives that earlier parts have posted.
     """
     return _Run(schedule, costs, schedule.orders if orders is None else orders, arrived).lists()
 
@@ -501,15 +452,8 @@ __all__ = ["lower"]
 @explained_by_validation
 def lower(schedule: Schedule, *, single_queue: bool = False, costs: Costs | None = None) -> Program:
     """Add messages, sums over copies and gradient reductions to a valid schedule. ``validate_program`` proves the result.
-
-    Args:
-        schedule: what to lower.
-        single_queue: for devices that serve all of their streams in one queue, see ``lowering.single_queue``.
-        costs: what the places of messages in single queues are chosen for; unit costs by default.
-
-    Raises:
-        ScheduleError: the schedule is incomplete or deadlocks; ``validate`` says where.
-        CostsError: the costs do not fit the placement.
+    ``single_queue``: for devices that serve all of their streams in one queue; ``costs`` then choose the places of
+    messages.
     """
     horizons = None
     if single_queue:

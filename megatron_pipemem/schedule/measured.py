@@ -36,36 +36,21 @@ Span = tuple[int, int]
 
 
 class Rerun(NamedTuple):
-    """Say when everything ran.
+    """Say when everything ran."""
 
-    Args:
-        starts: per node of the step's graph.
-        ends: likewise.
-        free: per device, when it had done its last action.
-    """
-
-    starts: list[int]
-    ends: list[int]
-    free: list[int]
+    starts: list[int]  # per node of the step's graph
+    ends: list[int]  # likewise
+    free: list[int]  # per device, when it had done its last action
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredStep:
-    """One step of a pipeline as it ran.
-
-    Args:
-        schedule: that ran.
-        spans: per device, when every action began and ended that computes, in their order; nanoseconds since the step
-            began.
-        split: what the schedule was priced with: it says which part of a fused backward is I.
-
-    Raises:
-        ConfigError: the spans are not those of the schedule's actions, or not in their order.
-    """
+    """One step of a pipeline as it ran."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
-    split: Costs = Costs()
+    """Per device, when every action began and ended that computes, in their order; nanoseconds since the step began."""
+    split: Costs = Costs()  # what the schedule was priced with: it says which part of a fused backward is I
 
     def __post_init__(self) -> None:
         counts = [sum(action.kind in COMPUTE for action in order) for order in self.schedule.orders]
@@ -143,12 +128,9 @@ class MeasuredStep:
         return self._waits[1]
 
     def rerun(self, seconds: Sequence[int], delays: Sequence[int], begins: Sequence[int] = ()) -> Rerun:
-        """Run the step again. With its own ``seconds`` and ``delays``, it runs as it did.
+        """Run the step again with other nanoseconds of every node. With its own ``seconds`` and ``delays``, it runs as it did.
 
-        Args:
-            seconds: nanoseconds of every node.
-            delays: of every node.
-            begins: per device, when it can begin; at 0 by default.
+        ``begins``: per device.
         """
         found, steps = self._graph
         starts, ends = [0] * len(seconds), [0] * len(seconds)
@@ -259,11 +241,7 @@ class MeasuredStep:
         return {(a, b): measured.get((a, b), mean) for a in devices for b in devices if a != b}
 
     def costs(self, memory: Mapping[Kind, tuple[float, ...]] | None = None) -> Costs:
-        """Return the usual seconds of the step's own stages, to simulate its own schedule.
-
-        Args:
-            memory: what actions hold, as ``Costs`` takes it.
-        """
+        """Return the usual seconds of the step's own stages, to simulate its own schedule."""
         seconds = self.of_stages()
         slices, places = self.schedule.slices, range(len(seconds[Kind.F]))
         again, part, *further = (
@@ -285,11 +263,7 @@ class MeasuredStep:
         )
 
     def timeline(self, costs: Costs) -> Timeline:
-        """Return the step as it ran, to draw it; copies to the host were not timed.
-
-        Args:
-            costs: whose memory says what is held.
-        """
+        """Return the step as it ran, to draw it; copies to the host were not timed."""
         orders = tuple(tuple(a for a in order if a.kind in COMPUTE) for order in self.schedule.orders)
         spans = tuple(tuple((s / NANOSECONDS, e / NANOSECONDS) for s, e in spans) for spans in self.spans)
         messages = count_messages(self.schedule)
@@ -313,19 +287,12 @@ CAUSES = (SCHEDULE, IMBALANCE, MICROBATCHES, MESSAGES, HOST, LATE, BARRIER)
 
 
 class DeviceIdle(NamedTuple):
-    """Say why a device idled.
-
-    Args:
-        device: which.
-        idle: nanoseconds in which it computed nothing, from the beginning of the step to its end.
-        causes: nanoseconds by cause; they sum up to ``idle``.
-        late: of the late actions, nanoseconds by the device that ran them.
-    """
+    """Say why a device idled."""
 
     device: int
-    idle: int
-    causes: Mapping[str, int]
-    late: Mapping[int, int]
+    idle: int  # nanoseconds in which it computed nothing, from the beginning of the step to its end
+    causes: Mapping[str, int]  # nanoseconds by cause; they sum up to ``idle``
+    late: Mapping[int, int]  # of the late actions, nanoseconds by the device that ran them
 
 
 def idle_causes(step: MeasuredStep) -> list[DeviceIdle]:

@@ -17,16 +17,12 @@ _BYTES = re.compile(r"([0-9.]+(?:e[0-9]+)?)\s*(?:([KMGT])i)?B", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class MemoryCap:
-    """The most activations a rank may hold.
-
-    Args:
-        amount: bytes, as the activation ledger counts them, or activation units (1.0 is what 1F1B's first rank holds): one
-            number for all ranks, or one per pipeline rank.
-        in_bytes: which of the two.
-    """
+    """The most activations a rank may hold."""
 
     amount: float | tuple[float, ...]
-    in_bytes: bool
+    """Bytes, as the activation ledger counts them, or activation units (1.0 is what 1F1B's first rank holds): one number
+    for all ranks, or one per pipeline rank."""
+    in_bytes: bool  # which of the two
 
     def __str__(self) -> str:
         if self.in_bytes:
@@ -39,25 +35,12 @@ class MemoryCap:
         return self.amount if isinstance(self.amount, tuple) else (self.amount,)
 
     def of(self, num_devices: int) -> tuple[float, ...]:
-        """Return the amount of every device.
-
-        Raises:
-            UnsupportedError: see ``per_device``.
-        """
+        """Return the amount of every device."""
         return per_device(self.amount, num_devices)
 
 
 def per_device(limit: float | Sequence[float], num_devices: int, what: str = "memory caps") -> tuple[float, ...]:
-    """A limit of every device, where one number is that of all.
-
-    Args:
-        limit: one number, or one per device.
-        num_devices: pipeline ranks.
-        what: they are, for the message.
-
-    Raises:
-        UnsupportedError: there are not as many as devices, or some are no finite numbers of at least 0.
-    """
+    """A limit of every device, where one number is that of all. ``what`` names them in the message."""
     # No Sequence is asked for: arrays and tensors come too.
     limits = tuple(map(float, limit)) if isinstance(limit, Iterable) else (float(limit),) * num_devices
     if len(limits) != num_devices:
@@ -70,11 +53,7 @@ def per_device(limit: float | Sequence[float], num_devices: int, what: str = "me
 
 
 def parse_caps(value: float | str) -> MemoryCap:
-    """Read one cap as ``parse_cap`` does, or one per pipeline rank: ``0.5,0.6,0.6,0.7`` or ``6GiB,8GiB``.
-
-    Raises:
-        UnsupportedError: it is neither, or units and bytes are mixed.
-    """
+    """Read one cap as ``parse_cap`` does, or one per pipeline rank: ``0.5,0.6,0.6,0.7`` or ``6GiB,8GiB``."""
     caps = [parse_cap(part) for part in str(value).split(",")]
     if len(caps) == 1:
         return caps[0]
@@ -86,11 +65,7 @@ def parse_caps(value: float | str) -> MemoryCap:
 
 
 def parse_cap(value: float | str) -> MemoryCap:
-    """Read ``0.6`` (activation units) or ``6GiB``, ``800MiB``, ``64KiB``, ``123456B`` (bytes of activations per rank).
-
-    Raises:
-        UnsupportedError: it is neither.
-    """
+    """Read ``0.6`` (activation units) or ``6GiB``, ``800MiB``, ``64KiB``, ``123456B`` (bytes of activations per rank)."""
     text = str(value).strip()
     if (number := _bytes(text)) is not None:
         return MemoryCap(number, True)
@@ -108,11 +83,7 @@ def parse_cap(value: float | str) -> MemoryCap:
 
 
 def parse_bytes(flag: str, value: str) -> float:
-    """Read ``60GiB`` and the like, after a flag that takes nothing else.
-
-    Raises:
-        UnsupportedError: it is no positive number of bytes.
-    """
+    """Read ``60GiB`` and the like, after a flag that takes nothing else."""
     number = _bytes(value.strip())
     if number is None:
         raise UnsupportedError(

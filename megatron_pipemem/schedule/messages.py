@@ -109,13 +109,8 @@ def check_compute_actions(program: Program) -> None:
 
 
 def check_posts(places: Places, messages: Mapping[Action, Message], receives: Mapping[Action, Action]) -> None:
-    """Check that every message is sent after its producer and received before its consumer, on their devices, and that
-    none is idle.
-
-    Args:
-        places: where every action stands.
-        messages: message of every producer.
-        receives: receive of every consumer.
+    """Check that every message is sent after its producer and received before its consumer, on their devices, and that none
+    is idle.
     """
     for producer, message in messages.items():
         _check_post(message.send, producer, places, after=True)
@@ -247,11 +242,8 @@ def _check_after(
 
 
 def check_sums(program: Program, places: Mapping[Action, tuple[int, int]]) -> Mapping[Action, Sequence[Action]]:
-    """Check that devices that hold replicas of the same stages post their sums in the same order: they share one
-    channel.
-
-    Returns:
-        For every reduction, the sums that must have been posted before it can go on.
+    """Check that devices that hold replicas of the same stages post their sums in the same order: they share one channel.
+    Return, for every reduction, the sums that must have been posted before it can go on.
     """
     placement = program.placement
     posted: dict[tuple[int, ...], dict[int, dict[int, tuple[int, Action]]]] = {}
@@ -278,13 +270,7 @@ def check_sums(program: Program, places: Mapping[Action, tuple[int, int]]) -> Ma
 
 
 def prepared_needs(schedule: Schedule, action: Action, actions: Container[Action]) -> Iterator[Action]:
-    """Yield the actions that prepare an action: for a backward, those that run its forward again or bring it back.
-
-    Args:
-        schedule: supplies the stages whose actions are prepared.
-        action: any action of the schedule.
-        actions: all that the schedule runs.
-    """
+    """Yield the actions that prepare an action: for a backward, those that run its forward again or bring it back."""
     for kind in schedule.prepared.get(action.stage, ()):
         if action.kind in kind.spec.prepares:
             yield action._replace(kind=kind)
@@ -295,14 +281,7 @@ def prepared_needs(schedule: Schedule, action: Action, actions: Container[Action
 
 def check_memory_actions(schedule: Schedule, places: Mapping[Action, tuple[int, int]]) -> None:
     """Check that all that is prepared is used, and that every action on memory is part of a whole round trip of a
-    microbatch that is not recomputed as a whole.
-
-    Args:
-        schedule: its local order and the needs of its backwards have been checked.
-        places: device and position of every action.
-
-    Raises:
-        ScheduleError: a round trip is cut short, nobody uses what it brings, or it moves what is not kept.
+    microbatch that is not recomputed as a whole. Its local order and the needs of its backwards have been checked.
     """
     for action, (device, position) in places.items():
         again = schedule.recomputed.get(action.stage)

@@ -17,16 +17,7 @@ Several = float | Sequence[float]
 
 
 def number(what: str, value: object, wanted: str = "a number") -> float:
-    """Return a number of any library as a float.
-
-    Args:
-        what: its name, for the error's sentence.
-        value: the number.
-        wanted: what else would do, for the error's sentence.
-
-    Raises:
-        CostsError: it is no number, or larger than ``LARGEST``.
-    """
+    """Return a number of any library as a float. ``wanted`` says in the error what else would do."""
     try:
         found = math.nan if isinstance(value, bool | str) else float(value)  # type: ignore[arg-type]
     except OverflowError:
@@ -56,17 +47,7 @@ def listed_objects(value: object) -> list[Any] | None:
 
 
 def price(what: str, value: object, kind: Kind | None = None, *, several: bool = True) -> Several:
-    """Return seconds.
-
-    Args:
-        what: name of the price, for the error's sentence.
-        value: one number or several.
-        kind: of the action that takes them, if one does.
-        several: whether there may be more than one.
-
-    Raises:
-        CostsError: one is no number of at least 0.
-    """
+    """Return seconds. ``kind``: of the action that takes them, if one does. ``several``: there may be more than one."""
     seconds = numbers(what, value) if several else number(what, value)
     if (least := min(listed(seconds))) < 0:
         raise CostsError("bad-number", f"cost of {kind or what} is negative: {least}")
@@ -89,25 +70,16 @@ class PartPrices:
 
     A stage is its layers and its *frame*. The first frame has the embedding, the last has the head and the loss. If one
     stage holds the whole model, it has both.
-
-    Args:
-        layers: one value per layer, in model order.
-        first: the frame of the first stage.
-        middle: the frame of every stage in between.
-        last: the frame of the last stage.
-        end_layers: the same of layers on the first or last stage; ``None`` if they are as elsewhere.
-        cut: layers of every stage. A placement with another number of stages gets an even cut.
-
-    Raises:
-        CostsError: a value is not a finite number, or the cut does not hold all layers.
     """
 
-    layers: tuple[float, ...]
-    first: float = 0.0
-    middle: float = 0.0
-    last: float = 0.0
+    layers: tuple[float, ...]  # one value per layer, in model order
+    first: float = 0.0  # the frame of the first stage
+    middle: float = 0.0  # the frame of every stage in between
+    last: float = 0.0  # the frame of the last stage
     end_layers: tuple[float, ...] | None = None
+    """The same of layers on the first or last stage; ``None`` if they are as elsewhere."""
     cut: tuple[int, ...] | None = None
+    """Layers of every stage. A placement with another number of stages gets an even cut."""
 
     def __post_init__(self) -> None:
         for name in ("first", "middle", "last"):
@@ -121,14 +93,7 @@ class PartPrices:
         return f"<PartPrices of {len(self.layers)} layers>"
 
     def of_stages(self, counts: Sequence[int]) -> tuple[float, ...]:
-        """Return one value per stage.
-
-        Args:
-            counts: layers of every stage.
-
-        Raises:
-            CostsError: the stages do not hold all layers.
-        """
+        """Return one value per stage. ``counts``: layers of every stage."""
         _check_cut(counts, len(self.layers))
         found, last = [], len(counts) - 1
         for stage, (end, count) in enumerate(zip(accumulate(counts), counts, strict=True)):
@@ -181,16 +146,7 @@ def checked_changes(name: str, value: object) -> Price:
 
 
 def checked_seconds(name: str, value: object, kind: Kind | None = None) -> Price:
-    """Return seconds, as ``price`` does, or the prices of parts.
-
-    Args:
-        name: of the price, for the error's sentence.
-        value: one number, several, or the prices of parts.
-        kind: of the action that takes them, if one does.
-
-    Raises:
-        CostsError: one is not a number of at least 0.
-    """
+    """Return seconds, as ``price`` does, or the prices of parts."""
     if not isinstance(value, PartPrices):
         return price(name, value, kind)
     parts = (*value.layers, *(value.end_layers or ()), value.first, value.middle, value.last)
@@ -229,17 +185,7 @@ def stage_memory(memory: Mapping[Kind, Price], placement: Placement) -> dict[Kin
 
 
 def per_slice(name: str, price: Price, placement: Placement, slices: int) -> tuple[float, ...]:
-    """Return one value per stage and slice, stage by stage.
-
-    Args:
-        name: of the price, for the error's sentence.
-        price: one number for a device's whole share, a sequence, or the prices of parts.
-        placement: which device holds which stage.
-        slices: sequence slices of a microbatch.
-
-    Raises:
-        CostsError: a sequence has not one value per stage, or per stage and slice.
-    """
+    """Return one value per stage and slice, stage by stage. A single number is the price of a device's whole share."""
     if isinstance(price, PartPrices):
         price = price.of_placement(placement)
     if not isinstance(price, Sequence):
@@ -293,19 +239,14 @@ class Channel:
     """Say what it takes to move activations between a device and the host.
 
     Every device has one channel, which serves its transfers one at a time, in the order in which they are issued.
-
-    Args:
-        offload: seconds to copy activations to the host; as the prices of ``Costs``, one number for a device's whole share
-            of the model, one per stage, or one per stage and slice.
-        reload: seconds to copy them back; ``None``: as long.
-        duplex: one transfer of each direction at a time, rather than one at all.
-        switches: devices that share one channel, for example behind one PCIe switch.
     """
 
     offload: Price
-    reload: Price | None = None
-    duplex: bool = False
-    switches: tuple[tuple[int, ...], ...] = ()
+    """Seconds to copy activations to the host; as the prices of ``Costs``, one number for a device's whole share of the
+    model, one per stage, or one per stage and slice."""
+    reload: Price | None = None  # seconds to copy them back; ``None``: as long
+    duplex: bool = False  # one transfer of each direction at a time, rather than one at all
+    switches: tuple[tuple[int, ...], ...] = ()  # devices that share one channel, for example behind one PCIe switch
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -324,17 +265,8 @@ class Channel:
     def of_ratio(
         cls, ratio: float, costs: PassPrices, duplex: bool = False, switches: tuple[tuple[int, ...], ...] = ()
     ) -> Channel:
-        """Return the channel on which activations take ``ratio`` times as long to the host and back as their F, I and
-        W.
-
-        Args:
-            ratio: seconds of activations to the host and back over those of their F, I and W.
-            costs: of F, I and W.
-            duplex: whether the channel carries both directions at once.
-            switches: devices that share a channel.
-
-        Raises:
-            CostsError: the ratio is no finite number of at least 0, or the costs mix numbers with sequences.
+        """Return the channel on which activations take ``ratio`` times as long to the host and back as their F, I and W.
+        ``switches``: devices that share a channel.
         """
         price("channel.ratio", ratio, several=False)
         given = (costs.forward, costs.backward_input, costs.backward_weight)
@@ -350,11 +282,8 @@ class Channel:
         return cls(sums if isinstance(costs.forward, tuple) else sums[0], duplex=duplex, switches=switches)
 
     def seconds(self, placement: Placement, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
-        """Return the seconds of a copy in either direction, one value per stage and slice, stage by stage.
-
-        Raises:
-            CostsError: a sequence has not one value per stage, or per stage and slice, or a switch has devices that are not
-                there.
+        """Return the seconds of a copy in either direction, one value per stage and slice, stage by stage. Raise a
+        CostsError if a switch has devices that are not there.
         """
         if any(not 0 <= device < placement.num_devices for devices in self.switches for device in devices):
             raise CostsError(
@@ -388,22 +317,16 @@ class MicrobatchWeights:
     """Say by how much the actions of every microbatch take longer, and hold more, than those that ``Costs`` prices.
 
     1.0 is as priced. A ``Schedule`` numbers microbatches by position, and these weights stand in that order.
-
-    Args:
-        time: per microbatch, of the seconds of its layers' actions: F, I, W, B, R and RS.
-        memory: per microbatch, of what it holds, in device and host memory; and, since they go by tokens too, of the
-            seconds of its messages, of its transfers to the host, and of the passes and collectives of vocabulary
-            parallelism. ``None``: 1 each.
-        kinds: weights of the seconds of single kinds, in place of those above: attention's F grows with the square of the
-            document, its W does not. R takes those of F if it has none of its own, and B costs its I and its W.
-
-    Raises:
-        CostsError: a weight is no finite number of at least 0, the lengths differ, or a kind has no seconds to weigh.
     """
 
-    time: tuple[float, ...]
+    time: tuple[float, ...]  # per microbatch, of the seconds of its layers' actions: F, I, W, B, R and RS
     memory: tuple[float, ...] | None = None
+    """Per microbatch, of what it holds, in device and host memory; and, since they go by tokens too, of the seconds of its
+    messages, of its transfers to the host, and of the passes and collectives of vocabulary parallelism. ``None``: 1
+    each."""
     kinds: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
+    """Weights of the seconds of single kinds, in place of those above: attention's F grows with the square of the document,
+    its W does not. R takes those of F if it has none of its own, and B costs its I and its W."""
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -451,11 +374,7 @@ class MicrobatchWeights:
         return (1.0,) * len(self) if self.memory is None else self.memory
 
     def reordered(self, order: Sequence[int]) -> MicrobatchWeights:
-        """Return the weights by position if position ``i`` runs the microbatch ``order[i]`` of these.
-
-        Raises:
-            CostsError: it is no permutation of them.
-        """
+        """Return the weights by position if position ``i`` runs the microbatch ``order[i]`` of these."""
         if sorted(order) != list(range(len(self))):
             raise CostsError(
                 "wrong-order",

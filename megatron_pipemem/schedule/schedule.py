@@ -24,18 +24,13 @@ NEVER_FLUSHED = (
 
 
 class WeightUpdates(NamedTuple):
-    """Say how an asynchronous schedule updates its weights.
+    """Say how an asynchronous schedule updates its weights."""
 
-    Args:
-        every: microbatches per update; the last group may be smaller.
-        kept: how many versions, counted from the newest, a stage has room for.
-        delay: group ``g`` uses version ``max(0, g - delay)`` on every stage; ``None``: a forward takes the newest version
-            of its stage.
-    """
-
-    every: int
-    kept: int
+    every: int  # microbatches per update; the last group may be smaller
+    kept: int  # how many versions, counted from the newest, a stage has room for
     delay: int | None = None
+    """Group ``g`` uses version ``max(0, g - delay)`` on every stage; ``None``: a forward takes the newest version of its
+    stage."""
 
 
 @dataclass(frozen=True)
@@ -186,15 +181,11 @@ class Schedule(Shown):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A lowered schedule: what the executor interprets. Equal to itself alone.
+    """A lowered schedule: what the executor interprets. Equal to itself alone."""
 
-    Args:
-        schedule: the schedule it was lowered from.
-        actions: one tuple per device: the schedule's order, with messages and whole-stage actions between.
-    """
-
-    schedule: Schedule
+    schedule: Schedule  # the schedule it was lowered from
     actions: tuple[Order, ...]
+    """One tuple per device: the schedule's order, with messages and whole-stage actions between."""
 
     def __repr__(self) -> str:
         return f"<Program of {self.schedule!r}, {sum(map(len, self.actions))} with messages>"

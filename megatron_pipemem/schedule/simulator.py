@@ -51,17 +51,12 @@ class CopyStall(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Measurements of the run that a timeline shows one step of.
+    """Measurements of the run that a timeline shows one step of."""
 
-    Args:
-        bubble_rate: of the run, over its steps; ``None`` to take that of the step.
-        held: per device, the bytes that it held after every action of its order; ``None`` if they were not counted.
-        bytes_of_1f1b: the peak that 1F1B would have of the same model; ``None`` if it is not known.
-    """
-
-    bubble_rate: float | None = None
+    bubble_rate: float | None = None  # of the run, over its steps; ``None`` to take that of the step
     held: tuple[tuple[int, ...], ...] | None = None
-    bytes_of_1f1b: float | None = None
+    """Per device, the bytes that it held after every action of its order; ``None`` if they were not counted."""
+    bytes_of_1f1b: float | None = None  # the peak that 1F1B would have of the same model; ``None`` if it is not known
 
 
 @dataclass(frozen=True)
@@ -270,16 +265,7 @@ def count_messages(schedule: Schedule) -> int:
 
 
 def peaks(schedule: Schedule, costs: Costs | None = None, *, host: bool = False) -> tuple[float, ...]:
-    """Return the most that every device holds after any of its actions. It depends on the orders alone, not on time.
-
-    Args:
-        schedule: its orders.
-        costs: what actions hold; activation units by default.
-        host: count host memory instead.
-
-    Raises:
-        CostsError: the costs do not fit the placement, or their weights not the microbatches.
-    """
+    """Return the most that every device holds after any of its actions. It depends on the orders alone, not on time."""
     costs = costs or Costs()
     placement, slices = schedule.placement, schedule.slices
     changes = (costs.host_changes if host else costs.memory_changes)(placement, schedule.recomputed, slices)

@@ -43,17 +43,11 @@ UPDATE_EVERY = "update_every"
 
 @dataclass(frozen=True)
 class Moment:
-    """Say where in the stream a window stands, as far as it matters to its order.
+    """Say where in the stream a window stands, as far as it matters to its order."""
 
-    Args:
-        before: batches whose updates came before it, at most ``horizon``.
-        done: batches from its own one on of which earlier windows ran the forwards that belong to them.
-        left: batches behind its own that the stream will have, at most ``horizon``.
-    """
-
-    before: int
-    done: int
-    left: int
+    before: int  # batches whose updates came before it, at most ``horizon``
+    done: int  # batches from its own one on of which earlier windows ran the forwards that belong to them
+    left: int  # batches behind its own that the stream will have, at most ``horizon``
 
 
 def horizon(num_devices: int, batch: int) -> int:
@@ -65,27 +59,20 @@ def horizon(num_devices: int, batch: int) -> int:
 class Window:
     """Hold what every device runs in one call.
 
-    Microbatches are numbered from the first one of the call's own batch, versions of the weights from the newest one at
-    its start, which is 0; older ones are negative.
-
-    Args:
-        stream: the schedule it was cut from.
-        batch: microbatches per call.
-        moment: its place in the stream.
-        actions: per device.
-        past: per device, what the stream ran before, in the numbers of this window, as if it had begun with ``before``
-            batches; without what it did not run forward.
-        versions: the version that every forward and backward uses.
-        updates: the actions behind which a device makes its next version, and the older versions that it needs after that.
+    Microbatches are numbered from the first one of the call's own batch, versions of the weights from the newest one at its
+    start, which is 0; older ones are negative.
     """
 
-    stream: Schedule
-    batch: int
-    moment: Moment
-    actions: tuple[Order, ...]
+    stream: Schedule  # the schedule it was cut from
+    batch: int  # microbatches per call
+    moment: Moment  # its place in the stream
+    actions: tuple[Order, ...]  # per device
     past: tuple[Order, ...]
-    versions: Mapping[Action, int]
+    """Per device, what the stream ran before, in the numbers of this window, as if it had begun with ``before`` batches;
+    without what it did not run forward."""
+    versions: Mapping[Action, int]  # the version that every forward and backward uses
     updates: Mapping[Action, frozenset[int]]
+    """The actions behind which a device makes its next version, and the older versions that it needs after that."""
 
     def __repr__(self) -> str:
         return f"<Window of {self.batch} microbatches, {sum(map(len, self.actions))} actions, of {self.stream!r}>"
@@ -142,15 +129,8 @@ def updates_per_batch(name: str) -> bool:
 
 
 def check_batch(name: str, num_devices: int, batch: int) -> None:
-    """Return whether a family keeps its promise of two versions of the weights.
-
-    Args:
-        name: of an asynchronous family.
-        num_devices: ``p``.
-        batch: microbatches per call.
-
-    Raises:
-        UnsupportedError: it updates once per call, and calls are too short for that.
+    """Return whether a family keeps its promise of two versions of the weights. Raise an UnsupportedError if it updates
+    once per call, and calls are too short for that.
     """
     if updates_per_batch(name) and batch < num_devices:
         raise UnsupportedError(
@@ -163,19 +143,8 @@ def check_batch(name: str, num_devices: int, batch: int) -> None:
 def family_window(
     name: str, num_devices: int, batch: int, moment: Moment, *, single_queue: bool = False, **arguments: Any
 ) -> Window:
-    """Cut a window out of the stream of a registered family.
-
-    Args:
-        name: of the family.
-        num_devices: ``p``.
-        batch: microbatches per call.
-        moment: the window's place.
-        single_queue: see ``lower``; the places of messages are chosen for the ``costs`` among the arguments.
-        arguments: of ``build_schedule``.
-
-    Raises:
-        UnsupportedError: the family cannot be built so.
-        ScheduleError: the stream is wrong, or its messages cross the ends of windows.
+    """Cut a window out of the stream of a registered family. ``batch``: microbatches per call. ``arguments``: of
+    ``build_schedule``.
     """
     per_batch = updates_per_batch(name)
     if per_batch:
@@ -299,17 +268,12 @@ _MOST_STEPS = 64
 
 @dataclass(frozen=True)
 class Stream:
-    """Tell how long consecutive steps take.
+    """Tell how long consecutive steps take."""
 
-    Args:
-        synchronous: seconds from step to step where all devices wait for each other before the optimizer.
-        period: seconds from step to step where no device waits for another one.
-        ends: per step, when every device had done it, its tail included, without barriers. The first step begins at 0.
-    """
-
-    synchronous: float
-    period: float
+    synchronous: float  # seconds from step to step where all devices wait for each other before the optimizer
+    period: float  # seconds from step to step where no device waits for another one
     ends: tuple[tuple[float, ...], ...]
+    """Per step, when every device had done it, its tail included, without barriers. The first step begins at 0."""
 
     @property
     def gain(self) -> float:
@@ -318,19 +282,9 @@ class Stream:
 
 
 def stream(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float] = (), steps: int = 8) -> Stream:
-    """Run steps one after another until they repeat, and so find their period.
-
-    Args:
-        schedule: of every step. Of an asynchronous family's, the microbatches are those of a step.
-        costs: what it costs; unit costs by default.
-        tails: per device, the seconds of what it does at the end of a step by itself: its optimizer, and what of its
-            gradients' reduction no computing hides. Default: none.
-        steps: how many to run at least.
-
-    Raises:
-        ScheduleError: an action waits for ever; or the steps have not come to a period after ``64``.
-        CostsError: the costs do not fit the placement, or there is not one tail per device.
-        UnsupportedError: the schedule is asynchronous and of a file, or has too few microbatches.
+    """Run steps one after another until they repeat, and so find their period. ``tails``: per device, the seconds of what
+    it does at the end of a step by itself: its optimizer, and what of its gradients' reduction no computing hides.
+    ``steps``: how many to run at least. Raise a ScheduleError if the steps have not come to a period after ``64``.
     """
     tails = tuple(tails) or (0.0,) * schedule.num_devices
     if len(tails) != schedule.num_devices:
@@ -349,15 +303,8 @@ def until_they_repeat(
     name: str, run: Callable[[int, Sequence[float]], Sequence[float]], tails: Sequence[float], steps: int = 1
 ) -> tuple[float, tuple[tuple[float, ...], ...]]:
     """Run steps one after another until they repeat. Return their period, and when every device had ended each of them.
-
-    Args:
-        name: of the schedule, for messages.
-        run: tells when every device ends a step, from the step's number and from when every device begins it.
-        tails: per device, the seconds behind that until it begins the next step.
-        steps: how many to run at least.
-
-    Raises:
-        ScheduleError: they have not come to a period after ``64``.
+    ``run`` tells when every device ends a step, from the step's number and from when every device begins it. ``tails``: per
+    device, the seconds behind that until it begins the next step.
     """
     begins: tuple[float, ...] = (0.0,) * len(tails)
     found: list[tuple[float, ...]] = []
@@ -375,30 +322,14 @@ def until_they_repeat(
 
 
 def gain_without_barrier(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float] = ()) -> float:
-    """Return how many times as fast steps follow each other without the barrier; ``LEAST_GAIN`` tells whether that is worth it.
-
-    Args:
-        schedule: of every step.
-        costs: what it costs; unit costs by default.
-        tails: per device, the seconds of what it does at the end of a step by itself (see ``stream``).
-
-    Raises:
-        ScheduleError, CostsError, UnsupportedError: as ``stream`` does.
+    """Return how many times as fast steps follow each other without the barrier; ``LEAST_GAIN`` tells whether that is worth
+    it. ``tails``: see ``stream``.
     """
     return stream(schedule, costs, tails, steps=1).gain
 
 
 def draw_steps(timeline: Timeline, steps: int) -> Timeline:
-    """Run several steps without a barrier between them as one schedule, to draw them. Microbatches go on being counted.
-
-    Args:
-        timeline: of one step.
-        steps: how many.
-
-    Raises:
-        UnsupportedError: the schedule is asynchronous and of a file, has too few microbatches or replicas of the model, or
-            its microbatches are weighed.
-    """
+    """Run several steps without a barrier between them as one schedule, to draw them. Microbatches go on being counted."""
     schedule, costs = timeline.schedule, timeline.costs
     if schedule.placement.replicas > 1:
         raise UnsupportedError(
@@ -425,11 +356,7 @@ def draw_steps(timeline: Timeline, steps: int) -> Timeline:
 
 
 def _endless(schedule: Schedule, steps: int) -> Schedule:
-    """Return so many steps of an asynchronous family's schedule, whose microbatches are those of a step.
-
-    Raises:
-        UnsupportedError: it is of a file, or has too few microbatches.
-    """
+    """Return so many steps of an asynchronous family's schedule, whose microbatches are those of a step."""
     _check_family(schedule)
     devices, microbatches = schedule.num_devices, schedule.num_microbatches * steps
     return build_schedule(schedule.name, num_devices=devices, num_microbatches=microbatches, **_options(schedule))
@@ -444,9 +371,7 @@ def _options(schedule: Schedule) -> dict[str, Any]:
 
 
 def _check_family(schedule: Schedule) -> None:
-    """Raises:
-    UnsupportedError: an asynchronous schedule is of a file, or has too few microbatches.
-    """
+    """Raise an UnsupportedError if an asynchronous schedule is of a file, or has too few microbatches."""
     if schedule.name not in {family.name for family in families() if family.asynchronous}:
         raise UnsupportedError("no-steps", f"{schedule.name} has no steps: {NEVER_FLUSHED}, or leave --steps out")
     check_batch(schedule.name, schedule.num_devices, schedule.num_microbatches)
@@ -473,12 +398,7 @@ class _Windows:
         """ends of the forwards of the step before, in the numbers of the next one"""
 
     def run(self, number: int, begins: Sequence[float]) -> list[float]:
-        """Return when every device has done a step.
-
-        Args:
-            number: of the step. The first one fills the pipeline; all others are alike.
-            begins: when the devices can begin it.
-        """
+        """Return when every device has done a step. The first step fills the pipeline; all others are alike."""
         far = horizon(*self._size[1:])
         moment = Moment(min(number, far), far if number else 0, far)
         if moment not in self._found:

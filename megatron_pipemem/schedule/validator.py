@@ -88,17 +88,10 @@ def validate_program(
 ) -> None:
     """Prove that ``program`` computes its schedule and that its messages match and arrive.
 
-    The rules of the transport: posts never block, a compute action waits for its own message, and every directed edge
-    moves its messages one at a time in posted order, each when both ends have posted it.
+    The rules of the transport: posts never block, a compute action waits for its own message, and every directed edge moves
+    its messages one at a time in posted order, each when both ends have posted it.
 
-    Args:
-        program: the program to check.
-        microbatch_order: see ``validate``.
-        host_waits: prove too that a host may wait for its whole device before any action, see ``host_waits``.
-        single_queue: prove too that it ends on devices that serve everything in one queue, see ``single_queue``.
-
-    Raises:
-        ScheduleError: the first violation found, in the schedule (see ``validate``) or in the program.
+    ``host_waits``, ``single_queue``: prove the models of ``schedule.waits`` too.
     """
     validate(program.schedule, microbatch_order=microbatch_order)
     check_compute_actions(program)
@@ -289,14 +282,12 @@ def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[
 
 
 def check_microbatch_order(schedule: Schedule) -> None:
-    """Prove that training by ``schedule`` can be bit-identical to stock 1F1B, which our runs promise; others may do without.
+    """Prove that training by ``schedule`` can be bit-identical to stock 1F1B, which our runs promise; others may do
+    without.
 
     Per stage, forwards run in microbatch order because data come from an iterator and dropout from one stream of random
     numbers, and gradients accumulate in that order. Sequence slices of one microbatch run backward from the last to the
     first.
-
-    Raises:
-        ScheduleError: the first action that is out of order.
     """
     names = {Kind.F: "forwards", Kind.I: "input gradients", Kind.W: "weight gradients"}
     slices, rank = schedule.slices, range(schedule.num_units)
@@ -420,8 +411,7 @@ def explained_by_validation[F: Callable[..., Any]](function: F) -> F:
 
     A valid schedule pays nothing: validation runs only after a lookup has failed.
 
-    Args:
-        function: takes the schedule first.
+    The function takes the schedule first.
     """
 
     @wraps(function)

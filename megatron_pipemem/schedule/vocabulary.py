@@ -32,23 +32,15 @@ barrier it forms the input gradient from the local softmax; only the weight grad
 
 @dataclass(frozen=True)
 class VocabularyCosts:
-    """Seconds of one microbatch: one number for every device, one per device, or one per device and slice.
+    """Seconds of one microbatch: one number for every device, one per device, or one per device and slice."""
 
-    Args:
-        score: of S.
-        gradient: of T.
-        embed: of EMBED_F.
-        embed_gradient: of EMBED_B.
-        loss: of LOSS on the last stage's device, one number; it stands with the last slice.
-        collectives: of one collective, one number for all kinds or one per kind; kinds left out take no time.
-    """
-
-    score: Several = 0.0
-    gradient: Several = 0.0
-    embed: Several = 0.0
-    embed_gradient: Several = 0.0
-    loss: float = 0.0
+    score: Several = 0.0  # of S
+    gradient: Several = 0.0  # of T
+    embed: Several = 0.0  # of EMBED_F
+    embed_gradient: Several = 0.0  # of EMBED_B
+    loss: float = 0.0  # of LOSS on the last stage's device, one number; it stands with the last slice
     collectives: float | Mapping[Kind, float] = 0.0
+    """Of one collective, one number for all kinds or one per kind; kinds left out take no time."""
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -78,26 +70,16 @@ class VocabularyCosts:
         scaling: float = 1.0,
         collectives: float | Mapping[Kind, float] = 0.0,
     ) -> VocabularyCosts:
-        """Cut a head and an embedding into equal shards.
-
-        Args:
-            head: seconds of forward and backward of the whole head and its loss on one device.
-            num_devices: shards.
-            barriers: 1 or 2; says how the head's matrix products are divided between S and T.
-            embedding: seconds of forward and backward of the whole embedding on one device; a third of it is forward.
-            scaling: how much of a shard's speed is left of the whole head's, 1 at best.
-            collectives: seconds, as above.
+        """Cut a head and an embedding into equal shards. ``head`` and ``embedding``: seconds of forward and backward of the
+        whole on one device; a third of the embedding's is forward. ``barriers`` says how the head's matrix products are
+        divided between S and T. ``scaling``: how much of a shard's speed is left of the whole head's, 1 at best.
         """
         shard, rows = head / num_devices / scaling, embedding / num_devices
         share = _SCORE_SHARE[barriers]
         return cls(shard * share, shard * (1 - share), rows / 3, 2 * rows / 3, 0.0, collectives)
 
     def seconds(self, num_devices: int, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
-        """Return the seconds of every pass, one value per device and slice, device by device.
-
-        Raises:
-            CostsError: a sequence has not one value per device, or per device and slice.
-        """
+        """Return the seconds of every pass, one value per device and slice, device by device."""
         prices = {
             Kind.EMBED_F: self.embed,
             Kind.S: self.score,
@@ -115,17 +97,8 @@ class VocabularyCosts:
 
 
 def per_device(what: str, price: Several, num_devices: int, slices: int = 1) -> tuple[float, ...]:
-    """Return one value per device and slice, device by device.
-
-    Args:
-        what: name of the price, for the error's sentence.
-        price: one number for all devices, or a sequence with one per device, either shared evenly by the slices; or with one
-            per device and slice.
-        num_devices: pipeline ranks.
-        slices: sequence slices of a microbatch.
-
-    Raises:
-        CostsError: a sequence has not one value per device, or per device and slice.
+    """Return one value per device and slice, device by device. A sequence has one value per device, shared evenly by the
+    slices, or one per device and slice.
     """
     if not isinstance(price, Sequence):
         return (price / slices,) * (num_devices * slices)
@@ -151,9 +124,7 @@ _BROUGHT = {Kind.REDUCE_E: Kind.EMBED_F, Kind.STATS: Kind.S, Kind.REDUCE_X: Kind
 
 
 def check_placement(placement: Placement) -> None:
-    """Raises:
-    UnsupportedError: there is no device for every shard, or more than one replica of the model.
-    """
+    """Raise an UnsupportedError if there is no device for every shard, or more than one replica of the model."""
     if placement.replicas > 1:
         raise UnsupportedError(
             "unsupported-placement",
@@ -177,14 +148,10 @@ def vocabulary_needs(
     ``REDUCE_X`` needs the statistics: what it sums is formed from them, where it is posted, so there the device waits for
     them.
 
-    Sequence slices of one microbatch have one loss: ``LOSS`` stands with the last of them, and waits for the statistics of all.
+    Sequence slices of one microbatch have one loss: ``LOSS`` stands with the last of them, and waits for the statistics of
+    all.
 
-    Args:
-        action: any action of an order.
-        placement: supplies the first and the last stage.
-        barriers: 1 or 2.
-        has_full_backward: whether the first stage's backward of this microbatch is a B.
-        slices: sequence slices of a microbatch.
+    ``has_full_backward``: the first stage's backward of this microbatch is a B.
     """
     kind, stage, microbatch = action
     last = placement.num_stages - 1
@@ -217,12 +184,7 @@ _AWAITED = {Kind.S: Kind.BCAST_X, Kind.T: Kind.BCAST_G, Kind.EMBED_B: Kind.BCAST
 
 
 def vocabulary_actions(schedule: Schedule, backwards: bool) -> Iterator[tuple[Action, int]]:
-    """Yield ``(action, device)`` of everything that vocabulary parallelism adds to a step.
-
-    Args:
-        schedule: of the step.
-        backwards: whether the step runs backward.
-    """
+    """Yield ``(action, device)`` of everything that vocabulary parallelism adds to a step."""
     everywhere = [Kind.EMBED_F, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS]
     if backwards:
         everywhere += [Kind.BCAST_G, Kind.T, Kind.REDUCE_X, Kind.BCAST_E, Kind.EMBED_B]
@@ -237,12 +199,7 @@ def vocabulary_actions(schedule: Schedule, backwards: bool) -> Iterator[tuple[Ac
 
 
 def check_switch(schedule: Schedule) -> None:
-    """Check that the schedule says that it has passes if it has, and is one that can have them.
-
-    Raises:
-        ScheduleError: it does not.
-        UnsupportedError: its placement has no room for the shards.
-    """
+    """Check that the schedule says that it has passes if it has, and is one that can have them."""
     if schedule.vocabulary_barriers:
         if schedule.vocabulary_barriers not in BARRIERS:
             raise ScheduleError(
@@ -271,9 +228,6 @@ def check_switch(schedule: Schedule) -> None:
 def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> None:
     """Check that every device has every pass and post once, passes in microbatch order (T and EMBED_B from a microbatch's
     last slice to its first) and posts in one order of all devices.
-
-    Raises:
-        ScheduleError: the first violation.
     """
     backwards = any(action.kind in (Kind.I, Kind.W, Kind.B) for action in places)
     wanted, slices = dict(vocabulary_actions(schedule, backwards)), schedule.slices

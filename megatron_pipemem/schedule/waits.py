@@ -30,12 +30,12 @@ from megatron_pipemem.schedule.schedule import Program
 
 
 def last_needed(found: Dependencies) -> list[Sequence[int]]:
-    """Return, per node and device, the last node of the device that must run before the node's own device gets past the node.
+    """Return, per node and device, the last node of the device that must run before the node's own device gets past the
+    node.
 
     The entry of the node's own device is of no use. -1 is no node.
 
-    Args:
-        found: dependencies in which all devices come to the ends of their lists.
+    All devices come to the ends of their lists.
     """
     graph, num_devices = found.graph, found.num_devices
     waits, lane_of = graph.waits, graph.lane_of
@@ -55,15 +55,8 @@ def last_needed(found: Dependencies) -> list[Sequence[int]]:
 
 
 def check_host_waits(program: Program, found: Dependencies, messages: Iterable[Message]) -> None:
-    """Prove that each host may wait for its device before any of its actions, while all other hosts go on.
-
-    Args:
-        program: with matching messages.
-        found: its dependencies, in which all devices come to the ends of their lists.
-        messages: all of the program.
-
-    Raises:
-        ScheduleError: the first post after which a host must not wait.
+    """Prove that each host may wait for its device before any of its actions, while all other hosts go on. Messages match,
+    and all devices come to the ends of their lists.
     """
     for end, other, later in refused_waits(program, found, messages):
         raise _fault(found, end, other, later)
@@ -72,13 +65,8 @@ def check_host_waits(program: Program, found: Dependencies, messages: Iterable[M
 def refused_waits(program: Program, found: Dependencies, messages: Iterable[Message]) -> Iterator[tuple[int, int, int]]:
     """Yield the posts after which a host must not wait for its device.
 
-    Each comes with another post that completes together with it and the later action of its own device that this one needs, all
-    by their nodes. The host must not wait after its post and before the later action.
-
-    Args:
-        program: with matching messages.
-        found: its dependencies, in which all devices come to the ends of their lists.
-        messages: all of the program.
+    Each comes with another post that completes together with it and the later action of its own device that this one needs,
+    all by their nodes. The host must not wait after its post and before the later action.
     """
     needed, lane_of = last_needed(found), found.graph.lane_of
     for end, other in _pairs(program, found, messages):
@@ -146,16 +134,7 @@ class QueueRun:
 
 
 def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
-    """Run a program whose messages match.
-
-    Args:
-        program: see ``lower``, which makes those that end here if it is asked to.
-        costs: what it costs; unit costs by default.
-
-    Raises:
-        ScheduleError: some queues wait for one another for ever; the message names them in a circle.
-        CostsError: the costs do not fit the placement.
-    """
+    """Run a program whose messages match."""
     prices = ActionPrices(program.schedule, costs or Costs())
     lanes, actions = numbered(program.actions), [action for order in program.actions for action in order]
     meetings = _meetings(program, prices)
@@ -216,13 +195,6 @@ def check_queues(program: Program, found: Dependencies) -> None:
     """Prove that messages and collectives do not hang, however strictly a device serves its queue of whatever it posts: a
     message moves when it is at the head of both ends' queues, a collective when it is at the head of all, and nothing
     behind a head moves. A post waits for the data it brings.
-
-    Args:
-        program: with matching messages.
-        found: its dependencies, in which all devices come to their ends.
-
-    Raises:
-        ScheduleError: some device waits for ever.
     """
     router, nodes = Router(program.placement), {action: node for node, action in enumerate(found.actions)}
     *devices, channel = found.lanes

@@ -21,11 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """``$XDG_CACHE_HOME/megatron_pipemem``, by default under ``~/.cache``.
-
-    Raises:
-        OSError: the user has no home.
-    """
+    """``$XDG_CACHE_HOME/megatron_pipemem``, by default under ``~/.cache``."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:

@@ -40,13 +40,9 @@ class Clock:
         return time.perf_counter() - self._started
 
     def allows(self, step: SearchStep, passes: int, result: int, share: float = 1.0) -> bool:
-        """Return whether the step can be expected to end in time, and its result to be described then.
-
-        Args:
-            step: of the search.
-            passes: that it works on.
-            result: passes of the schedule that it leads to.
-            share: of the time that it may end in.
+        """Return whether the step can be expected to end in time, and its result to be described then. ``passes`` are those
+        that the step works on, ``result`` those of the schedule that it leads to; ``share``: of the time that it may end
+        in.
         """
         expected = self._pace(step) * passes + self._pace(SearchStep.DESCRIBE) * result
         if self.elapsed + expected > self.seconds * share:

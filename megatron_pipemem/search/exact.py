@@ -17,27 +17,15 @@ from megatron_pipemem.search.problem import INPUT, WEIGHT, Orders, Problem
 
 
 class Solved(NamedTuple):
-    """A finished search.
+    """A finished search."""
 
-    Args:
-        table: the shortest timetable; ``None`` when none is shorter than what was to be undercut.
-        states: how many beginnings of a step were kept.
-    """
-
-    table: Timetable | None
-    states: int
+    table: Timetable | None  # the shortest timetable; ``None`` when none is shorter than what was to be undercut
+    states: int  # how many beginnings of a step were kept
 
 
 def solve(problem: Problem, shorter_than: int, most_states: int) -> Solved | None:
-    """Find the shortest timetable below a length, or prove that there is none.
-
-    Args:
-        problem: a small one; states multiply with every pass.
-        shorter_than: makespan to undercut, in ticks.
-        most_states: give up after so many; one takes about a tenth of a millisecond on two devices.
-
-    Returns:
-        ``None`` when it was given up.
+    """Find the shortest timetable below a length, or prove that there is none. Return ``None`` if it was given up after
+    ``most_states``: states multiply with every pass, and one takes about a tenth of a millisecond on two devices.
     """
     steps = _Steps(problem)
     queue = [(0, 0, 0, steps.start)]
@@ -71,22 +59,16 @@ def _no_later(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 class _Beginning(NamedTuple):
-    """The beginning of a step.
+    """The beginning of a step."""
 
-    Args:
-        counts: of every pool, the passes that have started.
-        free: per device, when it has ended them, not before the last of all has started: no later one starts sooner.
-        arrivals: per pool of the way, when what its next passes wait for is there, as far as it is known and not before
-            the last pass has started.
-        pool: of the last pass.
-        before: the beginning that this one has grown from.
-    """
-
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  # of every pool, the passes that have started
     free: tuple[int, ...]
+    """Per device, when it has ended them, not before the last of all has started: no later one starts sooner."""
     arrivals: tuple[tuple[int, ...], ...]
-    pool: int = -1
-    before: _Beginning | None = None
+    """Per pool of the way, when what its next passes wait for is there, as far as it is known and not before the last pass
+    has started."""
+    pool: int = -1  # of the last pass
+    before: _Beginning | None = None  # the beginning that this one has grown from
 
     @property
     def times(self) -> tuple[int, ...]:

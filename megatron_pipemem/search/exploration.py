@@ -64,28 +64,19 @@ _EFFORT_WHEN_IDLE = 4
 
 @dataclass
 class Exploration:
-    """Search within one placement. Makespans and bounds are in seconds outside, in ticks inside.
-
-    Args:
-        placement: of the stages.
-        num_microbatches: of one step.
-        costs: what actions take, in seconds, and hold.
-        caps: the most every device may hold, in the unit of the costs' memory; ``None`` is no limit.
-        seed: of all random choices.
-        full: stages of which only full backwards are looked at.
-        slices: sequence slices of every microbatch.
-        period: look for what follows itself soonest without a barrier, and not for what ends soonest. Makespans are then
-            seconds from step to step, at most, and the bound is the work of the busiest device.
-    """
+    """Search within one placement. Makespans and bounds are in seconds outside, in ticks inside."""
 
     placement: Placement
     num_microbatches: int
-    costs: Costs
+    costs: Costs  # what actions take, in seconds, and hold
     caps: Sequence[float] | None
-    seed: int
-    slices: int = 1
-    full: frozenset[int] = frozenset()
+    """The most every device may hold, in the unit of the costs' memory; ``None`` is no limit."""
+    seed: int  # of all random choices
+    slices: int = 1  # sequence slices of every microbatch
+    full: frozenset[int] = frozenset()  # stages of which only full backwards are looked at
     period: bool = False
+    """Look for what follows itself soonest without a barrier, and not for what ends soonest. Makespans are then seconds
+    from step to step, at most, and the bound is the work of the busiest device."""
     _finalists: list[tuple[int, int, str, Timetable]] = field(default_factory=list)
     _starts: list[tuple[str, Timetable]] = field(default_factory=list)
     idles: bool = False
@@ -179,13 +170,7 @@ class Exploration:
         return clock.allows(SearchStep.JUSTIFY, 2 * self.num_passes, self.num_passes)
 
     def justify(self, name: str, table: Timetable, clock: Clock) -> None:
-        """Justify a timetable, and keep it if it is among the best.
-
-        Args:
-            name: of the start that it came from.
-            table: when every pass starts, in ticks.
-            clock: of the search.
-        """
+        """Justify a timetable, and keep it if it is among the best."""
         with clock.step(SearchStep.JUSTIFY, 2 * self.num_passes):
             self._add(f"{name}, justified", justify(self._problem, justify(self._problem, table)))
 
@@ -234,11 +219,7 @@ class Exploration:
 
     def explore(self, clock: Clock, effort: float, reached: float) -> None:
         """Try periodic starts until the bound is met, none is better for long, the effort is spent, or time is over.
-
-        Args:
-            clock: of the search.
-            effort: see ``search_schedule``.
-            reached: makespan to undercut; intervals that are too long for it are not tried.
+        Intervals that are too long for the makespan ``reached`` are not tried.
         """
         if self.is_optimal or not self.may_justify(clock):
             return
@@ -338,14 +319,7 @@ _SAMPLES = 4
 
 
 def most_robust(problem: Problem, tables: Sequence[Timetable], seed: int, error: float = 0.2) -> int:
-    """Return the index of the timetable whose orders are fastest on average over costs that are off by up to ``error``.
-
-    Args:
-        problem: in ticks.
-        tables: to choose from.
-        seed: of the random costs.
-        error: largest relative error of a cost.
-    """
+    """Return the index of the timetable whose orders are fastest on average over costs that are off by up to ``error``."""
     if len(tables) == 1:
         return 0
     rng = Random(seed)

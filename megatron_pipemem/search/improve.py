@@ -18,17 +18,11 @@ from megatron_pipemem.search.problem import FORWARD, Orders, PassTable, Problem
 
 @dataclass(frozen=True)
 class Timetable:
-    """Orders and when their passes start.
+    """Orders and when their passes start."""
 
-    Args:
-        orders: per device, its passes in order.
-        starts: tick in which every pass starts.
-        makespan: ticks until the last pass ends; the first starts at 0.
-    """
-
-    orders: Orders
-    starts: list[int]
-    makespan: int
+    orders: Orders  # per device, its passes in order
+    starts: list[int]  # tick in which every pass starts
+    makespan: int  # ticks until the last pass ends; the first starts at 0
 
 
 def as_soon_as_possible(problem: Problem, orders: Orders) -> Timetable | None:
@@ -51,14 +45,8 @@ def timetable(problem: Problem, orders: Orders) -> Timetable:
 
 
 def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
-    """Run the step by urgency.
-
-    Args:
-        problem: the passes and the caps.
-        urgency: per pass, smaller runs earlier.
-
-    Returns:
-        ``None`` when the devices came to a stop because no cap admitted what was ready.
+    """Run the step by urgency. Smaller urgencies run earlier. Return ``None`` if the devices came to a stop because no cap
+    admitted what was ready.
     """
     units, ticks, change, caps, reserve = problem.units, problem.ticks, problem.change, problem.caps, problem.reserve
     classes_of, passes = problem.classes, problem.reversed
@@ -117,12 +105,8 @@ def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
 
 
 def justify(problem: Problem, table: Timetable, frozen: Collection[int] = frozenset()) -> Timetable:
-    """Move all passes as late as possible, then all as early as possible.
-
-    Args:
-        problem: what the orders must satisfy.
-        table: within the caps.
-        frozen: passes that are moved within their place only, to look elsewhere than a plain justification does.
+    """Move all passes as late as possible, then all as early as possible. ``frozen`` passes are moved within their place
+    only, to look elsewhere than a plain justification does.
     """
     late = _earlier(problem.reversed, _mirrored(problem, table), frozen)
     return _earlier(problem.passes, _mirrored(problem, late), frozen)
@@ -153,12 +137,7 @@ class Row:
 
     def into_gap(self, each: int, ready: int, length: int, change: int) -> int:
         """Put a pass into the first gap that it fits, by its inputs, its length and the cap; when it ends, or -1.
-
-        Args:
-            each: the pass.
-            ready: tick from which its inputs are there.
-            length: ticks that it takes.
-            change: by how much it changes what the device holds.
+        ``ready``: tick from which its inputs are there.
         """
         levels, heads, tails, places = self._levels, self._gap_starts, self._gap_ends, self._gap_places
         gap = bisect_left(tails, ready + length)
@@ -202,14 +181,7 @@ class Row:
         return end
 
     def append(self, each: int, ready: int, length: int, change: int) -> int:
-        """Put a pass behind all others; when it ends.
-
-        Args:
-            each: the pass.
-            ready: tick from which its inputs are there.
-            length: ticks that it takes.
-            change: by how much it changes what the device holds.
-        """
+        """Put a pass behind all others; when it ends."""
         begin = self.end
         if ready > begin:
             if ready - begin >= self._shortest:

@@ -115,29 +115,19 @@ def random_move(count: int, random: Random) -> Move:
 
 
 class Outcomes(NamedTuple):
-    """Hold what came of every order that was tried.
+    """Hold what came of every order that was tried."""
 
-    Args:
-        makespans: seconds, without sums over replicas of the model.
-        excess: the largest share of its cap by which any device exceeds it; at most 0 where all keep theirs.
-    """
-
-    makespans: np.ndarray
-    excess: np.ndarray
+    makespans: np.ndarray  # seconds, without sums over replicas of the model
+    excess: np.ndarray  # the largest share of its cap by which any device exceeds it; at most 0 where all keep theirs
 
 
 class _Level(NamedTuple):
-    """Hold the nodes that wait for nodes of earlier levels only.
+    """Hold the nodes that wait for nodes of earlier levels only."""
 
-    Args:
-        nodes: they are neighbours.
-        before: the node before each of them in its lane.
-        needs: one array per wait: the nodes awaited, and the rows of their lags, or ``None`` where no message takes time.
-    """
-
-    nodes: slice
-    before: np.ndarray
+    nodes: slice  # they are neighbours
+    before: np.ndarray  # the node before each of them in its lane
     needs: list[tuple[np.ndarray, np.ndarray | None]]
+    """One array per wait: the nodes awaited, and the rows of their lags, or ``None`` where no message takes time."""
 
 
 class ManyOrders:

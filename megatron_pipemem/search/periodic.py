@@ -24,17 +24,11 @@ _ORDERS_WITH_A_PAUSE = 60
 
 @dataclass(frozen=True)
 class ClassWait:
-    """A class that waits for another class of the same microbatch.
+    """A class that waits for another class of the same microbatch."""
 
-    Args:
-        source: class that ends first.
-        target: class that starts then.
-        gap: ticks from the start of ``source`` to the earliest start of ``target``.
-    """
-
-    source: int
-    target: int
-    gap: int
+    source: int  # class that ends first
+    target: int  # class that starts then
+    gap: int  # ticks from the start of ``source`` to the earliest start of ``target``
 
 
 class Cycles:
@@ -121,12 +115,8 @@ class Cycles:
         return offsets, signs
 
     def cheapest(self, prices: np.ndarray, variation: np.ndarray, among: np.ndarray | None = None) -> PeriodicBlock:
-        """Return the combination whose activations cost least.
-
-        Args:
-            prices: per device, of holding one memory unit for one tick.
-            variation: per link, what its price is multiplied by.
-            among: the cyclic orders to consider on every device, as numbers; ``None`` considers all.
+        """Return the combination whose activations cost least. ``prices``: per device, of holding one memory unit for one
+        tick. ``among``: numbers of the cyclic orders to consider on every device; ``None`` for all.
         """
         p = self.problem.num_devices
         weights = self._weights(prices, variation)
@@ -191,26 +181,16 @@ class Cycles:
 
 @dataclass(frozen=True)
 class PeriodicBlock:
-    """Say when the passes of one microbatch start.
+    """Say when the passes of one microbatch start."""
 
-    Args:
-        problem: with the passes.
-        interval: ticks from one microbatch to the next.
-        starts: tick of every pass class.
-    """
-
-    problem: Problem
-    interval: int
-    starts: tuple[int, ...]
+    problem: Problem  # with the passes
+    interval: int  # ticks from one microbatch to the next
+    starts: tuple[int, ...]  # tick of every pass class
 
     @classmethod
     def along_chain(cls, problem: Problem, interval: int, offsets: np.ndarray) -> PeriodicBlock:
         """Start every pass at the first time that has its offset, modulo the interval, and that its inputs allow.
-
-        Args:
-            problem: with the passes.
-            interval: ticks from one microbatch to the next.
-            offsets: of every pass class within the interval, in ticks, ``[classes]``.
+        ``offsets``: of every pass class within the interval, in ticks.
         """
         starts = [0] * len(offsets)
         for c in (*problem.way, *range(WEIGHT, len(offsets), 3)):
@@ -221,11 +201,8 @@ class PeriodicBlock:
         return cls(problem, interval, tuple(starts))
 
     def delayed(self, after: int) -> PeriodicBlock:
-        """Return the block with one more interval of waiting on the way.
-
-        Args:
-            after: how many passes of the way to the loss and back keep their time; with a negative number, ``-n``, only
-                the ``n``-th W is put off.
+        """Return the block with one more interval of waiting on the way. ``after``: how many passes of the way to the loss
+        and back keep their time; with a negative number ``-n``, only the ``n``-th W is put off.
         """
         if after < 0:
             later = {3 * (-after - 1) + WEIGHT}

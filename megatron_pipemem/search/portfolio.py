@@ -21,13 +21,11 @@ _STRETCH = 1.1
 
 
 def first_start(problem: Problem) -> Timetable | None:
-    """Return microbatches at equal intervals, as far apart as it takes to keep the caps: a start for any of them, at
-    once.
+    """Return microbatches at equal intervals, as far apart as it takes to keep the caps: a start for any of them, at once.
 
     A microbatch's passes are where they would be if it had the devices to itself; where two collide, the earlier is first.
 
-    Returns:
-        ``None`` when even one microbatch after the other exceeds the caps.
+    Return ``None`` if even one microbatch after the other exceeds the caps.
     """
     n, units, ends = problem.slices, problem.units, [0] * len(problem.ticks)
     for c in (*problem.way, *range(WEIGHT, len(problem.device), 3)):
@@ -76,14 +74,8 @@ def _one_by_one(problem: Problem) -> Orders:
 def family_starts(
     families: Sequence[Family], placement: Placement, problem: Problem, costs: Costs, caps: Sequence[float] | None
 ) -> Iterator[tuple[str, Timetable | None]]:
-    """Yield the families' schedules of a placement by name; ``None`` for those that do not fit the caps.
-
-    Args:
-        families: to try.
-        placement: of the stages.
-        problem: in ticks.
-        costs: what actions take, in seconds, and hold.
-        caps: the most every device may hold, in the unit of the costs' memory; ``None`` is no limit.
+    """Yield the families' schedules of a placement by name; ``None`` for those that do not fit the caps. ``caps``: the most
+    every device may hold, in the unit of the costs' memory; ``None`` is no limit.
     """
     given: dict[str, Any] = {"costs": costs}
     if caps is not None and costs.memory is None:
@@ -115,10 +107,8 @@ def family_starts(
 
 
 def _largest_group(name: str, problem: Problem, shape: Mapping[str, Any]) -> int:
-    """Return the largest group size that keeps the caps: larger groups of microbatches hold more and idle less.
-
-    Raises:
-        UnsupportedError: the family takes no groups that small.
+    """Return the largest group size that keeps the caps: larger groups of microbatches hold more and idle less. Raise an
+    UnsupportedError if the family takes no groups that small.
     """
     fits, exceeds = 1, problem.num_devices
     while exceeds - fits > 1:

@@ -42,57 +42,36 @@ ClassWaits = tuple[tuple[tuple[int, int], ...], ...]
 
 
 class PassTable(NamedTuple):
-    """Hold all passes of a problem, with time running in one direction.
+    """Hold all passes of a problem, with time running in one direction."""
 
-    Args:
-        device: of every pass.
-        price: of every pass, its place in ``ticks`` and ``change``.
-        before: the pass before it in its class, or -1.
-        waits: the other passes that it waits for, and over which link.
-        ticks: how long passes take.
-        change: by how much they change the memory of their device.
-        lags: ticks of every link.
-        caps: the most every device may hold.
-        shortest: ticks of the shortest pass of every device.
-    """
-
-    device: list[int]
-    price: list[int]
-    before: list[int]
-    waits: list[Waits]
-    ticks: Sequence[int]
-    change: Sequence[int]
-    lags: list[int]
-    caps: Sequence[int]
-    shortest: list[int]
+    device: list[int]  # of every pass
+    price: list[int]  # of every pass, its place in ``ticks`` and ``change``
+    before: list[int]  # the pass before it in its class, or -1
+    waits: list[Waits]  # the other passes that it waits for, and over which link
+    ticks: Sequence[int]  # how long passes take
+    change: Sequence[int]  # by how much they change the memory of their device
+    lags: list[int]  # ticks of every link
+    caps: Sequence[int]  # the most every device may hold
+    shortest: list[int]  # ticks of the shortest pass of every device
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Find per device the order of its passes with the least makespan under the caps.
+    """Find per device the order of its passes with the least makespan under the caps."""
 
-    Args:
-        num_microbatches: ``m``.
-        device: device of every class; class ``3 * stage + kind`` with kinds F, I, W.
-        ticks: how long a pass takes, ``[class * slices + place]`` for the place of its slice in the order of the class.
-        change: by how much it changes what its device holds, likewise.
-        waits: ``(class, lag)`` of what a pass waits for: the pass of that class, microbatch and slice ends ``lag`` ticks
-            before it at the latest. In addition, the passes of a class run in order.
-        caps: the most every device may hold.
-        full: stages whose backwards are full ones (B): class I has the length and the change of both, W is a shadow.
-        ticks_per_second: how long a tick is.
-        slices: sequence slices of a microbatch.
-    """
-
-    num_microbatches: int
-    device: tuple[int, ...]
+    num_microbatches: int  # ``m``
+    device: tuple[int, ...]  # device of every class; class ``3 * stage + kind`` with kinds F, I, W
     ticks: tuple[int, ...]
-    change: tuple[int, ...]
+    """How long a pass takes, ``[class * slices + place]`` for the place of its slice in the order of the class."""
+    change: tuple[int, ...]  # by how much it changes what its device holds, likewise
     waits: ClassWaits
-    caps: tuple[int, ...]
+    """``(class, lag)`` of what a pass waits for: the pass of that class, microbatch and slice ends ``lag`` ticks before it
+    at the latest. In addition, the passes of a class run in order."""
+    caps: tuple[int, ...]  # the most every device may hold
     full: frozenset[int] = frozenset()
-    ticks_per_second: float = 1.0
-    slices: int = 1
+    """Stages whose backwards are full ones (B): class I has the length and the change of both, W is a shadow."""
+    ticks_per_second: float = 1.0  # how long a tick is
+    slices: int = 1  # sequence slices of a microbatch
 
     @property
     def units(self) -> int:
@@ -199,12 +178,8 @@ class Problem:
         return tuple(reserve)
 
     def owed(self, c: int, upcoming: Sequence[int]) -> int:
-        """Return what must be free when a slice runs forward, itself included: all forwards that its device has still to run of
-        the microbatches that it has begun, and what an I may take. Else none of them could turn round.
-
-        Args:
-            c: class of the forward.
-            upcoming: the next pass of every class.
+        """Return what must be free when a slice runs forward, itself included: all forwards that its device has still to
+        run of the microbatches that it has begun, and what an I may take. Else none of them could turn round.
         """
         n, change = self.slices, self.change
         forwards = [other for other in self.classes[self.device[c]] if other % 3 == FORWARD]
@@ -245,20 +220,9 @@ def make_problem(
     staggered: bool = False,
     slices: int = 1,
 ) -> Problem:
-    """Put a placement with its prices in whole numbers.
-
-    Args:
-        placement: one replica of the model.
-        num_microbatches: ``m``.
-        costs: seconds and memory.
-        caps: per device, in units of ``costs.memory_changes``, or ``None``.
-        full: stages whose backwards are full ones.
-        staggered: every device has a clock of its own, which lags behind that of the device before. The makespan, from the
-            first start to the last end by any clock, is then what no device needs longer for its part of a step.
-        slices: ``n``, of every microbatch.
-
-    Raises:
-        CostsError: the costs do not fit the placement, or are all 0.
+    """Put a placement with its prices in whole numbers. ``full``: stages whose backwards are full ones. ``staggered``:
+    every device has a clock of its own, which lags behind that of the device before; the makespan, from the first start to
+    the last end by any clock, is then what no device needs longer for its part of a step.
     """
     stages, n = placement.num_stages, slices
     seconds, memory = costs.seconds(placement, n), costs.memory_changes(placement, slices=n)
@@ -318,12 +282,7 @@ def _stagger(placement: Placement, ticks: Sequence[int], slices: int) -> int:
 
 
 def waits_of(placement: Placement, lag: Callable[[int, int], int]) -> ClassWaits:
-    """Return ``Problem.waits``.
-
-    Args:
-        placement: of the stages.
-        lag: ticks of a message from one stage to another.
-    """
+    """Return ``Problem.waits``."""
     waits: list[tuple[tuple[int, int], ...]] = []
     for stage in range(placement.num_stages):
         before, after = placement.previous_stage(stage), placement.next_stage(stage)
@@ -335,13 +294,7 @@ def waits_of(placement: Placement, lag: Callable[[int, int], int]) -> ClassWaits
 
 
 def keeps_memory_exactly(placement: Placement, costs: Costs, slices: int = 1) -> bool:
-    """Return whether memory comes in whole numbers, which ``make_problem`` does not round.
-
-    Args:
-        placement: of the stages.
-        costs: with the memory.
-        slices: sequence slices of a microbatch.
-    """
+    """Return whether memory comes in whole numbers, which ``make_problem`` does not round."""
     changes = costs.memory_changes(placement, slices=slices)
     return all(float(value).is_integer() for kind in (*KINDS, Kind.B) for value in changes.get(kind, ()))
 
@@ -358,15 +311,7 @@ def better_full(placement: Placement, costs: Costs) -> frozenset[int]:
 def to_schedule(
     name: str, placement: Placement, problem: Problem, orders: Orders, fused: Collection[int] = ()
 ) -> Schedule:
-    """Return the schedule with these orders.
-
-    Args:
-        name: of the schedule.
-        placement: of the problem.
-        problem: tells what the numbers of passes mean.
-        orders: of all devices.
-        fused: I passes that become one B with their W.
-    """
+    """Return the schedule with these orders. ``fused``: I passes that become one B with their W."""
     units, n = problem.units, problem.slices
 
     def actions(order: list[int]) -> Iterator[Action]:

@@ -12,21 +12,13 @@ from megatron_pipemem.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Candidate:
-    """The best schedule of one placement.
+    """The best schedule of one placement."""
 
-    Args:
-        schedule: within the cap.
-        makespan: seconds; where the period was searched for, from step to step without a barrier.
-        peaks: per device, the most it holds, in activation units, or in the unit of the costs' memory.
-        lower_bound: no schedule of this placement within the cap is faster, in seconds.
-        found_by: how the order came about.
-    """
-
-    schedule: Schedule
-    makespan: float
-    peaks: tuple[float, ...]
-    lower_bound: float
-    found_by: str
+    schedule: Schedule  # within the cap
+    makespan: float  # seconds; where the period was searched for, from step to step without a barrier
+    peaks: tuple[float, ...]  # per device, the most it holds, in activation units, or in the unit of the costs' memory
+    lower_bound: float  # no schedule of this placement within the cap is faster, in seconds
+    found_by: str  # how the order came about
 
     def __repr__(self) -> str:
         return (

@@ -213,17 +213,8 @@ def _standing(what: str, explorations: Sequence[Exploration]) -> str:
 def usual_placements(
     num_devices: int, max_chunks: int, costs: Costs, slices: Sequence[int] = (1,)
 ) -> tuple[Placement, ...]:
-    """Return the placements that families have, a V first, as it fits most caps; of these, the ones that costs per
-    stage are for.
-
-    Args:
-        num_devices: pipeline ranks.
-        max_chunks: the most stages per device.
-        costs: numbers, or sequences that fit some of the placements.
-        slices: numbers of slices, one of which the costs are for.
-
-    Raises:
-        CostsError: they are for none.
+    """Return the placements that families have, a V first, as it fits most caps; of these, the ones that costs per stage
+    are for.
     """
     p, usual = num_devices, []
     for chunks in (*range(min(2, max_chunks), 0, -1), *range(3, max_chunks + 1)):
@@ -234,16 +225,7 @@ def usual_placements(
 
 
 def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int] = (1,)) -> tuple[Placement, ...]:
-    """Return those of some placements that costs per stage, or per stage and slice, are for.
-
-    Args:
-        placements: to choose from.
-        costs: numbers, or sequences.
-        slices: numbers of slices, one of which the costs are for.
-
-    Raises:
-        CostsError: they are for none.
-    """
+    """Return those of some placements that costs per stage, or per stage and slice, are for."""
     found: list[Placement] = []
     problem = None
     for placement, count in product(placements, slices):

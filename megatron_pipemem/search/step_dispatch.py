@@ -75,9 +75,8 @@ class Dispatcher:
 
         A hot loop: a plan tries dozens of orders, so it is one function with everything at hand.
 
-        Args:
-            order: the microbatch of every position, by its place in the weights.
-            ahead: per device, the most forwards that wait for their backward; ``None``: as many as the cap admits.
+        ``order``: the microbatch of every position, by its place in the weights. ``ahead``: per device, the most forwards
+        that wait for their backward; ``None`` for as many as the cap admits.
         """
         stages_of, device_of, caps = self._base.placement.stages, self._base.placement.devices, self._caps
         last, m, trains, split = len(device_of) - 1, len(order), self._trains, self._split

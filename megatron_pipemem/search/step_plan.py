@@ -39,21 +39,13 @@ _TO_FINISH, _TO_START = 2.5, 2.5
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Say how to run a step.
+    """Say how to run a step."""
 
-    Args:
-        order: the microbatch, by its place in arrival, that every position runs.
-        schedule: of the placement of the base; it numbers microbatches by position.
-        makespan: seconds, simulated.
-        arrival_makespan: seconds of the base with its microbatches in arrival order.
-        bound: seconds that no order of these microbatches and of their actions undercuts in this placement and cap.
-    """
-
-    order: Order
-    schedule: Schedule
-    makespan: float
-    arrival_makespan: float
-    bound: float
+    order: Order  # the microbatch, by its place in arrival, that every position runs
+    schedule: Schedule  # of the placement of the base; it numbers microbatches by position
+    makespan: float  # seconds, simulated
+    arrival_makespan: float  # seconds of the base with its microbatches in arrival order
+    bound: float  # seconds that no order of these microbatches and of their actions undercuts in this placement and cap
 
 
 @rare_collection()
@@ -65,19 +57,9 @@ def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, second
     model. Otherwise (recomputation, transfers to the host, vocabulary parallelism, replicas, sequence slices) only the
     microbatches change places. What is returned has been validated.
 
-    Args:
-        base: a schedule that is flushed at the end of the step.
-        costs: what its actions take and hold; ``microbatch`` in arrival order.
-        cap: the most every device may hold, in the unit of the costs' memory; ``None``: what the base holds on that device
-            in arrival order.
-        seconds: after which the search ends. A first plan may take longer where p and m are large. Two searches that time
-            does not end give the same plan.
-
-    Raises:
-        UnsupportedError: the base updates weights within the step, or the cap is in another unit than the costs, or a
-            microbatch alone exceeds it.
-        MemoryCapError: no plan that was tried keeps the cap.
-        CostsError: the costs do not fit the base.
+    ``cap``: the most every device may hold, in the unit of the costs' memory; ``None`` for what the base holds on that
+    device in arrival order. ``seconds``: after which the search ends; a first plan may take longer where p and m are large.
+    Two searches that time does not end give the same plan.
     """
     started = time.perf_counter()
     if base.updates is not None:
