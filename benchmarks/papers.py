@@ -25,9 +25,9 @@ from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Model
 from megatron_pipemem.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.planner.offload_ratio import CHEAP
 from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.plans import Answer
+from megatron_pipemem.planner.prices import CHEAP
 from megatron_pipemem.planner.space import Limits
 from megatron_pipemem.planner.step import mfu, price
 from megatron_pipemem.planner.variants import PLAIN, variants

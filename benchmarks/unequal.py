@@ -31,8 +31,7 @@ from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.simulator import peaks, simulate
-from megatron_pipemem.search.step_dispatch import Dispatcher
-from megatron_pipemem.search.step_plan import plan_step
+from megatron_pipemem.search.step_plan import Dispatcher, plan_step
 
 PLANNED = ("1f1b", "interleaved", "zb-h1", "zbv")
 """The families whose steps are planned, and whose placement and kinds of backwards the plans have."""

@@ -17,7 +17,7 @@ from megatron_pipemem.schedule.options import OFF
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks
-from megatron_pipemem.search.cache import ResultCache
+from megatron_pipemem.search.result import ResultCache
 
 UNIT, FILE, MEASURED = "unit", "file", "measured"
 """Where costs are from: nowhere, a file of the user's, the run itself."""

@@ -41,7 +41,7 @@ from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.size import is_fitted
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
-from megatron_pipemem.search.cache import ResultCache
+from megatron_pipemem.search.result import ResultCache
 
 
 def named(name: str, chunks: int | None) -> str:

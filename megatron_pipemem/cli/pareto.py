@@ -25,7 +25,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.search import MAX_CHUNKS
-from megatron_pipemem.search.cache import ResultCache
+from megatron_pipemem.search.result import ResultCache
 
 
 @takes_group

@@ -19,7 +19,7 @@ from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
-from megatron_pipemem.planner.offload_ratio import cheap_recompute, cluster_offload_ratio, offload_ratio
+from megatron_pipemem.planner.prices import cheap_recompute, cluster_offload_ratio, offload_ratio
 from megatron_pipemem.planner.profile import Bandwidths, Part, Profile, from_formulas
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.display import doing

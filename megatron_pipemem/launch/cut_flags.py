@@ -12,7 +12,7 @@ from megatron_pipemem.choose.model_cut import Cut, check_cut, known_chunks, plac
 from megatron_pipemem.config import hybrid, layout
 from megatron_pipemem.config.model import Sublayer
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.planner import weights
+from megatron_pipemem.planner import counts as weights
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families
 from megatron_pipemem.schedule.schedule import Schedule

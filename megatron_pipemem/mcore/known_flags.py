@@ -22,7 +22,7 @@ from megatron_pipemem.files import write_whole
 from megatron_pipemem.launch.flags import flag_parser
 from megatron_pipemem.mcore import is_installed
 from megatron_pipemem.reading import read_json
-from megatron_pipemem.search.cache import default_folder
+from megatron_pipemem.search.result import default_folder
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file
 from megatron_pipemem.schedule.vocabulary import check_placement
-from megatron_pipemem.search.cache import ResultCache
+from megatron_pipemem.search.result import ResultCache
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,12 @@ for activations, then its schedules with what they really take. Whatever comes o
 next best of all; what still waits then cannot beat it, but for two things. A variant of an order is taken to be no faster
 than the order alone, which is tested and not proven; and offload that takes long to plan is set aside, and counted as such.
 At the end a search for better orders starts from the cuts that have room for one.
+
+Asynchronous schedules are priced for those who ask for them. They train differently, so they never compete with the others.
+A step takes the makespan of a window, because the training loop joins all ranks at its end, and so is not free of bubbles.
+Without that barrier it takes the period of windows, and the gradients of a second batch take memory. A rank holds several
+versions of its parameters, and the whole optimizer, which cannot be shared out. What updates after every microbatch pays for
+the reduction and the optimizer so often, with nothing to hide them behind.
 """
 
 from __future__ import annotations
@@ -22,11 +28,11 @@ from functools import partial
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.choose.resolve import resolve
 from megatron_pipemem.config import layout
+from megatron_pipemem.config.refusals import refuse_asynchronous
 from megatron_pipemem.config.runs import Run
-from megatron_pipemem.errors import PipememError
-from megatron_pipemem.planner.asynchronous import asynchronous
+from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.planner.plans import Answer, Base, Entry, Group, Plan
-from megatron_pipemem.planner.prices import MeasuredSlowdown
+from megatron_pipemem.planner.prices import MeasuredSlowdown, all_reduce
 from megatron_pipemem.planner.replay import (
     MOST_ACTIONS,
     OrderPrice,
@@ -39,7 +45,7 @@ from megatron_pipemem.planner.replay import (
 )
 from megatron_pipemem.planner.slices import sliced_step
 from megatron_pipemem.planner.space import SEARCHED, Limits, Order, cuts, hides_messages, orders
-from megatron_pipemem.planner.step import PlannedStep, least_seconds, least_static, price
+from megatron_pipemem.planner.step import DISTRIBUTED, GRADIENT, PlannedStep, least_seconds, least_static, price
 from megatron_pipemem.planner.variants import PLAIN, Variant, variants
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
@@ -47,8 +53,63 @@ from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.display import doing, rare_collection, tell
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.options import AUTO, STOCK
-from megatron_pipemem.schedule.registry import family
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import Family, build_schedule, families, family
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.stream import family_window, steady, stream, updates_per_batch
+
+_SHARED = (DISTRIBUTED, "overlap-param-gather")
+_PER_MICROBATCH = ("overlap-grad-reduce",)
+
+
+Priced = tuple[Base, float, tuple[float, ...]]
+"""A cut with a family and all versions of the parameters among what is there all the time; seconds of a step in the middle of
+the run; and per device, bytes of activations."""
+
+
+def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, rejected: Counter[str]) -> Iterator[Priced]:
+    """Yield the asynchronous families that are named in the limits and can run this cut, priced."""
+    named = limits.allowed.get("schedule", ())
+    p = run.parallelism.pp
+    for each in families():
+        if not each.asynchronous or each.name not in named or p == 1 or not limits.admits(chunks=1):
+            continue
+        per_batch = updates_per_batch(each.name)
+        dropped = _SHARED if per_batch else (*_SHARED, *_PER_MICROBATCH)
+        clipping = {} if per_batch else {"clip-grad": 0}
+        flags = clipping | {name: value for name, value in run.flags.items() if name not in dropped}
+        own = replace(run, megatron=flags, schedule=replace(run.schedule, name=each.name))
+        try:
+            refuse_asynchronous(own, each.name)
+        except UnsupportedError as error:
+            rejected[f"{each.name}: {error}"] += 1
+            continue
+        yield _priced(each, own, price(own, Placement.linear(p), pace=pace), per_batch)
+
+
+def _priced(family: Family, run: Run, step: PlannedStep, per_batch: bool) -> Priced:
+    p, m = run.parallelism.pp, run.parallelism.microbatches
+    batch = min(m, 2 * p)
+
+    middle = family_window(family.name, p, batch, steady(p, batch))
+    timeline = middle.simulate(step.costs)
+    seconds = timeline.makespan
+    if run.delays_updates:
+        one = build_schedule(family.name, num_devices=p, num_microbatches=batch, update_every=batch)
+        seconds = stream(one, step.costs).period
+    # In the middle of a step the busiest device never waits.
+    makespan = seconds + (m - batch) * max(timeline.work) / batch
+    more = tuple((versions - 1) * nbytes for versions, nbytes in zip(middle.versions_held, step.weights, strict=True))
+    static = tuple(map(sum, zip(step.static, more, strict=True)))
+    if not per_batch:
+        execution, cluster = run.execution, run.cluster
+        replicas = run.parallelism.dp * run.parallelism.cp
+        link = cluster.link(replicas, execution.tp)
+        gradients = max(step.weights) / execution.element * GRADIENT
+        step = replace(step, optimizer=m * step.optimizer, reduction=m * all_reduce(gradients, replicas, link))
+    group = Group(run, replace(step, static=static), (), None, makespan + step.outside, 0.0)
+    return Base(group, Order(family.name)), makespan, timeline.peaks
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,12 +1,20 @@
-"""Hold what a search found, and say how good it is."""
+"""Hold what a search found, and keep results in files, so that an identical search is not run again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
+from pathlib import Path
 
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import Shown, brief
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 
 
@@ -89,3 +97,91 @@ def fastest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     return tuple(
         sorted(found, key=lambda c: (max(c.makespan, least), c.schedule.num_stages, c.schedule.slices, -c.lower_bound))
     )
+
+
+logger = logging.getLogger(__name__)
+
+
+def default_folder() -> Path:
+    """``$XDG_CACHE_HOME/megatron_pipemem``, by default under ``~/.cache``."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise OSError("this user has no home; set XDG_CACHE_HOME to a folder for caches") from error
+    return cache / "megatron_pipemem" / "search"
+
+
+class ResultCache:
+    """One JSON file per question. A file that cannot be read or written costs a search, never a run.
+
+    Args:
+        folder: where the files are; made when the first one is written. ``None`` for ``default_folder()``.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+
+    def get(self, question: object, costs: Costs) -> SearchResult | None:
+        """Return the cached result of an identical search, whose costs these are, or ``None``."""
+        try:
+            path = self._path(question)
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            logger.warning("cannot read the cached search: %s; searching again", error)
+            return None
+        try:
+            kept = json.loads(content)
+            candidates = tuple(_from_json(row) for row in kept["candidates"])
+            if not candidates:
+                raise ValueError("it holds none")
+            return SearchResult(candidates, float(kept["lower_bound"]), 0.0, costs)
+        except Exception as error:  # whatever another program has left there
+            logger.warning("cannot use the cached search %s: %s; searching again", path, error)
+            return None
+
+    def put(self, question: object, result: SearchResult) -> None:
+        """Keep an answer."""
+        try:
+            path = self._path(question)
+            kept = {"lower_bound": result.lower_bound, "candidates": [_to_json(each) for each in result.candidates]}
+            write_whole(path, json.dumps(kept, allow_nan=False))
+        except (OSError, ValueError) as error:
+            logger.warning("cannot keep the search: %s", error)
+
+    def _path(self, question: object) -> Path:
+        text = f"{_code_version()} {_in_full(question)!r}"
+        return (self._folder or default_folder()) / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+
+
+def _in_full(asked: object) -> object:
+    """Write a value with every field of every dataclass: what these print leaves some out."""
+    if is_dataclass(asked):
+        return (type(asked).__name__, *(_in_full(getattr(asked, field.name)) for field in fields(asked)))
+    if isinstance(asked, Mapping):
+        return tuple((key, _in_full(value)) for key, value in asked.items())
+    return tuple(map(_in_full, asked)) if isinstance(asked, list | tuple) else asked
+
+
+@lru_cache(maxsize=1)
+def _code_version() -> str:
+    """Return the hash of the schedule package: another version of it may answer differently."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _to_json(candidate: Candidate) -> dict:
+    schedule, facts = candidate.schedule, dict(vars(candidate))
+    del facts["schedule"]
+    return {"name": schedule.name, "devices": schedule.placement.devices, "orders": schedule.to_csv(), "facts": facts}
+
+
+def _from_json(row: dict) -> Candidate:
+    schedule = Schedule.from_csv(row["orders"], name=row["name"])
+    if schedule.placement != Placement.from_devices(tuple(row["devices"])):
+        raise ValueError("placement and orders disagree")
+    return Candidate(schedule, **row["facts"] | {"peaks": tuple(row["facts"]["peaks"])})

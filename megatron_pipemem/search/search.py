@@ -17,12 +17,10 @@ from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.options import SEARCH_SECONDS, check_effort, check_whole
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import sliced_families, synchronous_families
-from megatron_pipemem.search.cache import ResultCache
-from megatron_pipemem.search.clock import Clock, SearchStep
-from megatron_pipemem.search.exploration import Exploration
+from megatron_pipemem.search.exploration import Clock, Exploration, SearchStep
 from megatron_pipemem.search.improve import Timetable
 from megatron_pipemem.search.problem import better_full
-from megatron_pipemem.search.result import Candidate, SearchResult, fastest_first
+from megatron_pipemem.search.result import Candidate, ResultCache, SearchResult, fastest_first
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from megatron_pipemem.launch.cut_flags import (
     cut_of,
     cut_pattern,
 )
-from megatron_pipemem.planner.weights import head_weight, layer_weight, sizes_of
+from megatron_pipemem.planner.counts import head_weight, layer_weight, sizes_of
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import families
 

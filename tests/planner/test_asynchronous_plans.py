@@ -9,9 +9,8 @@ import pytest
 
 from megatron_pipemem.config.runs import Parallelism, Run
 from megatron_pipemem.launch.feasibility import feasible
-from megatron_pipemem.planner.asynchronous import asynchronous
 from megatron_pipemem.planner.memory import held
-from megatron_pipemem.planner.planning import plan
+from megatron_pipemem.planner.planning import asynchronous, plan
 from megatron_pipemem.planner.space import Limits
 from tests.planner.small_run import CLUSTER, MODEL
 

@@ -10,9 +10,16 @@ from measured_steps import as_measured
 from megatron_pipemem.features.offload.planning import plan_offload
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.planner import changes
-from megatron_pipemem.planner.changes import MORE_MEMORY, OFFLOAD, SAME_MEMORY, Case, Change, best_changes
+from megatron_pipemem.planner.changes import (
+    MORE_MEMORY,
+    OFFLOAD,
+    SAME_MEMORY,
+    Case,
+    Change,
+    MeasuredLayers,
+    best_changes,
+)
 from megatron_pipemem.planner.explanation import explain
-from megatron_pipemem.planner.measured_layers import MeasuredLayers
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement

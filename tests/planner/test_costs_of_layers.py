@@ -14,7 +14,7 @@ from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner.activations import head_bytes, layer_bytes, layer_tensors, moved_bytes
 from megatron_pipemem.planner.counts import head_flops, head_parameters, layer_flops, layer_parameters, model_flops
-from megatron_pipemem.planner.offload_ratio import (
+from megatron_pipemem.planner.prices import (
     cheap_recompute,
     cluster_offload_ratio,
     offload_ratio,

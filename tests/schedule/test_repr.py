@@ -19,7 +19,7 @@ from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
-from megatron_pipemem.search.cache import ResultCache
+from megatron_pipemem.search.result import ResultCache
 
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 PER_STAGE = Costs(

@@ -20,10 +20,11 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.search import clock, search_schedule
-from megatron_pipemem.search.cache import ResultCache
+from megatron_pipemem.search import exploration as clock
+from megatron_pipemem.search import search_schedule
 from megatron_pipemem.search.exact import solve
 from megatron_pipemem.search.problem import make_problem, to_schedule
+from megatron_pipemem.search.result import ResultCache
 from megatron_pipemem.search.search import MAX_CHUNKS
 
 PRICE = st.floats(0.4, 2.0)

@@ -10,7 +10,7 @@ from megatron_pipemem.config import hybrid
 from megatron_pipemem.config.model import Sublayer
 from megatron_pipemem.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary
 from megatron_pipemem.mcore.agreement import tell
-from megatron_pipemem.planner.weights import Sizes, head_weight, layer_weight
+from megatron_pipemem.planner.counts import Sizes, head_weight, layer_weight
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.options import OFF
