@@ -413,6 +413,10 @@ class Request(ScheduleOptions):
         cut = cast(VocabularyCut, str(algorithm_of(barriers)) if barriers else OFF)
         return replace(self, vocab_parallel=cut)
 
+    def without_offload(self) -> Request:
+        """Return the request for the schedule that offload and recomputation are added to: they keep its cap."""
+        return replace(self, memory_cap=None, offload=OFF, recompute="none") if self.plans_offload else self
+
     @property
     def is_stock(self) -> bool:
         """Return whether Megatron's own schedule runs."""

@@ -1,11 +1,12 @@
-"""Hold what is known when a schedule is chosen: prices from the start, and what a run has measured since."""
+"""Hold what a schedule is chosen by (prices from the start, and what a run has measured since), and what was chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import MESSAGES, VOCABULARY, Kind
@@ -16,8 +17,12 @@ from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import OFF
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import peaks
-from megatron_pipemem.search.result import ResultCache
+from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
+
+if TYPE_CHECKING:  # loaded when something is searched for
+    from megatron_pipemem.features.offload.transfers import OffloadPlan
+    from megatron_pipemem.search import SearchResult
+    from megatron_pipemem.search.result import ResultCache
 
 UNIT, FILE, MEASURED = "unit", "file", "measured"
 """Where costs are from: nowhere, a file of the user's, the run itself."""
@@ -38,12 +43,46 @@ class Shape(NamedTuple):
         chunks: model chunks per rank; ``None`` where no model is there that has some.
         num_microbatches: microbatches of the step.
         group_size: microbatches per group of the interleaved schedule, as Megatron's flags say.
+        forward_only: whether the step evaluates.
     """
 
     num_devices: int
     chunks: int | None
     num_microbatches: int
     group_size: int | None = None
+    forward_only: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule, and what was expected of it when it was chosen."""
+
+    schedule: Schedule
+    costs: Costs
+    """What it was chosen for, in seconds unless they are unit costs. Where it was searched for, their memory is what the cap is
+    about: none for activation units."""
+    priced_by: str = UNIT
+    why: str = ""
+    bound: float | None = None
+    """No schedule of this placement within the cap is faster; ``None`` without a search."""
+    search_seconds: float | None = None
+    notes: str = ""
+    search: SearchResult | None = None
+    """The best of all placements, where orders were searched for."""
+    offload: OffloadPlan | None = None
+    """What leaves the device or is computed again, and why not more, where that was planned."""
+    arrival_makespan: float | None = None
+    """Of the microbatches of one step in arrival order, by the schedule that all steps begin with, where the step has a plan of
+    its own."""
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return simulate(self.schedule, self.costs)
+
+    @property
+    def alone(self) -> Choice:
+        """Return the choice without what else was found: what ranks tell each other."""
+        return replace(self, search=None, offload=None)
 
 
 @dataclass(frozen=True)

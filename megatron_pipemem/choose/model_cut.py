@@ -6,14 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.options import AUTO, searched_placements
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, family
-from megatron_pipemem.search import MAX_CHUNKS
-from megatron_pipemem.search.search import fitting, usual_placements
 
 
 @dataclass(frozen=True)
@@ -89,32 +85,6 @@ def placements_of(
     if cut is not None:
         check_cut(cut, schedule, placements[0])
     return placements
-
-
-def searched(request: Request, shape: Shape, knowledge: Knowledge) -> tuple[Placement, ...]:
-    """Return the placements among which a search chooses.
-
-    It is that of the model once there is one, else those that the request and the model's number of chunks leave open.
-
-    Args:
-        request: what the user asks.
-        shape: size and cut of the model.
-        knowledge: what is known of it.
-
-    Raises:
-        UnsupportedError: the options of the search do not go together.
-        CostsError: costs per stage are for none of them.
-    """
-    if knowledge.placement is not None:
-        return (knowledge.placement,)
-    devices, options = shape.num_devices, request.options
-    if "max_chunks" in options:
-        return usual_placements(devices, options["max_chunks"], knowledge.costs, request.slice_counts)
-    kind = options.get("placement")
-    chunks = options.get("chunks") if shape.chunks is None else shape.chunks
-    if kind is None and chunks is None:  # two, unless costs per stage say otherwise
-        chunks = usual_placements(devices, MAX_CHUNKS, knowledge.costs, request.slice_counts)[0].num_chunks
-    return fitting(searched_placements(devices, kind, chunks), knowledge.costs, request.slice_counts)
 
 
 def _placements(schedule: str, options: Mapping[str, Any], num_devices: int) -> tuple[Placement, ...]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.choose.resolve import resolve
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.features.vocabulary.orders import families_with_passes
 from megatron_pipemem.request import Request
@@ -27,7 +27,7 @@ _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
-class Choice:
+class ParetoPoint:
     """A schedule by what it costs.
 
     Args:
@@ -49,7 +49,7 @@ class Choice:
     def __repr__(self) -> str:
         cap = "" if self.cap is None else f" under {self.cap:.4g}"
         return (
-            f"<Choice {brief(self.schedule.name)}{cap}: peak {self.peak:.4g}, makespan {self.makespan:.6g}, bubble "
+            f"<ParetoPoint {brief(self.schedule.name)}{cap}: peak {self.peak:.4g}, makespan {self.makespan:.6g}, bubble "
             f"{self.bubble_rate:.2%}{', dominated' if self.dominated else ''}>"
         )
 
@@ -63,8 +63,8 @@ class Trade:
         more: the next one worth its memory.
     """
 
-    less: Choice
-    more: Choice
+    less: ParetoPoint
+    more: ParetoPoint
 
     def __repr__(self) -> str:
         return f"<Trade: {self}>"
@@ -100,7 +100,7 @@ def choices(
     barriers: Sequence[int] = (0,),
     priced: Callable[[Schedule], Costs] | None = None,
     max_chunks: int = MAX_CHUNKS,
-) -> list[Choice]:
+) -> list[ParetoPoint]:
     """Return every synchronous family that runs in one pipeline, with any number of chunks, and the search under every
     cap, by peak.
 
@@ -133,12 +133,12 @@ def choices(
             request = Request(AUTO, MemoryCap(cap, costs.memory is not None), options=options).decided(count)
             what = f"memory cap {cap:.4g}, search {number + 1} of {len(caps)}, at most {at_most:.0f} s for all"
             with suppress(PipememError), doing(what):
-                found.append((resolve(request, shape, knowledge).schedule, cap))
+                found.append((choose(request, shape, knowledge).schedule, cap))
     timelines = [simulate(schedule, priced(schedule) if priced else costs) for schedule, _ in found]
     rows = [(t.peak, t.makespan) for t in timelines]
     return sorted(
         (
-            Choice(schedule, t.peak, t.makespan, t.bubble_rate, cap, _dominated(index, rows))
+            ParetoPoint(schedule, t.peak, t.makespan, t.bubble_rate, cap, _dominated(index, rows))
             for index, ((schedule, cap), t) in enumerate(zip(found, timelines, strict=True))
         ),
         key=lambda choice: (choice.peak, choice.makespan),
@@ -156,7 +156,7 @@ def _dominated(index: int, rows: Sequence[tuple[float, float]]) -> bool:
     return False
 
 
-def trades(front: Sequence[Choice], least: float = 0.03) -> list[Trade]:
+def trades(front: Sequence[ParetoPoint], least: float = 0.03) -> list[Trade]:
     """Return steps along the front that save at least ``least`` of the makespan for at most a quarter of the largest
     peak more.
 
@@ -174,7 +174,7 @@ def trades(front: Sequence[Choice], least: float = 0.03) -> list[Trade]:
 
 
 def bound_line(
-    found: Sequence[Choice],
+    found: Sequence[ParetoPoint],
     costs: Costs | None = None,
     priced: Callable[[Schedule], Costs] | None = None,
     levels: int = 64,
@@ -207,12 +207,12 @@ def bound_line(
     return line
 
 
-def _work(choice: Choice) -> float:
+def _work(choice: ParetoPoint) -> float:
     """Return the seconds of the busiest device, which do not depend on the order."""
     return choice.makespan * (1 - choice.bubble_rate)
 
 
-def _least_seconds(choice: Choice, costs: Costs, cap: float) -> float:
+def _least_seconds(choice: ParetoPoint, costs: Costs, cap: float) -> float:
     """Return the seconds that any order of a choice's placement takes at least under a cap; infinitely many where none
     keeps it.
     """

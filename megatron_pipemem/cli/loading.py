@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.choose.resolve import ChosenSchedule, resolve, vocabulary_ways
+from megatron_pipemem.choose.choice import choose, vocabulary_ways
+from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
 from megatron_pipemem.cli.checks import check_layers, check_size
 from megatron_pipemem.cli.common import CANNOT_RUN, report_note
 from megatron_pipemem.cli.options import Dialect, Question, Size, is_file
@@ -67,7 +67,7 @@ class Loaded:
     request: Request
     shape: Shape
     knowledge: Knowledge
-    chosen: ChosenSchedule
+    chosen: Choice
 
     @property
     def schedule(self) -> Schedule:
@@ -81,7 +81,7 @@ class Loaded:
     def again(self, request: Request, costs: Costs) -> Loaded:
         """Resolve once more, for another request and other costs."""
         knowledge = replace(self.knowledge, costs=replace(costs, memory=self.knowledge.costs.memory))
-        return Loaded(request, self.shape, knowledge, resolve(request, self.shape, knowledge))
+        return Loaded(request, self.shape, knowledge, choose(request, self.shape, knowledge))
 
 
 def load_schedule(
@@ -143,7 +143,7 @@ def load_schedule(
     request = Request(name, cap, options=settings, offload=select, recompute=recompute, file=file)
     shape = Shape(devices, None, microbatches)
     knowledge = Knowledge(costs, host_budget=budget, cache=ResultCache())
-    return Loaded(request, shape, knowledge, resolve(request, shape, knowledge))
+    return Loaded(request, shape, knowledge, choose(request, shape, knowledge))
 
 
 def _settings(size: Size) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def _with_head(loaded: Loaded, prices: Costs, asked: Question) -> tuple[Loaded, 
         # As in a run, whose model has its placement before anybody can weigh the head.
         loaded = replace(loaded, knowledge=replace(loaded.knowledge, placement=schedule.placement))
 
-        def resolved(request: Request) -> ChosenSchedule:
+        def resolved(request: Request) -> Choice:
             if not request.barriers:
                 return loaded.chosen
             return loaded.again(request, priced_head(asked, prices, schedule, request.barriers)).chosen

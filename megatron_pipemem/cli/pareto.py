@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.choose.pareto import Choice, bound_line, choices, trades, useful_caps
+from megatron_pipemem.choose.pareto import ParetoPoint, bound_line, choices, trades, useful_caps
 from megatron_pipemem.cli.checks import check_layers, check_output, check_seconds, check_size
 from megatron_pipemem.cli.common import console, print_json, report_note
 from megatron_pipemem.cli.options import DEVICES, MICROBATCHES, Json, Prices, ScheduleModules, Yes, takes_group
@@ -128,7 +128,7 @@ def _parse_caps(text: str) -> list[float]:
     return caps
 
 
-def _name(choice: Choice) -> str:
+def _name(choice: ParetoPoint) -> str:
     barriers = choice.schedule.vocabulary_barriers
     chunks = choice.schedule.placement.num_chunks
     name = choice.schedule.name if choice.cap is None else f"{choice.schedule.name} {choice.cap:.4g}"
@@ -136,7 +136,7 @@ def _name(choice: Choice) -> str:
     return ", ".join([*parts, *([f"{barriers} barrier{'s' if barriers > 1 else ''}"] if barriers else [])])
 
 
-def _point(choice: Choice, work: float) -> picture.Point:
+def _point(choice: ParetoPoint, work: float) -> picture.Point:
     """Return a choice as a point, with the part of its makespan beyond ``work``."""
     return picture.Point(
         _name(choice),
@@ -148,7 +148,7 @@ def _point(choice: Choice, work: float) -> picture.Point:
     )
 
 
-def _facts(choice: Choice, in_bytes: bool) -> dict[str, object]:
+def _facts(choice: ParetoPoint, in_bytes: bool) -> dict[str, object]:
     return {
         "schedule": choice.schedule.name,
         "memory_cap": choice.cap,

@@ -8,9 +8,9 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from itertools import pairwise, takewhile
 
+from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.choose.model_cut import known_chunks
-from megatron_pipemem.choose.resolve import family_schedule
 from megatron_pipemem.config import hybrid
 from megatron_pipemem.config.refusals import CPU, SCHEDULES, flag_values, refuse, refuse_overlapped
 from megatron_pipemem.conflicts import check
@@ -160,7 +160,7 @@ def _check_cap(request: Request, shape: Shape) -> None:
     size = estimated(shape.num_devices, shape.num_microbatches, shape.chunks or 1, is_fitted(request.schedule))
     prompt = size.actions > 0 and size.seconds < _PROMPT_SECONDS
     if prompt and request.cap_in_units is not None and not any(others):
-        family_schedule(request, shape, Knowledge(prices_of(request.costs)[0]))
+        choose(request, shape, Knowledge(prices_of(request.costs)[0]))
 
 
 def _microbatches(flags: dict[str, str | bool], num_devices: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,20 +11,13 @@ from megatron.core import num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_pipemem.choose.knowledge import MEASURED, HostLink, Knowledge, MemoryDeltas, Shape
-from megatron_pipemem.choose.model_cut import placements_of, searched
-from megatron_pipemem.choose.one_by_one import forward_schedule
-from megatron_pipemem.choose.resolve import (
-    ChosenSchedule,
-    family_schedule,
-    resolve,
-    vocabulary_ways,
-    without_offload,
-)
+from megatron_pipemem.choose.choice import choose, vocabulary_ways
+from megatron_pipemem.choose.knowledge import MEASURED, Choice, HostLink, Knowledge, MemoryDeltas, Shape
+from megatron_pipemem.choose.model_cut import placements_of
+from megatron_pipemem.choose.searching import searched
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.features.vocabulary.megatron.build import cut_vocabulary, layout_of
 from megatron_pipemem.features.vocabulary.megatron.choice import choose_barriers
-from megatron_pipemem.features.vocabulary.orders import with_barriers
 from megatron_pipemem.launch.cut_flags import as_built
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero, is_first_rank, tell
 from megatron_pipemem.report.run import announcement
@@ -44,7 +36,7 @@ logger = logging.getLogger(__name__)
 _HOST_FILL = 0.8  # blocks of many sizes do not fill a pool
 
 
-def announce(plan: ChosenSchedule) -> None:
+def announce(plan: Choice) -> None:
     """Log what is about to run, once for the job."""
     if not is_first_rank():
         return
@@ -52,7 +44,7 @@ def announce(plan: ChosenSchedule) -> None:
         line = announcement(plan.timeline)
     except Exception as error:  # a line of the log ends no run
         line = f"{plan.schedule.name}, which cannot be simulated: {error}"
-    logger.info("%s: %s", plan.reason, line)
+    logger.info("%s: %s", plan.why, line)
 
 
 class Host(Protocol):
@@ -98,7 +90,7 @@ class Source:
         self.knowledge = Knowledge(costs or Costs(), priced_by, measures=True, ratio=ratio, cache=ResultCache())
         self._chosen: dict[tuple[int, int], Placement] = {}
         # What the choice of the placement or of the vocabulary has found already.
-        self._answers: dict[tuple[Placement, int, int], ChosenSchedule] = {}
+        self._answers: dict[tuple[Placement, int, int], Choice] = {}
 
     @property
     def name(self) -> str:
@@ -159,9 +151,7 @@ class Source:
             check_placement(placement)  # before the model is built
         return placement
 
-    def plan(
-        self, shape: Shape, reason: str, before: ChosenSchedule | None = None, minimum_gain: float = 0.0
-    ) -> ChosenSchedule:
+    def plan(self, shape: Shape, reason: str, before: Choice | None = None, minimum_gain: float = 0.0) -> Choice:
         """Return a schedule for training steps of this shape. Every rank of the job calls this at the same time.
 
         Args:
@@ -179,7 +169,7 @@ class Source:
         found = self._resolved(self.request, shape, known) if answer is None or counts else answer
         if counts:
             return found
-        found = replace(found, reason=reason)
+        found = replace(found, why=reason)
         # What ran before the bytes were known need not keep the cap.
         if before is None or (
             known.changes is not None and any(known.excess(self.request, before.schedule, found.costs))
@@ -187,10 +177,10 @@ class Source:
             return found
         if found.schedule != before.schedule:
             reason = f"{reason}; no schedule is that much faster"
-        kept = replace(found, schedule=before.schedule, reason=reason, notes=before.notes)
+        kept = replace(found, schedule=before.schedule, why=reason, notes=before.notes)
         return kept if found.timeline.makespan > kept.timeline.makespan * (1 - minimum_gain) else found
 
-    def priced(self, plan: ChosenSchedule) -> Costs:
+    def priced(self, plan: Choice) -> Costs:
         """Return the costs of a plan, with the memory that the run's cap is about, if it has one."""
         if self.request.memory_cap is None:
             return plan.costs
@@ -199,15 +189,9 @@ class Source:
 
     def forwards(self, shape: Shape) -> Schedule:
         """Return a schedule for evaluation steps of this shape."""
-        request, schedule = without_offload(self.request), None
-        if request.file is None and not request.searches:
-            # It may be for training alone, with as many microbatches as these; evaluation has other numbers.
-            with suppress(UnsupportedError):
-                schedule = family_schedule(request, shape, self.knowledge).forward_only()
-        if schedule is None:
-            placement = self.placement(shape.num_devices, shape.chunks)
-            schedule = forward_schedule(placement, shape.num_microbatches, f"{self.name} (forward only)")
-        return with_barriers(schedule, self.request.barriers, self.costs)
+        placement = self.placement(shape.num_devices, shape.chunks)
+        known = replace(self.knowledge, placement=placement)
+        return choose(self.request, shape._replace(forward_only=True), known).schedule
 
     def cut(
         self, chunks: list[torch.nn.Module], placement: Placement, pg_collection: ProcessGroupCollection | None
@@ -243,7 +227,7 @@ class Source:
         microbatches = microbatches_of_the_run() or 4 * placement.num_devices
         shape, known = Shape(placement.num_devices, chunks, microbatches), self._known(placement)
 
-        def resolved(request: Request) -> ChosenSchedule:
+        def resolved(request: Request) -> Choice:
             if known.lacks_bytes(request):  # nobody knows yet how much of it the cap will allow
                 return self._resolved(replace(request, memory_cap=None), shape, known)
             found = self._resolved(request, shape, known)
@@ -257,10 +241,10 @@ class Source:
         return {barriers: found.schedule for barriers, found in ways.items()}
 
     def _family_placement(self, num_devices: int, chunks: int | None) -> Placement:
-        request = without_offload(self.request)
+        request = self.request.without_offload().decided(0)
         fewest = family(self.name).fewest_microbatches(num_devices)
         try:
-            return family_schedule(request, Shape(num_devices, chunks, fewest), self.knowledge).placement
+            return choose(request, Shape(num_devices, chunks, fewest), self.knowledge).schedule.placement
         except UnsupportedError:
             if chunks is not None:  # which may be what is wrong, and the user knows them by Megatron's names
                 placements_of(self.name, request.options, num_devices, as_built(chunks))
@@ -291,7 +275,7 @@ class Source:
             return candidates[0]
         if self.request.in_bytes and known.changes is None and known.costs.memory is None:
             return candidates[0]  # a V: the same bytes on every device, so the most is made of a cap not yet known
-        request = self.request if self.request.chooses_offload else without_offload(self.request)
+        request = self.request if self.request.chooses_offload else self.request.without_offload()
         found = self._resolved(request, shape, known)
         placement = found.schedule.placement
         if request is self.request:
@@ -313,11 +297,11 @@ class Source:
             known = replace(known, links=host.links(placement.num_devices))
         return known
 
-    def _resolved(self, request: Request, shape: Shape, known: Knowledge) -> ChosenSchedule:
+    def _resolved(self, request: Request, shape: Shape, known: Knowledge) -> Choice:
         """As every rank would build it, or as rank 0 finds it: a search stops by the clock."""
         if not (request.searches or request.plans_offload):
-            return resolve(request, shape, known)
-        found = decided_by_rank_zero(lambda: resolve(request, shape, known).alone)
+            return choose(request, shape, known)
+        found = decided_by_rank_zero(lambda: choose(request, shape, known).alone)
         if request.searches and not self.needs_bytes:
             found = replace(found, schedule=replace(found.schedule, name=AUTO))
         return found

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
 
+from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.choose.resolve import resolve, without_offload
 from megatron_pipemem.config import hybrid, layout
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError, UnsupportedError
@@ -129,7 +129,7 @@ class _Scale:
         step = self._step(layers)
         if self._barriers:
             shape = Shape(self.placement.num_devices, None, self._order.num_microbatches)
-            whole = resolve(replace(self._request, file=self._order), shape, Knowledge(step.costs)).schedule
+            whole = choose(replace(self._request, file=self._order), shape, Knowledge(step.costs)).schedule
             timeline = simulate(whole, step.costs)
             seconds, peaks = timeline.makespan, timeline.peaks
         else:
@@ -262,7 +262,7 @@ def _checked_request(run: Run) -> Request:
             "missing-option",
             "a layout is weighed under one schedule; name it, and how the vocabulary is cut, in place of auto",
         )
-    request = replace(without_offload(request_of(run)), recompute="none")  # which the price of a layer knows
+    request = replace(request_of(run).without_offload(), recompute="none")  # which the price of a layer knows
     if request.file is None:
         known = family(request.schedule)
         if known.asynchronous or known.slices > 1:

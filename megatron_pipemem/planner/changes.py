@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 
+from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import ASSUMED_RATIO, Knowledge, Shape
-from megatron_pipemem.choose.resolve import resolve
 from megatron_pipemem.config import layout
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.features.vocabulary.orders import with_barriers
@@ -318,7 +318,7 @@ def _orders(case: Case) -> Iterator[tuple[str, Schedule, Costs, tuple[int, ...]]
                 cap = MemoryCap(case.own.peak, case.in_bytes)
                 request = Request(AUTO, cap, options={"seconds": case.search_seconds}).decided(barriers)
                 with suppress(PipememError):
-                    found = resolve(
+                    found = choose(
                         request, Shape(p, None, m), Knowledge(replace(costs, microbatch=None), placement=placement)
                     )
                     yield AUTO, found.schedule, costs, counts
@@ -363,7 +363,7 @@ def _offloads(case: Case, orders: list[tuple[Change, tuple[Schedule, Costs]]]) -
     request = Request(schedule.name, MemoryCap(case.own.peak, case.in_bytes), offload=AUTO, file=schedule)
     shape = Shape(schedule.num_devices, None, schedule.num_microbatches)
     with suppress(PipememError), doing(f"planning the offload of {schedule.name}"):
-        timeline = resolve(request, shape, Knowledge(costs)).timeline
+        timeline = choose(request, shape, Knowledge(costs)).timeline
         flags = f"{fastest.flags} --pipemem-offload auto --pipemem-memory-cap {case.cap}"
         note = "copies to the host and back are taken to last as long as computing with what is copied"
         yield Change(OFFLOAD, f"{fastest.what}, its excess on the host", flags, timeline.makespan, timeline.peak, note)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.choose.resolve import resolve, without_offload
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.conflicts import check
@@ -77,7 +77,7 @@ def schedule_of(run: Run, request: Request) -> Schedule:
     """Return the schedule that a run names, as it is before offload and vocabulary passes are added."""
     cut = run.parallelism
     shape = Shape(cut.pp, None, cut.microbatches)
-    return resolve(without_offload(request.decided(0)), shape, Knowledge()).schedule
+    return choose(request.decided(0).without_offload(), shape, Knowledge()).schedule
 
 
 def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, .
         step = (price if cut is run else sliced_step)(cut, placement, layers)
     if schedule is not None:
         shape = Shape(placement.num_devices, None, microbatches)
-        schedule = resolve(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
+        schedule = choose(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
         kept, host = peaks(schedule, step.costs), peaks(schedule, step.costs, host=True)
     else:
         kept, host = tuple(least_held(placement, microbatches, step.costs)), (0.0,) * placement.num_devices

@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.choose.resolve import resolve
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.refusals import refuse_asynchronous
 from megatron_pipemem.config.runs import Run
@@ -217,7 +217,7 @@ class _Planner:
                     }
                     request = Request(AUTO, MemoryCap(group.step.room(self._memory), True), options=options)
                     known = Knowledge(group.step.costs, placement=group.step.placement)
-                    found = resolve(request, Shape(p, None, m), known)
+                    found = choose(request, Shape(p, None, m), known)
             except PipememError as error:
                 logger.info("no order found: %s", error)
                 continue

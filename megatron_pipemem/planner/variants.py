@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.choose.resolve import resolve
 from megatron_pipemem.config.runs import Run, ScheduleChoice
 from megatron_pipemem.errors import MemoryCapError, UnsupportedError
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
@@ -103,7 +103,7 @@ def offloaded(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) ->
     request = Request(schedule.name, MemoryCap(room, True), offload=AUTO, file=schedule)
     shape = Shape(schedule.num_devices, None, schedule.num_microbatches)
     try:
-        return resolve(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
+        return choose(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
     except MemoryCapError as error:
         why = ", ".join(error.obstacles) or "what runs at the time"
         raise UnsupportedError("cap-unreachable", f"too much has to stay on a device ({why})") from error

@@ -16,9 +16,9 @@ import yaml
 from rich.console import Console
 
 from megatron_pipemem import Costs, search_schedule
+from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.choose.pareto import choices
-from megatron_pipemem.choose.resolve import resolve
 from megatron_pipemem.cli import app, check, pareto, plan, profile, progress, show, simulate
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
@@ -56,7 +56,7 @@ def what_is_told(monkeypatch, work) -> str:
             ("families; 2 searches to come", "memory cap 0.5, search 1 of 2, at most 0 s for all: ", "search 2 of 2"),
         ),
         (
-            lambda: resolve(OFFLOADING, Shape(2, None, 4), Knowledge(COSTS)),
+            lambda: choose(OFFLOADING, Shape(2, None, 4), Knowledge(COSTS)),
             ("orders left; no plan", "orders left; makespan", " times the cap, search 1 of "),
         ),
         (

@@ -14,9 +14,8 @@ pytest.importorskip("megatron.core")
 
 import torch
 
-from megatron_pipemem.choose import one_by_one
-from megatron_pipemem.choose.knowledge import ASSUMED_RATIO, Knowledge, Shape
-from megatron_pipemem.choose.resolve import ChosenSchedule
+from megatron_pipemem.choose import searching
+from megatron_pipemem.choose.knowledge import ASSUMED_RATIO, Choice, Knowledge, Shape
 from megatron_pipemem.conflicts import check
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.offload import megatron as offloading
@@ -59,7 +58,7 @@ def counted(num_stages: int) -> dict[Kind, tuple[int, ...]]:
 SELECTIVE = 70
 
 
-def plan_with_bytes(wanted: Source, shape: Shape) -> ChosenSchedule:
+def plan_with_bytes(wanted: Source, shape: Shape) -> Choice:
     """The plan that follows the steps which count bytes."""
     stages, shown = shape.num_devices * shape.chunks, []
     while wanted.needs_bytes:
@@ -196,7 +195,7 @@ def test_one_after_another_keeps_a_cap_that_takes_full_backwards():
     placement = Placement.linear(2)
     costs = Costs(memory={Kind.F: (1, 1), Kind.I: (1, 1), Kind.W: (-2, -2)})
     request = Request("auto", 1.0, offload="auto")
-    order = next(one_by_one.last_resort(request, [placement], 3, Knowledge(costs), costs))
+    order = next(searching._last_resort(request, [placement], 3, Knowledge(costs), costs))
     validate(order)
     assert max(peaks(order, costs)) == 1
     validate_program(lower(order))

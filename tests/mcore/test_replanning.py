@@ -93,11 +93,11 @@ def steps_until_news(run, trace=None, limit=3 * WINDOW):
 def test_costs_are_measured_after_a_warm_up_and_read_one_step_late():
     run = Run(Source(Request("zb-h1")))
     news, plan = run.step(Trace(forward=50.0))
-    assert news is None and plan.priced_by == "unit" and plan.reason == "start"
+    assert news is None and plan.priced_by == "unit" and plan.why == "start"
     step, news, plan = steps_until_news(run)
     assert step == FIRST_STEPS + 1 and news.reason == "costs measured" and news.minimum_gain == 0
     assert (plan.costs.forward, plan.costs.backward_input, plan.costs.backward_weight) == ((1.0,), (2.0,), (2.0,))
-    assert plan.priced_by == "measured" and plan.reason == "costs measured"
+    assert plan.priced_by == "measured" and plan.why == "costs measured"
     assert run.links_measured == 1
 
 
@@ -140,11 +140,11 @@ def test_every_number_of_microbatches_is_planned_anew_when_it_comes():
         return programs.compile(Shape(2, 1, m), forward_only=False, agree=lambda digest: None).plan
 
     first = [plan(4), plan(6)]
-    assert [p.reason for p in first] == ["start", "step of 6 microbatches"]
+    assert [p.why for p in first] == ["start", "step of 6 microbatches"]
     assert plan(4) is first[0]
     programs.renew(MeasurementUpdate("costs measured", Costs(3.0), None, 0.0))
-    assert [(p.reason, p.costs.forward) for p in (plan(6), plan(4))] == [("costs measured", 3.0)] * 2
-    assert plan(8).reason == "step of 8 microbatches"
+    assert [(p.why, p.costs.forward) for p in (plan(6), plan(4))] == [("costs measured", 3.0)] * 2
+    assert plan(8).why == "step of 8 microbatches"
 
 
 def test_bytes_of_replicas_that_differ_are_those_of_the_fullest():

@@ -14,8 +14,9 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from quantised import Quantised, eight_bits  # noqa: E402
 
+from megatron_pipemem.choose.choice import forward_schedule  # noqa: E402
 from megatron_pipemem.choose.knowledge import Shape  # noqa: E402
-from megatron_pipemem.choose.one_by_one import forward_schedule, serial_schedule  # noqa: E402
+from megatron_pipemem.choose.searching import serial_schedule  # noqa: E402
 from megatron_pipemem.config.refusals import REPLICAS  # noqa: E402
 from megatron_pipemem.conflicts import check_replicas  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402

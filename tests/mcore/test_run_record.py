@@ -15,8 +15,8 @@ pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
 import torch.distributed as dist  # noqa: E402
 
+from megatron_pipemem.choose.knowledge import Choice as Plan  # noqa: E402
 from megatron_pipemem.choose.knowledge import Shape  # noqa: E402
-from megatron_pipemem.choose.resolve import ChosenSchedule as Plan  # noqa: E402
 from megatron_pipemem.errors import OutputError, UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore import plugin  # noqa: E402
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes  # noqa: E402

@@ -13,9 +13,9 @@ pytest.importorskip("megatron.core")
 
 from asked_source import source_of
 
-from megatron_pipemem.choose import resolve as resolving
+from megatron_pipemem.choose import searching
 from megatron_pipemem.choose.knowledge import Shape
-from megatron_pipemem.choose.one_by_one import ONE_BY_ONE
+from megatron_pipemem.choose.searching import ONE_BY_ONE
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import CostsError, ScheduleError, ScheduleFormatError, UnsupportedError
 from megatron_pipemem.features.vocabulary.megatron import build
@@ -146,7 +146,7 @@ def test_a_search_keeps_to_the_placement_and_the_cap():
     plan = source.plan(Shape(4, 2, 8), "start")
     validate(plan.schedule, memory_cap=0.6)
     assert plan.timeline.makespan <= simulate(build_schedule("v-min", num_devices=4, num_microbatches=8)).makespan
-    assert plan.lower_bound <= plan.timeline.makespan and plan.search_seconds >= 0
+    assert plan.bound <= plan.timeline.makespan and plan.search_seconds >= 0
     other = source.plan(Shape(4, 2, 3), "step of 3 microbatches")
     assert other.schedule.num_microbatches == 3 and other.schedule.placement == plan.schedule.placement
 
@@ -257,7 +257,7 @@ def test_a_schedule_that_is_hardly_better_does_not_replace_the_one_that_runs():
     source.measured(Costs(2.0, 2.0, 2.0), None)
     kept = source.plan(shape, "drift", before, minimum_gain=0.01)
     assert kept.schedule is before.schedule and kept.costs.forward == 2.0 and kept.priced_by == "measured"
-    assert "drift" in kept.reason
+    assert "drift" in kept.why
     source.measured(Costs((9.0, *[1.0] * 7), 1.0, 1.0), None)
     assert source.plan(shape, "drift", before, minimum_gain=-9.0).schedule is not before.schedule
 
@@ -267,7 +267,7 @@ def test_a_family_that_fits_its_order_keeps_it_too():
     before = source.plan(Shape(4, 1, 8), "start")
     source.measured(Costs(3.0, 1.0, 1.0), None)
     kept = source.plan(Shape(4, 1, 8), "drift", before, minimum_gain=0.9)
-    assert kept.schedule is before.schedule and kept.costs.forward == 3.0 and "that much faster" in kept.reason
+    assert kept.schedule is before.schedule and kept.costs.forward == 3.0 and "that much faster" in kept.why
     assert source.plan(Shape(4, 1, 8), "drift", before, minimum_gain=-9.0).schedule != before.schedule
 
 
@@ -279,7 +279,7 @@ def test_one_microbatch_at_a_time_is_said_to_be_the_last_resort(fails, monkeypat
         before = build_schedule("gpipe", num_devices=2, num_microbatches=6)
         return SearchResult((Candidate(before, 1.0, (1.0, 1.0), 1.0, "gpipe"),), 1.0, 1.0, Costs())
 
-    monkeypatch.setattr(resolving, "search_schedule", search_schedule)
+    monkeypatch.setattr(searching, "search_schedule", search_schedule)
     source = auto("210B", placement="linear")
     source.measured(None, {kind: sizes[:2] for kind, sizes in CHANGES.items()})
     plan = source.plan(Shape(2, 1, 6), "bytes counted")

@@ -84,7 +84,7 @@ def test_every_chunk_reads_the_batches_in_the_order_of_its_forwards(schedule, ch
             assert batches == [WEIGHTS[order[action.microbatch]] for action in actions]
     plan = step.own_plan
     assert plan.costs.microbatch.time == tuple(WEIGHTS[each] for each in order)
-    assert plan.timeline.makespan < plan.arrival_makespan and plan.lower_bound <= plan.timeline.makespan
+    assert plan.timeline.makespan < plan.arrival_makespan and plan.bound <= plan.timeline.makespan
     assert step.plan.costs.microbatch is None, "the plan of the run is of equal microbatches"
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from random_schedules import random_schedules
 from refusals import refused
 
-from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.choose.resolve import ChosenSchedule, resolve
-from megatron_pipemem.choose.within_cap import UNIFORM
+from megatron_pipemem.choose.choice import choose
+from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
+from megatron_pipemem.choose.searching import UNIFORM
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.families.offload import uniform_repeating, with_prompt_weights
 from megatron_pipemem.features.offload import planner
@@ -285,11 +285,9 @@ def test_impossible_options_are_refused(name: str, options: dict[str, object]) -
 # -------------------------------------------------------------------------------------------------------- the search
 
 
-def search_offload(
-    p: int, m: int, costs: Costs, cap: float, recompute: str = "none", **options: object
-) -> ChosenSchedule:
+def search_offload(p: int, m: int, costs: Costs, cap: float, recompute: str = "none", **options: object) -> Choice:
     request = Request("auto", MemoryCap(cap, False), options=options, offload="auto", recompute=recompute)
-    return resolve(request, Shape(p, None, m), Knowledge(costs))
+    return choose(request, Shape(p, None, m), Knowledge(costs))
 
 
 def test_search_keeps_the_cap_and_beats_what_keeps_it_without() -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_schedules import placements
 
-from megatron_pipemem.choose.one_by_one import forward_schedule, serial_schedule
+from megatron_pipemem.choose.choice import forward_schedule
+from megatron_pipemem.choose.searching import serial_schedule
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.simulator import simulate

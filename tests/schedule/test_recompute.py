@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import random_schedules
 
+from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.choose.resolve import resolve
 from megatron_pipemem.features.offload.planning import plan_offload
 from megatron_pipemem.features.offload.transfers import OffloadPlan
 from megatron_pipemem.features.recompute.orders import (
@@ -34,7 +34,7 @@ def planned(schedule: Schedule, costs: Costs, cap: float | None = None) -> Offlo
 
 
 def chosen(name: str, costs: Costs, cap: float, **settings: object) -> OffloadPlan:
-    return resolve(Request(name, MemoryCap(cap, False), **settings), Shape(4, None, 8), Knowledge(costs)).offload
+    return choose(Request(name, MemoryCap(cap, False), **settings), Shape(4, None, 8), Knowledge(costs)).offload
 
 
 def early_recompute(plan: OffloadPlan) -> OffloadPlan:

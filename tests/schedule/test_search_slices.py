@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.choose.resolve import resolve
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Action, Kind
@@ -210,12 +210,12 @@ def test_no_family_undercuts_the_bound(data: st.DataObject) -> None:
 def test_auto_keeps_the_best_number_of_slices() -> None:
     """One microbatch on four devices: only slices overlap anything."""
     options = {"slices": "1,2,4", "placement": "linear", "seconds": 600, "effort": 0.2}
-    chosen = resolve(Request(AUTO, None, options=options), Shape(4, None, 1), Knowledge())
+    chosen = choose(Request(AUTO, None, options=options), Shape(4, None, 1), Knowledge())
     assert chosen.schedule.slices == 4
     validate(chosen.schedule)
     assert {each.schedule.slices for each in chosen.search.candidates} == {1, 2, 4}
     alone = {
-        n: resolve(Request(AUTO, None, options={**options, "slices": n}), Shape(4, None, 1), Knowledge())
+        n: choose(Request(AUTO, None, options={**options, "slices": n}), Shape(4, None, 1), Knowledge())
         for n in (1, 2, 4)
     }
     assert chosen.search.makespan == min(each.search.makespan for each in alone.values())
@@ -225,8 +225,8 @@ def test_auto_keeps_the_best_number_of_slices() -> None:
 def test_a_cap_that_only_slices_keep() -> None:
     options = {"slices": [1, 4], "placement": "linear", "seconds": 600, "effort": 0.2}
     cap = MemoryCap((0.6, 0.6, 0.3, 0.3), False)
-    chosen = resolve(Request(AUTO, cap, options=options), Shape(4, None, 6), Knowledge())
-    one = resolve(Request(AUTO, cap, options={**options, "slices": 1}), Shape(4, None, 6), Knowledge())
+    chosen = choose(Request(AUTO, cap, options=options), Shape(4, None, 6), Knowledge())
+    one = choose(Request(AUTO, cap, options={**options, "slices": 1}), Shape(4, None, 6), Knowledge())
     assert chosen.schedule.slices == 4
     assert chosen.search.makespan < one.search.makespan
     validate(chosen.schedule, memory_cap=cap.amount)
@@ -235,8 +235,8 @@ def test_a_cap_that_only_slices_keep() -> None:
 def test_auto_without_the_option_is_as_before() -> None:
     """And the option with one slice asks for the same."""
     shape, knowledge = Shape(4, None, 6), Knowledge(Costs(1, 1.3, 0.7))
-    plain = resolve(Request(AUTO, None, options={"seconds": 600, "effort": 0.2}), shape, knowledge)
-    one = resolve(Request(AUTO, None, options={"seconds": 600, "effort": 0.2, "slices": 1}), shape, knowledge)
+    plain = choose(Request(AUTO, None, options={"seconds": 600, "effort": 0.2}), shape, knowledge)
+    one = choose(Request(AUTO, None, options={"seconds": 600, "effort": 0.2, "slices": 1}), shape, knowledge)
     direct = search_schedule(
         num_devices=4,
         num_microbatches=6,
@@ -269,10 +269,10 @@ def test_what_slices_are_not_searched_with(asked: dict) -> None:
     options = {"slices": 2, **asked.options}
     rest = {key: value for key, value in vars(asked).items() if key != "options"}
     with pytest.raises(UnsupportedError, match="slices are searched for without|a period is searched for alone"):
-        resolve(Request(AUTO, None, options=options, **rest), Shape(2, None, 2), Knowledge())
+        choose(Request(AUTO, None, options=options, **rest), Shape(2, None, 2), Knowledge())
 
 
 def test_a_run_counts_no_bytes_of_slices() -> None:
     request = Request(AUTO, MemoryCap(2**30, True), options={"slices": 2})
     with pytest.raises(UnsupportedError, match="a run counts the bytes of whole microbatches"):
-        resolve(request, Shape(2, None, 2), Knowledge(measures=True))
+        choose(request, Shape(2, None, 2), Knowledge(measures=True))

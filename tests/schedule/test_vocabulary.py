@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
+from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.choose.resolve import resolve
 from megatron_pipemem.errors import CostsError, PipememError, ScheduleError, UnsupportedError
 from megatron_pipemem.features.vocabulary.choice import choose_vocabulary, head_on_last_stage, redistribute
 from megatron_pipemem.features.vocabulary.orders import families_with_passes, with_vocabulary
@@ -298,7 +298,7 @@ def searched(p, m, barriers, cap, costs=None, placement=None, known=None, **opti
     costs = costs or Costs()
     asked = None if cap is None else MemoryCap(cap, costs.memory is not None)
     knowledge = Knowledge(costs, placement=placement, with_passes=known)
-    return resolve(Request("auto", asked, options=options).decided(barriers), Shape(p, None, m), knowledge).search
+    return choose(Request("auto", asked, options=options).decided(barriers), Shape(p, None, m), knowledge).search
 
 
 @pytest.mark.parametrize(("cap", "barriers"), [(0.75, 1), (1.0, 1), (1.0, 2), (1.5, 2)])
@@ -315,7 +315,7 @@ def test_a_searched_schedule_keeps_the_cap_with_its_passes(cap, barriers):
 
 def test_one_after_another_keeps_a_cap_that_takes_full_backwards(monkeypatch):
     """I takes memory that W gives back, so a split backward holds more than the full one."""
-    monkeypatch.setattr("megatron_pipemem.choose.within_cap._ATTEMPTS", 1)
+    monkeypatch.setattr("megatron_pipemem.choose.searching._ATTEMPTS", 1)
     costs = Costs(memory={"F": (2.0, 2.0), "I": (2.0, 2.0), "W": (-4.0, -4.0)})
     result = searched(2, 4, 2, 4.0, costs, Placement.linear(2), known=(), seconds=0, effort=0)
     assert result.best.found_by == "one by one"

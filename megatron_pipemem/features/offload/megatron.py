@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.utils import set_ideal_affinity_for_current_gpu
 
-from megatron_pipemem.choose.resolve import ChosenSchedule
+from megatron_pipemem.choose.knowledge import Choice
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.offload.runtime import OffloadEngine
 from megatron_pipemem.features.offload.runtime.actions import OffloadActions
@@ -58,7 +58,7 @@ class Offloading(Extension):
         self.device = torch.device("cpu")
         self._budget: int | None = None
         self._engine: OffloadEngine | None = None
-        self._reserved_for: ChosenSchedule | None = None
+        self._reserved_for: Choice | None = None
         self._links: tuple[HostLink, ...] | None = None
         self._switches: tuple[tuple[int, ...], ...] | None = None
 

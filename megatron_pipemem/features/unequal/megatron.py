@@ -104,7 +104,7 @@ class UnequalMicrobatches(Extension):
             plan,
             schedule=found.schedule,
             costs=by_position,
-            lower_bound=found.bound,
+            bound=found.bound,
             arrival_makespan=found.arrival_makespan,
         )
         return Compiled(program, plan)

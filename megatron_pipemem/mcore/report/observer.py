@@ -12,8 +12,8 @@ from functools import partial
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.choose.resolve import ChosenSchedule, family_schedule
+from megatron_pipemem.choose.choice import choose
+from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
 from megatron_pipemem.mcore.model.linear import countable_linear
 from megatron_pipemem.mcore.model.stages import tensors_in, watch_batches
 from megatron_pipemem.mcore.model.weight_memory import count_weights
@@ -44,7 +44,7 @@ class StockObserver(Feature):
         self._known = Knowledge(costs, priced_by)
         self._observed: Observation | None = None
         self._last_stage = 0
-        self._plans: dict[tuple[str, Shape], ChosenSchedule] = {}
+        self._plans: dict[tuple[str, Shape], Choice] = {}
         # Megatron's backward step is not told its stage and microbatch, but it gets the forward's output object.
         self._forward_of: dict[int, Action] = {}
 
@@ -93,8 +93,8 @@ class StockObserver(Feature):
             shape = Shape(group.size(), len(chunks), num_microbatches, group_size)
             plan = self._plans.get((family, shape))
             if plan is None:
-                schedule = replace(family_schedule(Request(family), shape, self._known), name=STOCK)
-                plan = ChosenSchedule(schedule, self._known.costs, self._known.priced_by, "Megatron's own")
+                found = choose(Request(family), shape, self._known)
+                plan = replace(found, schedule=replace(found.schedule, name=STOCK), why="Megatron's own")
                 self._plans[family, shape] = plan
                 announce(plan)
             # What Megatron's loop variables keep alive depends on where the loop is, so its peak is counted, not foretold.

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_pipemem.choose.resolve import ChosenSchedule
+from megatron_pipemem.choose.knowledge import Choice
 from megatron_pipemem.errors import OutputError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero, gather, is_first_rank
@@ -72,7 +72,7 @@ class RunRecord:
     held: run_report.OfRank = field(default_factory=run_report.OfRank)
     overlap: Callable[[], run_report.Overlap] = run_report.Overlap
     _failures: dict[str, str] = field(default_factory=dict)
-    _plans: list[tuple[int, ChosenSchedule]] = field(default_factory=list)
+    _plans: list[tuple[int, Choice]] = field(default_factory=list)
     _program: Program | None = None
     _device: int = 0
     _changes: dict[bool, dict[Kind, list[int]]] = field(default_factory=lambda: {False: {}, True: {}})
@@ -91,8 +91,8 @@ class RunRecord:
     """every action of the last step that was counted, with what was held after it on the device and on the host"""
     _is_settled: bool = False
     _last: list[TracedAction] = field(default_factory=list)
-    _last_plan: ChosenSchedule | None = None
-    _unread: tuple[int, ChosenSchedule, Observation] | None = None
+    _last_plan: Choice | None = None
+    _unread: tuple[int, Choice, Observation] | None = None
     _layers: dict[int, int] = field(default_factory=dict)
     _begun: list[float] = field(default_factory=list)
     _together: bool = True
@@ -146,7 +146,7 @@ class RunRecord:
         return STEPS not in self._failures
 
     @property
-    def last_plan(self) -> ChosenSchedule | None:
+    def last_plan(self) -> Choice | None:
         """Plan of the last step whose times are known."""
         return self._last_plan
 
@@ -160,12 +160,12 @@ class RunRecord:
 
     def add_step(
         self,
-        plan: ChosenSchedule,
+        plan: Choice,
         program: Program,
         device: int,
         observed: Observation,
         foretell: bool = True,
-        own_plan: ChosenSchedule | None = None,
+        own_plan: Choice | None = None,
     ) -> None:
         """Note a finished training step. A step without a ledger held what the last one held.
 
@@ -282,7 +282,7 @@ class RunRecord:
                 logger.info("%s", line)
 
     def _last_step(
-        self, pipeline: list[run_report.Summary], plan: ChosenSchedule, memory: dict[Kind, list[int]]
+        self, pipeline: list[run_report.Summary], plan: Choice, memory: dict[Kind, list[int]]
     ) -> dict | None:
         """Return the last step as it ran on the pipeline of rank 0."""
         layers = {stage: count for each in pipeline for stage, count in each.layers.items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from megatron_pipemem.choose.resolve import ChosenSchedule
+from megatron_pipemem.choose.knowledge import Choice
 from megatron_pipemem.features.offload.runtime import OffloadStatistics
 from megatron_pipemem.features.offload.runtime.channel import Direction
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes, predict_weights
@@ -20,7 +20,7 @@ from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
 from megatron_pipemem.schedule.baseline import counted_bytes_of_1f1b
 from megatron_pipemem.schedule.simulator import Measured, Timeline, count_messages
 
-Plans = Sequence[tuple[int, ChosenSchedule]]
+Plans = Sequence[tuple[int, Choice]]
 """The step that each plan was first run in, and the plan."""
 
 
@@ -34,7 +34,7 @@ class RecordedStep:
         work: seconds of this rank's actions.
         peak: the most bytes of activations that it held.
         planned: makespan of its plan.
-        arrival: of the same microbatches in arrival order, see ``ChosenSchedule.arrival_makespan``.
+        arrival: of the same microbatches in arrival order, see ``Choice.arrival_makespan``.
         offload: what it moved; ``None`` for nothing.
     """
 
@@ -181,7 +181,7 @@ def report_of(ranks: Sequence[Summary], timelines: Path | None) -> dict:
 
 def measured(
     steps: Sequence[RecordedStep],
-    plan: ChosenSchedule,
+    plan: Choice,
     device: int,
     held: OfRank,
     weights: WeightBytes,
@@ -244,7 +244,7 @@ def described(number: int, plans: Plans, steps: Sequence[RecordedStep], shared: 
     makespan, arrival = (_median([each[i] for each in typical(planned)]) for i in range(2))
     return {
         "step": first,
-        "reason": plan.reason,
+        "reason": plan.why,
         "schedule": schedule.name,
         "placement": schedule.placement.name,
         "devices": schedule.num_devices,
@@ -257,7 +257,7 @@ def described(number: int, plans: Plans, steps: Sequence[RecordedStep], shared: 
         "planned_makespan": makespan,
         "arrival_makespan": arrival,
         "measured_makespan": _median(typical(own)),
-        "lower_bound": plan.lower_bound,
+        "lower_bound": plan.bound,
         "search_seconds": plan.search_seconds,
         "notes": plan.notes,
     }
@@ -285,9 +285,7 @@ def memory_of(pipeline: Sequence[Summary]) -> dict[Kind, list[int]]:
     return found
 
 
-def bytes_of_1f1b(
-    pipeline: Sequence[Summary], plan: ChosenSchedule, memory: Mapping[Kind, Sequence[int]]
-) -> int | None:
+def bytes_of_1f1b(pipeline: Sequence[Summary], plan: Choice, memory: Mapping[Kind, Sequence[int]]) -> int | None:
     """Return the peak that 1F1B would have of the model of a run; ``None`` if it is not known.
 
     Args:
@@ -302,9 +300,7 @@ def bytes_of_1f1b(
     return counted_bytes_of_1f1b(plan.schedule, memory, peak, counts)
 
 
-def last_step(
-    pipeline: Sequence[Summary], plan: ChosenSchedule, bubble: float | None, bytes_of_1f1b: int | None
-) -> Timeline:
+def last_step(pipeline: Sequence[Summary], plan: Choice, bubble: float | None, bytes_of_1f1b: int | None) -> Timeline:
     """Return the last step of a pipeline as it ran, with the bytes that were counted.
 
     Args:
@@ -353,7 +349,7 @@ def _offload_summary(steps: list[OffloadStatistics | None]) -> dict:
     }
 
 
-def _costs(plan: ChosenSchedule) -> dict:
+def _costs(plan: Choice) -> dict:
     """Return one value per stage, of all slices of a microbatch; the time of a message between every two neighbours."""
     placement, slices = plan.schedule.placement, plan.schedule.slices
     seconds = plan.costs.seconds(placement, slices)

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron_pipemem.choose.resolve import ChosenSchedule
+from megatron_pipemem.choose.knowledge import Choice
 from megatron_pipemem.config.refusals import OVERLAPPED, REORDERED, SCHEDULES, VOCABULARY
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.mcore.refusals import check_config, check_model, check_sharing
@@ -74,7 +74,7 @@ def iteration_seconds(begun: Sequence[float]) -> float | None:
 
 def last_step(
     pipeline: Sequence[Sequence[TracedAction]],
-    plan: ChosenSchedule,
+    plan: Choice,
     layers: Mapping[int, int],
     memory: Mapping[Kind, Sequence[int]],
     more: Mapping[str, object],

@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_pipemem.choose.knowledge import Shape
-from megatron_pipemem.choose.resolve import ChosenSchedule
+from megatron_pipemem.choose.knowledge import Choice, Shape
 from megatron_pipemem.features.offload.runtime import OffloadStatistics
 from megatron_pipemem.mcore.model.stages import ActivationCounter, ChunkStage, StepContext
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
@@ -84,9 +83,9 @@ class Step:
     launches: LaunchOrders
 
     program: Program = field(init=False)
-    plan: ChosenSchedule | None = field(init=False)
+    plan: Choice | None = field(init=False)
     """what the program was planned as; evaluation has none"""
-    own_plan: ChosenSchedule | None = None
+    own_plan: Choice | None = None
     """of this step alone, where it was planned for its own microbatches; ``plan`` is then what it began with"""
 
     # What extensions say before anything runs.
@@ -120,7 +119,7 @@ class Step:
     executor: Executor = field(init=False)
 
     @property
-    def planned(self) -> ChosenSchedule:
+    def planned(self) -> Choice:
         """The plan, of a step that trains."""
         assert self.plan is not None, "evaluation has no plan"
         return self.plan

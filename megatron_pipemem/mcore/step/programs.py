@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_pipemem.choose.knowledge import MemoryDeltas, Shape
-from megatron_pipemem.choose.resolve import ChosenSchedule
+from megatron_pipemem.choose.knowledge import Choice, MemoryDeltas, Shape
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.mcore.agreement import gather, is_first_rank
 from megatron_pipemem.mcore.source import Source, announce
@@ -51,7 +50,7 @@ class Compiled(NamedTuple):
     """
 
     program: Program
-    plan: ChosenSchedule | None
+    plan: Choice | None
     in_one_queue: Program | None = None
 
     def order(self, single_queue: bool) -> Program:
@@ -193,7 +192,7 @@ class ProgramCache:
             logger.warning("could not plan again (%s): %s; the schedule stays", update.reason, message)
         return before
 
-    def _compiled(self, schedule: Schedule, plan: ChosenSchedule | None) -> Compiled:
+    def _compiled(self, schedule: Schedule, plan: Choice | None) -> Compiled:
         costs = self._source.costs if plan is None else plan.costs
         program, *others = (self._proved(schedule, costs, single_queue) for single_queue in self.queues)
         return Compiled(program, plan, *others)

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from megatron_pipemem.choose.knowledge import Shape
-from megatron_pipemem.choose.resolve import ChosenSchedule
+from megatron_pipemem.choose.knowledge import Choice, Shape
 from megatron_pipemem.config.refusals import asynchronous
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.asynchronous.megatron.checkpoint import SavedVersions, load, save
@@ -81,7 +80,7 @@ class _Stream:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowPlan(ChosenSchedule):
+class WindowPlan(Choice):
     """A plan for the calls that stand at one moment of the stream."""
 
     window: windows.Window

@@ -1,0 +1,161 @@
+"""Choose the schedule for a request: the one way from what a user asks to what runs.
+
+A run asks here on its rank 0, again whenever it has measured more; the command line and the planner ask the same way. What
+searches for orders is imported when a request wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
+from megatron_pipemem.conflicts import check_conflicts
+from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule, family
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.schedule_file import check_devices_of_file, check_microbatches_of_file
+from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.schedule.vocabulary import BARRIERS
+
+
+def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
+    """Return the schedule for a request: proved, and within its memory cap as far as bytes are known.
+
+    Where ``knowledge`` lacks bytes that a run will count, the schedule is the one for counting them: one microbatch after
+    another, which holds least.
+
+    Raises:
+        UnsupportedError: there is no such schedule, or none keeps the cap; the message names the least that would do.
+        ScheduleError: a family has built what must not run.
+        CostsError: the costs do not fit the schedule's placement.
+    """
+    check_conflicts(request)
+    if max(request.slice_counts) > 1 and request.in_bytes and (knowledge.measures or knowledge.changes is not None):
+        raise UnsupportedError(
+            "unit-mismatch",
+            "a run counts the bytes of whole microbatches, not of slices; give the memory cap in activation units, or drop the "
+            "option slices",
+        )
+    if shape.forward_only:
+        chosen = _forwards(request, shape, knowledge)
+    elif request.searches or request.plans_offload or knowledge.lacks_bytes(request):
+        chosen = _searched(request, shape, knowledge)
+    else:
+        chosen = _built(request, shape, knowledge)
+    return replace(chosen, priced_by=knowledge.priced_by)
+
+
+def vocabulary_ways(
+    request: Request, chosen: Callable[[Request], Choice], refused: Callable[[int, PipememError], None]
+) -> dict[int, Choice]:
+    """Return the choices without vocabulary passes (0) and with those of 1 or 2 barriers, by their number.
+
+    ``refused`` is told of a number of barriers that cannot be, and why.
+
+    Raises:
+        PipememError: there is no schedule without passes.
+    """
+    ways = {0: chosen(request.decided(0))}
+    for barriers in BARRIERS:
+        try:
+            ways[barriers] = chosen(request.decided(barriers))
+        except (ScheduleError, UnsupportedError) as error:
+            refused(barriers, error)
+    return ways
+
+
+def with_barriers(schedule: Schedule, barriers: int, costs: Costs) -> Schedule:
+    """Return the schedule with the passes of a vocabulary that is cut with so many barriers; 0 for a whole one."""
+    if not barriers:
+        return schedule
+    from megatron_pipemem.features.vocabulary import orders
+
+    return orders.with_barriers(schedule, barriers, costs)
+
+
+def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
+    from megatron_pipemem.choose import searching  # loads the search, and the planning of copies
+
+    if knowledge.lacks_bytes(request):
+        return searching.counting(request, shape.num_microbatches, knowledge)
+    if request.chooses_offload:
+        return searching.with_chosen_offload(request, shape, knowledge)
+    if request.plans_offload:
+        base = choose(request.without_offload(), shape, knowledge)
+        return searching.with_planned_offload(base.schedule, request, knowledge)
+    return searching.fastest(request, shape, knowledge)
+
+
+def _built(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
+    if request.file is not None:
+        check_devices_of_file(request.file, shape.num_devices)
+        check_microbatches_of_file(request.file, shape.num_microbatches)
+    alone = request.file or _of_family(request, shape, knowledge)
+    schedule = with_barriers(alone, request.barriers, knowledge.costs)
+    if schedule is not request.file:  # which was proved when it was read
+        counted = knowledge.counted_costs(schedule.placement, request.in_bytes)
+        cap = None if request.memory_cap is None else request.memory_cap.amount
+        validate(schedule, counted, cap, microbatch_order=request.file is None)
+    return Choice(schedule, knowledge.costs)
+
+
+def _of_family(request: Request, shape: Shape, knowledge: Knowledge) -> Schedule:
+    """Build a family's schedule for a model with as many chunks per rank as ``shape`` says."""
+    options, accepted = dict(request.options), family(request.schedule).options
+    # Megatron's default, and ours, which copes better with an odd last group.
+    group_size = None if shape.group_size == shape.num_devices else shape.group_size
+    # Only where the user left them to us: Megatron's own flags then say how the model is cut.
+    for option, value in (("chunks", shape.chunks), ("group_size", group_size)):
+        if option in accepted and value is not None:
+            options.setdefault(option, value)
+    return build_schedule(
+        request.schedule,
+        num_devices=shape.num_devices,
+        num_microbatches=shape.num_microbatches,
+        memory_cap=request.cap_in_units,
+        costs=knowledge.costs,
+        **options,
+    )
+
+
+def _forwards(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
+    """Return the forwards of an evaluation step, in the family's order if it builds steps of so many microbatches."""
+    bare, schedule = request.without_offload(), None
+    if bare.family is not None:
+        # It may be for training alone, with as many microbatches as these; evaluation has other numbers.
+        with suppress(UnsupportedError):
+            schedule = _of_family(bare, shape, knowledge).forward_only()
+    if schedule is None:
+        assert knowledge.placement is not None, "the model has been built"
+        name = f"{request.schedule} (forward only)"
+        schedule = forward_schedule(knowledge.placement, shape.num_microbatches, name)
+    return Choice(with_barriers(schedule, request.barriers, knowledge.costs), knowledge.costs)
+
+
+def forward_schedule(placement: Placement, num_microbatches: int, name: str = "forward only") -> Schedule:
+    """Return forwards alone: with equal passes, a device runs the deepest stage whose input has come.
+
+    Replicas of the model take the microbatches in turn.
+    """
+    replicas, shares = placement.replicas, [0] * placement.replicas
+    for microbatch in range(num_microbatches):
+        shares[microbatch % replicas] += 1
+    done = [0] * placement.num_stages
+    orders: list[list[Action]] = [[] for _ in placement.stages]
+    while sum(done) < num_microbatches * placement.model_stages:
+        before = tuple(done)
+        for device, stages in enumerate(placement.stages):
+            for stage in sorted(stages, key=lambda stage: -(stage % placement.model_stages)):
+                replica, previous = placement.replica_of(stage), placement.previous_stage(stage)
+                arrived = shares[replica] if previous is None else before[previous]
+                if before[stage] < arrived:
+                    orders[device].append(Action(Kind.F, stage, before[stage] * replicas + replica))
+                    done[stage] += 1
+                    break
+    return Schedule(name, placement, num_microbatches, tuple(map(tuple, orders)))

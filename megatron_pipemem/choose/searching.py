@@ -1,0 +1,467 @@
+"""Search for the schedule of a request: the fastest order within a memory cap, with what leaves the device or runs again.
+
+Every search ends in the one loop that tightens a cap (`tightened`). Steps of one microbatch after another are for counting
+bytes, and the last resort for a cap.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+
+from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
+from megatron_pipemem.errors import MemoryCapError, PipememError, UnsupportedError
+from megatron_pipemem.families.offload import uniform_repeating, with_prompt_weights
+from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.offload.transfers import OffloadPlan
+from megatron_pipemem.features.recompute.orders import in_words, recompute_plans, with_early_recompute, with_recompute
+from megatron_pipemem.features.vocabulary.orders import families_with_passes, with_barriers
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.display import doing, tell
+from megatron_pipemem.schedule.memory_cap import MemoryCap
+from megatron_pipemem.schedule.options import OFF, SEARCH_SECONDS, searched_placements
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import synchronous_schedules
+from megatron_pipemem.schedule.schedule import Order, Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.search import MAX_CHUNKS, Candidate, SearchResult, search_schedule
+from megatron_pipemem.search.problem import better_full
+from megatron_pipemem.search.result import fastest_first
+from megatron_pipemem.search.search import fitting, usual_placements
+
+logger = logging.getLogger(__name__)
+
+ONE_BY_ONE = "one microbatch at a time, because nothing else was found to keep the cap"
+COUNTING = "one microbatch at a time, to count bytes"
+UNIFORM = "uniform repeating"
+
+_HIGHER = (1.0, 2.0, 4.0)
+"""Times the cap, what orders may hold that are searched for: what exceeds the cap is to leave the device."""
+_ATTEMPTS = 4
+
+
+def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
+    """Return the fastest schedule of any order that keeps the cap, its vocabulary passes and messages included.
+
+    Both come on top of what a search counts, so what it finds may exceed the cap with them. Every family with its passes is
+    considered first, whatever the time.
+    """
+    devices, microbatches, options = shape.num_devices, shape.num_microbatches, request.options
+    placements = searched(request, shape, knowledge)
+    costs = knowledge.counted_costs(placements[0], request.in_bytes)
+    caps = request.caps(devices)
+    tries = _times_to_look(request, knowledge)
+    search = _search(request, shape, knowledge, costs, placements, effort=1.0)
+    best: dict[tuple[Placement, int], Candidate] = {}
+    results: list[SearchResult] = []
+
+    def consider(found: Candidate) -> Sequence[float]:
+        """Keep it, if nothing is faster within the cap; by how much it exceeds that."""
+        schedule = with_barriers(found.schedule, request.barriers, costs)
+        if not request.searches_period and (request.barriers or tries > 1):
+            found = _candidate(schedule, costs, caps if not request.barriers else None, found.found_by)
+        over = knowledge.excess(request, schedule, costs)
+        if not any(over):
+            which = schedule.placement, schedule.slices
+            best[which] = min(best.get(which, found), found, key=lambda each: each.makespan)
+        return over
+
+    def find(caps: Sequence[float] | None) -> tuple[SearchResult, Sequence[float]]:
+        seconds = options.get("seconds", SEARCH_SECONDS) / tries
+        results.append(result := search(memory_cap=caps, seconds=seconds))
+        return result, [max(each) for each in zip(*map(consider, result.candidates), strict=True)]
+
+    if request.barriers:
+        known: Sequence[Schedule] | None = knowledge.with_passes
+        if known is None:
+            chunks = max(placement.num_chunks for placement in placements)
+            known = families_with_passes(devices, microbatches, costs, request.barriers, chunks)
+        for schedule in known:
+            if schedule.placement in placements:
+                consider(_candidate(schedule, costs, None, schedule.name))
+    why = "what was found exceeds it"
+    try:
+        tightened(caps, find, tries)
+    except UnsupportedError as error:
+        if request.memory_cap is None or max(request.slice_counts) > 1:
+            raise
+        why = str(error)
+    notes = ""
+    if not best:
+        notes = ONE_BY_ONE
+        for one_by_one in _last_resort(request, placements, microbatches, knowledge, costs):
+            best[one_by_one.placement, 1] = _candidate(one_by_one, costs, None, "one by one")
+        logger.warning("memory cap of %s: %s (%s)", request.memory_cap, ONE_BY_ONE, why)
+    candidates = fastest_first(best.values())
+    bound = min(each.lower_bound for each in candidates)
+    if results and not request.barriers:
+        bound = min(bound, results[0].lower_bound)
+    seconds = sum(each.seconds for each in results)
+    result = SearchResult(candidates, bound, seconds, costs)
+    bound = result.best.lower_bound
+    return Choice(result.schedule, costs, bound=bound, search_seconds=seconds, notes=notes, search=result)
+
+
+def with_planned_offload(base: Schedule, request: Request, knowledge: Knowledge) -> Choice:
+    """Return a schedule within the cap by what of it is recomputed, and by round trips of its activations."""
+    costs = knowledge.offload_costs(request, base.placement)
+    plans = Plans(request, knowledge, costs)
+    plans.add(base.name, base)
+    best, _ = plans.fastest()
+    validate(best.schedule, costs, host_budget=knowledge.host_budget, microbatch_order=request.file is None)
+    return Choice(best.schedule, costs, notes=in_words(best), offload=best)
+
+
+def with_chosen_offload(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
+    """Return the fastest plan of any order that keeps the cap.
+
+    Orders are those of all families and uniform repeating. All that could win are planned for, whatever the time, unless fewer
+    seconds than the default are given: then the fastest of them are, as long as there is time. Then, as long as there is time,
+    families over a V with fewer W waiting, and those of searches under higher caps.
+    """
+    started, p, m = time.perf_counter(), shape.num_devices, shape.num_microbatches
+    placements = searched(request, shape, knowledge)
+    costs = knowledge.offload_costs(request, placements[0])
+    plans, allowed = Plans(request, knowledge, costs), request.options.get("seconds", SEARCH_SECONDS)
+    deadline = started + allowed
+    families = [schedule for schedule in synchronous_schedules(p, m, costs) if schedule.placement in placements]
+    plans.add_all(_known_orders(families, m, placements), math.inf if allowed >= SEARCH_SECONDS else deadline)
+    higher = _under_higher_caps(request, shape, knowledge, costs, placements, deadline)
+    plans.add_all(chain(_prompt_orders(families, costs), higher), deadline)
+    seconds = time.perf_counter() - started
+    if not plans.kept:
+        with suppress(UnsupportedError):
+            one_by_one = next(_last_resort(request, placements, m, knowledge, costs))
+            logger.warning("memory cap of %s: %s", request.memory_cap, ONE_BY_ONE)
+            return Choice(one_by_one, costs, search_seconds=seconds, notes=ONE_BY_ONE)
+    best, found_by = plans.fastest()
+    validate(best.schedule, costs, host_budget=knowledge.host_budget)
+    # What is away takes no memory, so bounds are those without a cap.
+    fastest = {}
+    for plan, how in sorted(plans.kept, key=lambda each: each[0].makespan):
+        placement = plan.schedule.placement
+        if placement not in fastest:
+            bound = lower_bound(placement, m, costs)
+            fastest[placement] = Candidate(plan.schedule, plan.makespan, plan.peaks, bound, how)
+    bound = min(each.lower_bound for each in fastest.values())
+    result = SearchResult(tuple(fastest.values()), bound, seconds, costs)
+    notes = f"{found_by}: {in_words(best)}"
+    return Choice(best.schedule, costs, search_seconds=seconds, notes=notes, search=result, offload=best)
+
+
+def _under_higher_caps(
+    request: Request,
+    shape: Shape,
+    knowledge: Knowledge,
+    costs: Costs,
+    placements: Sequence[Placement],
+    deadline: float,
+) -> Iterator[tuple[str, Schedule]]:
+    """Yield orders that are found in half of the time that is left, under caps that what leaves the device may exceed."""
+    search = _search(request, shape, knowledge, costs, placements, effort=0.3)
+    for number, factor in enumerate(_HIGHER):
+        left = (deadline - time.perf_counter()) / 2 / (len(_HIGHER) - number)
+        if left <= 0:
+            return
+        try:
+            with doing(f"orders under {factor:g} times the cap, search {number + 1} of {len(_HIGHER)}"):
+                caps = request.caps(shape.num_devices)
+                assert caps is not None, "without a cap nothing is planned within one"
+                found = search(memory_cap=[cap * factor for cap in caps], seconds=left)
+        except PipememError:
+            continue
+        for candidate in found.candidates:
+            yield f"search under {factor:g} times the cap", candidate.schedule
+
+
+def _search(
+    request: Request, shape: Shape, knowledge: Knowledge, costs: Costs, placements: Sequence[Placement], effort: float
+) -> Callable[..., SearchResult]:
+    """Return the search that takes what is left: caps and seconds."""
+    return partial(
+        search_schedule,
+        num_devices=shape.num_devices,
+        num_microbatches=shape.num_microbatches,
+        costs=replace(costs, channel=None),  # of no use to it, and results kept before are found again
+        placements=placements,
+        effort=request.options.get("effort", effort),
+        seed=request.options.get("seed", 0),
+        period=request.searches_period,
+        slices=request.slice_counts,
+        cache=knowledge.cache,
+    )
+
+
+def _candidate(schedule: Schedule, costs: Costs, caps: Sequence[float] | None, found_by: str) -> Candidate:
+    timeline = simulate(schedule, costs)
+    bound = lower_bound(schedule.placement, schedule.num_microbatches, costs, caps, slices=schedule.slices)
+    return Candidate(schedule, timeline.makespan, timeline.peaks, max(bound, timeline.ideal), found_by)
+
+
+def searched(request: Request, shape: Shape, knowledge: Knowledge) -> tuple[Placement, ...]:
+    """Return the placements among which a search chooses: that of the model once there is one, else those that the request and
+    the model's number of chunks leave open.
+
+    Raises:
+        UnsupportedError: the options of the search do not go together.
+        CostsError: costs per stage are for none of them.
+    """
+    if knowledge.placement is not None:
+        return (knowledge.placement,)
+    devices, options = shape.num_devices, request.options
+    if "max_chunks" in options:
+        return usual_placements(devices, options["max_chunks"], knowledge.costs, request.slice_counts)
+    kind = options.get("placement")
+    chunks = options.get("chunks") if shape.chunks is None else shape.chunks
+    if kind is None and chunks is None:  # two, unless costs per stage say otherwise
+        chunks = usual_placements(devices, MAX_CHUNKS, knowledge.costs, request.slice_counts)[0].num_chunks
+    return fitting(searched_placements(devices, kind, chunks), knowledge.costs, request.slice_counts)
+
+
+def _known_orders(
+    families: Iterable[Schedule], num_microbatches: int, placements: Sequence[Placement]
+) -> Iterator[tuple[str, Schedule]]:
+    """Yield the orders of these families, and those of uniform repeating in these placements, by name."""
+    p, m = placements[0].num_devices, num_microbatches
+    found = [(schedule.name, schedule) for schedule in families]
+    found += [(f"{UNIFORM}, {v} chunks", uniform_repeating(p, m, v)) for v in {each.num_chunks for each in placements}]
+    found.append((f"{UNIFORM} over a V", uniform_repeating(p, m, 2, "v")))
+    return ((name, schedule) for name, schedule in found if schedule.placement in placements)
+
+
+def _prompt_orders(families: Iterable[Schedule], costs: Costs) -> Iterator[tuple[str, Schedule]]:
+    """Yield the orders of those of the families that are over a V with fewer W waiting, by name."""
+    for schedule in families:
+        if schedule.placement.name == "v":
+            for most, prompt in enumerate(with_prompt_weights(schedule, costs)):
+                yield f"{schedule.name}, at most {most} W waiting", prompt
+
+
+def _times_to_look(request: Request, knowledge: Knowledge) -> int:
+    """Return how often to look for something within a cap: several times where what is found grows afterwards, by messages
+    whose bytes are known, or by vocabulary passes.
+    """
+    grows = request.barriers or (request.in_bytes and knowledge.changes is not None)
+    return _ATTEMPTS if grows and request.memory_cap is not None else 1
+
+
+def tightened[T](
+    caps: Sequence[float] | None,
+    find: Callable[[Sequence[float] | None], tuple[T, Sequence[float]]],
+    attempts: int,
+    margin: float = 0.0,
+) -> tuple[T, Sequence[float]]:
+    """Return what is found within the caps, one per device; as long as that exceeds them after all, within caps lowered by as
+    much and ``margin`` more.
+
+    ``find`` finds something within caps, as far as it can count, and returns by how much every device really exceeds the caps
+    that are asked for.
+    """
+    found, over = find(caps)
+    for _ in range(attempts - 1):
+        if not any(over):
+            break
+        assert caps is not None, "nothing exceeds no caps"
+        caps = tuple(cap - more - margin if more else cap for cap, more in zip(caps, over, strict=True))
+        if min(caps) <= 0:
+            break
+        try:
+            found, over = find(caps)
+        except UnsupportedError:  # nothing is within the lower caps
+            break
+    return found, over
+
+
+class Plans:
+    """Plan what is recomputed and what makes round trips, for one order after another. Keep the plans within the cap."""
+
+    def __init__(self, request: Request, knowledge: Knowledge, costs: Costs) -> None:
+        self._request, self._knowledge, self._costs = request, knowledge, costs
+        self._attempts = _times_to_look(request, knowledge)
+        self._known: set[tuple] = set()
+        self.kept: list[tuple[OffloadPlan, str]] = []
+        """Those that keep the cap, and how their orders came about."""
+        self._missed: list[tuple[float, OffloadPlan]] = []
+
+    def add(self, name: str, order: Schedule, slow_down: bool = True) -> bool:
+        """Plan for an order with as little recomputed as is asked for, and with ever more where that keeps no cap for free.
+
+        With ``slow_down`` the steady state may become slower where only that keeps the cap. Return whether some plan keeps it.
+        """
+        before = len(self.kept)
+        within_cap = partial(self._within_cap, slow_down)
+        for plan, over in recompute_plans(order, self._costs, self._request.recompute, within_cap, self._needy):
+            if any(over):
+                self._missed.append((max(over), plan))
+                continue
+            self.kept.append((with_early_recompute(plan, lambda tried: not any(self._over(tried))), name))
+            if plan.delay == 0:
+                break
+        return len(self.kept) > before
+
+    def add_all(self, orders: Iterable[tuple[str, Schedule]], deadline: float) -> None:
+        """Plan for those of these orders, by name, that can win, until the deadline once something keeps the cap."""
+        new: list[tuple[float, str, Schedule]] = []
+        for name, order in orders:
+            known = (order.placement.devices, order.orders)
+            if known not in self._known:
+                self._known.add(known)
+                new.append((simulate(order, self._costs).makespan, name, order))
+        # Uniform repeating reaches the lowest peaks: what it takes says which of the others are worth a try.
+        new.sort(key=lambda each: (not each[1].startswith(UNIFORM), each[0]))
+        for slow_down in (False, True):
+            over = []
+            for number, (makespan, name, order) in enumerate(new):
+                tell(lambda: f"planning copies, {len(new) - number} orders left; {self._state(deadline)}")  # noqa: B023
+                if self.kept and time.perf_counter() > deadline:
+                    return
+                # Nothing makes an order faster than it is.
+                if makespan < self._fastest and not self.add(name, order, slow_down):
+                    over.append((makespan, name, order))
+            new = over
+
+    def fastest(self) -> tuple[OffloadPlan, str]:
+        """Return the fastest plan that keeps the cap, and how its order came about.
+
+        Raises:
+            MemoryCapError: none keeps it.
+            UnsupportedError: no order was there to plan for.
+        """
+        if not (self.kept or self._missed):
+            raise UnsupportedError(
+                "cap-unreachable", "no schedule of these placements is known for these costs; give other placements"
+            )
+        if not self.kept:
+            raise self._refusal()
+        return min(self.kept, key=lambda each: (each[0].makespan, len(each[0].offloaded)))
+
+    def _refusal(self) -> MemoryCapError:
+        _, plan = min(self._missed, key=lambda each: each[0])
+        request = self._request
+        least = MemoryCap(max(self._knowledge.held(plan.schedule, self._costs)), request.in_bytes)
+        why = f"; what stays: {plan.binds}" if plan.binds else ""
+        return MemoryCapError(
+            "cap-unreachable",
+            f"no plan of {request.schedule} with offload {request.offload} and recompute {request.recompute} keeps a memory "
+            f"cap of {request.memory_cap}: the least found is {least}{why}; raise the cap, or let offload, recompute or the "
+            "schedule be chosen (auto)",
+            obstacles=tuple(sorted(plan.obstacles)),
+        )
+
+    def _state(self, deadline: float) -> str:
+        if not self.kept:
+            return "no plan keeps the cap so far"
+        left = "" if deadline == math.inf else f", {max(0.0, deadline - time.perf_counter()):.0f} s left at most"
+        return f"makespan {self._fastest:.6g} so far{left}"
+
+    @property
+    def _fastest(self) -> float:
+        return min((plan.makespan for plan, _ in self.kept), default=math.inf)
+
+    def _over(self, plan: OffloadPlan) -> Sequence[float]:
+        return self._knowledge.excess(self._request, plan.schedule, self._costs)
+
+    def _plan(self, order: Schedule, caps: Sequence[float] | None, slow_down: bool) -> OffloadPlan:
+        budget = self._knowledge.host_budget
+        return plan_offload(order, self._costs, self._request.offload, caps, budget, slow_down=slow_down)
+
+    def _within_cap(self, slow_down: bool, order: Schedule) -> tuple[OffloadPlan, Sequence[float]]:
+        def find(caps: Sequence[float] | None) -> tuple[OffloadPlan, Sequence[float]]:
+            plan = self._plan(order, caps, slow_down)
+            return plan, self._over(plan)
+
+        return tightened(self._request.caps(order.num_devices), find, self._attempts, self._knowledge.message)
+
+    def _needy(self, order: Schedule) -> Collection[int]:
+        return [device for device, more in enumerate(self._over(self._plan(order, None, True))) if more]
+
+
+def serial_schedule(
+    placement: Placement, num_microbatches: int, name: str = "serial", full: Collection[int] = ()
+) -> Schedule:
+    """Run one microbatch after another through all stages and back: the slowest order, and none holds less, if the stages whose
+    I takes memory (``full``) run full backwards.
+
+    Replicas of the model take the microbatches in turn.
+    """
+    orders = []
+    for stages in placement.stages:
+        order: list[Action] = []
+        for microbatch in range(num_microbatches):
+            turn = [stage for stage in stages if placement.replica_of(stage) == microbatch % placement.replicas]
+            order += [Action(Kind.F, stage, microbatch) for stage in turn]
+            for stage in reversed(turn):
+                kinds = (Kind.B,) if stage in full else (Kind.I, Kind.W)
+                order += [Action(kind, stage, microbatch) for kind in kinds]
+        orders.append(tuple(order))
+    return Schedule(name, placement, num_microbatches, tuple(orders))
+
+
+def counting(request: Request, num_microbatches: int, knowledge: Knowledge) -> Choice:
+    """Return the schedule of a step that shows the bytes of every action: one microbatch after another holds least.
+
+    Where the run has counted bytes already, every stage is recomputed selectively.
+    """
+    placement, name = knowledge.placement, f"{request.schedule} (counting bytes)"
+    assert placement is not None, "the model has been built"
+    schedule = serial_schedule(placement, num_microbatches, name)
+    if knowledge.changes is not None:
+        schedule = with_recompute(schedule, dict.fromkeys(range(placement.num_stages), Kind.RS))
+    if request.offload != OFF:
+        schedule = _away(schedule)
+    return Choice(with_barriers(schedule, request.barriers, knowledge.costs), knowledge.costs, why=COUNTING)
+
+
+def _last_resort(
+    request: Request, placements: Sequence[Placement], microbatches: int, knowledge: Knowledge, costs: Costs
+) -> Iterator[Schedule]:
+    """Yield schedules of one microbatch after another, each offloaded if anything may be, in the placements where they keep
+    the cap.
+
+    Raises:
+        UnsupportedError: in none of them.
+    """
+    least: list[tuple[float, int, Schedule]] = []
+    for placement in placements:
+        serial = serial_schedule(placement, microbatches, request.schedule, better_full(placement, costs))
+        serial = with_barriers(serial if request.offload == OFF else _away(serial), request.barriers, costs)
+        more = knowledge.excess(request, serial, costs)
+        if not any(more):
+            yield serial
+        least.append((max(more), more.index(max(more)), serial))
+    lacking, device, serial = min(least, key=lambda each: each[0])
+    if lacking:
+        needed = MemoryCap(knowledge.held(serial, costs)[device], request.in_bytes)
+        raise UnsupportedError(
+            "cap-unreachable",
+            f"no schedule keeps a memory cap of {request.memory_cap}: pipeline rank {device} holds {needed} when one "
+            f"microbatch runs after the other; raise the cap to at least {needed}, take smaller microbatches, cut the model "
+            "into more stages, or recompute or offload activations",
+        )
+
+
+def _away(schedule: Schedule) -> Schedule:
+    """Return a serial order with every forward leaving at once, and returning right before its backward."""
+
+    def away(order: Order) -> Order:
+        found: list[Action] = []
+        recomputed = any(action.kind is Kind.RS for action in order)
+        for action in order:
+            if action.kind is Kind.RS or (not recomputed and action.kind in (Kind.I, Kind.B)):
+                found += [action._replace(kind=kind) for kind in (Kind.RELOAD, Kind.WAIT_RELOAD)]
+            found.append(action)
+            if action.kind is Kind.F:
+                found += [action._replace(kind=kind) for kind in (Kind.OFFLOAD, Kind.WAIT_OFFLOAD)]
+        return tuple(found)
+
+    return replace(schedule, orders=tuple(map(away, schedule.orders)))
