@@ -23,7 +23,7 @@ from megatron_pipemem.config.runs import Parallelism, Run
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.planner.balance import Balance, balance
 from megatron_pipemem.planner.space import OF_REPLICAS
-from megatron_pipemem.report.tables import FittingTable
+from megatron_pipemem.report.terminal import FittingTable
 
 DEVICES = 1024
 MICROBATCHES = 8

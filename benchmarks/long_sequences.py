@@ -37,7 +37,7 @@ from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.plans import Plan, gibibytes
 from megatron_pipemem.planner.space import Limits
 from megatron_pipemem.planner.variants import PLAIN
-from megatron_pipemem.report.tables import FittingTable
+from megatron_pipemem.report.terminal import FittingTable
 from megatron_pipemem.schedule.options import FLOPS, SLICE_CUTS
 
 TOKENS = 2**22

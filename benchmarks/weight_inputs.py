@@ -31,7 +31,7 @@ from megatron_pipemem.planner.activations import gathered_in_weight, layer_bytes
 from megatron_pipemem.planner.counts import matrices
 from megatron_pipemem.planner.prices import gather
 from megatron_pipemem.planner.profile import from_formulas
-from megatron_pipemem.report.tables import FittingTable
+from megatron_pipemem.report.terminal import FittingTable
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule

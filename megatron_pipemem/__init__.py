@@ -78,7 +78,7 @@ def __getattr__(name: str) -> Any:
     if _HOME[name].startswith("schedule."):
         from megatron_pipemem.schedule.display import draw_with
 
-        draw_with("megatron_pipemem.report.display")
+        draw_with("megatron_pipemem.report.browser")
     return value
 
 

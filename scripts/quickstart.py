@@ -37,7 +37,7 @@ from megatron_pipemem.cpu.ranks import end_ranks, start_ranks
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.launch.command import CPU_FLAGS, words
 from megatron_pipemem.report import save_comparison
-from megatron_pipemem.report.tables import FittingTable
+from megatron_pipemem.report.terminal import FittingTable
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.stream import family_window, steady

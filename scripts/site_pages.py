@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from megatron_pipemem.cli.examples import CommandWithExamples  # noqa: E402
-from megatron_pipemem.report.display import frame  # noqa: E402 - of this tree, whatever is installed
-from megatron_pipemem.report.html import page as page_of_runs  # noqa: E402
+from megatron_pipemem.cli.app import CommandWithExamples  # noqa: E402
+from megatron_pipemem.report.browser import frame  # noqa: E402 - of this tree, whatever is installed
+from megatron_pipemem.report.browser import page as page_of_runs  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
 from megatron_pipemem.schedule.simulator import Timeline, simulate  # noqa: E402
 
@@ -115,7 +115,7 @@ def command_page(name: str, command: CommandWithExamples) -> str:
         name: of the command, without ``pipemem``.
         command: as the Typer app holds it.
     """
-    from megatron_pipemem.cli.examples import RunCommand
+    from megatron_pipemem.cli.app import RunCommand
     from megatron_pipemem.launch.flags import flag_parser
 
     context = command.make_context(name, [], resilient_parsing=True, help_option_names=["-h", "--help"])

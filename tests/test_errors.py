@@ -12,7 +12,7 @@ import pytest
 
 import megatron_pipemem
 from megatron_pipemem import errors
-from megatron_pipemem.cli.rank_guard import _summary
+from megatron_pipemem.cli.ranks import _summary
 from megatron_pipemem.errors import CODES, with_code
 
 PACKAGE = Path(megatron_pipemem.__file__).parent

@@ -164,6 +164,6 @@ def test_nothing_of_ours_is_written_otherwise():
         )
     }
     assert written.pop("megatron_pipemem/files.py")
-    (picture,) = written.pop("megatron_pipemem/report/picture.py")
+    (picture,) = written.pop("megatron_pipemem/report/figure.py")
     assert picture.strip().startswith("figure.savefig(beside, ")
     assert not written

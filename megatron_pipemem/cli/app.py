@@ -4,14 +4,74 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any
+from itertools import batched
+from textwrap import indent
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
+from typer import BadParameter
 from typer.core import TyperCommand, TyperGroup
 
 from megatron_pipemem.cli.common import INTERRUPTED, INVALID, UNUSABLE, report_error
-from megatron_pipemem.cli.examples import CommandWithExamples, RunCommand, markup
 from megatron_pipemem.errors import PipememError, ScheduleError, with_code
+
+_LEAST_COLUMNS = 80
+"""Of Typer's panels, which cut names of options where there are fewer; then click's own plain help does."""
+
+
+def markup() -> Literal["markdown"] | None:
+    """Return how help is to be rendered; ``None`` is plain."""
+    return "markdown" if Console().width >= _LEAST_COLUMNS else None
+
+
+class CommandWithExamples(TyperCommand):
+    """End a command's help with the examples of its docstring, each in a line that can be copied whole.
+
+    Args:
+        arguments: of ``TyperCommand``.
+        help: the docstring. Behind ``Examples:`` stand command lines, each below a comment that says what it is for.
+        settings: of ``TyperCommand``.
+    """
+
+    def __init__(self, *arguments: Any, help: str | None = None, **settings: Any) -> None:
+        told, _, examples = (help or "").partition("\n\nExamples:\n")
+        super().__init__(*arguments, help=told, **settings)
+        pairs = batched(map(str.strip, examples.splitlines()), 2)
+        self.examples = [(line, purpose.removeprefix("# ")) for purpose, line in pairs]
+
+    # Contexts are those of click, which typer has taken in and does not export.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.obj = list(args)  # as typed
+        try:
+            return super().parse_args(ctx, args)
+        except BadParameter as error:
+            if not error.message and self.examples:  # an argument is missing
+                error.message = f"For example: {self.examples[0][0]}"
+            raise
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self.rich_markup_mode = markup()
+        super().format_help(ctx, formatter)
+        formatter.write("\n Examples\n")  # what is written comes after panels
+        for line, purpose in self.examples:
+            formatter.write(f"   # {purpose}\n   {line}\n")
+
+
+class RunCommand(CommandWithExamples):
+    """Tell in the help also of the flags that stand behind the script. Whatever follows the script is the script's, whether
+    or not it looks like a flag of ours.
+    """
+
+    ignore_unknown_options = True
+    allow_interspersed_args = False
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        from megatron_pipemem.launch.flags import flag_parser
+
+        flags = flag_parser().format_help().partition(":\n")[2]  # without argparse's own heading
+        formatter.write(f"\n Flags after the script\n{indent(flags, ' ')}")
 
 
 @dataclass(frozen=True)
@@ -41,11 +101,11 @@ _ENTRIES = {
         "Run a schedule in the simulator: makespan, bubble, peak memory, messages, and how fast any could be.",
     ),
     "show": _Entry(
-        "show.show",
+        "simulate.show",
         "Draw when every action runs and what every device holds: in the terminal, or into a file.",
     ),
     "pareto": _Entry(
-        "pareto.pareto",
+        "simulate.pareto",
         "Compare bubble and peak memory of all families and of searched schedules; only the front is a choice.",
     ),
     "check": _Entry(
@@ -57,7 +117,7 @@ _ENTRIES = {
         "Choose tensor, pipeline and data parallelism, microbatch, schedule and recompute for a run, and rank what fits.",
     ),
     "layout": _Entry(
-        "layout.layout_command",
+        "plan.layout_command",
         "Say which layers each pipeline stage should hold so that a step is shortest, beside the even split.",
     ),
     "profile": _Entry(
@@ -65,24 +125,24 @@ _ENTRIES = {
         "Measure or compute what one layer, the embedding and the head take and keep.",
     ),
     "init": _Entry(
-        "init.init",
+        "launch.init",
         "Write a run file to begin with: a model, cut as asked, on as few nodes as its ranks fill.",
     ),
     "launch": _Entry(
         "launch.launch",
         "Start this node's ranks of a run under torchrun; start the same on every node of it.",
     ),
-    "grid": _Entry("grid.grid", "Train every point of a grid and compare them."),
+    "grid": _Entry("launch.grid", "Train every point of a grid and compare them."),
     "report": _Entry(
         "report.report",
         "Compare the runs of a grid: throughput against peak memory, and those that are worth choosing.",
     ),
     "explain": _Entry(
-        "explain.explain_command",
+        "report.explain_command",
         "Tell where the time of a run's last step went, rank by rank, and the three changes that would win most.",
     ),
     "trace": _Entry(
-        "trace.trace",
+        "report.trace",
         "Show a step as it ran beside its plan in Perfetto.",
     ),
     "run": _Entry(
@@ -94,7 +154,7 @@ _ENTRIES = {
         hidden=True,
     ),
     "grid-result": _Entry(
-        "grid.grid_result",
+        "launch.grid_result",
         "Collect the result of a grid's point whose training has ended; grid.sbatch calls this.",
         hidden=True,
     ),

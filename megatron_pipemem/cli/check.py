@@ -7,7 +7,6 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
-from megatron_pipemem.cli.checks import check_output
 from megatron_pipemem.cli.common import (
     CANNOT_RUN,
     INVALID,
@@ -17,11 +16,20 @@ from megatron_pipemem.cli.common import (
     report_error,
     report_lines,
     report_note,
+    showing,
 )
-from megatron_pipemem.cli.completion import complete_schedules
 from megatron_pipemem.cli.loading import load_schedule, read_file
-from megatron_pipemem.cli.options import DIALECT_HELP, NAME_HELP, Dialect, Json, Size, is_file, takes_group
-from megatron_pipemem.cli.progress import showing
+from megatron_pipemem.cli.options import (
+    DIALECT_HELP,
+    NAME_HELP,
+    Dialect,
+    Json,
+    Size,
+    check_output,
+    complete_schedules,
+    is_file,
+    takes_group,
+)
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.report.run import UNITS

@@ -1,33 +1,47 @@
-"""``pipemem plan``: rank the ways to run a model on a cluster within its memory."""
+"""``pipemem plan`` and ``layout``: the way to cut a model for a run, and the layers of every pipeline stage."""
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_pipemem.cli.checks import check_output, check_seconds
-from megatron_pipemem.cli.common import console, print_json
+from megatron_pipemem.cli.common import console, print_facts, print_json, showing
 from megatron_pipemem.cli.launch import Set
-from megatron_pipemem.cli.options import Json
-from megatron_pipemem.cli.progress import showing
-from megatron_pipemem.config.loading import load
+from megatron_pipemem.cli.options import (
+    Devices,
+    Json,
+    Microbatches,
+    Yes,
+    check_output,
+    check_seconds,
+    check_size,
+    takes_group,
+)
+from megatron_pipemem.cli.profile import DEFAULT_CLUSTER, ClusterName, SequenceLength, check_runs_own, cut_options
+from megatron_pipemem.config import layout
+from megatron_pipemem.config.loading import load, override, parse_override, read_raw, typed
+from megatron_pipemem.config.model import Execution
 from megatron_pipemem.config.runs import STOCK_OVERLAPS, Run
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.launch.cut_flags import GROUP_SIZE
+from megatron_pipemem.planner.balance import AS_GOOD, Balance, Layout, balance
 from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.plans import Answer, Plan, facts, gibibytes, run_files
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.profile import Profile
-from megatron_pipemem.planner.space import KEYS, Limits, without_overlap
+from megatron_pipemem.planner.space import KEYS, OF_REPLICAS, Limits, without_overlap
 from megatron_pipemem.planner.variants import PLAIN
-from megatron_pipemem.report.tables import FittingTable
+from megatron_pipemem.report.terminal import FittingTable
 from megatron_pipemem.schedule.memory_cap import parse_bytes
-from megatron_pipemem.schedule.options import FLOPS
+from megatron_pipemem.schedule.options import FLOPS, OFF, STOCK
 from megatron_pipemem.schedule.stream import LEAST_GAIN
 
 _REASONS = 12
@@ -99,7 +113,7 @@ def plan_command(
             }
         )
     else:
-        _print(answer, None if other is None else _worth_of_overlap(kept, other))
+        _print_answer(answer, None if other is None else _worth_of_overlap(kept, other))
     for path, text in files.items():
         write_whole(path, text)
         if not as_json:
@@ -132,7 +146,7 @@ def _pace(path: Path, run: Run) -> MeasuredSlowdown:
         raise ConfigError(error.code, error.message, file=path) from error
 
 
-def _print(answer: Answer, overlap: str | None) -> None:
+def _print_answer(answer: Answer, overlap: str | None) -> None:
     out = console()
     if answer.plans:
         out.print(_table(answer.plans))
@@ -235,3 +249,256 @@ def _advice(rejected: Counter[str]) -> str:
     if not rejected:
         return "the limits leave no way to fill the cluster's devices"
     return f"most often because: {rejected.most_common(1)[0][0]}"
+
+
+_MICROBATCHES = 8  # per pipeline rank, where nobody says
+_BAR = 16  # columns of the slowest rank
+_SHADES = "\u2588\u2593\u2592\u2591"
+"""Of the chunks of a rank, in turn."""
+_OF_CUT = ("tp", "sequence_parallel", "cp", "ep", "micro_batch", "recompute", "precision")
+if TYPE_CHECKING:
+    _Cut = Execution  # of which it has some fields
+else:
+    _Cut = cut_options(*_OF_CUT)
+
+
+@takes_group
+def layout_command(
+    context: typer.Context,
+    cut: _Cut,
+    of: Annotated[
+        str,
+        typer.Argument(metavar="RUN.yaml|MODEL", help="A run, or a model by name or YAML file.", show_default=False),
+    ],
+    overrides: Set = None,
+    devices: Devices = None,
+    chunks: Annotated[int | None, typer.Option("--chunks", "-v", min=1, help="Stages per pipeline rank.")] = None,
+    microbatches: Microbatches = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(help="`stock` for Megatron's 1F1B or, with --chunks, interleaved; or one of `pipemem schedules`."),
+    ] = None,
+    vocab_parallel: Annotated[
+        str | None, typer.Option(metavar="off|1|2", help="Cut embedding and head over all pipeline ranks.")
+    ] = None,
+    cluster: ClusterName = None,
+    sequence: SequenceLength = None,
+    dp: Annotated[
+        int | None, typer.Option(min=1, help="Data-parallel ranks of a model: what its memory depends on.")
+    ] = None,
+    beside: Annotated[
+        str | None, typer.Option(metavar="LAYOUT", help="A layout of your own to weigh, as in 'Et*3|(tt|)*29m|L'.")
+    ] = None,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Say which layers each pipeline stage should hold so that a step is shortest, beside the even split.
+
+    Embedding, head, multi-token prediction and every kind of layer are priced as in `pipemem plan`. Seconds are those of a
+    microbatch, forward and backward.
+
+    Examples:
+        # for stock Megatron, 1F1B
+        pipemem layout llama3-70b --devices 8 --tp 8 --sequence-parallel
+        # for its interleaved schedule, beside a layout by hand
+        pipemem layout deepseek-v3 -p 16 -v 2 --ep 32 --beside 'Et*3|(tt|)*29m|L'
+        # for a run
+        pipemem layout configs/runs/98b-40xa100.yaml
+    """
+    run = _run_of(context, of, overrides or (), {
+        **_of_cut(context, of, cut),
+        "parallelism.pp": devices,
+        "parallelism.chunks": chunks,
+        "parallelism.dp": dp,
+        "schedule.name": schedule,
+        "schedule.vocab_parallel": vocab_parallel,
+        "cluster": cluster,
+        "model.sequence": sequence,
+    }, microbatches)  # fmt: skip
+    parts = run.parallelism
+    check_size(parts.pp, parts.microbatches, parts.chunks or 2, yes)
+    _check_stock_groups(run)
+    knows_memory = dp is not None or _is_run(of)
+    with showing("weighing layouts"):
+        found = balance(run, beside, None if knows_memory else 0.0)
+    if as_json:
+        print_json(_layout_facts(run, found, of, knows_memory))
+    else:
+        _print_layouts(run, found, of, knows_memory)
+
+
+def _is_run(of: str) -> bool:
+    """Return whether it is a run's file, and no model."""
+    return of.endswith((".yaml", ".yml")) and bool({"model", "cluster", "parallelism"} & set(read_raw(of)))
+
+
+def _of_cut(context: typer.Context, of: str, cut: _Cut) -> dict[str, Any]:
+    """Return what was typed of the cut, by keys of a run; a run says that itself."""
+    if _is_run(of):
+        check_runs_own(context, _OF_CUT)
+        return {}
+    elsewhere = {"recompute": "schedule.recompute", "precision": "precision"}
+    return {elsewhere.get(name, f"parallelism.{name}"): value for name, value in asdict(cut).items()}
+
+
+def _run_of(
+    context: typer.Context, of: str, overrides: Iterable[str], changes: Mapping[str, Any], microbatches: int | None
+) -> Run:
+    """Return the run that is meant.
+
+    Args:
+        context: of the command.
+        of: a run's file, or a model.
+        overrides: keys of the run with their values, as typed.
+        changes: the same, of the options that were given.
+        microbatches: of a step; ``None`` for the run's, or some per pipeline rank.
+    """
+    is_run = _is_run(of)
+    raw = read_raw(of) if is_run else {"model": of, "cluster": DEFAULT_CLUSTER}
+    for key, value in (*map(parse_override, overrides), *((k, v) for k, v in changes.items() if v is not None)):
+        override(raw, key, value)
+    run = typed(raw, Run, Path(of) if is_run else None)
+    parts = run.parallelism
+    if not is_run:
+        if changes["parallelism.pp"] is None and parts.pp == 1:
+            raise UnsupportedError("missing-option", "over how many pipeline ranks? give --devices, as in --devices 8")
+        microbatches = microbatches or _MICROBATCHES * parts.pp
+        if parts.dp * parts.cp > 1:
+            run = replace(run, megatron=OF_REPLICAS | run.megatron)
+    if microbatches is not None:
+        run = replace(run, parallelism=parts.with_microbatches(microbatches))
+    return run
+
+
+def _check_stock_groups(run: Run) -> None:
+    """Check that stock Megatron's interleaved schedule takes this number of microbatches, which it takes in groups.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    parts = run.parallelism
+    if run.schedule.name != STOCK or (parts.chunks or 1) == 1:
+        return
+    group = run.megatron.get(GROUP_SIZE) or parts.pp
+    rest = parts.microbatches % group
+    if not parts.pp <= group <= parts.microbatches or 0 < rest < parts.pp:
+        raise UnsupportedError(
+            "needs-microbatches",
+            f"stock Megatron's interleaved schedule does not take {parts.microbatches} microbatches on {parts.pp} pipeline "
+            f"ranks in groups of {group}; take a multiple of {parts.pp}, as in --microbatches "
+            f"{parts.pp * max(1, round(parts.microbatches / parts.pp))}, or --schedule interleaved, which takes any number",
+        )
+
+
+def _paste(run: Run, each: Layout) -> str:
+    """Return the flags of a training script that cut its model so."""
+    cut, choice = run.parallelism, run.schedule
+    flags: dict[str, object] = {"pipeline-model-parallel-size": cut.pp}
+    of_layout = layout.flags(run.model, each.layers)
+    if choice.name != STOCK:
+        flags["pipemem-schedule"] = choice.name
+    elif not of_layout and cut.chunks:
+        flags["num-virtual-stages-per-pipeline-rank"] = cut.chunks
+    if choice.vocab_parallel != OFF:
+        flags["pipemem-vocab-parallel"] = choice.vocab_parallel
+    return shlex.join(
+        f"--{word}" if at % 2 == 0 else str(word) for at, word in enumerate(chain(*(flags | of_layout).items()))
+    )
+
+
+def _layout_facts(run: Run, found: Balance, of: str, knows_memory: bool) -> dict[str, Any]:
+    cut = run.parallelism
+    return {
+        "of": of,
+        "schedule": run.schedule.name,
+        **{key: getattr(cut, key) for key in ("pp", "chunks", "tp", "dp", "cp", "ep", "microbatches")},
+        "even_is_as_good": found.even_is_as_good,
+        "layouts": {
+            each.name: {
+                "layers": list(each.layers),
+                "stages": layout.stages_of(run.model, each.layers),
+                "flags": _paste(run, each),
+                "stage_seconds": list(each.stage_seconds),
+                "rank_seconds": list(each.step.work),
+                "imbalance": each.imbalance,
+                "step_seconds": each.seconds,
+                "rank_bytes": list(each.held) if knows_memory else None,
+            }
+            for each in found.layouts
+        },
+    }
+
+
+def _print_layouts(run: Run, found: Balance, of: str, knows_memory: bool) -> None:
+    out = console()
+    out.print(_ranks(run, found, knows_memory))
+    columns = ("layout", "slowest ms", "above mean", "s/step", "of best", "most GiB")
+    table = FittingTable(columns, text=("layout",))
+    for each in found.layouts:
+        table.add_row(
+            each.name,
+            _milliseconds(each.slowest),
+            f"{each.imbalance:.1%}",
+            f"{each.seconds:.4g}",
+            f"{each.seconds / found.best.seconds:.3f}",
+            gibibytes(max(each.held)) if knows_memory else "",
+        )
+    out.print(table)
+    print_facts(out, [("paste", _paste(run, found.best)), ("even split", _verdict(run, found, knows_memory))])
+
+
+def _verdict(run: Run, found: Balance, knows_memory: bool) -> str:
+    """Say whether the even split will do."""
+    stages, room = len(found.best.layers), run.cluster.memory_bytes
+    if found.even.layers == found.best.layers:
+        text = "is the best that was found"
+    elif found.even_is_as_good:
+        text = f"is as good, within {AS_GOOD:.1%} of a step"
+    else:
+        text = f"takes {found.even.seconds / found.best.seconds - 1:.1%} longer"
+    if knows_memory and max(found.best.held) <= room < max(found.even.held):
+        text += f", but does not fit into {gibibytes(room)} GiB"
+    if layout.uncut(run.model, stages) is None:
+        text += f"; Megatron wants it in a layout, since {run.model.layers} layers do not divide among {stages} stages"
+    return text
+
+
+def _ranks(run: Run, found: Balance, knows_memory: bool) -> FittingTable:
+    """Return what every rank holds and has to do, with a bar for each layout: one shade for each of its stages."""
+    chosen, cut = run.schedule.name, run.parallelism
+    name = chosen if chosen != STOCK else "stock 1F1B" if (cut.chunks or 1) == 1 else "stock interleaved"
+    columns = ["rank"]
+    for each in found.layouts:
+        columns += [each.name, f"{each.name} ms", f"{each.name} load"]
+    columns[4:4] = ["GiB"]
+    table = FittingTable(
+        columns,
+        text=[
+            column for column in columns if column.split()[0] in ("best", "even", "given") and not column.endswith("ms")
+        ],
+        title=f"{name}, {cut.pp} pipeline ranks, {cut.microbatches} microbatches: ms per microbatch",
+    )
+    longest = max(each.slowest for each in found.layouts)
+    for rank in range(cut.pp):
+        cells = [str(rank)]
+        for each in found.layouts:
+            stages, placement = layout.stages_of(run.model, each.layers), each.step.placement
+            owned = placement.stages[rank]
+            bar = _bar([each.stage_seconds[stage] / placement.replicas for stage in owned], longest)
+            holds = " ".join(stages[stage % len(stages)] or "-" for stage in owned)
+            cells += [holds, _milliseconds(each.step.work[rank]), bar]
+        cells[4:4] = [gibibytes(found.best.held[rank]) if knows_memory else ""]
+        table.add_row(*cells)
+    return table
+
+
+def _milliseconds(seconds: float) -> str:
+    """Return them with as many digits as tell ranks of a small model apart."""
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.1f}" if milliseconds >= 10 else f"{milliseconds:.3g}"
+
+
+def _bar(seconds: Sequence[float], longest: float) -> str:
+    """Return a bar with as many columns of every stage as its part of the longest bar; rounded so that sums are right."""
+    ends = [round(_BAR * end / longest) for end in accumulate(seconds, initial=0.0)]
+    return "".join(_SHADES[at % len(_SHADES)] * (b - a) for at, (a, b) in enumerate(pairwise(ends)))

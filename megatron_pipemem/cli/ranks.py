@@ -1,15 +1,34 @@
-"""Run torchrun so that its last words are the first cause of a failure.
+"""Start this node's ranks, and end all ranks together when one of them fails, with one readable error.
 
-``python -m megatron_pipemem.cli.ranks`` takes torchrun's own flags.
+``python -m megatron_pipemem.cli.ranks`` takes torchrun's own flags, and its last words are the first cause of a failure.
+
+The first rank that fails claims a key in a store that all ranks can reach, prints its error and exits. Every other rank
+watches that key and exits quietly, wherever it is blocked: in a collective, in a rendezvous or in its own computation.
+The store is the one at MASTER_ADDR:MASTER_PORT that PyTorch's ``env://`` rendezvous uses as well: torchrun's own, or
+rank 0's when the ranks were started by srun or by hand.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
 import sys
-from collections.abc import Mapping
-from typing import Any
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 from rich.console import Console
+
+from megatron_pipemem.errors import PipememError, with_code
+from megatron_pipemem.files import write_whole
 
 _ENDED_BY_LAUNCHER = -15  # SIGTERM: so torchrun ends the others
 
@@ -63,6 +82,282 @@ def first_cause(failures: Mapping[int, Any]) -> str:
 def _end(words: str) -> None:
     Console(stderr=True, soft_wrap=True, highlight=False).print(words, style="bold red", markup=False)
     sys.exit(1)
+
+
+_POLL_SECONDS = 0.5
+_STORE_TIMEOUT = timedelta(seconds=5)
+_ANNOUNCEMENT_SECONDS = 2.0  # how long a rank that lost its peers waits for one of them to say why
+_KEEPER_SECONDS = 60.0  # how long a rank that has failed waits for rank 0, which may still import, to keep the store
+_READING_SECONDS = 2 * _POLL_SECONDS  # how long the first failing rank stays: it may be the one that keeps the store
+_FOLLOWING_SECONDS = 3.0  # how long the others stay, so that torchrun, which blames whoever exits first, ends them
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection was likely closed",
+    "connection reset by peer",
+    "broken pipe",
+    "socket closed",
+)
+
+
+@contextlib.contextmanager
+def rank_guard() -> Iterator[None]:
+    """Run one rank's script. If it fails, here or on another rank, the process ends and the caller never hears of it.
+
+    Exit codes: 1 after an exception on any rank, 130 after an interrupt, the script's own after ``sys.exit``. With one
+    rank, or without torchrun's environment variables, errors are printed the same way and there is nobody to watch.
+    """
+    board = _FailureBoard.from_environment()
+    done = threading.Event()
+    watcher = threading.Thread(target=_follow, args=(board, done), name="rank-guard", daemon=True)
+    if board is not None:
+        import torch.distributed  # noqa: F401 - here, because two threads that import torch at once crash
+
+        watcher.start()
+    try:
+        with _errors_without_usage():
+            yield
+    except KeyboardInterrupt:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print("interrupted; --load goes on from the last checkpoint that --save has written", file=sys.stderr)
+        _exit(130)
+    except SystemExit as stop:
+        if stop.code in (None, 0):
+            raise
+        done.set()  # or this rank would follow itself, muted
+        code = stop.code if isinstance(stop.code, int) else 1
+        if board is None or board.claim("the script ended itself", seconds=0.0):
+            if not isinstance(stop.code, int):
+                print(stop.code, file=sys.stderr)
+            if (said := _argparse_message(stop)) is not None:
+                words = f"rank {os.environ.get('RANK', 0)} failed: {said}"
+                _tell_torchrun(said, words, early=True)
+                print(words, file=sys.stderr)
+            _exit(code, board)
+        _follow_down()
+    except BaseException as error:  # whatever it is, the other ranks are waiting for this one
+        done.set()
+        patience = _ANNOUNCEMENT_SECONDS if _lost_a_peer(error) else 0.0
+        if board is None or board.claim(_summary(error), seconds=patience):
+            _report(error)
+            _exit(1, board)
+        _follow_down()
+    finally:
+        # A daemon thread that the interpreter's end meets inside C++ code aborts the process.
+        done.set()
+        if watcher.is_alive():
+            watcher.join()
+
+
+@contextlib.contextmanager
+def refused_together() -> Iterator[None]:
+    """Run checks that come out alike on all ranks of a job, which has one node. If they fail, rank 0 says why.
+
+    Ranks need no store to agree on that, so torch is not imported.
+    """
+    try:
+        yield
+    except PipememError as error:
+        if os.environ["RANK"] != "0":
+            _follow_down()
+        words = f"error: {with_code(error)}"
+        if not _tell_torchrun(_summary(error), words, early=True):  # which prints it last
+            Console(stderr=True, soft_wrap=True, highlight=False).print(words, style="bold red", markup=False)
+        _exit(1)
+
+
+class _FailureBoard:
+    """The key of the first failure, in the store at ``host:port``. Connections are made late and one per thread."""
+
+    def __init__(self, rank: int, host: str, port: int, run: str):
+        self._rank = rank
+        self._address = (host, port)
+        self._key = f"pipemem/first-failure/{run}"
+        self._local = threading.local()
+        self._unsaid: str | None = None
+
+    @classmethod
+    def from_environment(cls) -> _FailureBoard | None:
+        """Return the board of this rank's job, or None for a lone process."""
+        job = os.environ
+        if int(job.get("WORLD_SIZE", 1)) < 2 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= job.keys():
+            return None
+        run = f"{job.get('TORCHELASTIC_RUN_ID', '')}/{job.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        return cls(int(job["RANK"]), job["MASTER_ADDR"], int(job["MASTER_PORT"]), run)
+
+    def _store(self):
+        """Return a connection, or None while nobody listens: the store's own client would wait and log every attempt."""
+        store = getattr(self._local, "store", None)
+        if store is None:
+            from torch.distributed import TCPStore
+
+            try:
+                socket.create_connection(self._address, timeout=1.0).close()
+                store = TCPStore(
+                    *self._address, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT, use_libuv=True
+                )
+            except (OSError, RuntimeError):
+                return None
+            self._local.store = store
+        return store
+
+    def announced(self) -> bool:
+        """Return whether some rank has failed.
+
+        Raises:
+            ConnectionError: the store is gone, because the process that kept it has ended.
+        """
+        store = self._store()
+        try:
+            return store is not None and store.check([self._key])
+        except RuntimeError as error:
+            raise ConnectionError("the rendezvous store has closed") from error
+
+    def claim(self, summary: str, seconds: float) -> bool:
+        """Announce ``summary`` as the first failure unless another rank does so within ``seconds``; whether it was."""
+        deadline = time.monotonic() + seconds
+        try:
+            while not self.announced():
+                if time.monotonic() >= deadline:
+                    store = self._store()
+                    mine = f"rank {self._rank}: {summary}"
+                    if store is None:
+                        self._unsaid = mine
+                        return True
+                    return store.compare_set(self._key, "", mine).decode() == mine
+                time.sleep(0.1)
+        except (ConnectionError, RuntimeError):
+            return seconds == 0.0  # the keeper of the store is gone: an error of this rank's own still has to be told
+        return False
+
+    def stay(self) -> None:
+        """Stay until the others had time to read of this rank's failure. Where the store has not been there yet, wait for it
+        first: without a launcher that ends all ranks, the others would wait for this one in their rendezvous.
+        """
+        deadline = time.monotonic() + _KEEPER_SECONDS
+        with contextlib.suppress(RuntimeError):  # the store has closed: nobody is left to tell
+            while self._unsaid is not None and self._rank > 0 and time.monotonic() < deadline:
+                if (store := self._store()) is not None:
+                    store.compare_set(self._key, "", self._unsaid)
+                    self._unsaid = None
+                else:
+                    time.sleep(_POLL_SECONDS)
+        time.sleep(_READING_SECONDS)
+
+
+def _follow(board: _FailureBoard, done: threading.Event) -> None:
+    """End this process soon after another rank has failed, until ``done``."""
+    while not done.wait(_POLL_SECONDS):
+        try:
+            if board.announced() and not done.is_set():
+                _follow_down()
+        except ConnectionError:
+            return  # rank 0 has ended, perhaps in peace; if not, the next collective fails
+
+
+def _follow_down() -> NoReturn:
+    _mute()
+    time.sleep(_FOLLOWING_SECONDS)
+    _exit(1)
+
+
+def _exit(code: int, board: _FailureBoard | None = None) -> NoReturn:
+    """Leave, once others had time to read ``board``. The interpreter's own end would wait for peers."""
+    if board is not None:
+        board.stay()
+    for child in multiprocessing.active_children():  # Megatron's checkpoint writer leaves one, which would outlive us
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER)
+
+
+def _summary(error: BaseException) -> str:
+    return f"{type(error).__name__}: {with_code(error)}"
+
+
+def _last_words(error: BaseException) -> list[str]:
+    """Say which rank failed, at what, what to do, and where to read on."""
+    words = [f"rank {os.environ.get('RANK', 0)} failed: {_summary(error)}"]
+    words += [f"at: {note}" for note in getattr(error, "__notes__", ())]
+    if _lost_a_peer(error):
+        words.append("what to do: another rank ended without saying why, killed or out of memory; see its node's log")
+    elif "out of memory" in str(error).lower():
+        words.append(
+            "what to do: take a schedule with a lower peak (--pipemem-memory-cap, --pipemem-offload auto, "
+            "--pipemem-recompute auto), or cut the model further"
+        )
+    elif not isinstance(error, PipememError):
+        words.append("what to do: read the traceback above, and what this rank wrote before it")
+    return words
+
+
+def _argparse_message(stop: SystemExit) -> str | None:
+    """Return the sentence with which a parser of command lines ended the process, and the flag that may have been meant."""
+    for frame, _ in traceback.walk_tb(stop.__traceback__):
+        parser = frame.f_locals.get("self")
+        if frame.f_code.co_name == "exit" and isinstance(parser, argparse.ArgumentParser):
+            message = (frame.f_locals.get("message") or "").strip()
+            flag = message.partition("unrecognized arguments: ")[2].partition(" ")[0].partition("=")[0]
+            near = get_close_matches(flag, parser._option_string_actions, n=1) if flag else []
+            return f"{message}; did you mean {near[0]}?" if near else message or None
+    return None
+
+
+@contextlib.contextmanager
+def _errors_without_usage() -> Iterator[None]:
+    """Let parsers of command lines print their errors alone: Megatron's usage has a thousand lines, on every rank."""
+    usage = argparse.ArgumentParser.print_usage
+    argparse.ArgumentParser.print_usage = lambda self, file=None: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.print_usage = usage  # type: ignore[method-assign]
+
+
+def _mute() -> None:
+    """Mute errors that only follow from another rank's: they say nothing of the cause, and would stand below it."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+
+
+def _report(error: BaseException) -> None:
+    """Print the error, and leave it to torchrun, which prints it at the end, if that started this rank.
+
+    The traceback is left out for errors of ours, which say all there is to know; PIPEMEM_TRACEBACK=1 shows it.
+    """
+    wanted = not isinstance(error, PipememError) or "PIPEMEM_TRACEBACK" in os.environ
+    trace = "".join(traceback.format_exception(error)) if wanted else ""
+    words = _last_words(error)
+    _tell_torchrun(_summary(error), trace + "\n".join(words), early=not _lost_a_peer(error))
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    if trace and "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        console.print(trace, markup=False, end="")
+    console.print("\n".join(words), style="bold red", markup=False)
+
+
+def _tell_torchrun(summary: str, text: str, early: bool) -> bool:
+    """Write the file that torchrun reads and prints, and return whether there is one.
+
+    Args:
+        summary: of the error.
+        text: all of it.
+        early: torchrun compares whole seconds and takes the lowest rank among equals; a second less keeps this one first.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = {"py_callstack": text, "timestamp": str(int(time.time()) - early)}
+        with contextlib.suppress(OSError):
+            write_whole(path, json.dumps({"message": {"message": summary, "extraInfo": details}}))
+            return True
+    return False
 
 
 if __name__ == "__main__":

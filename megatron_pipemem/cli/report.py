@@ -1,27 +1,28 @@
-"""``pipemem report``: tell what came of a grid, or of one run."""
+"""``pipemem report``, ``explain`` and ``trace``: what came of a run or a grid, where its time went, and the step as it ran."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.checks import check_output
-from megatron_pipemem.cli.common import console, print_json
-from megatron_pipemem.cli.options import Json
-from megatron_pipemem.cli.progress import showing
+from megatron_pipemem.cli.common import console, print_json, showing
+from megatron_pipemem.cli.options import Json, check_output
 from megatron_pipemem.config.runs import REPORT
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.launch.grid.comparison import front, save_picture, table
 from megatron_pipemem.launch.grid.config import Settings, label
 from megatron_pipemem.launch.grid.results import Result, report_of
 from megatron_pipemem.launch.grid.store import Store
+from megatron_pipemem.planner.changes import Case
+from megatron_pipemem.planner.explanation import LACKS_STEP, case_of_report, explain
 from megatron_pipemem.reading import check_exists
-from megatron_pipemem.report.picture import SUFFIXES
-from megatron_pipemem.report.run import lines
+from megatron_pipemem.report import save_comparison
+from megatron_pipemem.report.figure import IMAGES
+from megatron_pipemem.report.run import change_lines, explanation_lines, idle_table, lines
 from megatron_pipemem.report.run import table as run_table
 
 
@@ -48,7 +49,7 @@ def report(
         # the picture elsewhere
         pipemem report out/grids/tiny-cpu --output report.svg
     """
-    check_output(output, SUFFIXES, "a comparison of runs")
+    check_output(output, IMAGES, "a comparison of runs")
     check_exists(folder, "a grid, or the report of a run,")
     one = folder if folder.is_file() else folder / REPORT
     if Store(folder).exists():
@@ -128,3 +129,109 @@ def _print(points: Sequence[Result], results: Sequence[Result | None], missing: 
         console().print(told, soft_wrap=True, markup=False)
     if missing:
         console().print(f"without a result: {'; '.join(missing)}", soft_wrap=True, markup=False)
+
+
+def explain_command(
+    report: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER|FILE", help="What --pipemem-report wrote, or the `output` folder of a run."),
+    ],
+    search_seconds: Annotated[
+        float, typer.Option(min=0, help="Seconds for each search of a better order, of two; 0 for none.")
+    ] = 2.0,
+    as_json: Json = False,
+) -> None:
+    """Tell where the time of a run's last step went, rank by rank, and the three changes that would win most.
+
+    The idle time of every rank is split by cause: what the schedule makes unavoidable (warm-up and drain), uneven stages,
+    unequal microbatches, messages, the host, actions that were late and whose, and the barrier at the step's end. Changes
+    are simulated with the run's own times: other schedules in the same memory, offload, other layers per stage, steps
+    without a barrier, vocabulary parallelism, ordered microbatches. What the run's configuration refuses is left out. Stock
+    Megatron is explained, too: run it with `--pipemem-schedule stock --pipemem-report FILE`.
+
+    Examples:
+        # a run, by its report
+        pipemem explain out/runs/tiny-cpu/report.json
+        # for programs
+        pipemem explain out/runs/tiny-cpu --json
+    """
+    case = read_case(report, search_seconds)
+    with showing("simulating what the run could do otherwise"):
+        facts = explain(case)
+    if as_json:
+        print_json(facts)
+        return
+    out = console()
+    for line in explanation_lines(facts):
+        out.print(line, soft_wrap=True, markup=False)
+    out.print(idle_table(facts))
+    for line in change_lines(facts):
+        out.print(line, soft_wrap=True, markup=False)
+
+
+def read_case(path: Path, search_seconds: float) -> Case:
+    """Return the step of a report.
+
+    Args:
+        path: of the report, or of a run's folder.
+        search_seconds: for each search of an order.
+
+    Raises:
+        ConfigError: it is no report, or lacks the step.
+    """
+    path = path / REPORT if path.is_dir() else path
+    with report_of(path) as report:
+        case = case_of_report(report, search_seconds)
+    if case is None:
+        raise ConfigError("wrong-file", LACKS_STEP, file=path)
+    return case
+
+
+_DRAWN = (".json", ".html", ".png", ".svg")
+
+
+def trace(
+    report: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER|FILE", help="What --pipemem-report wrote, or the `output` folder of a run."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for plan and run: .json for Perfetto, .html, .png or .svg; trace.json beside the report."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a step as it ran beside its plan in Perfetto.
+
+    It writes one file with two processes: the run's schedule simulated with the run's own times, and the step as it ran.
+    Open it at https://ui.perfetto.dev. Stock Megatron's own schedule is shown, too, if it ran with
+    `--pipemem-schedule stock --pipemem-report FILE`.
+
+    Examples:
+        # plan and run in one file
+        pipemem trace out/runs/tiny-cpu --output trace.json
+    """
+    check_output(output, _DRAWN, "plan and run")
+    check_exists(report, "a report")
+    case = read_case(report, 0.0)
+    path = _save_trace(case, output or (report if report.is_dir() else report.parent) / "trace.json")
+    if as_json:
+        print_json(
+            {"output": str(path), "planned_seconds": case.own.makespan, "measured_seconds": case.step.length / 1e9}
+        )
+    else:
+        console().print(str(path), soft_wrap=True, markup=False)
+
+
+def _save_trace(case: Case, path: Path) -> Path:
+    """Write the run's schedule with its usual times, and the step as it ran."""
+    plan, run = case.own, case.as_ran
+    name = case.schedule.name
+    plan, run = (
+        replace(each, schedule=replace(each.schedule, name=f"{name}, {what}"))
+        for each, what in ((plan, "planned with the run's times"), (run, "as it ran"))
+    )
+    with showing(f"drawing {path}"):
+        return save_comparison([plan, run], path)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.rank_guard import rank_guard, refused_together
+from megatron_pipemem.cli.ranks import rank_guard, refused_together
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable
 from megatron_pipemem.mcore import INSTALL, is_installed

@@ -1,39 +1,69 @@
-"""``pipemem simulate``: compute time, bubble and memory of a schedule before any run."""
+"""``pipemem simulate``, ``show`` and ``pareto``: what schedules take and hold, before any run."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
 import typer
 
-from megatron_pipemem.cli.checks import check_steps
-from megatron_pipemem.cli.common import console, print_facts, print_json
-from megatron_pipemem.cli.completion import complete_schedules
-from megatron_pipemem.cli.loading import Loaded, check_attention, load_and_simulate, named
-from megatron_pipemem.cli.options import NAME_HELP, Json, Question, takes_group
-from megatron_pipemem.cli.prices import price_layers
-from megatron_pipemem.cli.progress import showing
+from megatron_pipemem.choose.pareto import ParetoPoint, bound_line, choices, trades, useful_caps
+from megatron_pipemem.cli.common import console, print_facts, print_json, report_note, showing
+from megatron_pipemem.cli.loading import (
+    Loaded,
+    check_attention,
+    load_and_simulate,
+    named,
+    note_uneven_cuts,
+    parse_costs,
+    price_layers,
+    priced_head,
+)
+from megatron_pipemem.cli.options import (
+    DEVICES,
+    MICROBATCHES,
+    NAME_HELP,
+    Json,
+    Prices,
+    Question,
+    ScheduleModules,
+    Yes,
+    check_layers,
+    check_output,
+    check_seconds,
+    check_size,
+    check_steps,
+    complete_schedules,
+    takes_group,
+)
 from megatron_pipemem.conflicts import check_conflicts
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.recompute.orders import recomputed_by_mode
-from megatron_pipemem.report.placements import placements_table
+from megatron_pipemem.report import SUFFIXES, TerminalTimeline, save_comparison
+from megatron_pipemem.report import pareto as picture
+from megatron_pipemem.report.figure import IMAGES
 from megatron_pipemem.report.run import UNITS
-from megatron_pipemem.report.timeline import bytes_text
+from megatron_pipemem.report.terminal import placements_table
+from megatron_pipemem.report.timeline import DrawnRun, bytes_text
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.baseline import share_of_1f1b
+from megatron_pipemem.schedule.baseline import in_shares_of_1f1b, share_of_1f1b
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.memory_cap import loosened
+from megatron_pipemem.schedule.options import OFF
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks
-from megatron_pipemem.schedule.stream import stream
+from megatron_pipemem.schedule.stream import draw_steps, stream
 from megatron_pipemem.schedule.validator import validate_program
+from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.waits import run_single_queues
 from megatron_pipemem.search import MAX_CHUNKS
+from megatron_pipemem.search.result import ResultCache
 
 _USUAL = {"slices": 1, "replicas": 1, "weight_versions": 1, "recomputed": {}, "microbatch_weights": {}}
 _USUAL |= dict.fromkeys(("peak_bytes", "share_of_1f1b"))
@@ -232,3 +262,202 @@ def _text(key: str, fact: Any) -> str:
     if key.endswith("rate"):
         return f"{fact:.2%}"
     return f"{fact:.6g}" if isinstance(fact, float) else str(fact)
+
+
+@takes_group
+def show(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...", help=f"{NAME_HELP} Several make a comparison.", autocompletion=complete_schedules
+        ),
+    ],
+    asked: Question,
+    output: Annotated[Path | None, typer.Option(help=".png, .svg, .html, or .json for ui.perfetto.dev.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Draw so many steps without a barrier between them.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Draw when every action runs and what every device holds: in the terminal, or into a file.
+
+    Examples:
+        # in the terminal
+        pipemem show v-half -p 8 -m 16
+        # several on one time axis, to zoom into
+        pipemem show 1f1b v-half v-min -p 8 -m 16 --output compared.html
+        # for ui.perfetto.dev
+        pipemem show zbv -p 8 -m 16 --output zbv.json
+    """
+    check_output(output, SUFFIXES, "a picture")
+    names = [named(name, asked.chunks) for name in names]
+    prices, timelines = price_layers(names, asked), []
+    for name in names:
+        with showing(f"building, proving and simulating {name}"):
+            _, timeline, reason = load_and_simulate(name, asked, prices)
+            if steps > 1:
+                check_steps(timeline.schedule, steps, asked.yes)
+                timeline = draw_steps(timeline, steps)
+        timelines.append(timeline)
+        if reason and not as_json:
+            report_note(f"{name}: {reason}")
+    check_attention(asked, [timeline.schedule for timeline in timelines])
+    if as_json:
+        print_json([_data(timeline, output) for timeline in timelines])
+    elif output is None:
+        for timeline in timelines:
+            console().print(TerminalTimeline(timeline, timelines))
+    if output is not None:
+        with showing(f"drawing {output}"):
+            save_comparison(timelines, output)
+        if not as_json:
+            console().print(str(output), soft_wrap=True, markup=False)
+
+
+def _data(timeline: Timeline, output: Path | None) -> dict[str, object]:
+    """Return the picture as data: per device ``[action, start, end, held after]``."""
+    return {
+        "schedule": timeline.schedule.name,
+        "devices": timeline.schedule.num_devices,
+        "microbatches": timeline.schedule.num_microbatches,
+        "makespan": timeline.makespan,
+        "bubble_rate": timeline.bubble_rate,
+        "peak": timeline.peak,
+        "output": None if output is None else str(output),
+        "timeline": [
+            [[str(box.action), box.start, box.end, box.held] for box in row] for row in DrawnRun(timeline).rows
+        ],
+    }
+
+
+@takes_group
+def pareto(
+    devices: Annotated[int, DEVICES],
+    microbatches: Annotated[int, MICROBATCHES],
+    asked: Prices,
+    caps: Annotated[
+        str | None, typer.Option(metavar="X,Y,...", help="Memory caps to search under; 1 is the peak of 1F1B.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Time of each search at most.")] = 10.0,
+    show_all: Annotated[bool, typer.Option("--all", help="List the dominated schedules too.")] = False,
+    yes: Yes = False,
+    output: Annotated[Path | None, typer.Option(help="Picture: .png or .svg.")] = None,
+    as_json: Json = False,
+    _modules: ScheduleModules = None,
+) -> None:
+    """Compare bubble and peak memory of all families and of searched schedules; only the front is a choice.
+
+    Peaks are shares of 1F1B's bytes for the same model where ``--costs FILE`` has bytes (``pipemem profile``), otherwise in
+    activation units: equal stages, and nothing more held from I to W than from F to I.
+
+    With ``--vocab-parallel auto`` all of them stand there three times: with the head on the last stage, and cut over all
+    devices by either algorithm. Asynchronous families and those with two replicas of the weights are left out: they
+    train, or hold, something else.
+
+    Examples:
+        # which schedules are worth choosing
+        pipemem pareto -p 8 -m 24 --costs 1,1.5,.5 --output pareto.png
+        # two short searches
+        pipemem pareto -p 8 -m 24 --caps .5,.75 --seconds 2
+    """
+    check_size(devices, microbatches, MAX_CHUNKS, yes)
+    check_output(output, IMAGES, "bubble against peak")
+    check_seconds("--seconds", seconds)
+    check_layers(asked.layers, devices)
+    prices = _in_shares(parse_costs(asked.costs, asked.p2p), asked, devices, microbatches)
+    in_bytes = prices.memory is not None
+    wanted = useful_caps(devices) if caps is None else _parse_caps(caps)
+    switch = asked.vocab_parallel
+    barriers = {"off": (0,), "auto": (0, 1, 2)}.get(switch) or (BARRIERS_OF_ALGORITHM[int(switch)],)
+
+    def priced(schedule: Schedule) -> Costs:
+        return priced_head(asked, prices, schedule, schedule.vocabulary_barriers)
+
+    layers = asked.layers if prices.part_prices is None else len(prices.part_prices.layers)
+    most = MAX_CHUNKS if layers is None else max(1, min(MAX_CHUNKS, layers // devices))
+    with showing("families"):
+        found = choices(devices, microbatches, prices, wanted, seconds, ResultCache(), barriers, priced, most)
+    note_uneven_cuts(prices, [choice.schedule.placement for choice in found])
+    for cap in wanted:
+        if all(choice.peak > loosened(cap) for choice in found):
+            report_note(f"no schedule was found that fits a memory cap of {cap:.4g}")
+    # With a head that some cut and others do not, the busiest devices have not the same work: one share for all of them.
+    work = min((choice.makespan * (1 - choice.bubble_rate) for choice in found), default=0.0)
+    points = [_point(choice, work) for choice in found]
+    front = [choice for choice in found if not choice.dominated]
+    cheap = trades(front)
+    if as_json:
+        print_json(
+            {
+                "choices": [_choice_facts(choice, in_bytes) for choice in found if show_all or not choice.dominated],
+                "trades": [str(trade) for trade in cheap],
+                "output": None if output is None else str(output),
+            }
+        )
+    else:
+        out = console()
+        out.print(picture.table([point for point in points if show_all or not point.dominated], in_bytes))
+        for trade in cheap:
+            out.print(str(trade), soft_wrap=True, markup=False)
+        if layers is None:
+            allowed = f"up to {most} chunks per device are allowed, since the number of layers is unknown"
+            out.print(f"{allowed}; --layers N allows as many as N layers have", soft_wrap=True, markup=False)
+        hidden = len(found) - len(front)
+        if hidden and not show_all:
+            out.print(f"{hidden} dominated schedules are not listed; --all lists them", soft_wrap=True, markup=False)
+    if output is not None:
+        title = f"p = {devices}, m = {microbatches}, costs {asked.costs}"
+        with showing(f"working out the bound, and drawing {output}"):
+            picture.save_pareto(points, output, bound_line(found, prices, priced), title, in_bytes)
+        if not as_json:
+            console().print(str(output), soft_wrap=True, markup=False)
+
+
+def _in_shares(costs: Costs, asked: Prices, devices: int, microbatches: int) -> Costs:
+    """Return the costs with memory in shares of 1F1B's bytes, or in activation units."""
+    if asked.vocab_parallel != OFF:  # shards of the head hold bytes that no costs say
+        costs = replace(costs, memory=None)
+    return in_shares_of_1f1b(costs, devices, microbatches)
+
+
+def _parse_caps(text: str) -> list[float]:
+    try:
+        caps = [float(part) for part in text.split(",")]
+    except ValueError:
+        caps = []
+    if not caps or not all(0 < cap < float("inf") for cap in caps):
+        raise UnsupportedError("bad-number", f"--caps {text!r}: give positive numbers, as in 0.5,0.75,1")
+    return caps
+
+
+def _name(choice: ParetoPoint) -> str:
+    barriers = choice.schedule.vocabulary_barriers
+    chunks = choice.schedule.placement.num_chunks
+    name = choice.schedule.name if choice.cap is None else f"{choice.schedule.name} {choice.cap:.4g}"
+    parts = [name, *([f"{chunks} chunks"] if chunks > 2 else [])]
+    return ", ".join([*parts, *([f"{barriers} barrier{'s' if barriers > 1 else ''}"] if barriers else [])])
+
+
+def _point(choice: ParetoPoint, work: float) -> picture.Point:
+    """Return a choice as a point, with the part of its makespan beyond ``work``."""
+    return picture.Point(
+        _name(choice),
+        choice.schedule.placement.name,
+        choice.peak,
+        1 - work / choice.makespan if choice.makespan else 0.0,
+        choice.dominated,
+        choice.cap is not None,
+    )
+
+
+def _choice_facts(choice: ParetoPoint, in_bytes: bool) -> dict[str, object]:
+    return {
+        "schedule": choice.schedule.name,
+        "memory_cap": choice.cap,
+        "vocabulary_barriers": choice.schedule.vocabulary_barriers,
+        "placement": choice.schedule.placement.name,
+        "chunks": choice.schedule.placement.num_chunks,
+        "peak_activation": max(peaks(choice.schedule)),
+        "share_of_1f1b": choice.peak if in_bytes else None,
+        "makespan": choice.makespan,
+        "bubble_rate": choice.bubble_rate,
+        "dominated": choice.dominated,
+    }

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_pipemem.files import check_suffix, write_whole
-from megatron_pipemem.report.picture import write_picture
+from megatron_pipemem.report.figure import IMAGES, draw, write_picture
 from megatron_pipemem.report.terminal import TerminalTimeline
 from megatron_pipemem.schedule.simulator import Timeline
 
-SUFFIXES = (".png", ".svg", ".html", ".json")
+SUFFIXES = (*IMAGES, ".html", ".json")
 
 __all__ = ["SUFFIXES", "TerminalTimeline", "save_comparison", "save_timeline"]
 
@@ -32,14 +32,8 @@ def save_comparison(timelines: Sequence[Timeline], path: str | Path) -> Path:
     """
     path = Path(path)
     check_suffix(path, SUFFIXES, "a picture")
-    if path.suffix == ".json":
-        from megatron_pipemem.report.perfetto import to_json
+    if path.suffix in IMAGES:
+        return write_picture(lambda: draw(timelines), path, "a picture", ", or write .html instead")
+    from megatron_pipemem.report.browser import page, to_json
 
-        return write_whole(path, to_json(timelines))
-    if path.suffix == ".html":
-        from megatron_pipemem.report.html import page
-
-        return write_whole(path, page(timelines))
-    from megatron_pipemem.report import figure
-
-    return write_picture(lambda: figure.draw(timelines), path, "a picture", ", or write .html instead")
+    return write_whole(path, page(timelines) if path.suffix == ".html" else to_json(timelines))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megatron_pipemem.report.picture import figure_of
+from megatron_pipemem.report.figure import figure_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.report.picture import axes_for_points, figure_of, write_picture
+from megatron_pipemem.report.figure import axes_for_points, figure_of, write_picture
 from megatron_pipemem.report.run import UNITS
-from megatron_pipemem.report.tables import FittingTable
+from megatron_pipemem.report.terminal import FittingTable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

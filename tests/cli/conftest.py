@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from megatron_pipemem.cli import progress
+from megatron_pipemem.cli import common as progress
 from megatron_pipemem.cli.app import app
 
 

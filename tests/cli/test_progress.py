@@ -19,7 +19,8 @@ from megatron_pipemem import Costs, search_schedule
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.choose.pareto import choices
-from megatron_pipemem.cli import app, check, pareto, plan, profile, progress, show, simulate
+from megatron_pipemem.cli import app, check, plan, profile, simulate
+from megatron_pipemem.cli import common as progress
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.launch.command import Command
@@ -124,11 +125,11 @@ def test_durations(seconds, text):
     ("module", "function", "arguments"),
     [
         (simulate, "load_and_simulate", "simulate 1f1b -p 4 -m 8"),
-        (show, "load_and_simulate", "show 1f1b -p 4 -m 8"),
+        (simulate, "load_and_simulate", "show 1f1b -p 4 -m 8"),
         (check, "load_schedule", "check 1f1b --write x.csv -p 4 -m 8"),
         (check, "read_file", "check x.csv"),
-        (show, "save_comparison", "show 1f1b -p 4 -m 8 --output x.svg"),
-        (pareto, "choices", "pareto -p 4 -m 8"),
+        (simulate, "save_comparison", "show 1f1b -p 4 -m 8 --output x.svg"),
+        (simulate, "choices", "pareto -p 4 -m 8"),
         (plan, "plan", f"plan {RUN}"),
         (profile, "from_formulas", "profile --model tiny-gpt --formulas"),
     ],

@@ -16,7 +16,7 @@ from rich.console import Console
 from megatron_pipemem.launch.grid.config import load_points
 from megatron_pipemem.launch.grid.results import Result
 from megatron_pipemem.launch.grid.store import Store
-from megatron_pipemem.report.tables import FittingTable
+from megatron_pipemem.report.terminal import FittingTable
 from megatron_pipemem.report.timeline import bytes_text
 
 GIB, MIB = 1 << 30, 1 << 20

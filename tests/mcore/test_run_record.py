@@ -27,8 +27,12 @@ from megatron_pipemem.mcore.report.run_report import Overlap, _costs  # noqa: E4
 from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.mcore.step.observation import Observation  # noqa: E402
 from megatron_pipemem.planner.explanation import case_of_report, explain  # noqa: E402
-from megatron_pipemem.report.explanation import lines as explanation_lines  # noqa: E402
-from megatron_pipemem.report.run import lines, measured_bubble, table  # noqa: E402
+from megatron_pipemem.report.run import (  # noqa: E402
+    explanation_lines,
+    lines,
+    measured_bubble,
+    table,
+)
 from megatron_pipemem.request import Request  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.trace import TracedAction  # noqa: E402

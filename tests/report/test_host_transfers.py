@@ -12,8 +12,7 @@ from rich.console import Console
 from megatron_pipemem.features.offload.planning import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.report import TerminalTimeline, save_timeline
-from megatron_pipemem.report.html import page
-from megatron_pipemem.report.perfetto import trace
+from megatron_pipemem.report.browser import page, trace
 from megatron_pipemem.report.timeline import DrawnRun, held_steps
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Channel, Costs

@@ -9,7 +9,7 @@ import pytest
 from debian import why_missing
 
 from megatron_pipemem.report import save_comparison, save_timeline
-from megatron_pipemem.report.display import to_html
+from megatron_pipemem.report.browser import to_html
 from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.costs import Costs
 

@@ -15,7 +15,7 @@ from refusals import refused
 
 from megatron_pipemem.errors import OutputError, UnsupportedError
 from megatron_pipemem.report import save_comparison, save_timeline
-from megatron_pipemem.report.perfetto import trace
+from megatron_pipemem.report.browser import trace
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 

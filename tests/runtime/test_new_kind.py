@@ -23,8 +23,7 @@ from measured_steps import as_measured  # noqa: E402
 import megatron_pipemem  # noqa: E402
 from megatron_pipemem import Action, Costs, Kind, KindSpec, Need, Schedule, register_kind, simulate, validate  # noqa: E402
 from megatron_pipemem.errors import CostsError, ScheduleError, UnsupportedError  # noqa: E402
-from megatron_pipemem.report.html import page  # noqa: E402
-from megatron_pipemem.report.perfetto import trace  # noqa: E402
+from megatron_pipemem.report.browser import page, trace  # noqa: E402
 from megatron_pipemem.runtime.executor import Executor, Handlers  # noqa: E402
 from megatron_pipemem.runtime.trace import Trace, TracedAction, costs_from  # noqa: E402
 from megatron_pipemem.runtime.transport import MessageFormat, Transport  # noqa: E402

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.grid.config import label
 from megatron_pipemem.launch.grid.results import Result
-from megatron_pipemem.report.picture import axes_for_points, figure_of, write_picture
+from megatron_pipemem.report.figure import axes_for_points, figure_of, write_picture
 from megatron_pipemem.report.run import busiest
-from megatron_pipemem.report.tables import FittingTable
+from megatron_pipemem.report.terminal import FittingTable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

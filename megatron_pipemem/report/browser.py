@@ -1,0 +1,249 @@
+"""Show runs in a browser: one self-contained HTML page, the frames of a notebook, and traces for Perfetto.
+
+The page itself is ``page.html`` beside this file, with its style and script; here they are put together with the data.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from megatron_pipemem.errors import ScheduleError, UnsupportedError
+from megatron_pipemem.report.run import UNITS
+from megatron_pipemem.report.terminal import HEADINGS, TerminalTimeline, cells, placements_table
+from megatron_pipemem.report.timeline import (
+    IDLE,
+    DrawnRun,
+    colour,
+    common_end,
+    held_steps,
+    ink,
+)
+from megatron_pipemem.schedule.action import COMPUTE, COPIES, MEMORY
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+
+if TYPE_CHECKING:
+    from megatron_pipemem.search.result import SearchResult
+
+
+def page(timelines: Sequence[Timeline]) -> str:
+    """Return the page as text. It loads nothing from elsewhere."""
+    runs = [DrawnRun(timeline) for timeline in timelines]
+    data = {
+        "kinds": {kind.value: kind.spec.says for kind in COMPUTE},
+        "idle": IDLE,
+        "shared": common_end(timelines),
+        "runs": [_data(run, run.memory_scale(runs)) for run in runs],
+    }
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    in_units = any(run.in_units for run in runs)
+    parts = {
+        "@TITLE@": escape(", ".join(timeline.schedule.name for timeline in timelines)),
+        "@FACTS@": escape("; ".join(run.headline for run in runs)) + ".",
+        "@UNITS@": f" Memory is in {UNITS}; 1 is dashed." if in_units else "",
+        "@DATA@": text.replace("</", "<\\/"),  # "</" would end the script element that holds the data
+        "@STYLE@": _part("page.css"),
+        "@SCRIPT@": _part("page.js"),
+    }
+    return re.sub("|".join(parts), lambda mark: parts[mark[0]], _part("page.html"))
+
+
+def _part(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _data(run: DrawnRun, top: float) -> dict[str, object]:
+    timeline, rows, pairs = run.timeline, run.rows, run.legend
+    lanes = run.host_transfers or ((),) * len(rows)
+    shades = [(shade, ink(shade)) for shade in (run.colour(*pair) for pair in pairs)]
+    shade_of = {pair: place for place, pair in enumerate(pairs)}
+    index = {box.action: place for place, box in enumerate(box for row in rows for box in row)}
+    return {
+        "name": timeline.schedule.name,
+        "title": run.headline,
+        "facts": (
+            f"Makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g}, messages "
+            f"{timeline.messages}, peak {run.peak_text}."
+        ),
+        "slices": timeline.schedule.slices,
+        "makespan": timeline.makespan,
+        "bytes": not run.in_units,
+        "limit": 1 if run.in_units else None,
+        "top": top,
+        "peaks": timeline.peaks,
+        "shades": shades,
+        "legend": [(run.legend_name(*pair), *shade) for pair, shade in zip(pairs, shades, strict=True)]
+        + [(kind.spec.says, colour(kind), ink(colour(kind))) for kind in COPIES if any(lanes)],
+        "rows": [
+            {
+                "name": [str(box.action) for box in row],
+                "mb": [box.action.microbatch for box in row],
+                "chunk": [box.chunk for box in row],
+                # Actions on memory have no width to be coloured.
+                "shade": [shade_of.get((box.action.kind, box.chunk), 0) for box in row],
+                "copies": [(_short(copy.start), _short(copy.end), colour(copy.action.kind)) for copy in lane],
+                "start": [_short(box.start) for box in row],
+                "end": [_short(box.end) for box in row],
+                "held": [_short(box.held) for box in row],
+                "from": [index[source.action] if (source := run.awaited.get(box.action)) else -1 for box in row],
+            }
+            for row, lane in zip(rows, lanes, strict=True)
+        ],
+    }
+
+
+def _short(value: float) -> float:
+    """Write a number with fewer characters in the page: whole numbers without a point, others to what a picture can
+    tell.
+    """
+    return int(value) if value == int(value) else float(f"{value:.9g}")
+
+
+def show(shown: Schedule | Timeline | SearchResult) -> None:
+    """Show a picture in a notebook, and coloured letters in a terminal."""
+    console = Console()
+    if console.is_jupyter:
+        from IPython.display import display
+
+        display(shown)
+        return
+    if not isinstance(shown, Schedule | Timeline):
+        console.print(placements_table(shown.candidates))
+    console.print(TerminalTimeline(_run_of(shown)))
+
+
+def to_html(shown: Schedule | Timeline | SearchResult) -> str:
+    """Return the page of a run in a frame, below a table of placements where it is the best that a search found.
+
+    A schedule is drawn as it runs with F = I = W. One that cannot run is told in words.
+    """
+    try:
+        run = _run_of(shown)
+    except ScheduleError as error:
+        return f"<pre>{escape(f'{shown!r}: {error}')}</pre>"
+    table = ""
+    if not isinstance(shown, Schedule | Timeline):
+        rows = [(HEADINGS, "th"), *((cells(each), "td") for each in shown.candidates)]
+        lines = ("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for row, tag in rows)
+        table = f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    content = page([run]).replace("&", "&amp;").replace("'", "&#39;")
+    return f"{table}{frame(run, f"srcdoc='{content}'")}"
+
+
+def frame(run: Timeline, content: str) -> str:
+    """Return the HTML element that shows a page of one run, as high as that is.
+
+    Args:
+        run: what the page shows.
+        content: the attribute that says where the page comes from.
+    """
+    height = 48 * run.schedule.num_devices + 225  # pixels
+    style = f"width:100%;height:{height}px;border:0;background:#fff"
+    return f"<iframe title='{escape(DrawnRun(run).headline)}' style='{style}' {content}></iframe>"
+
+
+def to_dataframe(timeline: Timeline) -> Any:
+    """Return a ``pandas.DataFrame`` with a row per action, as ``Timeline.to_dataframe`` says.
+
+    Raises:
+        UnsupportedError: pandas is missing.
+    """
+    try:
+        import pandas
+    except ModuleNotFoundError as error:
+        raise UnsupportedError("not-installed", f"a data frame needs {error.name}: pip install {error.name}") from error
+    return pandas.DataFrame(
+        {
+            "device": box.device,
+            "action": str(box.action),
+            "kind": box.action.kind.value,
+            "stage": box.action.stage,
+            "chunk": box.chunk,
+            "microbatch": box.action.microbatch,
+            "start": box.start,
+            "end": box.end,
+            "held": box.held,
+        }
+        for row in DrawnRun(timeline).rows
+        for box in row
+    )
+
+
+def _run_of(shown: Schedule | Timeline | SearchResult) -> Timeline:
+    """Return the run that a picture of it shows."""
+    if isinstance(shown, Timeline):
+        return shown
+    return simulate(shown) if isinstance(shown, Schedule) else simulate(shown.schedule, shown.costs)
+
+
+_MICROSECONDS = 1e6
+
+
+def trace(timelines: Sequence[Timeline]) -> dict[str, object]:
+    """Return the trace as a JSON-ready object. One second of the costs is one second of the trace."""
+    flow_ids = count(1)
+    events: list[dict[str, object]] = []
+    for process, timeline in enumerate(timelines):
+        events += _process_events(process, timeline, flow_ids)
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def to_json(timelines: Sequence[Timeline]) -> str:
+    return json.dumps(trace(timelines), separators=(",", ":"), allow_nan=False)
+
+
+def _process_events(process: int, timeline: Timeline, flow_ids: count[int]) -> list[dict[str, object]]:
+    run = DrawnRun(timeline)
+    rows, unit = run.rows, "units" if run.in_units else "bytes"
+    events: list[dict[str, object]] = [
+        {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": run.headline}}
+    ]
+
+    def name_track(number: int, name: str) -> None:
+        track = {"pid": process, "tid": number}
+        events.append({"ph": "M", "name": "thread_name", **track, "args": {"name": name}})
+        events.append({"ph": "M", "name": "thread_sort_index", **track, "args": {"sort_index": number}})
+
+    def add_slice(number: int, name: str, category: str, times: tuple[float, float], **told: object) -> None:
+        start, end = times
+        track = {"pid": process, "tid": number, "ts": start * _MICROSECONDS, "dur": (end - start) * _MICROSECONDS}
+        events.append({"ph": "X", "name": name, "cat": category, **track, "args": told})
+
+    for device, row in enumerate(rows):
+        name_track(device, f"device {device}")
+        for box in row:
+            if box.action.kind not in MEMORY:
+                what = {"stage": box.action.stage, "chunk": box.chunk, "microbatch": box.action.microbatch}
+                held_after = {f"held after ({unit})": box.held}
+                name, category = f"PP:{box.action}", box.action.kind.spec.says
+                add_slice(device, name, category, (box.start, box.end), **what, **held_after)
+        for time, held in held_steps(row):
+            counter = {"ph": "C", "name": f"held by device {device}", "pid": process, "tid": device}
+            events.append({**counter, "ts": time * _MICROSECONDS, "args": {unit: held}})
+    for device, lane in enumerate(run.host_transfers):
+        if lane:
+            name_track(len(rows) + device, f"copies of device {device}")
+        for copy in lane:
+            what = {"stage": copy.action.stage, "microbatch": copy.action.microbatch}
+            category = copy.action.kind.spec.says
+            add_slice(len(rows) + device, str(copy.action), category, (copy.start, copy.end), **what)
+    if timeline.collectives:
+        name_track(2 * len(rows), "collectives")
+    for kind, microbatch, start, end in timeline.collectives:
+        times = (start - run.origin, end - run.origin)
+        add_slice(2 * len(rows), f"PP:{kind}{microbatch}", "collective", times, microbatch=microbatch)
+    for message, flow in zip(run.messages, flow_ids, strict=False):
+        for phase, box in (("s", message.producer), ("f", message.consumer)):
+            # An arrow belongs to the slice that encloses its time: the middle is inside for certain.
+            middle = (box.start + box.end) / 2 * _MICROSECONDS
+            arrow = {"ph": phase, "name": "message", "cat": "message", "id": flow, "pid": process, "tid": box.device}
+            events.append({**arrow, "ts": middle, **({"bp": "e"} if phase == "f" else {})})
+    return events
