@@ -11,7 +11,7 @@ from megatron_pipemem.request import FILE_SUFFIX, PROFILE, Request, algorithm_of
 from megatron_pipemem.schedule.costs_file import read_microbatch_costs
 from megatron_pipemem.schedule.options import AUTO, TOKENS, check_effort, searched_placements, slice_counts
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import check_options, chunks_per_device, family, register_module
+from megatron_pipemem.schedule.registry import check_options, family, register_module
 from megatron_pipemem.schedule.schedule_file import schedule_of_file
 from megatron_pipemem.schedule.stream import UPDATE_EVERY, updates_per_batch
 
@@ -148,7 +148,7 @@ def check(request: Request) -> Request:
             "choose --global-batch-size",
         )
     if request.file is None and not (request.searches or request.is_stock):
-        chunks_per_device(name, **options)  # refuses options that the family does not have
+        family(name).chunks_per_device(options)  # refuses options that the family does not have
     _check_slice_cut(request)
     if isinstance(request.microbatch_costs, str):
         read_microbatch_costs(request.microbatch_costs)

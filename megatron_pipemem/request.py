@@ -39,7 +39,7 @@ from megatron_pipemem.schedule.options import (
     searched_placements,
     slice_counts,
 )
-from megatron_pipemem.schedule.registry import chunks_per_device, family
+from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 
@@ -528,7 +528,7 @@ class Request(ScheduleOptions):
             return self.file.placement.num_chunks // self.replicas
         if self.searches:
             return searched_placements(1, self.options.get("placement"), self.options.get("chunks"))[0].num_chunks
-        return chunks_per_device(self.schedule, **self.options) // self.replicas
+        return family(self.schedule).chunks_per_device(self.options) // self.replicas
 
     @property
     def is_round_robin(self) -> bool:

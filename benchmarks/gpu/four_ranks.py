@@ -74,7 +74,7 @@ class Setting:
 
 def cases(rehearse: bool) -> list[Case]:
     """Stock first: the others are compared with it."""
-    from megatron_pipemem.schedule.registry import chunks_per_device, families
+    from megatron_pipemem.schedule.registry import families
 
     if rehearse:
         return [
@@ -86,7 +86,7 @@ def cases(rehearse: bool) -> list[Case]:
     found = [Case("stock")]
     for each in families():
         if not (each.offloads or each.slices > 1 or each.asynchronous):
-            chunks = chunks_per_device(each.name) // each.replicas
+            chunks = each.chunks_per_device({}) // each.replicas
             found.append(Case(each.name, chunks, exact=each.replicas == 1))
     found[1:1] = [replace(case, fresh=True) for name in FRESH for case in found if case.schedule == name]
     found += [Case("v-half", 2, vocabulary=algorithm, exact=False) for algorithm in ("1", "2")]

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.options import AUTO, searched_placements
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import build_schedule, family
+from megatron_pipemem.schedule.registry import family
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,7 @@ def placements_of(
 def _placements(schedule: str, options: Mapping[str, Any], num_devices: int) -> tuple[Placement, ...]:
     if schedule == AUTO:
         return searched_placements(num_devices, options.get("placement"), options.get("chunks"))
-    fewest = family(schedule).fewest_microbatches(num_devices)
-    return (build_schedule(schedule, num_devices=num_devices, num_microbatches=fewest, **options).placement,)
+    return (family(schedule).placement_on(num_devices, options),)
 
 
 def _counted(chunks: int) -> str:

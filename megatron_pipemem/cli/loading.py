@@ -40,7 +40,7 @@ from megatron_pipemem.schedule.options import (
 )
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import even_layers
-from megatron_pipemem.schedule.registry import check_options, family
+from megatron_pipemem.schedule.registry import check_options, family, megatrons_own
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.size import is_fitted
@@ -195,7 +195,7 @@ def named(name: str, chunks: int | None) -> str:
     """Return the family behind a name: for ``stock``, the order that Megatron itself runs with so many chunks, with a note."""
     if name != STOCK:
         return name
-    own = "1f1b" if (chunks or 1) == 1 else "interleaved"
+    own = megatrons_own(chunks)
     report_note(f"{STOCK} is the order of Megatron itself: {own}, with --chunks {chunks or 1}")
     return own
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron_pipemem.features.overlap_steps.megatron.steps import OverlappedSte
 from megatron_pipemem.features.replicas.megatron import ReplicaSteps
 from megatron_pipemem.features.slices.megatron.step import SequenceSlices
 from megatron_pipemem.features.unequal.megatron import UnequalMicrobatches
+from megatron_pipemem.features.vocabulary.megatron.build import cut_model
 from megatron_pipemem.features.vocabulary.megatron.step import VocabularySteps
 from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.layers_of_stages import LayersOfStages
@@ -30,17 +32,16 @@ from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.program_chunks import ProgramChunks
 from megatron_pipemem.mcore.optimizer_state import ReshardableState
 from megatron_pipemem.mcore.patching import Feature, PatchSet, is_imported, version_told
+from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.report.observer import StockObserver
 from megatron_pipemem.mcore.report.recording import Recording
 from megatron_pipemem.mcore.report.run_record import RunRecord
-from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.extension import Extension
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
 from megatron_pipemem.mcore.step.gradient_reductions import GradientReductions
 from megatron_pipemem.mcore.step.losses import Losses
 from megatron_pipemem.mcore.step.markers import Markers
-from megatron_pipemem.mcore.step.programs import ProgramCache
 from megatron_pipemem.mcore.step.queues import LaunchOrders
 from megatron_pipemem.mcore.step.shapes import StepShapes
 from megatron_pipemem.mcore.step.split_backward import SplitBackward
@@ -52,10 +53,10 @@ from megatron_pipemem.schedule.options import LAYERWISE
 logger = logging.getLogger(__name__)
 
 
-def source_for(request: Request) -> tuple[Source, Offloading]:
-    """Return the source of a run's schedules, and the host side of the run."""
+def programs_for(request: Request) -> tuple[Programs, Offloading]:
+    """Return the programs of a run, and the host side of the run."""
     offloading = Offloading(request.offload_options, request.host_memory)
-    return Source(request, *prices_of(request.costs), offloading), offloading
+    return Programs(request, *prices_of(request.costs), offloading), offloading
 
 
 @dataclass
@@ -87,25 +88,25 @@ class _Enabled:
         if request.is_stock:
             observer = StockObserver(record, *prices_of(request.costs))
             return cls(request, [observer, ReshardableState(), *recording, *layerwise], record=record)
-        source, offloading = source_for(request)
+        programs, offloading = programs_for(request)
         chunk_placement = ChunkPlacement(
-            source.placement,
+            programs.placement,
             request.is_round_robin,
-            source.cut if request.cuts_vocabulary else None,
+            partial(cut_model, programs) if request.cuts_vocabulary else None,
             request.schedule,
         )
         extensions: list[Extension] = [offloading]
-        if source.costs.part_prices is not None:
-            extensions.append(LayersOfStages(source))
-        profiles = request.costs == PROFILE or source.needs_seconds
-        if profiles or source.needs_bytes:
-            extensions.append(Replanner(source, profiles))
+        if programs.costs.part_prices is not None:
+            extensions.append(LayersOfStages(programs))
+        profiles = request.costs == PROFILE or programs.needs_seconds
+        if profiles or programs.needs_bytes:
+            extensions.append(Replanner(programs, profiles))
         if request.microbatch_costs is not None:
-            extensions.append(UnequalMicrobatches(source, weigher_of(request.microbatch_costs)))
+            extensions.append(UnequalMicrobatches(programs, weigher_of(request.microbatch_costs)))
         if request.is_asynchronous:
             delayed = DelayedOptimizer() if request.overlap_steps else None
             extensions += [] if delayed is None else [DelayedSteps(delayed)]
-            extensions.append(AsynchronousTraining(source, request.train_steps, delayed))
+            extensions.append(AsynchronousTraining(programs, request.train_steps, delayed))
         elif request.overlap_steps:
             extensions.append(OverlappedSteps(OverlappedOptimizer()))
         extensions.append(SplitBackward(request, record is not None, request.weight_inputs, request.early_weights))
@@ -124,9 +125,7 @@ class _Enabled:
             *layerwise,
             Markers(),
         ]
-        forward_backward = ForwardBackward(
-            ProgramCache(source), chunk_placement, extensions, LaunchOrders(request.single_queue)
-        )
+        forward_backward = ForwardBackward(programs, chunk_placement, extensions, LaunchOrders(request.single_queue))
         features = [forward_backward, chunk_placement, ReshardableState(), *extensions]
         return cls(request, features, PatchSet(), forward_backward, ProgramChunks(chunk_placement), record)
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.mcore.agreement import gather, is_first_rank, tell
-from megatron_pipemem.mcore.source import Source
+from megatron_pipemem.mcore.programs import MeasurementUpdate, Programs
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.step.programs import MeasurementUpdate
 from megatron_pipemem.runtime.activation_ledger import bytes_per_action
 from megatron_pipemem.runtime.trace import Medians, Stopwatch, Trace, TracedAction, average, costs_from, drift
 from megatron_pipemem.runtime.transport import Edge, MessageFormat, measure_links
@@ -42,16 +41,12 @@ class Replanner(Extension):
     Bytes are counted in the first step. Seconds are taken from the steps after it, and read one step later, when the
     GPU has long passed them; after ``FIRST_STEPS`` they replace the costs that the run began with, then every ``WINDOW``
     steps they are compared with them. A rank that cannot measure says so, and the plan stays.
-
-    Args:
-        source: of the run's schedules.
-        needs_seconds: whether costs are to be measured.
     """
 
     only_trains = True
 
-    def __init__(self, source: Source, needs_seconds: bool):
-        self._source = source
+    def __init__(self, programs: Programs, needs_seconds: bool):
+        self._programs = programs
         self._needs_seconds = needs_seconds
         self._slices = 1
         self._has_seconds = False
@@ -80,7 +75,7 @@ class Replanner(Extension):
             step.programs.renew(update)
 
     def prepare(self, step: Step) -> None:
-        step.counts_bytes |= self._source.needs_bytes
+        step.counts_bytes |= self._programs.needs_bytes
         step.times_actions |= self._needs_seconds
 
     def after(self, step: Step) -> None:
@@ -90,7 +85,7 @@ class Replanner(Extension):
             self._slices = step.program.schedule.slices
             self._stopwatch, self._unread = Stopwatch(self._slices), None
         # Whether something was counted or timed is alike on every rank, whatever has become of it here.
-        if self._source.needs_bytes and ledger is not None:
+        if self._programs.needs_bytes and ledger is not None:
             self._counted = True
             self._failure = self._failure or ledger.failure
             with self._noting_failure():
@@ -125,7 +120,7 @@ class Replanner(Extension):
         self._counted, self._changes, self._failure = False, None, None
         if timed:
             self._stopwatch.reset()
-        placement = self._source.placement(shape.num_devices, shape.chunks)
+        placement = self._programs.placement(shape.num_devices, shape.chunks)
         failure = next((each.failure for each in seen if each.failure), None)
         try:
             if failure is None:
@@ -144,11 +139,11 @@ class Replanner(Extension):
             return MeasurementUpdate("bytes counted", None, changes, 0.0)
         links = average([each.links for each in seen])
         medians = average([each.medians for each in seen])
-        costs = costs_from(medians, links, placement, self._source.costs, self._slices)
+        costs = costs_from(medians, links, placement, self._programs.costs, self._slices)
         if not self._has_seconds:
             self._has_seconds = True
             return MeasurementUpdate("costs measured", costs, changes, 0.0)
-        moved = drift(self._source.costs, costs, placement, self._slices)
+        moved = drift(self._programs.costs, costs, placement, self._slices)
         return None if moved is None else MeasurementUpdate(moved, costs, changes, MINIMUM_GAIN)
 
     @contextmanager

@@ -30,7 +30,7 @@ from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import PartPrices, even_layers
-from megatron_pipemem.schedule.registry import families
+from megatron_pipemem.schedule.registry import families, megatrons_own
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Measured, Timeline, simulate
 from megatron_pipemem.schedule.stream import stream
@@ -221,7 +221,7 @@ class Case:
 
     def flags(self, *flags: str) -> str:
         """Return the flags that change the run, with the schedule of this package that is as Megatron's own."""
-        stock = "1f1b" if self.schedule.placement.num_chunks == 1 else "interleaved"
+        stock = megatrons_own(self.schedule.placement.num_chunks)
         ours = f"--pipemem-schedule {stock}" if self.is_stock else ""
         return " ".join(filter(None, (ours, *flags)))
 
@@ -434,7 +434,7 @@ def _may_place(case: Case, placement: Placement, name: str) -> bool:
     """Return whether the run's configuration and its layers allow for a placement."""
     if placement.replicas > 1 or (case.layers is not None and placement.num_stages > sum(case.layers) + 2):
         return False
-    if placement.num_chunks > 1 and name != "interleaved" and "reordered" in case.refused:
+    if placement.num_chunks > 1 and name != megatrons_own(placement.num_chunks) and "reordered" in case.refused:
         return False
     return placement.is_round_robin or "v" not in case.refused
 

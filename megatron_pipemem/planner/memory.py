@@ -18,6 +18,7 @@ from megatron_pipemem.schedule.bounds import least_held
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import megatrons_own
 from megatron_pipemem.schedule.schedule import Schedule, versions_held
 from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
@@ -70,7 +71,7 @@ def request_of(run: Run) -> Request:
     request = check(Request(choice.name, **given))
     if choice.name != STOCK:
         return request
-    return replace(request, schedule="1f1b" if (cut.chunks or 1) == 1 else "interleaved")
+    return replace(request, schedule=megatrons_own(cut.chunks))
 
 
 def schedule_of(run: Run, request: Request) -> Schedule:

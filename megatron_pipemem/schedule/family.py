@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.display import brief
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
 
@@ -161,6 +162,72 @@ class Family:
             f"schedule {self.name!r} cannot be built for any of {', '.join(f'p={p} m={m}' for p, m in sizes)}: "
             f"{type(refusal).__name__}: {refusal}; mend its build function or min_devices",
         ) from refusal
+
+    def schedule(self, num_devices: int, num_microbatches: int, options: Mapping[str, Any]) -> Schedule:
+        """Build a schedule.
+
+        Args:
+            num_devices: pipeline ranks.
+            num_microbatches: microbatches of one step.
+            options: the family's own; ``chunks`` may always be given and must agree with the family.
+
+        Raises:
+            UnsupportedError: the family has no such options, or builds nothing with these arguments.
+        """
+        if num_devices < self.min_devices:
+            raise UnsupportedError(
+                "needs-devices",
+                f"schedule {self.name!r} needs at least {self.min_devices} devices, not {num_devices}; "
+                "use more pipeline ranks or another schedule",
+            )
+        options = dict(options)
+        if "chunks" in options and "chunks" not in self.options:
+            chunks = options.pop("chunks")
+            if chunks != self.chunks:
+                own = "1 chunk" if self.chunks == 1 else f"{self.chunks} chunks"
+                raise UnsupportedError(
+                    "needs-chunks",
+                    f"schedule {self.name!r} has {own} per device, not {chunks}; leave chunks out, "
+                    "or use 'interleaved', which takes any number",
+                )
+        unknown = sorted(set(options) - set(self.options))
+        if unknown:
+            allowed = ", ".join(sorted(self.options)) or "none"
+            raise UnsupportedError(
+                "unknown-option", f"schedule {self.name!r} has no option {unknown[0]!r}; its options: {allowed}"
+            )
+        return self.build(num_devices, num_microbatches, **options)
+
+    def placement_on(self, num_devices: int, options: Mapping[str, Any]) -> Placement:
+        """Return the placement of its schedules, that of the smallest step, which is built once.
+
+        Args:
+            num_devices: pipeline ranks.
+            options: as ``schedule`` takes them.
+
+        Raises:
+            UnsupportedError: as ``schedule``.
+        """
+        key = num_devices, repr(sorted(options.items()))
+        if key not in self._placements:
+            smallest = self.schedule(num_devices, self.fewest_microbatches(num_devices), options)
+            self._placements[key] = smallest.placement
+        return self._placements[key]
+
+    def chunks_per_device(self, options: Mapping[str, Any]) -> int:
+        """Return the stages per device of its schedules.
+
+        Args:
+            options: as ``schedule`` takes them.
+
+        Raises:
+            UnsupportedError: as ``schedule``.
+        """
+        return self.placement_on(self.min_devices, options).num_chunks
+
+    @cached_property
+    def _placements(self) -> dict[tuple[int, str], Placement]:
+        return {}
 
     def check(self) -> None:
         """Hold what is declared against what ``build`` does.

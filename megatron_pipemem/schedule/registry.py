@@ -156,22 +156,10 @@ def build_schedule(
     check_whole("num_devices", num_devices)
     check_whole("num_microbatches", num_microbatches)
     caps = None if memory_cap is None else per_device(memory_cap, num_devices)
-    schedule = _build(chosen, num_devices, num_microbatches, {**options, **_fitted_to(chosen, caps, costs)})
+    schedule = chosen.schedule(num_devices, num_microbatches, {**options, **_fitted_to(chosen, caps, costs)})
     if caps is not None:
         _check_cap(chosen, schedule, caps, Costs(microbatch=None if costs is None else costs.microbatch))
     return schedule
-
-
-def chunks_per_device(name: str, **options: object) -> int:
-    """Return stages per device of a family's schedules with these options.
-
-    Raises:
-        UnknownScheduleError: no family has that name.
-        UnsupportedError: the family has no such options.
-    """
-    chosen = family(name)
-    fewest = chosen.fewest_microbatches(chosen.min_devices)
-    return _build(chosen, chosen.min_devices, fewest, options).placement.num_chunks
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -192,6 +180,11 @@ def _fitted_to(chosen: Family, caps: Sequence[float] | None, costs: Costs | None
     """Return those of the arguments that are given and that the family fits its order to."""
     arguments = {"memory_cap": None if caps is None else min(caps), "costs": costs}
     return {name: value for name, value in arguments.items() if name in chosen.options and value is not None}
+
+
+def megatrons_own(chunks: int | None) -> str:
+    """Return the family whose order Megatron itself runs with so many model chunks per pipeline rank."""
+    return "1f1b" if (chunks or 1) == 1 else "interleaved"
 
 
 def synchronous_families() -> Iterator[Family]:
@@ -237,32 +230,6 @@ def synchronous_schedules(
                 yield schedule
 
 
-def _build(chosen: Family, num_devices: int, num_microbatches: int, options: Mapping[str, Any]) -> Schedule:
-    if num_devices < chosen.min_devices:
-        raise UnsupportedError(
-            "needs-devices",
-            f"schedule {chosen.name!r} needs at least {chosen.min_devices} devices, not {num_devices}; "
-            "use more pipeline ranks or another schedule",
-        )
-    options = dict(options)
-    if "chunks" in options and "chunks" not in chosen.options:
-        chunks = options.pop("chunks")
-        if chunks != chosen.chunks:
-            own = "1 chunk" if chosen.chunks == 1 else f"{chosen.chunks} chunks"
-            raise UnsupportedError(
-                "needs-chunks",
-                f"schedule {chosen.name!r} has {own} per device, not {chunks}; leave chunks out, "
-                "or use 'interleaved', which takes any number",
-            )
-    unknown = sorted(set(options) - set(chosen.options))
-    if unknown:
-        allowed = ", ".join(sorted(chosen.options)) or "none"
-        raise UnsupportedError(
-            "unknown-option", f"schedule {chosen.name!r} has no option {unknown[0]!r}; its options: {allowed}"
-        )
-    return chosen.build(num_devices, num_microbatches, **options)
-
-
 def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units: Costs) -> None:
     held = peaks(schedule, units)
     over = [device for device, peak in enumerate(held) if peak > loosened(caps[device])]
@@ -277,7 +244,7 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units:
             continue
         try:
             fitted = _fitted_to(other, caps)
-            others = peaks(_build(other, schedule.num_devices, schedule.num_microbatches, fitted), units)
+            others = peaks(other.schedule(schedule.num_devices, schedule.num_microbatches, fitted), units)
         except PipememError:
             continue
         if all(peak <= loosened(cap) for peak, cap in zip(others, caps, strict=True)):

@@ -16,7 +16,7 @@ from megatron_pipemem.choose.knowledge import Shape  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.features.asynchronous.megatron import training  # noqa: E402
 from megatron_pipemem.features.asynchronous.megatron.training import AsynchronousTraining  # noqa: E402
-from megatron_pipemem.mcore.source import Source  # noqa: E402
+from megatron_pipemem.mcore.programs import Programs  # noqa: E402
 from megatron_pipemem.request import Request  # noqa: E402
 from megatron_pipemem.runtime.executor import InFlight  # noqa: E402
 
@@ -30,7 +30,7 @@ class Steps:
     """Runs steps that do nothing on one of two ranks."""
 
     def __init__(self, train_steps: int):
-        self.training = AsynchronousTraining(Source(Request("pipedream-2bw")), train_steps)
+        self.training = AsynchronousTraining(Programs(Request("pipedream-2bw")), train_steps)
         self.chunks = [torch.nn.Linear(2, 2)]
 
     def begin(self):
@@ -93,6 +93,6 @@ def test_ranks_that_need_other_orders_do_not_agree(monkeypatch):
     monkeypatch.setattr(training, "agree", lambda digest, group: told.append(digest))
     for queues in ((False, True), (True,)):
         steps = Steps(2)
-        steps.training._source.queues = queues
+        steps.training._programs.queues = queues
         steps.run()
     assert told[0] != told[1]

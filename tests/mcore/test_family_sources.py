@@ -10,7 +10,7 @@ pytest.importorskip("megatron.core")
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.conflicts import check
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.source import Source
+from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule, families, family
@@ -20,7 +20,7 @@ RUNNABLE = [each.name for each in families()]
 
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_every_family_says_how_many_chunks_it_wants_and_builds_for_them(name):
-    source = Source(Request(name))
+    source = Programs(Request(name))
     plan = source.plan(Shape(4, source.request.chunks, 8), "start")
     placement = plan.schedule.placement
     assert placement == source.placement(4, source.request.chunks) == source.placement(4, None)
@@ -41,17 +41,17 @@ def test_options_decide_the_chunks(name, options, chunks):
 
 @pytest.mark.parametrize(("name", "chunks"), [("hanayo", 6), ("gis-h", 3), ("looped-bfs", 4)])
 def test_a_model_that_is_cut_otherwise_decides_too(name, chunks):
-    assert Source(Request(name)).placement(4, chunks).num_chunks == chunks
+    assert Programs(Request(name)).placement(4, chunks).num_chunks == chunks
 
 
 def test_waves_that_disagree_with_the_model_are_refused():
     with refused("needs-chunks", 2, 4, kind=UnsupportedError):
-        Source(Request("hanayo", options={"waves": 1})).placement(4, 4)
+        Programs(Request("hanayo", options={"waves": 1})).placement(4, 4)
 
 
 def test_group_size_of_megatron_is_ours_unless_it_is_its_default():
     def schedule(name, group_size):
-        return Source(Request(name)).plan(Shape(4, 2, 12, group_size), "start").schedule
+        return Programs(Request(name)).plan(Shape(4, 2, 12, group_size), "start").schedule
 
     assert schedule("gis", 3) == build_schedule("gis", num_devices=4, num_microbatches=12, group_size=3)
     assert schedule("gis-h", 4) == build_schedule("gis-h", num_devices=4, num_microbatches=12)
@@ -59,7 +59,7 @@ def test_group_size_of_megatron_is_ours_unless_it_is_its_default():
 
 def test_cap_and_costs_fit_the_order_and_measured_costs_fit_it_again():
     costs, measured = Costs(p2p=0.3), Costs((1.0, 1.0, 1.0, 2.0), 1.5, 0.5)
-    source = Source(Request("zb-auto", 1.5), costs)
+    source = Programs(Request("zb-auto", 1.5), costs)
 
     def wanted(costs):
         return build_schedule("zb-auto", num_devices=4, num_microbatches=12, memory_cap=1.5, costs=costs)

@@ -12,7 +12,7 @@ from refusals import refused
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from asked_source import source_of  # noqa: E402
+from asked_programs import programs_of  # noqa: E402
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.launch.cut_flags import remarks  # noqa: E402
@@ -155,7 +155,7 @@ def test_auto_is_held_to_the_chunks_that_it_was_asked_for():
         add_virtual_stages(settings, others)
     # Also where no command line was seen.
     with refused("needs-chunks", 4, 2, kind=UnsupportedError):
-        source_of("auto", None, "unit", {"chunks": 4}).placement(4, 2)
+        programs_of("auto", None, "unit", {"chunks": 4}).placement(4, 2)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from megatron_pipemem.features.offload.runtime.host_link import HostLink
 from megatron_pipemem.features.offload.runtime.host_pool import ALIGNMENT
 from megatron_pipemem.mcore import agreement
 from megatron_pipemem.mcore.model.stages import Tape, watch_batches
-from megatron_pipemem.mcore.plugin import source_for
-from megatron_pipemem.mcore.source import Source
+from megatron_pipemem.mcore.plugin import programs_for
+from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.request import Request, TransferOptions
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
@@ -58,7 +58,7 @@ def counted(num_stages: int) -> dict[Kind, tuple[int, ...]]:
 SELECTIVE = 70
 
 
-def plan_with_bytes(wanted: Source, shape: Shape) -> Choice:
+def plan_with_bytes(wanted: Programs, shape: Shape) -> Choice:
     """The plan that follows the steps which count bytes."""
     stages, shown = shape.num_devices * shape.chunks, []
     while wanted.needs_bytes:
@@ -72,8 +72,8 @@ def plan_with_bytes(wanted: Source, shape: Shape) -> Choice:
     return wanted.plan(shape, "bytes counted")
 
 
-def source(schedule: str, cap=None, **settings) -> Source:
-    found, _ = source_for(check(Request(schedule, memory_cap=cap, **settings)))
+def source(schedule: str, cap=None, **settings) -> Programs:
+    found, _ = programs_for(check(Request(schedule, memory_cap=cap, **settings)))
     return found
 
 

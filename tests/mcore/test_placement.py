@@ -23,7 +23,7 @@ from megatron_pipemem.mcore.model import replicas as model_replicas  # noqa: E40
 from megatron_pipemem.mcore.model.dealt_ranks import RoundRobinRank, round_robin_rank  # noqa: E402
 from megatron_pipemem.mcore.model.placement import ChunkPlacement, _sum_tied_gradients  # noqa: E402
 from megatron_pipemem.mcore.patching import PatchSet  # noqa: E402
-from megatron_pipemem.mcore.source import Source  # noqa: E402
+from megatron_pipemem.mcore.programs import Programs  # noqa: E402
 from megatron_pipemem.request import Request  # noqa: E402
 from megatron_pipemem.schedule.placement import Placement  # noqa: E402
 from megatron_pipemem.schedule.registry import families  # noqa: E402
@@ -129,7 +129,7 @@ def test_a_wrong_number_of_chunks_names_the_flag():
 @pytest.mark.parametrize(("virtual_stages", "chunks"), [(2, 2), (4, 4), (6, 6)])
 def test_a_model_is_built_with_as_many_chunks_as_megatron_counts_with(as_rank, monkeypatch, virtual_stages, chunks):
     as_rank(1)
-    source = Source(Request("hanayo"))
+    source = Programs(Request("hanayo"))
     placement = ChunkPlacement(source.placement, source.request.is_round_robin, name="hanayo")
     built = placement.build_chunks(Chunk, GROUPS, virtual_stages)
     assert [chunk.vp_stage for chunk in built] == list(range(chunks))
@@ -171,7 +171,7 @@ def test_the_layers_of_all_ranks_are_those_of_the_model(as_rank, monkeypatch, vi
     config = sizes(vp_size)
     accepted = 0
     for family in RUN:
-        source = Source(Request(family))
+        source = Programs(Request(family))
         held: dict[int, list[int]] = {}
         chunks = ChunkPlacement(source.placement, source.request.is_round_robin, name=family)
         for rank in range(P):

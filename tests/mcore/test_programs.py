@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from asked_programs import programs_of
 from refusals import refused
 
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
-from megatron_pipemem.mcore.source import Source
-from megatron_pipemem.mcore.step.programs import MeasurementUpdate, ProgramCache
+from megatron_pipemem.mcore import programs as run_programs
+from megatron_pipemem.mcore.programs import MeasurementUpdate, Programs
 from megatron_pipemem.mcore.step.queues import LaunchKind, LaunchOrders
 from megatron_pipemem.request import Request
+from megatron_pipemem.schedule import registry
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
@@ -21,11 +23,11 @@ from megatron_pipemem.schedule.validator import validate_program
 
 
 def compile(programs, m=8, chunks=2, forward_only=False, agree=lambda digest: None, group_size=None):
-    return programs.compile(Shape(4, chunks, m, group_size), forward_only=forward_only, agree=agree).program
+    return programs.get(Shape(4, chunks, m, group_size, forward_only), agree).program
 
 
 def family(name, **settings):
-    return ProgramCache(Source(Request(name, **settings)))
+    return Programs(Request(name, **settings))
 
 
 def test_compiles_once_per_shape_and_asks_for_agreement_each_time_it_does():
@@ -38,6 +40,30 @@ def test_compiles_once_per_shape_and_asks_for_agreement_each_time_it_does():
     again = []
     compile(family("v-half"), agree=again.append)
     assert again == digests[:1], "every rank builds the same program"
+
+
+def test_the_first_step_builds_its_schedule_once_and_proves_its_program_once(monkeypatch):
+    built, proved, known = [], [], registry.family("v-half")
+
+    def build(p, m, **options):
+        built.append((p, m))
+        return known.build(p, m, **options)
+
+    def prove(program, **how):
+        proved.append(program.schedule.num_microbatches)
+        validate_program(program, **how)
+
+    monkeypatch.setitem(registry._FAMILIES, "v-half", replace(known, build=build))
+    monkeypatch.setattr(run_programs, "validate_program", prove)
+    programs = programs_of("v-half")
+    for _ in range(2):
+        assert programs.placement(4, 2).name == "v"
+    compile(programs)
+    compile(programs)
+    assert [size for size in built if size[0] == 4] == [(4, 1), (4, 8)], "the placement's smallest step, and the step"
+    assert proved == [8]
+    compile(programs, forward_only=True)
+    assert built.count((4, 8)) == 2 and proved == [8, 8]
 
 
 def test_a_program_that_ranks_disagree_on_is_not_kept():
@@ -90,11 +116,11 @@ def test_where_first_launches_wait_both_orders_are_compiled_and_agreed_on_at_onc
     programs.queues = (True,)
     alone.append(compile(programs, agree=digests.append))
     programs.queues = (False, True)
-    both = programs.compile(Shape(4, 2, 8), forward_only=False, agree=digests.append)
+    both = programs.get(Shape(4, 2, 8), digests.append)
     assert [both.order(False).actions, both.order(True).actions] == [each.actions for each in alone]
     assert both.order(False).schedule is both.order(True).schedule and len(set(digests)) == len(digests) == 3
-    assert programs.compile(Shape(4, 2, 8), forward_only=False, agree=digests.append) is both
-    other = Source(Request("zb-h1")).plan(Shape(4, 1, 8), "test").schedule
+    assert programs.get(Shape(4, 2, 8), digests.append) is both
+    other = Programs(Request("zb-h1")).plan(Shape(4, 1, 8), "test").schedule
     asked = [programs.of_step(other, both, Costs(), single_queue) for single_queue in (False, True, False)]
     assert asked[0] is asked[2] and asked[0].actions != asked[1].actions
     assert programs.of_step(both.program.schedule, both, Costs(), True) is both.in_one_queue

@@ -9,14 +9,13 @@ from refusals import refused
 
 pytest.importorskip("megatron.core")
 
-from asked_source import source_of
+from asked_programs import programs_of
 
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import replanning
+from megatron_pipemem.mcore.programs import MeasurementUpdate, Programs
 from megatron_pipemem.mcore.replanning import FIRST_STEPS, WINDOW, Replanner, merge_bytes
-from megatron_pipemem.mcore.source import Source
-from megatron_pipemem.mcore.step.programs import MeasurementUpdate, ProgramCache
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.runtime.trace import TracedAction
@@ -63,17 +62,16 @@ def stepped(ledger, trace):
 class Run:
     """Steps of one rank, as ``ForwardBackward`` makes them."""
 
-    def __init__(self, source, profile=True):
-        self.source, self.links_measured = source, 0
-        self.replanner = Replanner(source, profile)
-        self.programs = ProgramCache(source)
+    def __init__(self, programs, profile=True):
+        self.programs, self.links_measured = programs, 0
+        self.replanner = Replanner(programs, profile)
 
     def step(self, trace=None):
         news = self.replanner.before_step(ALONE, 0, self._links)
         if news is not None:
             self.programs.renew(news)
-        plan = self.programs.compile(ALONE, forward_only=False, agree=lambda digest: None).plan
-        ledger = Ledger() if self.source.needs_bytes else None
+        plan = self.programs.get(ALONE, lambda digest: None).plan
+        ledger = Ledger() if self.programs.needs_bytes else None
         self.replanner.after(stepped(ledger, trace or Trace()))
         return news, plan
 
@@ -91,7 +89,7 @@ def steps_until_news(run, trace=None, limit=3 * WINDOW):
 
 
 def test_costs_are_measured_after_a_warm_up_and_read_one_step_late():
-    run = Run(Source(Request("zb-h1")))
+    run = Run(Programs(Request("zb-h1")))
     news, plan = run.step(Trace(forward=50.0))
     assert news is None and plan.priced_by == "unit" and plan.why == "start"
     step, news, plan = steps_until_news(run)
@@ -102,7 +100,7 @@ def test_costs_are_measured_after_a_warm_up_and_read_one_step_late():
 
 
 def test_steady_costs_change_nothing_and_drift_is_noticed_once():
-    run = Run(Source(Request("zb-h1")))
+    run = Run(Programs(Request("zb-h1")))
     steps_until_news(run)
     assert steps_until_news(run) is None
     step, news, plan = steps_until_news(run, Trace(forward=1.5))
@@ -113,7 +111,7 @@ def test_steady_costs_change_nothing_and_drift_is_noticed_once():
 
 
 def test_without_profile_only_bytes_are_counted_and_only_once():
-    run = Run(source_of("auto", "150B", "unit", {"seconds": 1, "placement": "linear"}), profile=False)
+    run = Run(programs_of("auto", "150B", "unit", {"seconds": 1, "placement": "linear"}), profile=False)
     _, first = run.step()
     assert wishes(run) == (True, False)
     news, plan = run.step()
@@ -125,7 +123,7 @@ def test_without_profile_only_bytes_are_counted_and_only_once():
 
 
 def test_bytes_and_seconds_come_one_after_the_other():
-    run = Run(source_of("auto", "150B", "profile", {"seconds": 1, "placement": "linear"}))
+    run = Run(programs_of("auto", "150B", "profile", {"seconds": 1, "placement": "linear"}))
     run.step()
     assert run.step()[0].reason == "bytes counted"
     _, news, plan = steps_until_news(run)
@@ -134,10 +132,10 @@ def test_bytes_and_seconds_come_one_after_the_other():
 
 
 def test_every_number_of_microbatches_is_planned_anew_when_it_comes():
-    programs = ProgramCache(Source(Request("zb-h1")))
+    programs = Programs(Request("zb-h1"))
 
     def plan(m):
-        return programs.compile(Shape(2, 1, m), forward_only=False, agree=lambda digest: None).plan
+        return programs.get(Shape(2, 1, m), lambda digest: None).plan
 
     first = [plan(4), plan(6)]
     assert [p.why for p in first] == ["start", "step of 6 microbatches"]
@@ -164,7 +162,7 @@ class Broken(Trace):
 
 
 def test_a_rank_that_cannot_measure_keeps_the_plan_of_all(caplog):
-    run = Run(Source(Request("zb-h1")))
+    run = Run(Programs(Request("zb-h1")))
     _, first = run.step()
     assert steps_until_news(run, Broken()) is None
     assert sum("its plan stays" in each.message for each in caplog.records) >= 1
@@ -182,7 +180,7 @@ def test_what_another_rank_could_not_measure_is_not_planned_with(monkeypatch):
         return [own, replanning._Contribution(1, None, {}, {}, failure="RuntimeError: the clock is gone")]
 
     monkeypatch.setattr(replanning, "gather", gather)
-    run = Run(Source(Request("zb-h1")))
+    run = Run(Programs(Request("zb-h1")))
     assert steps_until_news(run) is None and gathered
 
 
@@ -191,7 +189,7 @@ def test_bytes_that_cannot_be_counted_leave_the_first_plan():
         failure = "NotImplementedError: no storage"
         entries = []
 
-    run = Run(source_of("auto", "150B", "unit", {"seconds": 1, "placement": "linear"}), profile=False)
+    run = Run(programs_of("auto", "150B", "unit", {"seconds": 1, "placement": "linear"}), profile=False)
     _, first = run.step()
     run.replanner.after(stepped(Uncountable(), None))
     assert run.step() == (None, first)
@@ -201,7 +199,7 @@ def test_bytes_that_cannot_be_counted_leave_the_first_plan():
     "failure", [ZeroDivisionError("oops"), UnsupportedError("cap-unreachable", "nothing was found"), None]
 )
 def test_a_search_that_fails_in_the_middle_of_a_run_keeps_its_plan(monkeypatch, caplog, failure):
-    run = Run(Source(Request("zb-h1")))
+    run = Run(Programs(Request("zb-h1")))
     _, first = run.step()
 
     def plan(*arguments):
@@ -209,14 +207,14 @@ def test_a_search_that_fails_in_the_middle_of_a_run_keeps_its_plan(monkeypatch, 
             return None
         raise failure
 
-    monkeypatch.setattr(run.source, "plan", plan)
+    monkeypatch.setattr(run.programs, "plan", plan)
     _, news, plan = steps_until_news(run)
     assert news.reason == "costs measured" and plan is first
     assert "could not plan again (costs measured)" in caplog.text and "the schedule stays" in caplog.text
 
 
 def test_a_cap_that_the_counted_bytes_break_is_still_refused():
-    run = Run(source_of("auto", "50B", "unit", {"seconds": 1, "placement": "linear"}), profile=False)
+    run = Run(programs_of("auto", "50B", "unit", {"seconds": 1, "placement": "linear"}), profile=False)
     run.step()
     with refused("cap-unreachable", "50B", kind=UnsupportedError):
         run.step()

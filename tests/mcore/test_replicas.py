@@ -23,8 +23,8 @@ from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa: E402
 from megatron_pipemem.mcore.model.replicas import gradients, make_replicas  # noqa: E402
 from megatron_pipemem.mcore.model.weight_memory import count_weights, predict_weights  # noqa: E402
+from megatron_pipemem.mcore.programs import Programs  # noqa: E402
 from megatron_pipemem.mcore.refusals import check_chunks, check_config  # noqa: E402
-from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.mcore.step.batch_distribution import deal  # noqa: E402
 from megatron_pipemem.request import Request  # noqa: E402
 from megatron_pipemem.schedule.action import Kind  # noqa: E402
@@ -85,9 +85,9 @@ def test_megatron_is_told_of_one_copy():
 
 
 def test_evaluation_takes_any_number_of_microbatches():
-    source = Source(Request("dualpipe"))
+    source = Programs(Request("dualpipe"))
     for m in (1, 3, 8, 9):
-        schedule = source.forwards(Shape(4, 2, m))
+        schedule = source.plan(Shape(4, 2, m)._replace(forward_only=True), "").schedule
         validate(schedule)
         assert {a.kind for order in schedule.orders for a in order} == {Kind.F}
     with refused("needs-microbatches", 8, 7, kind=UnsupportedError):
@@ -109,7 +109,7 @@ def test_one_microbatch_after_another_goes_both_ways(p, m):
 
 
 def test_vocabulary_passes_are_refused_before_the_model_is_built():
-    source = Source(Request("gems", vocab_parallel="2"))
+    source = Programs(Request("gems", vocab_parallel="2"))
     with refused("unsupported-placement", kind=UnsupportedError):
         source.placement(4, 1)
 

@@ -20,11 +20,11 @@ from megatron_pipemem.choose.knowledge import Shape  # noqa: E402
 from megatron_pipemem.errors import OutputError, UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore import plugin  # noqa: E402
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes  # noqa: E402
+from megatron_pipemem.mcore.programs import Programs  # noqa: E402
 from megatron_pipemem.mcore.report import recording  # noqa: E402
 from megatron_pipemem.mcore.report.recording import Recording  # noqa: E402
 from megatron_pipemem.mcore.report.run_record import RunRecord  # noqa: E402
 from megatron_pipemem.mcore.report.run_report import Overlap, _costs  # noqa: E402
-from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.mcore.step.observation import Observation  # noqa: E402
 from megatron_pipemem.planner.explanation import case_of_report, explain  # noqa: E402
 from megatron_pipemem.report.run import (  # noqa: E402
@@ -50,7 +50,7 @@ def record(world, tmp_path) -> RunRecord:
     return record
 
 
-PLAN = Source(Request("zb-h1")).plan(Shape(1, 1, 2), "start")
+PLAN = Programs(Request("zb-h1")).plan(Shape(1, 1, 2), "start")
 PROGRAM = lower(PLAN.schedule)
 
 
@@ -179,7 +179,7 @@ def test_the_last_step_is_written_for_explain(record, world):
 
 
 def test_a_step_that_was_not_timed_as_planned_is_not_written(record):
-    schedule = Source(Request("1f1b")).plan(Shape(1, 1, 2), "another").schedule  # whose actions did not run
+    schedule = Programs(Request("1f1b")).plan(Shape(1, 1, 2), "another").schedule  # whose actions did not run
     record.trace = None
     record.add_step(Plan(schedule, PLAN.costs, "unit", "start"), PROGRAM, 0, observed())
     record.write()
@@ -234,7 +234,7 @@ def test_a_folder_that_cannot_be_written_is_warned_of_once(record, caplog):
 
 
 def test_a_picture_that_cannot_be_drawn_leaves_the_others(record, caplog):
-    schedule = Source(Request("1f1b")).plan(Shape(1, 1, 2), "another").schedule  # whose actions did not run
+    schedule = Programs(Request("1f1b")).plan(Shape(1, 1, 2), "another").schedule  # whose actions did not run
     record.add_step(Plan(schedule, PLAN.costs, "unit", "start"), PROGRAM, 0, observed())
     record.write()
     assert {path.name for path in record.trace.iterdir()} == {"plan.html", "plan.png", "plan.json"}

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("megatron.core")
 
-from asked_source import source_of
+from asked_programs import programs_of
 
 from megatron_pipemem.choose import searching
 from megatron_pipemem.choose.knowledge import Shape
@@ -19,10 +19,10 @@ from megatron_pipemem.choose.searching import ONE_BY_ONE
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import CostsError, ScheduleError, ScheduleFormatError, UnsupportedError
 from megatron_pipemem.features.vocabulary.megatron import build
-from megatron_pipemem.mcore import source as run_source
+from megatron_pipemem.mcore import programs as run_programs
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.layers_of_stages import LayersOfStages
-from megatron_pipemem.mcore.plugin import source_for
+from megatron_pipemem.mcore.plugin import programs_for
 from megatron_pipemem.schedule import schedule_file
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.action_prices import held_after
@@ -39,7 +39,7 @@ QUICK = {"seconds": 1}
 
 
 def auto(cap=None, costs="unit", **options):
-    return source_of("auto", cap, costs, QUICK | options)
+    return programs_of("auto", cap, costs, QUICK | options)
 
 
 @pytest.fixture
@@ -53,19 +53,19 @@ def file(tmp_path):
 
 
 def test_a_file_is_run_as_it_stands(file):
-    source = source_of(file(), None, "unit", {})
+    source = programs_of(file(), None, "unit", {})
     expected = build_schedule("v-half", num_devices=4, num_microbatches=8)
     plan = source.plan(Shape(4, 2, 8), "start")
     assert plan.schedule.orders == expected.orders and plan.schedule.placement == expected.placement
     assert (source.request.may_split, source.request.is_round_robin, source.request.chunks) == (True, False, 2)
-    fused = source_of(file("interleaved"), None, "unit", {})
+    fused = programs_of(file("interleaved"), None, "unit", {})
     assert (fused.request.may_split, fused.request.is_round_robin, fused.request.chunks) == (False, True, 2)
 
 
 def test_a_file_evaluates_any_number_of_microbatches_on_its_placement(file):
-    source = source_of(file(), None, "unit", {})
+    source = programs_of(file(), None, "unit", {})
     for m in (1, 8, 13):
-        forwards = source.forwards(Shape(4, 2, m))
+        forwards = source.plan(Shape(4, 2, m)._replace(forward_only=True), "").schedule
         validate(forwards)
         assert forwards.placement.name == "v"
         assert {a.kind for order in forwards.orders for a in order} == {Kind.F}
@@ -73,7 +73,7 @@ def test_a_file_evaluates_any_number_of_microbatches_on_its_placement(file):
 
 
 def test_a_file_for_other_numbers_is_refused_with_the_way_out(file):
-    source = source_of(file(), None, "unit", {})
+    source = programs_of(file(), None, "unit", {})
     with refused("other-size", 8, 12, "--global-batch-size", kind=UnsupportedError):
         source.plan(Shape(4, 2, 12), "start")
     with refused("other-size", "--pipeline-model-parallel-size", 4, kind=UnsupportedError):
@@ -82,24 +82,24 @@ def test_a_file_for_other_numbers_is_refused_with_the_way_out(file):
 
 def test_a_file_is_checked_before_anything_runs(file, tmp_path):
     with refused("over-cap", kind=ScheduleError):
-        source_of(file(), 0.5, "unit", {})
+        programs_of(file(), 0.5, "unit", {})
     with refused("cannot-read", "none.csv", kind=ScheduleFormatError):
-        source_of(str(tmp_path / "none.csv"), None, "unit", {})
+        programs_of(str(tmp_path / "none.csv"), None, "unit", {})
     wrong = tmp_path / "wrong.csv"
     wrong.write_text("0F0,0B0,0B0\n")
     with pytest.raises(ScheduleError):
-        source_of(str(wrong), None, "unit", {})
+        programs_of(str(wrong), None, "unit", {})
     wrong.write_text("0F0,what\n")
     with refused("not-an-action", 1, 2, kind=ScheduleFormatError):
-        source_of(str(wrong), None, "unit", {})
+        programs_of(str(wrong), None, "unit", {})
     with refused("options-of-file", "group_size", kind=UnsupportedError):
-        source_of(file(), None, "unit", {"group_size": 4})
+        programs_of(file(), None, "unit", {"group_size": 4})
 
 
 @pytest.mark.parametrize("schedule", ["v-half", "a.csv"])
 def test_only_a_search_can_fit_bytes(schedule):
     with refused("unit-mismatch", kind=UnsupportedError):
-        source_of(schedule, "6GiB", "unit", {})
+        programs_of(schedule, "6GiB", "unit", {})
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,11 @@ def test_a_search_keeps_to_the_placement_and_the_cap():
 )
 def test_a_run_and_the_command_line_find_the_same_order(flags, settings, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(run_source, "microbatches_of_the_run", lambda: 12)
+    monkeypatch.setattr(run_programs, "microbatches_of_the_run", lambda: 12)
     file, cap = tmp_path / "auto.csv", "1.1" if "vocab_parallel" in settings else "0.5"
     asked = ["simulate", "auto", "-p", "4", "-m", "12", "--memory-cap", cap, *flags, "--json"]
     told = CliRunner().invoke(app, asked)
-    run = source_of("auto", cap, **settings).plan(Shape(4, 2, 12), "start")
+    run = programs_of("auto", cap, **settings).plan(Shape(4, 2, 12), "start")
     assert json.loads(told.stdout)["makespan"] == run.timeline.makespan
     if not flags:
         assert CliRunner().invoke(app, ["check", "auto", "--write", str(file), *asked[2:8]]).exit_code == 0
@@ -180,7 +180,7 @@ def test_a_file_is_read_once(file, monkeypatch):
         ["--pipemem-schedule", path, "--pipeline-model-parallel-size", "4", "--num-layers", "8"]
     )
     add_virtual_stages(settings, others)
-    source_for(settings)[0].plan(Shape(4, 2, 8), "start")
+    programs_for(settings)[0].plan(Shape(4, 2, 8), "start")
     assert read == [path]
 
 
@@ -263,7 +263,7 @@ def test_a_schedule_that_is_hardly_better_does_not_replace_the_one_that_runs():
 
 
 def test_a_family_that_fits_its_order_keeps_it_too():
-    source = source_of("zb-auto", 1.0, "unit", {})
+    source = programs_of("zb-auto", 1.0, "unit", {})
     before = source.plan(Shape(4, 1, 8), "start")
     source.measured(Costs(3.0, 1.0, 1.0), None)
     kept = source.plan(Shape(4, 1, 8), "drift", before, minimum_gain=0.9)
@@ -308,7 +308,7 @@ def test_prices_of_parts_follow_the_layers_of_the_run(tmp_path):
     path.write_text(
         json.dumps({"parts": {"order": ["l"] * 8, "layers": {"l": layer}, "first": {}, "middle": {}, "last": {}}})
     )
-    source = source_of("1f1b", None, str(path), {})
+    source = programs_of("1f1b", None, str(path), {})
     shape = Shape(4, 1, 8)
     even = source.plan(shape, "start").timeline
     assert source.plan(Shape(2, 1, 8), "start").timeline.makespan == pytest.approx(9 * 4 * 3)
@@ -324,7 +324,7 @@ def test_the_layers_of_the_built_model_are_asked_for_once(monkeypatch, tmp_path)
     layer = {"seconds": {"forward": 1, "input": 1, "weight": 1}}
     parts = {"order": ["l"] * 8, "layers": {"l": layer}, "first": {}, "middle": {}, "last": {}}
     path.write_text(json.dumps({"parts": parts}))
-    source, asked = source_of("v-half", None, str(path), {}), []
+    source, asked = programs_of("v-half", None, str(path), {}), []
 
     def gathered(counts, group):
         asked.append((counts, group))

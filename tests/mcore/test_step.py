@@ -19,11 +19,11 @@ from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.features.vocabulary.megatron.stages import FirstStage, LastStage  # noqa: E402
 from megatron_pipemem.mcore.model.placement import ChunkPlacement  # noqa: E402
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext  # noqa: E402
-from megatron_pipemem.mcore.plugin import source_for  # noqa: E402
+from megatron_pipemem.mcore.plugin import programs_for  # noqa: E402
+from megatron_pipemem.mcore.programs import Compiled  # noqa: E402
 from megatron_pipemem.mcore.step import forward_backward as step  # noqa: E402
 from megatron_pipemem.mcore.step.extension import Extension  # noqa: E402
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward  # noqa: E402
-from megatron_pipemem.mcore.step.programs import Compiled, ProgramCache  # noqa: E402
 from megatron_pipemem.request import Request  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.executor import StageRunner  # noqa: E402
@@ -42,8 +42,8 @@ def function(monkeypatch) -> ForwardBackward:
         return Pipeline(group, placement, 0, [0], dict.fromkeys(edges(placement), channel))
 
     monkeypatch.setattr(step, "connect", connect)
-    source, _ = source_for(Request("interleaved"))
-    return ForwardBackward(ProgramCache(source), ChunkPlacement(source.placement, True))
+    programs, _ = programs_for(Request("interleaved"))
+    return ForwardBackward(programs, ChunkPlacement(programs.placement, True))
 
 
 def test_two_models_on_one_pipeline_have_each_their_channels(world, function):
@@ -85,7 +85,7 @@ def test_extensions_are_asked_in_their_order_and_one_may_bring_the_program(funct
     own = Compiled(SimpleNamespace(), None)
     extensions = [Asked("first", told), Asked("second", told, True, own), Asked("third", told)]
     compiled = Compiled(SimpleNamespace(), None)
-    function.programs.compile = lambda shape, **_: told.append("compiled") or compiled
+    function.programs.get = lambda shape, agree: told.append("compiled") or compiled
     function.extensions = tuple(extensions)
     config = SimpleNamespace(timers=None)
     step = SimpleNamespace(
@@ -138,9 +138,9 @@ def test_every_stage_makes_its_quantised_weights_in_its_first_forward(monkeypatc
     ("name", "refused"), [("v-half", True), ("gis", True), ("interleaved", False), ("zb-h1", False)]
 )
 def test_routers_are_not_replayed_where_forwards_come_in_another_order(world, name, refused):
-    source, _ = source_for(Request(name))
-    function = ForwardBackward(ProgramCache(source), ChunkPlacement(source.placement, True))
-    chunks = [torch.nn.Linear(1, 1)] * source.placement(1, None).num_chunks
+    programs, _ = programs_for(Request(name))
+    function = ForwardBackward(programs, ChunkPlacement(programs.placement, True))
+    chunks = [torch.nn.Linear(1, 1)] * programs.placement(1, None).num_chunks
     config = SimpleNamespace(moe_enable_routing_replay=True)
     words = "moe_enable_routing_replay.* one model chunk per rank" if refused else "data iterators"
     with pytest.raises(UnsupportedError, match=words):

@@ -16,8 +16,7 @@ from megatron_pipemem.choose.knowledge import Shape  # noqa: E402
 from megatron_pipemem.errors import MemoryCapError, PipememError, UnsupportedError  # noqa: E402
 from megatron_pipemem.features.unequal import megatron as unequal  # noqa: E402
 from megatron_pipemem.features.unequal.megatron import UnequalMicrobatches  # noqa: E402
-from megatron_pipemem.mcore.plugin import source_for  # noqa: E402
-from megatron_pipemem.mcore.step.programs import ProgramCache  # noqa: E402
+from megatron_pipemem.mcore.plugin import programs_for  # noqa: E402
 from megatron_pipemem.mcore.step.weighing import FullMicrobatch, weigher_of  # noqa: E402
 from megatron_pipemem.request import Request  # noqa: E402
 from megatron_pipemem.schedule.action import Kind  # noqa: E402
@@ -31,13 +30,12 @@ class Run:
     """A pipeline of which this is rank 0. Whatever is read from its iterators is its own weight."""
 
     def __init__(self, schedule: str, **settings):
-        self.source, _ = source_for(Request(schedule, **settings))
-        self.extension = UnequalMicrobatches(self.source, weigher_of(float))
-        self.programs = ProgramCache(self.source)
+        self.programs, _ = programs_for(Request(schedule, **settings))
+        self.extension = UnequalMicrobatches(self.programs, weigher_of(float))
 
     def step(self, *iterators, chunks: int = 1, m: int = len(WEIGHTS)) -> SimpleNamespace:
         shape = Shape(4, chunks, m)
-        placement = self.source.placement(4, chunks)
+        placement = self.programs.placement(4, chunks)
         return SimpleNamespace(
             shape=shape,
             programs=self.programs,
@@ -93,7 +91,7 @@ def test_equal_microbatches_run_the_program_that_they_would_run_anyway():
     step = run.step(iter([2.0] * 6))
     assert run.begin(step) == [[2.0] * 6]
     assert step.context.order is None
-    assert step.program is run.programs.compile(step.shape, forward_only=False, agree=_agree).program
+    assert step.program is run.programs.get(step.shape, _agree).program
 
 
 def test_programs_of_steps_are_kept_for_a_while():
@@ -101,11 +99,11 @@ def test_programs_of_steps_are_kept_for_a_while():
     first, again = run.step(iter(WEIGHTS)), run.step(iter(WEIGHTS))
     run.begin(first), run.begin(again)
     assert first.program is again.program
-    base = run.programs.compile(first.shape, forward_only=False, agree=_agree)
+    base = run.programs.get(first.shape, _agree)
     for m in range(1, 20):
         shape = Shape(4, 1, m)
-        other = run.programs.compile(shape, forward_only=False, agree=_agree).program.schedule
-        run.programs.of_step(replace(other, name="another"), base, run.source.costs, False)
+        other = run.programs.get(shape, _agree).program.schedule
+        run.programs.of_step(replace(other, name="another"), base, run.programs.costs, False)
     assert len(run.programs._of_steps) == 16 and first.program not in run.programs._of_steps.values()
 
 
@@ -131,7 +129,7 @@ def test_a_planner_that_fails_leaves_the_step_in_arrival_order_and_says_so_once(
 def test_what_no_order_can_keep_is_refused_under_a_cap():
     run = Run("1f1b", memory_cap=1.0)
     for heavy in (lambda batch: (batch, 100 * batch)), (lambda batch: (1.0, 100.0)):
-        run.extension = UnequalMicrobatches(run.source, weigher_of(heavy))
+        run.extension = UnequalMicrobatches(run.programs, weigher_of(heavy))
         with refused("cap-unreachable"):
             run.begin(run.step(iter(WEIGHTS)))
     assert issubclass(MemoryCapError, PipememError)
@@ -189,7 +187,7 @@ def test_pipelines_that_sum_gradients_with_each_other_end_their_stages_in_one_or
     """A plan that ends them otherwise keeps its order of microbatches, in the schedule that all have."""
     run = Run("zbv")
     step = run.step(iter(WEIGHTS), iter(WEIGHTS), chunks=2)
-    base = run.programs.compile(step.shape, forward_only=False, agree=_agree).plan
+    base = run.programs.get(step.shape, _agree).plan
     weights = MicrobatchWeights(WEIGHTS)
     costs = replace(base.costs, microbatch=weights)
     found = run.extension._planned(base.schedule, costs, weights, has_peers=True)

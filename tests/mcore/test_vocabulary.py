@@ -11,17 +11,17 @@ from refusals import refused
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
-from asked_source import source_of  # noqa: E402
+from asked_programs import programs_of  # noqa: E402
 
 from megatron_pipemem.choose.knowledge import Shape  # noqa: E402
 from megatron_pipemem.config.refusals import VOCABULARY  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.features.vocabulary.megatron import build  # noqa: E402
 from megatron_pipemem.features.vocabulary.megatron.batches import share_batch  # noqa: E402
 from megatron_pipemem.features.vocabulary.megatron.choice import choose_barriers, head_in_layers, layers_in  # noqa: E402
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary  # noqa: E402
-from megatron_pipemem.mcore import source as run_source  # noqa: E402
 from megatron_pipemem.mcore.flags import take_flags  # noqa: E402
-from megatron_pipemem.mcore.plugin import source_for  # noqa: E402
+from megatron_pipemem.mcore.plugin import programs_for  # noqa: E402
 from megatron_pipemem.mcore.refusals import check_config  # noqa: E402
 from megatron_pipemem.mcore.step import model_calls  # noqa: E402
 from megatron_pipemem.mcore.step.model_calls import calls_of  # noqa: E402
@@ -129,10 +129,10 @@ def test_ranks_without_an_iterator_get_none():
 def test_flags_give_schedules_with_passes(schedule, algorithm, barriers):
     settings, rest = take_flags(["--pipemem-schedule", schedule, "--pipemem-vocab-parallel", algorithm, "--lr", "1"])
     assert (settings.vocab_parallel, rest) == (algorithm, ["--lr", "1"])
-    source = source_of(schedule, None, "unit", {}, vocab_parallel=algorithm)
+    source = programs_of(schedule, None, "unit", {}, vocab_parallel=algorithm)
     shape = Shape(4, source.request.chunks, 6)
     assert source.plan(shape, "").schedule.vocabulary_barriers == barriers
-    assert source.forwards(shape).vocabulary_barriers == barriers
+    assert source.plan(shape._replace(forward_only=True), "").schedule.vocabulary_barriers == barriers
 
 
 def test_flags_that_do_not_go_together_are_refused(tmp_path):
@@ -144,31 +144,31 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path):
     with refused("bad-number", 1, kind=UnsupportedError):
         take_flags([*pieces, "0", "--pipemem-vocab-parallel", "2"])
     file = tmp_path / "order.csv"
-    plan = source_of("1f1b", None, "unit", {}, vocab_parallel="2").plan(Shape(4, 1, 6), "")
+    plan = programs_of("1f1b", None, "unit", {}, vocab_parallel="2").plan(Shape(4, 1, 6), "")
     file.write_text(plan.schedule.to_csv())
     with refused("conflicting-options", "--pipemem-vocab-parallel", 2, kind=UnsupportedError):
-        source_of(str(file), None, "unit", {}, vocab_parallel="off")
+        programs_of(str(file), None, "unit", {}, vocab_parallel="off")
     with refused("conflicting-options", "--pipemem-vocab-parallel", 2, 1, kind=UnsupportedError):
-        source_of(str(file), None, "unit", {}, vocab_parallel="1")
-    kept = source_of(str(file), None, "unit", {}, vocab_parallel="auto").plan(Shape(4, 1, 6), "").schedule
+        programs_of(str(file), None, "unit", {}, vocab_parallel="1")
+    kept = programs_of(str(file), None, "unit", {}, vocab_parallel="auto").plan(Shape(4, 1, 6), "").schedule
     assert kept == replace(plan.schedule, name="order.csv")
 
 
 def test_the_cut_is_told_about_pieces(monkeypatch):
     told = []
-    monkeypatch.setattr(run_source, "cut_vocabulary", lambda *arguments: told.append(arguments[-2:]))
+    monkeypatch.setattr(build, "cut_vocabulary", lambda *arguments: told.append(arguments[-2:]))
     flags = "--pipemem-schedule 1f1b --pipemem-vocab-parallel 1".split()
     for pieces in ([], ["--pipemem-vocab-piece-tokens", "16"]):
-        source, _ = source_for(take_flags([*flags, *pieces])[0])
-        source.cut([], source.placement(4, 1), None)
+        source, _ = programs_for(take_flags([*flags, *pieces])[0])
+        build.cut_model(source, [], source.placement(4, 1), None)
     assert told == [(2, None), (2, 16)]
 
 
 def test_the_cap_holds_for_the_schedule_with_passes():
     shape = Shape(4, 1, 12)
-    assert source_of("1f1b", 1.25, "unit", {}, vocab_parallel="2").plan(shape, "").schedule.vocabulary_barriers == 1
+    assert programs_of("1f1b", 1.25, "unit", {}, vocab_parallel="2").plan(shape, "").schedule.vocabulary_barriers == 1
     with pytest.raises(Exception, match="1.25"):
-        source_of("1f1b", 1.0, "unit", {}, vocab_parallel="2").plan(shape, "")
+        programs_of("1f1b", 1.0, "unit", {}, vocab_parallel="2").plan(shape, "")
 
 
 @pytest.mark.parametrize("attribute", ["fp32_residual_connection", "enable_autocast", "init_model_with_meta_device"])
@@ -266,8 +266,8 @@ def test_auto_keeps_a_layout_where_moving_layers_is_best_and_cutting_little_bett
 def test_auto_has_to_keep_the_cap(schedule, cap, allowed, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = {"seconds": 1, "placement": "linear"} if schedule == "auto" else {}
-    source = source_of(schedule, cap, "unit", options, vocab_parallel="auto")
-    found = source._ways(source.placement(4, 1), 1)
+    source = programs_of(schedule, cap, "unit", options, vocab_parallel="auto")
+    found = source.ways(source.placement(4, 1), 1)
     assert set(found) == allowed
     assert all(
         each.vocabulary_barriers == barriers and simulate(each).peak <= cap + 1e-9 for barriers, each in found.items()

@@ -20,7 +20,6 @@ from megatron_pipemem.schedule.registry import (
     Family,
     build_schedule,
     check_options,
-    chunks_per_device,
     families,
     family,
     register_module,
@@ -162,7 +161,7 @@ def test_a_family_that_ignores_its_cap_is_refused_all_the_same() -> None:
     ],
 )
 def test_chunks_per_device(name: str, options: dict[str, object], chunks: int) -> None:
-    assert chunks_per_device(name, **options) == chunks
+    assert family(name).chunks_per_device(options) == chunks
 
 
 @pytest.mark.parametrize("argument", ["memory_cap", "costs", "num_devices", "num_microbatches"])

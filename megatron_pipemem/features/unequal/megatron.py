@@ -18,12 +18,11 @@ from megatron_pipemem.config.refusals import REORDERED
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.mcore.agreement import agree, tell
 from megatron_pipemem.mcore.loop_arguments import running_iteration
+from megatron_pipemem.mcore.programs import Compiled, Programs
 from megatron_pipemem.mcore.refusals import check_config
-from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.agreement import agreed_numbers, decided_by_first, groups_of_copy, largest_numbers
 from megatron_pipemem.mcore.step.batch_distribution import Dealer
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.step.programs import Compiled
 from megatron_pipemem.mcore.step.weighing import Weigher
 from megatron_pipemem.schedule.action import COMPLETING, Kind
 from megatron_pipemem.schedule.costs import Costs
@@ -50,14 +49,14 @@ class UnequalMicrobatches(Extension):
     Everybody outside counts microbatches as the data iterator yields them, and a schedule counts them by position.
 
     Args:
-        source: of the run's schedules.
+        programs: of the run.
         weigh: finds the weights.
     """
 
     only_trains = True
 
-    def __init__(self, source: Source, weigh: Weigher):
-        self._source = source
+    def __init__(self, programs: Programs, weigh: Weigher):
+        self._programs = programs
         self._weigh = weigh
         self._steps = 0
         self._dealers: list[tuple[Iterator, Dealer]] = []
@@ -71,10 +70,8 @@ class UnequalMicrobatches(Extension):
             cap; on every rank of this copy of the model, before anything has run.
         """
         self._began = time.perf_counter()
-        base = step.programs.compile(
-            step.shape, forward_only=False, agree=lambda digest: agree(digest, step.pipeline.group)
-        )
-        if self._source.needs_bytes:  # this step counts them, one microbatch after another
+        base = step.programs.get(step.shape, lambda digest: agree(digest, step.pipeline.group))
+        if self._programs.needs_bytes:  # this step counts them, one microbatch after another
             return base
         groups, m = groups_of_copy(step.groups, step.pipeline.group), step.shape.num_microbatches
         numbers = agreed_numbers("weights of microbatches", lambda: self._own(step), m * (2 + len(_KINDS)), groups)
@@ -84,12 +81,12 @@ class UnequalMicrobatches(Extension):
             # Experts are exchanged between pipelines, so all of these do the same at the same time.
             numbers, groups = largest_numbers(numbers, others), [others, *groups]
         weights = _unpacked(numbers, m)
-        exceeds_prices = self._source.request.memory_cap is not None and max(weights.tokens) > 1  # and maybe the cap
+        exceeds_prices = self._programs.request.memory_cap is not None and max(weights.tokens) > 1  # and maybe the cap
         if _are_alike(weights) and not exceeds_prices:
             return base
         plan = base.plan
         assert plan is not None, "training is planned"
-        costs = replace(self._source.priced(plan), microbatch=weights)
+        costs = replace(self._programs.priced(plan), microbatch=weights)
         found = decided_by_first(lambda: self._planned(plan.schedule, costs, weights, has_peers), groups)
         try:
             if isinstance(found, Exception):
@@ -159,7 +156,7 @@ class UnequalMicrobatches(Extension):
             running = running_iteration()
             iteration = self._steps if running is None else running
             found = self._weigh(self._dealer(iterator, m).all(), step.full_microbatch, step.context.config, iteration)
-            if self._source.knowledge.priced_by == MEASURED:
+            if self._programs.knowledge.priced_by == MEASURED:
                 found = _relative_to_median(found)
             return _packed(found)
         return None
@@ -175,7 +172,7 @@ class UnequalMicrobatches(Extension):
             weights: these.
             has_peers: whether other pipelines sum gradients with this one, and have plans of their own.
         """
-        cap = self._source.request.memory_cap
+        cap = self._programs.request.memory_cap
         try:
             found = plan_step(base, costs, cap, min(max(SHARE * self._seconds, LEAST_SECONDS), MOST_SECONDS))
             if not has_peers or _ends_of_stages(found.schedule) == _ends_of_stages(base):

@@ -18,9 +18,9 @@ from megatron_pipemem.mcore.model.linear import countable_linear
 from megatron_pipemem.mcore.model.stages import tensors_in, watch_batches
 from megatron_pipemem.mcore.model.weight_memory import count_weights
 from megatron_pipemem.mcore.patching import Feature, Replacements
+from megatron_pipemem.mcore.programs import announce
 from megatron_pipemem.mcore.report.run_record import STEPS, RunRecord
 from megatron_pipemem.mcore.report.step_record import count_layers
-from megatron_pipemem.mcore.source import announce
 from megatron_pipemem.mcore.step.observation import Observation, observe
 from megatron_pipemem.mcore.symbols import BACKWARD_STEP, FORWARD_STEP, LINEAR, WITH_INTERLEAVING, WITHOUT_INTERLEAVING
 from megatron_pipemem.request import Request

@@ -16,9 +16,9 @@ from megatron_pipemem.features.offload.runtime import OffloadStatistics
 from megatron_pipemem.mcore.model.stages import ActivationCounter, ChunkStage, StepContext
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.patching import Feature
+from megatron_pipemem.mcore.programs import Compiled, Programs
 from megatron_pipemem.mcore.report.run_report import Overlap
 from megatron_pipemem.mcore.step.observation import Observation, permanent_tensors
-from megatron_pipemem.mcore.step.programs import Compiled, ProgramCache
 from megatron_pipemem.mcore.step.queues import LaunchKind, LaunchOrders
 from megatron_pipemem.mcore.step.weighing import FullMicrobatch
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
@@ -59,7 +59,7 @@ class Step:
         message_shape: returns the shape of a microbatch's messages from its ``(b, s)``; ``None`` where they do not follow from
             them.
         tokens: ``(b, s)`` of every microbatch on this context-parallel rank; ``None`` where only the batches know.
-        programs: compiles the program, unless an extension has one.
+        programs: has the program, unless an extension has one.
         finalize: sums up all gradients of this rank, with the number of tokens if they are to be divided by it.
         iterators: one data iterator per chunk. Extensions may put others in their places.
         finalizes: whether gradients are finalized behind the step.
@@ -75,7 +75,7 @@ class Step:
     message: MessageFormat
     message_shape: Callable[[int, int], tuple[int, ...]] | None
     tokens: Sequence[tuple[int, int]] | None
-    programs: ProgramCache
+    programs: Programs
     finalize: Callable[[torch.Tensor | None], None]
     iterators: list[Iterator | None]
     finalizes: bool

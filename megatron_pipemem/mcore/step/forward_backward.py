@@ -23,10 +23,10 @@ from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, no_grad
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.model.whole_model import check_whole_model
 from megatron_pipemem.mcore.patching import Feature, Replacements
+from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.refusals import check_chunks, check_config
 from megatron_pipemem.mcore.step.extension import Extension, Step, Trial
 from megatron_pipemem.mcore.step.observation import device_of, observe
-from megatron_pipemem.mcore.step.programs import ProgramCache
 from megatron_pipemem.mcore.step.queues import LaunchOrders
 from megatron_pipemem.mcore.step.weighing import FullMicrobatch
 from megatron_pipemem.mcore.symbols import WITH_INTERLEAVING, WITHOUT_INTERLEAVING
@@ -34,20 +34,21 @@ from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.groups import destroy_groups
 from megatron_pipemem.runtime.transport import DEPARTURES, MessageFormat, Pipeline, Transport, connect, host_queries
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import megatrons_own
 
 
 @dataclass(eq=False)
 class ForwardBackward(Feature):
-    """Runs steps of one source's schedules. Keeps compiled programs and communicators between steps.
+    """Runs the steps of a run's programs. Keeps communicators between steps.
 
     Args:
-        programs: compiles the schedule for the number of microbatches at hand.
+        programs: of the number of microbatches at hand.
         chunk_placement: answers Megatron's questions about ranks.
         extensions: what the run's features add to every step, in this order.
         launches: knows which steps run by the order for one hardware queue per rank.
     """
 
-    programs: ProgramCache
+    programs: Programs
     chunk_placement: ChunkPlacement
     extensions: Sequence[Extension] = ()
     launches: LaunchOrders = field(default_factory=LaunchOrders)
@@ -117,6 +118,7 @@ class ForwardBackward(Feature):
                 len(chunks),
                 num_microbatches,
                 config.microbatch_group_size_per_vp_stage if len(iterators) > 1 else None,
+                forward_only,
             ),
             message,
             _shape_of_tokens(config, groups) if adjust_tensor_shapes_fn is None else None,
@@ -146,7 +148,7 @@ class ForwardBackward(Feature):
         """
         check_config(config, SCHEDULES)
         placement = self.chunk_placement.placement(group.size(), len(chunks))
-        if placement.num_chunks > 1 and self.programs.name != "interleaved":
+        if placement.num_chunks > 1 and self.programs.name != megatrons_own(placement.num_chunks):
             check_config(config, REORDERED)
         check_chunks(chunks, placement.num_chunks, self.programs.name, placement.replicas)
         known_chunks = len(chunks) // placement.replicas
@@ -211,9 +213,7 @@ class ForwardBackward(Feature):
         for extension in extensions:
             chosen = extension.choose(step) or chosen
         if chosen is None:
-            chosen = self.programs.compile(
-                step.shape, forward_only=step.forward_only, agree=lambda digest: agree(digest, step.pipeline.group)
-            )
+            chosen = self.programs.get(step.shape, lambda digest: agree(digest, step.pipeline.group))
         step.program, step.plan = chosen.order(step.single_queue), chosen.plan
 
     def _prepare(self, step: Step, extensions: Sequence[Extension]) -> None:

@@ -23,10 +23,9 @@ from megatron_pipemem.mcore.agreement import agree, gather, tell
 from megatron_pipemem.mcore.loop_arguments import steps_left
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.patching import Replacements
+from megatron_pipemem.mcore.programs import Compiled, Programs, announce, digest_of
 from megatron_pipemem.mcore.refusals import check_asynchronous, check_config
-from megatron_pipemem.mcore.source import Source, announce
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.step.programs import Compiled, digest_of
 from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, LOAD, SAVE
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import InFlight, StepFeature
@@ -162,30 +161,30 @@ class StageOptimizer:
 
 
 class AsynchronousTraining(Extension):
-    """Runs the training steps of an asynchronous source.
+    """Runs the training steps of an asynchronous schedule.
 
     Args:
-        source: of windows.
+        programs: of the run, for its request and prices.
         train_steps: how many steps there will be, for loops that are not Megatron's own.
         delayed: takes the loop's steps where ranks do not wait for each other at the end of a batch.
     """
 
     only_trains = True
 
-    def __init__(self, source: Source, train_steps: int | None = None, delayed: DelayedOptimizer | None = None):
-        self._source, self._delayed = source, delayed
+    def __init__(self, programs: Programs, train_steps: int | None = None, delayed: DelayedOptimizer | None = None):
+        self._programs, self._delayed = programs, delayed
         # Whether the optimizer steps once per call, by the training loop, and not once per microbatch.
-        self._loop_updates = windows.updates_per_batch(source.name)
+        self._loop_updates = windows.updates_per_batch(programs.name)
         self._train_steps = train_steps
         self._steps = 0
         # Tells schedules apart whose older weights mean different things.
-        self._identity = f"{source.name} {sorted(source.request.options.items())}"
+        self._identity = f"{programs.name} {sorted(programs.request.options.items())}"
         self._plans: dict[tuple[Shape, windows.Moment, bool], WindowPlan] = {}
         self._stream: _Stream | None = None
         self._optimizer = StageOptimizer()
         self._saved: SavedVersions | None = None
         self._call: StepCall | None = None
-        tell(logger, WARNING, source.name, level=logging.WARNING)
+        tell(logger, WARNING, programs.name, level=logging.WARNING)
 
     def replacements(self) -> Replacements:
         replaced: Replacements = [(SAVE, partial(save, self._to_save)), (LOAD, partial(load, self._loaded))]
@@ -356,21 +355,21 @@ class AsynchronousTraining(Extension):
         return left
 
     def _plan(self, shape: Shape, moment: windows.Moment, single_queue: bool, group: dist.ProcessGroup) -> WindowPlan:
-        source, size = self._source, (shape.num_devices, shape.num_microbatches)
+        programs, size = self._programs, (shape.num_devices, shape.num_microbatches)
         if (shape, moment, single_queue) not in self._plans:
-            windows.check_batch(source.name, *size)
+            windows.check_batch(programs.name, *size)
             window = windows.family_window(
-                source.name,
+                programs.name,
                 *size,
                 moment,
-                memory_cap=source.request.cap_in_units,
-                costs=source.costs,
+                memory_cap=programs.request.cap_in_units,
+                costs=programs.costs,
                 single_queue=single_queue,
-                **source.request.options,
+                **programs.request.options,
             )
             when = "start" if moment.before == 0 else "end" if moment.left == 0 else "no flush between steps"
-            plan = WindowPlan(window.schedule, source.costs, source.knowledge.priced_by, when, window=window)
-            agree(f"{source.queues} {digest_of(window.program)}", group)
+            plan = WindowPlan(window.schedule, programs.costs, programs.knowledge.priced_by, when, window=window)
+            agree(f"{programs.queues} {digest_of(window.program)}", group)
             if not self._plans:
                 announce(plan)
             self._plans[shape, moment, single_queue] = plan

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.config.refusals import VOCABULARY
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.features.vocabulary.megatron.choice import layers_in
+from megatron_pipemem.features.vocabulary.megatron.choice import choose_barriers, layers_in
 from megatron_pipemem.features.vocabulary.megatron.layers import (
     NAME,
     ArrivingEmbedding,
@@ -28,7 +29,9 @@ from megatron_pipemem.features.vocabulary.megatron.layers import (
 from megatron_pipemem.features.vocabulary.runtime.options import HeadOptions
 from megatron_pipemem.features.vocabulary.runtime.partition import VocabularyPartition
 from megatron_pipemem.mcore.agreement import gather
+from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.refusals import check_config
+from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
 
 _PIECE_BYTES = 64 * 2**20
@@ -40,6 +43,29 @@ class _Whole(NamedTuple):
     vocab_size: int
     hidden_size: int
     tied: bool
+
+
+def cut_model(
+    programs: Programs,
+    chunks: list[torch.nn.Module],
+    placement: Placement,
+    pg_collection: ProcessGroupCollection | None,
+) -> None:
+    """Cut the vocabulary of a rank's chunks as the request says; under ``auto`` by what training would take either way.
+
+    Every rank calls this when it has built its chunks.
+    """
+    if placement.num_devices == 1:
+        return
+    barriers = programs.request.barriers
+    if programs.request.vocab_parallel == AUTO:
+        model = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
+        assert pg_collection is not None, "whoever builds the model has made them"
+        layout = layout_of(chunks, placement, pg_collection.pp)
+        barriers = choose_barriers(model, layout, programs.costs, programs.ways(placement, len(chunks)))
+    programs.vocabulary_is(barriers, placement.num_devices)
+    if barriers:
+        cut_vocabulary(chunks, placement, pg_collection, barriers, programs.request.vocab_piece_tokens)
 
 
 def cut_vocabulary(

@@ -1,0 +1,424 @@
+"""Keep the programs of a run: what the user asked, chosen with what the run has measured so far, lowered and proved once.
+
+What is searched for is chosen on world rank 0, and the others take it over. The placement of a search is chosen when the model
+is built, because layers cannot move afterwards; all later searches keep it. Unless everything is known beforehand, the first
+step of a cap in bytes or of offload runs one microbatch after another, so that its bytes can be counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from megatron.core import num_microbatches_calculator
+
+from megatron_pipemem.choose.choice import choose, vocabulary_ways
+from megatron_pipemem.choose.knowledge import MEASURED, Choice, HostLink, Knowledge, MemoryDeltas, Shape
+from megatron_pipemem.choose.model_cut import placements_of
+from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.launch.cut_flags import as_built
+from megatron_pipemem.mcore.agreement import decided_by_rank_zero, gather, is_first_rank, tell
+from megatron_pipemem.report.run import announcement
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.options import AUTO, OFF
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import family
+from megatron_pipemem.schedule.schedule import Program, Schedule
+from megatron_pipemem.schedule.schedule_file import check_devices_of_file
+from megatron_pipemem.schedule.validator import validate_program
+from megatron_pipemem.schedule.vocabulary import check_placement
+
+logger = logging.getLogger(__name__)
+
+_HOST_FILL = 0.8  # blocks of many sizes do not fill a pool
+_KEPT = 16
+"""Programs of single steps."""
+
+
+def announce(plan: Choice) -> None:
+    """Log what is about to run, once for the job."""
+    if not is_first_rank():
+        return
+    try:
+        line = announcement(plan.timeline)
+    except Exception as error:  # a line of the log ends no run
+        line = f"{plan.schedule.name}, which cannot be simulated: {error}"
+    logger.info("%s: %s", plan.why, line)
+
+
+class Host(Protocol):
+    """What activations may leave the device for. All ranks of the job ask at the same time."""
+
+    def budget(self) -> int:
+        """Bytes of host memory that every rank may take."""
+
+    def switches(self) -> tuple[tuple[int, ...], ...]:
+        """Places in the pipeline that share a channel to the host."""
+
+    def links(self, num_devices: int) -> tuple[HostLink, ...]:
+        """The link of every place in the pipeline, measured."""
+
+
+@dataclass(frozen=True)
+class MeasurementUpdate:
+    """Say why and with what to plan anew."""
+
+    reason: str
+    costs: Costs | None
+    """Seconds, or ``None`` when nothing was timed."""
+    changes: MemoryDeltas | None
+    """Bytes, or ``None`` when nothing was counted."""
+    minimum_gain: float
+    """The part of the makespan that a schedule must save to replace the one that runs."""
+
+
+class Compiled(NamedTuple):
+    """A program of most steps, and the plan it came from; evaluation has none."""
+
+    program: Program
+    plan: Choice | None
+    in_one_queue: Program | None = None
+    """The same actions in an order for one hardware queue per rank, if some steps need it."""
+
+    def order(self, single_queue: bool) -> Program:
+        """Return the program of a step that does or does not need the order for one hardware queue."""
+        return self.in_one_queue if single_queue and self.in_one_queue is not None else self.program
+
+
+def digest_of(*programs: Program) -> str:
+    """Return the hash of all that ranks must agree on before they run these programs."""
+    text = "".join(
+        program.schedule.digest + "".join(f"{d}:{','.join(map(str, a))};" for d, a in enumerate(program.actions))
+        for program in programs
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Programs:
+    """Make the validated programs of a run's steps, and keep them: batch-size ramp-up and evaluation change the number of
+    microbatches between steps.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        costs: Costs | None = None,
+        priced_by: str = "unit",
+        host: Host | None = None,
+    ):
+        self.request = request
+        self._host = host
+        """``None`` where nothing leaves the device beside what a schedule says itself."""
+        ratio, cache = request.offload_options.ratio, None
+        if request.searches:
+            from megatron_pipemem.search.result import ResultCache  # loads the search
+
+            cache = ResultCache()
+        self.knowledge = Knowledge(costs or Costs(), priced_by, measures=True, ratio=ratio, cache=cache)
+        self.renewals = 0
+        """How often training has been planned anew."""
+        self._programs: dict[Shape, Compiled] = {}
+        self._outdated: dict[Shape, Compiled] = {}
+        self._update: MeasurementUpdate | None = None
+        self._of_steps: dict[tuple[Schedule, bool], Program] = {}
+        self._placements: dict[tuple[int, int], Placement] = {}
+        self._answers: dict[tuple[Placement, int, int], Choice] = {}
+        """What the choice of the placement or of the vocabulary has found already."""
+
+    @property
+    def name(self) -> str:
+        return self.request.schedule
+
+    @property
+    def costs(self) -> Costs:
+        """Return the costs of actions, as far as they are known."""
+        return self.knowledge.costs
+
+    @property
+    def needs_bytes(self) -> bool:
+        """Return whether nothing can be planned before a step has shown what actions take and give back."""
+        return self.knowledge.lacks_bytes(self.request)
+
+    @property
+    def needs_seconds(self) -> bool:
+        """Return whether plans are better when actions have been timed, whatever costs the user has named."""
+        return self.knowledge.lacks_seconds(self.request)
+
+    @property
+    def queues(self) -> tuple[bool, ...]:
+        """The orders that schedules are lowered to, each as whether it is for one hardware queue per rank, and proved to
+        end there. ``Compiled.program`` has the first one.
+        """
+        return self.knowledge.queues
+
+    @queues.setter
+    def queues(self, queues: tuple[bool, ...]) -> None:
+        if queues != self.queues:
+            self.clear()
+            self.knowledge = replace(self.knowledge, queues=queues)
+
+    def get(self, shape: Shape, agree: Callable[[str], None]) -> Compiled:
+        """Return the validated program of one step.
+
+        ``agree`` is called once per new program with its hash, to compare it with the other ranks'.
+
+        Raises:
+            UnsupportedError: there is no such schedule.
+            ScheduleError: the schedule or its lowering is wrong; it is never executed.
+        """
+        if shape not in self._programs:
+            before = self._outdated.get(shape)
+            compiled = self._build(shape) if before is None else self._build_again(shape, before)
+            agree(digest_of(*filter(None, (compiled.program, compiled.in_one_queue))))
+            self._programs[shape] = compiled
+            self._outdated.pop(shape, None)
+            if compiled.plan is not None and compiled is not before:
+                announce(compiled.plan)
+        return self._programs[shape]
+
+    def of_step(self, schedule: Schedule, base: Compiled, costs: Costs, single_queue: bool) -> Program:
+        """Return the validated program of a schedule that was made for one step, from memory where it has run of late.
+
+        ``base`` runs otherwise. ``costs`` decide the places of messages in single queues.
+
+        Raises:
+            ScheduleError: the schedule or its lowering is wrong; it is never executed.
+        """
+        if schedule == base.program.schedule:
+            return base.order(single_queue)
+        key = schedule, single_queue
+        program = self._of_steps.pop(key, None) or self._proved(schedule, costs, single_queue)
+        self._of_steps[key] = program
+        if len(self._of_steps) > _KEPT:
+            del self._of_steps[next(iter(self._of_steps))]
+        return program
+
+    def renew(self, update: MeasurementUpdate) -> None:
+        """Plan again, with what is known now, whatever training steps come."""
+        self.measured(update.costs, update.changes)
+        self._update = update
+        self.renewals += 1
+        training = {shape: each for shape, each in self._programs.items() if not shape.forward_only}
+        self._outdated |= training
+        for shape in training:
+            del self._programs[shape]
+
+    def clear(self) -> None:
+        for memory in (self._programs, self._outdated, self._of_steps):
+            memory.clear()
+        self._update = None
+
+    def measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> None:
+        """Plan from now on with the seconds and the bytes that the run has measured; ``None`` for what it has not."""
+        self.knowledge = self.knowledge.with_measured(costs, changes)
+        self._answers.clear()
+
+    def cut_is(self, layers: tuple[int, ...]) -> None:
+        """Price stages with these layers each, if the costs are those of a model's parts.
+
+        Raises:
+            CostsError: the costs are of a model with another number of layers.
+        """
+        self.knowledge = replace(self.knowledge, costs=self.costs.with_parts(cut=layers))
+        if len(set(layers)) > 1:  # what has been found for even stages is no answer
+            self._answers.clear()
+
+    def vocabulary_is(self, barriers: int, num_devices: int) -> None:
+        """Plan from now on for a vocabulary that is cut with so many barriers, 0 for a whole one, and price its head."""
+        self.request = self.request.decided(barriers)
+        parts = self.costs.part_prices
+        if barriers and parts is not None and self.costs.vocabulary is None:
+            costs = self.costs.with_cut_head(parts.head, num_devices, barriers)
+            self.knowledge = replace(self.knowledge, costs=costs)
+            self._answers.clear()
+
+    def placement(self, num_devices: int, chunks: int | None) -> Placement:
+        """Return the placement for a model with that many chunks per rank; ``None`` where nobody knows them yet.
+
+        Raises:
+            UnsupportedError: there is none on that many devices.
+        """
+        if self.request.file is not None:
+            check_devices_of_file(self.request.file, num_devices)
+            placement = self.request.file.placement
+        elif self.request.searches:
+            placement = self._searched_placement(num_devices, chunks)
+        else:
+            placement = self._family_placement(num_devices, chunks)
+        if self.request.cuts_vocabulary and placement.replicas > 1:
+            check_placement(placement)  # before the model is built
+        return placement
+
+    def plan(self, shape: Shape, why: str, before: Choice | None = None, minimum_gain: float = 0.0) -> Choice:
+        """Choose a schedule for steps of this shape. Every rank of the job calls this at the same time.
+
+        Another schedule than that of ``before`` must save ``minimum_gain`` of its makespan.
+
+        Raises:
+            UnsupportedError: there is no such schedule.
+        """
+        placement = self.placement(shape.num_devices, shape.chunks)
+        if shape.forward_only:
+            return choose(self.request, shape, replace(self.knowledge, placement=placement))
+        known, counts = self._known(placement), self.needs_bytes
+        answer = self._answers.get((placement, shape.num_microbatches, self.request.barriers))
+        found = self._resolved(self.request, shape, known) if answer is None or counts else answer
+        if counts:
+            return found
+        found = replace(found, why=why)
+        # What ran before the bytes were known need not keep the cap.
+        if before is None or (
+            known.changes is not None and any(known.excess(self.request, before.schedule, found.costs))
+        ):
+            return found
+        if found.schedule != before.schedule:
+            why = f"{why}; no schedule is that much faster"
+        kept = replace(found, schedule=before.schedule, why=why, notes=before.notes)
+        return kept if found.timeline.makespan > kept.timeline.makespan * (1 - minimum_gain) else found
+
+    def priced(self, plan: Choice) -> Costs:
+        """Return the costs of a plan, with the memory that the run's cap is about, if it has one."""
+        if self.request.memory_cap is None:
+            return plan.costs
+        counted = self.knowledge.counted_costs(plan.schedule.placement, self.request.in_bytes)
+        return replace(plan.costs, memory=counted.memory)
+
+    def ways(self, placement: Placement, chunks: int) -> dict[int, Schedule]:
+        """Return what most training steps would run without vocabulary passes and with those of either algorithm, where
+        that is possible.
+        """
+        microbatches = microbatches_of_the_run() or 4 * placement.num_devices
+        shape, known = Shape(placement.num_devices, chunks, microbatches), self._known(placement)
+
+        def resolved(request: Request) -> Choice:
+            if known.lacks_bytes(request):  # nobody knows yet how much of it the cap will allow
+                return self._resolved(replace(request, memory_cap=None), shape, known)
+            found = self._resolved(request, shape, known)
+            self._answers[placement, microbatches, request.barriers] = found
+            return found
+
+        def refused(barriers: int, error: PipememError) -> None:
+            tell(logger, "vocabulary: not with %d barriers: %s", barriers, error)
+
+        ways = vocabulary_ways(self.request, resolved, refused)
+        return {barriers: found.schedule for barriers, found in ways.items()}
+
+    def _family_placement(self, num_devices: int, chunks: int | None) -> Placement:
+        options, known = self.request.options, family(self.name)
+        cut = {"chunks": chunks} if "chunks" in known.options and chunks is not None else {}
+        try:
+            return known.placement_on(num_devices, {**cut, **options})
+        except UnsupportedError:
+            if chunks is not None:  # which may be what is wrong, and the user knows them by Megatron's names
+                placements_of(self.name, options, num_devices, as_built(chunks))
+            raise
+
+    def _searched_placement(self, num_devices: int, chunks: int | None) -> Placement:
+        chosen = [placement for (devices, _), placement in self._placements.items() if devices == num_devices]
+        if chunks is None and chosen:
+            return chosen[-1]
+        asked = self.request.options.get("chunks")
+        if None not in (chunks, asked) and chunks != asked:
+            raise UnsupportedError(
+                "needs-chunks",
+                f"the option chunks={asked} of schedule {AUTO} asks for {asked} model chunks per pipeline rank, and the model "
+                f"has {chunks}; leave the option out, or cut the model accordingly (--num-virtual-stages-per-pipeline-rank)",
+            )
+        key = (num_devices, chunks or self.request.chunks)
+        if key not in self._placements:
+            self._placements[key] = self._choose(*key)
+        return self._placements[key]
+
+    def _choose(self, num_devices: int, chunks: int) -> Placement:
+        """Return the placement of the fastest schedule, for the costs known so far."""
+        from megatron_pipemem.choose.searching import searched
+
+        shape = Shape(num_devices, chunks, microbatches_of_the_run() or 4 * num_devices)
+        known = replace(self._known(None), measures=False)
+        candidates = searched(self.request, shape, known)
+        if len(candidates) == 1:
+            return candidates[0]
+        if self.request.in_bytes and known.changes is None and known.costs.memory is None:
+            return candidates[0]  # a V: the same bytes on every device, so the most is made of a cap not yet known
+        request = self.request if self.request.chooses_offload else self.request.without_offload()
+        found = self._resolved(request, shape, known)
+        placement = found.schedule.placement
+        if request is self.request:
+            self._answers[placement, shape.num_microbatches, request.barriers] = found
+        tell(logger, "placement %s for %d pipeline ranks with %d chunks each", placement.name, num_devices, chunks)
+        return placement
+
+    def _known(self, placement: Placement | None) -> Knowledge:
+        """Return what is known, of the host too if anything is sent there. Every rank of the job asks at the same time."""
+        known = replace(self.knowledge, placement=placement)
+        host = self._host
+        if host is None or self.request.offload == OFF:
+            return known
+        known = replace(known, switches=host.switches())
+        counted = known.changes is not None or known.costs.memory is not None
+        if counted and (self.request.memory_cap is None or self.request.in_bytes):
+            known = replace(known, host_budget=_HOST_FILL * host.budget())
+        if placement is not None and known.priced_by == MEASURED and known.changes is not None and self.needs_seconds:
+            known = replace(known, links=host.links(placement.num_devices))
+        return known
+
+    def _resolved(self, request: Request, shape: Shape, known: Knowledge) -> Choice:
+        """Choose as every rank would, or as rank 0 does: a search stops by the clock."""
+        if not (request.searches or request.plans_offload):
+            return choose(request, shape, known)
+        found = decided_by_rank_zero(lambda: choose(request, shape, known).alone)
+        if request.searches and not self.needs_bytes:
+            found = replace(found, schedule=replace(found.schedule, name=AUTO))
+        return found
+
+    def _build(self, shape: Shape) -> Compiled:
+        first = self._update is None and all(each.forward_only for each in self._programs)
+        why = "start" if first else f"step of {shape.num_microbatches} microbatches"
+        return self._compiled(self.plan(shape, why), shape)
+
+    def _build_again(self, shape: Shape, before: Compiled) -> Compiled:
+        """Build by the update, or keep the program that has run so far: a plan that fails does not end a run that goes
+        well.
+
+        Raises:
+            UnsupportedError: the bytes that were counted break the cap, whatever the schedule.
+        """
+        update, found, failure = self._update, before, None
+        assert update is not None, "programs are outdated by an update"
+        try:
+            plan = self.plan(shape, update.reason, before.plan, update.minimum_gain)
+            found = self._compiled(plan, shape)
+        except Exception as error:  # the other ranks must hear of it, whatever it is
+            failure = error
+        code = failure.code if isinstance(failure, PipememError) else None
+        failures = gather(None if failure is None else (f"{failure}", code))
+        message, code = next((told for told in failures if told is not None), (None, None))
+        if message is None:
+            return found
+        if code is not None and update.changes is not None:
+            raise failure or UnsupportedError(code, message)
+        if is_first_rank():
+            logger.warning("could not plan again (%s): %s; the schedule stays", update.reason, message)
+        return before
+
+    def _compiled(self, plan: Choice, shape: Shape) -> Compiled:
+        program, *others = (self._proved(plan.schedule, plan.costs, single_queue) for single_queue in self.queues)
+        return Compiled(program, None if shape.forward_only else plan, *others)
+
+    def _proved(self, schedule: Schedule, costs: Costs, single_queue: bool) -> Program:
+        program = lower(schedule, single_queue=single_queue, costs=costs)
+        validate_program(program, single_queue=single_queue)
+        return program
+
+
+def microbatches_of_the_run() -> int | None:
+    """Return what Megatron's own calculator says, where a training loop has set it up."""
+    try:
+        return num_microbatches_calculator.get_num_microbatches()
+    except AttributeError:
+        return None
