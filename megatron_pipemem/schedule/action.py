@@ -40,17 +40,26 @@ class Resource(Enum):
 
 
 class Need(NamedTuple):
-    """Name an action that another one waits for, of the same stage and microbatch unless ``stage`` or ``slice`` move it.
+    """Name an action that another one waits for, of the same stage and microbatch unless other fields move it.
 
     Attributes:
         kind: of the action that it waits for. A gradient of another stage or slice comes from its I or from its B.
         stage: -1 for the stage before, 1 for the stage after; nothing is needed beyond the ends of the model.
         slice: -1 for the slice before, 1 for the slice after; nothing is needed of other microbatches.
+        place: where it is in place of the own stage: ``first`` or ``last`` stage of the model (or its device, if the kind
+            stands for a device), or ``everywhere``: a collective that all devices have posted.
+        only: the stage (or its device) whose actions have this need, ``first`` or ``last``; by default those of all.
+        slices: of several sequence slices, ``last`` for the last one, ``until`` for all up to the own.
+        barriers: it holds in schedules with so many barriers of vocabulary parallelism; by default in all.
     """
 
     kind: str
     stage: int = 0
     slice: int = 0
+    place: str = ""
+    only: str = ""
+    slices: str = ""
+    barriers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -191,10 +200,21 @@ def kind_called(name: str) -> Kind | None:
 
 # Colours are far apart in hue and in lightness, also under the three kinds of colour blindness (tests/report/test_timeline.py).
 # The order of the rows is that of legends.
-_BACKWARD = (Need("F"), Need("I", stage=1), Need("I", slice=1))
+_FORWARD = (
+    Need("F", stage=-1),
+    Need("F", slice=-1),
+    Need("REDUCE_E", place="everywhere", only="first", barriers=(1, 2)),
+)
+# With two barriers T has waited for the loss already.
+_BACKWARD = (
+    Need("F"),
+    Need("I", stage=1),
+    Need("I", slice=1),
+    Need("REDUCE_X", place="everywhere", only="last", barriers=(1, 2)),
+    Need("LOSS", place="last", only="last", slices="last", barriers=(1,)),
+)
 _ROWS = (
-    KindSpec("F", "forward", (38, 98, 168), needs=(Need("F", stage=-1), Need("F", slice=-1)), units=1, runs_layers=True,
-             in_evaluation=True),
+    KindSpec("F", "forward", (38, 98, 168), needs=_FORWARD, units=1, runs_layers=True, in_evaluation=True),
     KindSpec("I", "input gradient", (244, 162, 52), needs=_BACKWARD, runs_layers=True),
     KindSpec("W", "weight gradient", (58, 163, 143), needs=(Need("I"),), units=-1, runs_layers=True, completes=True),
     KindSpec("B", "full backward", (196, 60, 78), needs=_BACKWARD, shares={"I": 1, "W": 1}, units=-1, runs_layers=True,
@@ -214,25 +234,33 @@ _ROWS = (
     KindSpec("WAIT_OFFLOAD", resource=Resource.AWAIT_COPY, needs=(Need("OFFLOAD"),), followed_by="RELOAD"),
     KindSpec("RELOAD", "copy back", (138, 201, 38), Resource.COPY, (Need("WAIT_OFFLOAD"),), followed_by="WAIT_RELOAD"),
     KindSpec("WAIT_RELOAD", resource=Resource.AWAIT_COPY, needs=(Need("RELOAD"),), prepares=("RS", "I", "B")),
-    # Vocabulary parallelism: shard k of head and embedding stands on device k. schedule/vocabulary.py has their needs.
+    # Vocabulary parallelism: shard k of head and embedding stands on device k.
     KindSpec("EMBED_F", "embedding forward", (184, 225, 173), in_evaluation=True, of_device=True, former_name="IF"),
-    KindSpec("S", "head scores", (166, 41, 245), in_evaluation=True, of_device=True),
-    # On the device of the last stage only.
-    KindSpec("LOSS", "loss", (100, 48, 77), in_evaluation=True, of_device=True),
-    KindSpec("T", "head gradients", (244, 191, 230), completes=True, of_device=True),
-    KindSpec("EMBED_B", "embedding gradient", (37, 15, 146), completes=True, of_device=True, former_name="IB"),
+    KindSpec("S", "head scores", (166, 41, 245), needs=(Need("BCAST_X", place="everywhere"),), in_evaluation=True,
+             of_device=True),
+    # On the device of the last stage only. Sequence slices of one microbatch have one loss, which stands with the last of them.
+    KindSpec("LOSS", "loss", (100, 48, 77), needs=(Need("STATS", place="everywhere", slices="until"),), in_evaluation=True,
+             of_device=True),
+    KindSpec("T", "head gradients", (244, 191, 230), needs=(Need("BCAST_G", place="everywhere"),), completes=True,
+             of_device=True),
+    KindSpec("EMBED_B", "embedding gradient", (37, 15, 146), needs=(Need("BCAST_E", place="everywhere"),), completes=True,
+             of_device=True, former_name="IB"),
     # The output of the embedding, to the device of the first stage.
-    KindSpec("REDUCE_E", resource=Resource.COLLECTIVE, in_evaluation=True, of_device=True),
+    KindSpec("REDUCE_E", resource=Resource.COLLECTIVE, needs=(Need("EMBED_F"),), in_evaluation=True, of_device=True),
     # The input of the head, from the device of the last stage.
-    KindSpec("BCAST_X", resource=Resource.COLLECTIVE, in_evaluation=True, of_device=True),
+    KindSpec("BCAST_X", resource=Resource.COLLECTIVE, needs=(Need("F", place="last", only="last"),), in_evaluation=True,
+             of_device=True),
     # Maxima, sums and label logits, from all to all.
-    KindSpec("STATS", resource=Resource.COLLECTIVE, in_evaluation=True, of_device=True),
+    KindSpec("STATS", resource=Resource.COLLECTIVE, needs=(Need("S"),), in_evaluation=True, of_device=True),
     # The gradient of the loss per token, from the device of the last stage.
-    KindSpec("BCAST_G", resource=Resource.COLLECTIVE, of_device=True),
-    # The gradient of the head's input, to the device of the last stage.
-    KindSpec("REDUCE_X", resource=Resource.COLLECTIVE, of_device=True),
+    KindSpec("BCAST_G", resource=Resource.COLLECTIVE, needs=(Need("LOSS", place="last", only="last", slices="last"),),
+             of_device=True),
+    # The gradient of the head's input, to the device of the last stage. With one barrier, what it sums is formed from the
+    # statistics where it is posted, so there the device waits for them.
+    KindSpec("REDUCE_X", resource=Resource.COLLECTIVE,
+             needs=(Need("T", barriers=(2,)), Need("STATS", place="everywhere", barriers=(1,))), of_device=True),
     # The gradient of the embedding's output, from the device of the first stage.
-    KindSpec("BCAST_E", resource=Resource.COLLECTIVE, of_device=True),
+    KindSpec("BCAST_E", resource=Resource.COLLECTIVE, needs=(Need("I", place="first", only="first"),), of_device=True),
 )  # fmt: skip
 for _row in _ROWS:
     register_kind(_row)
@@ -342,6 +370,8 @@ def shown(text: str) -> str:
     return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
 
 
+EVERYWHERE = -1
+"""In place of a device: a collective that all devices have posted."""
 MOST_DIGITS = 9
 """Of a number in a schedule's text."""
 _MOST_SHOWN = 40

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 
-from megatron_pipemem.schedule.action import COLLECTIVES, Action, Kind, place
+from megatron_pipemem.schedule.action import COLLECTIVES, EVERYWHERE, Action, Kind, place
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Graph
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.vocabulary import EVERYWHERE
 
 
 def held_after(

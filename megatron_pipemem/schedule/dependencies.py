@@ -15,10 +15,9 @@ from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import COLLECTIVES, MEMORY, VOCABULARY, Action, Kind
+from megatron_pipemem.schedule.action import COLLECTIVES, EVERYWHERE, MEMORY, VOCABULARY, Action, Kind, Need, last_slice
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Schedule
-from megatron_pipemem.schedule.vocabulary import EVERYWHERE, vocabulary_needs
 
 Waits = Sequence[tuple[int, int]]
 """``(node, link)``: what a node waits for, and over which link its result comes."""
@@ -235,23 +234,42 @@ def dependencies(
 
     ``fused``: every B of the schedule; a stage's gradient comes from its neighbour's I or from its B.
     """
-    kind, stage, microbatch = action
-    if vocabulary_barriers:
-        is_full = Action(Kind.B, 0, microbatch) in fused
-        further = vocabulary_needs(action, placement, vocabulary_barriers, is_full, slices)
-        if kind in VOCABULARY:
-            return further
-        return (*dependencies(action, placement, fused, slices), *further)
-    neighbours = {-1: placement.previous_stage, 0: lambda stage: stage, 1: placement.next_stage}
+    kind, stage, unit = action
     needed = []
     for need in kind.spec.needs:
-        place, unit = neighbours[need.stage](stage), microbatch + need.slice
-        if place is None or unit // slices != microbatch // slices:
+        if need.barriers and vocabulary_barriers not in need.barriers:
             continue
-        full = Action(Kind.B, place, unit)
-        of_others = need.kind == Kind.I and (need.stage, need.slice) != (0, 0)
-        needed.append(full if of_others and full in fused else Action(Kind(need.kind), place, unit))
+        if need.only and stage != _end_of(placement, need.only, kind):
+            continue
+        wanted = Kind(need.kind)
+        if need.place:
+            place: int | None = EVERYWHERE if need.place == "everywhere" else _end_of(placement, need.place, wanted)
+        elif need.stage:
+            place = placement.next_stage(stage) if need.stage > 0 else placement.previous_stage(stage)
+        else:
+            place = stage
+        if place is None:
+            continue
+        of_others = wanted is Kind.I and (need.stage, need.slice, need.place) != (0, 0, "")
+        for each in _units(need, unit, slices):
+            full = Action(Kind.B, place, each)
+            needed.append(full if of_others and full in fused else Action(wanted, place, each))
     return tuple(needed)
+
+
+def _end_of(placement: Placement, end: str, kind: Kind) -> int:
+    """Return the first or the last stage of the model; for kinds that stand for a device, its device."""
+    stage = 0 if end == "first" else placement.num_stages - 1
+    return placement.devices[stage] if kind.spec.of_device else stage
+
+
+def _units(need: Need, unit: int, slices: int) -> Iterable[int]:
+    """Return the slices that an action of one of them needs, all of the same microbatch."""
+    if need.slices == "last":
+        return (last_slice(unit, slices),)
+    if need.slices == "until":
+        return range(unit - unit % slices, unit + 1)
+    return (unit + need.slice,) if (unit + need.slice) // slices == unit // slices else ()
 
 
 class _Need(NamedTuple):

@@ -41,7 +41,7 @@ from heapq import heappop, heappush
 from itertools import accumulate
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import COLLECTIVES, COMPLETING, MEMORY, ORDERED, SENDS, Action, Kind
+from megatron_pipemem.schedule.action import COLLECTIVES, COMPLETING, EVERYWHERE, MEMORY, ORDERED, SENDS, Action, Kind
 from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Graph
@@ -50,7 +50,6 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import explained_by_validation
-from megatron_pipemem.schedule.vocabulary import EVERYWHERE
 from megatron_pipemem.schedule.waits import last_needed
 
 

@@ -21,7 +21,7 @@ from megatron_pipemem.schedule.action import (
 )
 from megatron_pipemem.schedule.action_prices import held_after, unit_weights
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.dependencies import Dependencies, deadlock
+from megatron_pipemem.schedule.dependencies import Dependencies, deadlock, dependencies
 from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.messages import (
     Places,
@@ -35,7 +35,7 @@ from megatron_pipemem.schedule.messages import (
     prepared_needs,
 )
 from megatron_pipemem.schedule.schedule import Program, Schedule, weight_uses
-from megatron_pipemem.schedule.vocabulary import check_passes, check_switch, vocabulary_needs
+from megatron_pipemem.schedule.vocabulary import check_passes, check_switch
 from megatron_pipemem.schedule.waits import check_host_waits, check_queues, run_single_queues
 
 
@@ -115,7 +115,9 @@ def validate_program(
     def needs(action: Action) -> list[Action]:
         before = [sends[receives[action]]] if action in receives else [*sums.get(action, ())]
         if barriers and action.kind in ORDERED:
-            before += vocabulary_needs(action, program.placement, barriers, slices=program.schedule.slices)
+            waited = dependencies(action, program.placement, (), program.schedule.slices, barriers)
+            # Messages stand for what is needed of other stages.
+            before += [each for each in waited if action.kind in VOCABULARY or each.kind in VOCABULARY]
         return before
 
     found = Dependencies(program.actions, program.placement, needs, program.schedule.slices)

@@ -113,14 +113,9 @@ def per_device(what: str, price: Several, num_devices: int, slices: int = 1) -> 
     return tuple(price)
 
 
-EVERYWHERE = -1
-"""In place of a device: a collective that all devices have posted."""
 BARRIERS = (1, 2)
 BARRIERS_OF_ALGORITHM = {1: 2, 2: 1}
 """The paper's Algorithm 1 has two barriers, its Algorithm 2 one. Users name the algorithm, schedules count barriers."""
-
-_BROUGHT = {Kind.REDUCE_E: Kind.EMBED_F, Kind.STATS: Kind.S, Kind.REDUCE_X: Kind.T}
-"""The pass whose result every device brings to a collective."""
 
 
 def check_placement(placement: Placement) -> None:
@@ -137,50 +132,6 @@ def check_placement(placement: Placement) -> None:
             "vocabulary parallelism needs stage d on device d for the first stages, as linear, interleaved, V and wave "
             f"placements have it; this one has {placement.devices}",
         )
-
-
-def vocabulary_needs(
-    action: Action, placement: Placement, barriers: int, has_full_backward: bool = False, slices: int = 1
-) -> tuple[Action, ...]:
-    """Return what ``action`` needs besides what it needs without vocabulary parallelism.
-
-    A collective that is needed has ``EVERYWHERE`` for its stage: every device must have posted it. With one barrier
-    ``REDUCE_X`` needs the statistics: what it sums is formed from them, where it is posted, so there the device waits for
-    them.
-
-    Sequence slices of one microbatch have one loss: ``LOSS`` stands with the last of them, and waits for the statistics of
-    all.
-
-    ``has_full_backward``: the first stage's backward of this microbatch is a B.
-    """
-    kind, stage, microbatch = action
-    last = placement.num_stages - 1
-    loss = Action(Kind.LOSS, placement.devices[last], last_slice(microbatch, slices))
-    ends = {Kind.F: 0, Kind.I: last, Kind.B: last}
-    if kind in ends and stage == ends[kind]:
-        awaited = (Action(Kind.REDUCE_E if kind is Kind.F else Kind.REDUCE_X, EVERYWHERE, microbatch),)
-        # With two barriers T has waited for the loss already.
-        waits_for_loss = kind is not Kind.F and barriers == 1
-        return (*awaited, loss) if waits_for_loss else awaited
-    backward = Kind.B if has_full_backward else Kind.I
-    sources = {
-        Kind.BCAST_X: Action(Kind.F, last, microbatch),
-        Kind.BCAST_G: loss,
-        Kind.BCAST_E: Action(backward, 0, microbatch),
-    }
-    if kind in sources:
-        return (sources[kind],) if stage == placement.devices[0 if kind is Kind.BCAST_E else last] else ()
-    if kind is Kind.REDUCE_X and barriers == 1:
-        return (Action(Kind.STATS, EVERYWHERE, microbatch),)
-    if kind is Kind.LOSS:
-        joined = range(microbatch - microbatch % slices, microbatch + 1)
-        return tuple(Action(Kind.STATS, EVERYWHERE, unit) for unit in joined)
-    if kind in _BROUGHT:
-        return (Action(_BROUGHT[kind], stage, microbatch),)
-    return (Action(_AWAITED[kind], EVERYWHERE, microbatch),) if kind in _AWAITED else ()
-
-
-_AWAITED = {Kind.S: Kind.BCAST_X, Kind.T: Kind.BCAST_G, Kind.EMBED_B: Kind.BCAST_E}
 
 
 def vocabulary_actions(schedule: Schedule, backwards: bool) -> Iterator[tuple[Action, int]]:

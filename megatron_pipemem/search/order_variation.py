@@ -10,14 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_pipemem.schedule.action import COLLECTIVES, Kind, place
+from megatron_pipemem.schedule.action import COLLECTIVES, EVERYWHERE, Kind, place
 from megatron_pipemem.schedule.action_prices import ActionPrices
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies
 from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
-from megatron_pipemem.schedule.vocabulary import EVERYWHERE
 
 # Variations tried at once: a try takes as long as there are actions one after another, and hardly longer for more orders.
 _AT_ONCE = 96
