@@ -145,8 +145,7 @@ def _run(model: Model, execution: Execution, repeats: int, verbose: bool) -> Pro
     import torch
 
     if not torch.cuda.is_available():
-        from megatron_pipemem.cpu import activate
-        from megatron_pipemem.cpu.quiet import missing_packages
+        from megatron_pipemem.cpu import activate, missing_packages
 
         activate(verbose=verbose)
         if not verbose and (said := missing_packages()) is not None:

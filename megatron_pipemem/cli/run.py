@@ -114,6 +114,6 @@ def _prepare(cpu: bool, request: Request | None, verbose: bool) -> None:
 
         enable_in_script(request)
     if cpu and not verbose:
-        from megatron_pipemem.cpu.quiet import shorten_log
+        from megatron_pipemem.cpu import shorten_log
 
         shorten_log()

@@ -3,10 +3,8 @@
 Megatron asks ``torch.cuda`` for devices, streams and random generators, and NCCL for its process groups. `activate`
 puts stand-ins in those places, for this process and until it ends:
 
-* ``surface``         ``torch.cuda`` itself: one device per local rank, streams and events that never wait;
-* ``redirect``        every request for a CUDA tensor becomes a CPU tensor;
+* ``cuda``            ``torch.cuda`` itself: one device per local rank, streams and events that never wait, and CPU tensors;
 * ``process_groups``  NCCL process groups become gloo process groups;
-* ``quiet``           nothing: it leaves out of the log what Megatron says because there is no GPU;
 * ``upstream``        what Megatron-Core insists on beyond PyTorch: compiled helpers and fused CUDA extensions.
 
 The arithmetic is PyTorch's own on CPU tensors, so losses are those of a real training run. Memory and speed of a GPU
@@ -15,12 +13,20 @@ are not imitated.
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import os
 import sys
+import warnings
+from typing import Any
 
-from megatron_pipemem.cpu import quiet
 from megatron_pipemem.errors import UnsupportedError
 
+logger = logging.getLogger(__name__)
+
+_MISSING = ".*(Apex|Transformer Engine|transformer-engine|absl.logging|no accelerator is found)"
+_RANDOM = "megatron.core.tensor_parallel.random"
+_ABOUT_EVERY_RANK = ("megatron.core.distributed", "megatron.core.datasets")
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # ranks share the cores; one thread each also keeps the order of sums fixed
     "TORCHDYNAMO_DISABLE": "1",  # nothing to compile for; the import alone costs each rank seconds
@@ -58,18 +64,52 @@ def activate(*, emulate_fused_gradients: bool = True, verbose: bool = False) -> 
             "call it first, or start the script with `pipemem run --cpu`",
         )
     if not verbose:
-        quiet.ignore_missing_packages()
+        ignore_missing_packages()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
     import torch
 
-    from megatron_pipemem.cpu import process_groups, redirect, surface, transformer_engine, upstream
+    from megatron_pipemem.cpu import cuda, process_groups, upstream
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    surface.install()
-    redirect.install()
+    cuda.install()
     process_groups.install()
-    transformer_engine.install()
+    if "transformer_engine_torch" not in sys.modules:  # it needs a GPU: Megatron is not to find the rest of its package
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     upstream.install(emulate_fused_gradients)
     _active = True
+
+
+def ignore_missing_packages() -> None:
+    """Ignore the warnings of Megatron and PyTorch about packages and devices that CPU ranks do not use."""
+    warnings.filterwarnings("ignore", _MISSING, UserWarning, r"megatron\.|torch\.utils\.data\.")
+    logging.getLogger(_RANDOM).addFilter(_is_about_a_gpu)
+
+
+def missing_packages() -> str | None:
+    """Return one line in the place of the warnings that are ignored, ``None`` if Megatron has no cause for them."""
+    missing = [name for name in ("apex", "transformer_engine") if importlib.util.find_spec(name) is None]
+    if not missing:
+        return None
+    return f"{' and '.join(missing)} not used, nor needed here; --verbose shows Megatron's warnings about it"
+
+
+def _is_about_a_gpu(record: logging.LogRecord) -> bool:
+    """Return False for the warning that CUDA's random numbers are the CPU's, which they are here."""
+    return not record.getMessage().startswith("CPU RNG state changed")
+
+
+def shorten_log() -> None:
+    """Shorten the log of this rank: Megatron's INFO lines come from rank 0, and its list of arguments is one line."""
+    if (said := missing_packages()) is not None:
+        logger.info("CPU ranks: %s", said)
+    if os.environ.get("RANK", "0") != "0":
+        for name in _ABOUT_EVERY_RANK:
+            logging.getLogger(name).setLevel(logging.WARNING)
+    if (arguments := sys.modules.get("megatron.training.arguments")) is not None:
+        arguments.__dict__["_print_args"] = _count_arguments
+
+
+def _count_arguments(title: str, arguments: Any) -> None:
+    logger.info("Megatron has %d %s; --verbose lists them", len(vars(arguments)), title)

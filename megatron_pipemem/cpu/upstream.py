@@ -1,16 +1,91 @@
-"""Supply for the CPU what Megatron-Core itself insists on beyond PyTorch."""
+"""Supply for the CPU what Megatron-Core itself insists on beyond PyTorch: extensions, an optimizer, a writer."""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from megatron_pipemem.cpu import checkpoint_writer, fused_adam
+
+class FusedAdam(torch.optim.Adam):
+    """Stands in for Apex's ``FusedAdam``: PyTorch's arithmetic to the bit, with ``group["step"]`` as the only step.
+
+    Args:
+        params: groups of parameters, as for PyTorch's.
+        adam_w_mode: whether weight decay is decoupled from the gradient.
+        options: others of PyTorch's Adam.
+    """
+
+    def __init__(self, params, adam_w_mode: bool = True, **options):
+        super().__init__(params, decoupled_weight_decay=adam_w_mode, **options)
+
+    def step(self, closure=None):
+        for group, state in self._states():
+            state["step"] = torch.tensor(float(group.get("step", 0)))
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        for _, state in self._states():
+            del state["step"]
+        return loss
+
+    def __setstate__(self, state) -> None:
+        super(torch.optim.Adam, self).__setstate__(state)  # Adam's own looks for steps where there are none
+        for group, state in self._states():
+            if "step" in state:  # of a checkpoint that PyTorch's Adam has left
+                group["step"] = int(state.pop("step"))
+
+    def _states(self) -> Iterator[tuple[dict, dict]]:
+        """Yield the states of parameters that have any, each behind its group."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if self.state.get(parameter):
+                    yield group, self.state[parameter]
+
+
+def _install_adam() -> None:
+    """Let Megatron take this optimizer where it found neither Apex's nor Transformer Engine's."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    if not optimizer.USING_PYTORCH_OPTIMIZER:
+        return
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+    # In fp32 the main parameters are views of the model's, which autograd does not let anybody write to.
+    loading = distrib_optimizer.DistributedOptimizer
+    loading.load_state_dict = torch.no_grad()(loading.load_state_dict)
+
+
+def _copied(write_buckets: list, non_blocking: bool = True) -> list:
+    """Copy a plan's tensors, which training would go on to change, in the place of Megatron's ``preload_tensors``.
+
+    Args:
+        write_buckets: files with their bytes and tensors.
+        non_blocking: unused.
+    """
+    return [
+        (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+        for file, key, (data, tensors) in write_buckets
+    ]
+
+
+def _install_writer() -> None:
+    """Replace how Megatron starts its persistent writer, and how the writer takes its tensors."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    start = PersistentAsyncCaller._get_process.__func__
+    PersistentAsyncCaller._get_process = classmethod(
+        lambda caller, rank, mp_mode="fork", *priorities: start(caller, rank, "fork", *priorities)
+    )
+    FileSystemWriterAsync.preload_tensors = staticmethod(_copied)
 
 
 def _build_norm(cls: Any, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -101,5 +176,5 @@ def install(emulate_fused_gradients: bool) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         # The final norm of a HybridModel is no part of its specification.
         hybrid_block.TENorm = WrappedTorchNorm
-    fused_adam.install()
-    checkpoint_writer.install()
+    _install_adam()
+    _install_writer()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from difflib import get_close_matches
-from importlib.util import find_spec
 from itertools import pairwise, takewhile
 
 from megatron_pipemem.choose.choice import choose
@@ -138,7 +137,7 @@ def cpu_flags(arguments: list[str]) -> list[str]:
         return []
     refuse(flag_values(flags), CPU)
     lacking = {name: value for name, value in CPU_FLAGS.items() if name not in flags}
-    if find_spec("transformer_engine") is None and flags.get(_LAYERS) != CPU_FLAGS[_LAYERS]:
+    if flags.get(_LAYERS) != CPU_FLAGS[_LAYERS]:
         lacking[_LAYERS] = CPU_FLAGS[_LAYERS]  # the last one counts
     added = words(lacking)
     if added and os.environ.get("RANK", "0") == "0":

@@ -56,6 +56,19 @@ def test_leaves_the_users_environment_alone_and_fused_weight_gradients_are_an_op
     """)
 
 
+def test_transformer_engine_is_left_out_where_it_is_installed(python: Callable[[str], str], tmp_path: Path) -> None:
+    """Importing it without a GPU ends in other errors than Megatron expects."""
+    (tmp_path / "transformer_engine.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")
+    python(f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from megatron_pipemem.cpu import activate
+        activate()
+        from megatron.core.extensions import transformer_engine
+        assert not transformer_engine.HAVE_TE
+    """)
+
+
 def test_all_groups_share_one_network_thread(python: Callable[[str], str]) -> None:
     threads = python("""
         import os

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_pipemem.cpu.checkpoint_writer import _copied  # noqa: E402
+from megatron_pipemem.cpu.upstream import _copied  # noqa: E402
 
 
 def test_training_does_not_change_what_is_to_be_written():

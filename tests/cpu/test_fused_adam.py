@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_pipemem.cpu.fused_adam import FusedAdam  # noqa: E402
+from megatron_pipemem.cpu.upstream import FusedAdam  # noqa: E402
 
 
 def groups():

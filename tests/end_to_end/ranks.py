@@ -153,7 +153,7 @@ def _conduct(
     connection: Connection, path: list[str], program: str, logs: Path, size: int, preload: tuple[str, ...]
 ) -> None:
     sys.path[:0] = path
-    get_context("forkserver").set_forkserver_preload(["megatron_pipemem.cpu.warm", *preload])
+    get_context("forkserver").set_forkserver_preload(["te_stand_in", "megatron_pipemem.cpu.warm", *preload])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")]))
     ranks = Ranks(program, logs, size)
     try:

@@ -16,7 +16,6 @@ LANE = [
 ]
 # What runs in processes of its own only, and the test that starts them.
 STARTED = {
-    "cpu/transformer_engine": "tests/end_to_end/test_transformer_engine.py",
     "features/slices": "tests/end_to_end/test_slices.py",
     "features/slices/megatron": "tests/end_to_end/test_slices.py",
 }

@@ -13,6 +13,8 @@ from contextlib import nullcontext
 from itertools import pairwise, product
 from unittest import mock
 
+import te_stand_in  # noqa: F401 - before the CPU lane
+
 from megatron_pipemem.cpu import activate
 
 activate()

@@ -26,11 +26,11 @@ _UNREACHABLE = ("Retrying", "NewConnectionError", "ConnectTimeoutError", "Tempor
 
 
 def folders(version: str) -> list[str]:
-    """Where a version and what it imports lie, for the module search path; they are installed if need be.
+    """Where a version, what it imports and ``te_stand_in`` lie, for the module search path; they are installed if need be.
 
     Skips the test if the package index cannot be reached.
     """
-    return [_installed(f"transformer_engine=={version}"), _installed(*NEEDS)]
+    return [_installed(f"transformer_engine=={version}"), _installed(*NEEDS), str(Path(__file__).parent)]
 
 
 def consumers() -> list[str]:

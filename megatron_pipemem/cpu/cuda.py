@@ -1,20 +1,26 @@
-"""Provide a ``torch.cuda`` that needs no GPU: one device per local rank, streams and events that are always done.
+"""Provide a ``torch.cuda`` that needs no GPU, and answer requests for CUDA tensors with CPU tensors.
 
-CPU tensors are ready when the call that makes them returns, so waiting is a no-op and order is program order. What is
-not listed here (CUDA graphs, memory pools, profilers) keeps PyTorch's own behaviour and says that CUDA is missing.
+There is one device per local rank, and streams and events are always done: CPU tensors are ready when the call that makes
+them returns, so waiting is a no-op and order is program order. What is not listed here (CUDA graphs, memory pools,
+profilers) keeps PyTorch's own behaviour and says that CUDA is missing.
+
+Functions are replaced one by one. PyTorch's own means, a TorchFunctionMode, holds for one thread and is suspended while
+the engine runs a backward pass, so that recomputation and custom gradients would still meet CUDA.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 CAPABILITY = (8, 0)  # the oldest generation with bfloat16; newer ones switch on kernels that have no CPU form
 
@@ -78,7 +84,7 @@ class _Device:
 
     @property
     def count(self) -> int:
-        """Local ranks; looked up anew, because processes may be forked after `install`."""
+        """Local ranks; looked up anew, because processes may be forked after `_install_surface`."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
     def set_index(self, device: Any) -> None:
@@ -130,7 +136,7 @@ class _Generators(Sequence[torch.Generator]):
         return ((self._generator,) * len(self))[index]
 
 
-def install() -> None:
+def _install_surface() -> None:
     """Replace the functions and classes of ``torch.cuda`` and ``torch.accelerator`` that Megatron-Core touches."""
     device = _Device()
     generator = torch.default_generator  # CUDA's random state is the CPU's: kernels here draw from that one
@@ -204,3 +210,79 @@ def install() -> None:
 def _eager(model: Any = None, **_: Any) -> Any:
     """``torch.compile`` that compiles nothing, as a function and as a decorator with options."""
     return model if model is not None else lambda function: function
+
+
+_CPU = torch.device("cpu")
+_LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
+_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+
+
+def _is_cuda(device: Any) -> bool:
+    """Return whether ``device`` names a CUDA device: an index, ``"cuda[:i]"`` or a `torch.device`."""
+    if isinstance(device, str):
+        return device.partition(":")[0] == "cuda"
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``create`` that makes pageable CPU tensors for CUDA devices and for pinned memory."""
+
+    @functools.wraps(create)
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = _CPU
+            kwargs.pop("pin_memory", None)
+        return create(*args, **kwargs)
+
+    return wrapper
+
+
+def _to(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(to)
+    def wrapper(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return to(tensor, *(_CPU if _is_cuda(argument) else argument for argument in args), **kwargs)
+
+    return _on_cpu(wrapper)
+
+
+def _type(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's optimizers sort parameters by the names ``torch.cuda.FloatTensor`` and the like."""
+
+    @functools.wraps(type_of)
+    def wrapper(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            return type_of(tensor).replace("torch.", "torch.cuda.", 1)
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.", 1)
+        return type_of(tensor, dtype, *args, **kwargs)
+
+    return wrapper
+
+
+def _itself(tensor: Any, *_: Any, **__: Any) -> Any:
+    return tensor
+
+
+def _install_redirections() -> None:
+    """Redirect tensor factories, tensor methods and ``Module.cuda``, in all threads until the process ends."""
+    factories = _device_constructors()  # cached by PyTorch, which keeps knowing the originals
+    for name, function in list(vars(torch).items()):
+        if name in _LIKE or (callable(function) and function in factories):
+            setattr(torch, name, _on_cpu(function))
+    tensors: Any = torch.Tensor  # classes that get other methods
+    modules: Any = torch.nn.Module
+    for name in _METHODS:
+        setattr(tensors, name, _on_cpu(getattr(tensors, name)))
+    tensors.to = _to(tensors.to)
+    tensors.type = _type(tensors.type)
+    tensors.cuda = tensors.pin_memory = modules.cuda = _itself
+    tensors.record_stream = lambda tensor, stream: None
+
+
+def install() -> None:
+    """Replace ``torch.cuda`` and redirect its tensors, in all threads until the process ends."""
+    _install_surface()
+    _install_redirections()

@@ -1,0 +1,31 @@
+"""Transformer Engine's own Python on the CPU, over a stand-in for its compiled extension. Import this before the CPU lane.
+
+Its layers, queues and optimizers run as NVIDIA wrote them; only what they call in ``transformer_engine_torch`` is computed by
+PyTorch (``kernels``). The package alone is enough: its compiled parts are neither loaded nor needed. There is no fp8, and
+attention is the unfused one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from te_stand_in import extension
+
+_ENVIRONMENT = {
+    "NVTE_PROJECT_BUILDING": "1",  # imports without the core library
+    "NVTE_MASKED_SOFTMAX_FUSION": "0",
+}
+
+
+for name, value in _ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+sys.modules["transformer_engine_torch"] = extension.module()
+
+import transformer_engine.common  # noqa: E402
+
+transformer_engine.common.load_framework_extension = lambda framework: None
+# Transformer Engine's layers insist on it; nothing else of what runs here asks.
+torch.Tensor.is_cuda = property(lambda tensor: True)
