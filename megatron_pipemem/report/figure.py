@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_suffix, whole_file
@@ -31,6 +33,18 @@ _STYLE: dict[Any, Any] = {
     "ytick.color": "#3c4043",
 }
 _DPI = 150
+_MARKER = 5.0
+"""Half of a marker's side in points; names keep off it."""
+_CHARACTERS = 36
+"""In a line of names that share a point."""
+_AROUND: dict[str, Any] = {"bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.3}}
+_NAMES: dict[bool, dict[str, Any]] = {
+    True: {"fontsize": 8.5, "color": "#202124", "fontweight": "bold", **_AROUND},
+    False: {"fontsize": 7.0, "color": "#6f757b", **_AROUND},
+}
+type _Spot = tuple[float, float]
+type _Box = tuple[float, float, float, float]
+"""Left, bottom, right and top."""
 
 
 def write_picture(draw: Callable[[], Figure], path: str | Path, what: str, instead: str = "") -> Path:
@@ -90,6 +104,92 @@ def axes_for_points(size: tuple[float, float], title: str, x: str, y: str) -> Ax
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     return axes
+
+
+class Label(NamedTuple):
+    """A name for the point at ``(x, y)``, in data coordinates."""
+
+    x: float
+    y: float
+    text: str
+    farthest: float = math.inf  # points to the farthest place for it; where there is none, the name is left out
+    is_main: bool = True  # written large
+
+
+def add_labels(axes: Axes, labels: Sequence[Label]) -> int:
+    """Write names beside their points, one for points in one place, so that none covers another.
+
+    A name takes the first free place beside its point, else, joined to the point by a line, the nearest free one around it.
+    Those that come first choose first. The axes must have their final limits. Returns how many points have no name, for want
+    of room.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = figure_of(axes)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # a name must not move the axes that it was placed in
+    renderer, points = FigureCanvasAgg(figure).get_renderer(), 72 / figure.dpi
+    groups: dict[_Spot, list[Label]] = {}
+    for label in labels:
+        x, y = axes.transData.transform((label.x, label.y)) * points
+        groups.setdefault((round(x), round(y)), []).append(label)
+    left, bottom, right, top = (float(edge) * points for edge in axes.get_window_extent(renderer).extents)
+    taken = [(x - _MARKER, y - _MARKER, x + _MARKER, y + _MARKER) for x, y in groups]
+    missing = 0
+    for spot, group in groups.items():
+        text = textwrap.fill(", ".join(label.text for label in group), _CHARACTERS)
+        name = axes.annotate(
+            text, (group[0].x, group[0].y), xytext=(0, 0), textcoords="offset points", ha="left", va="bottom",
+            annotation_clip=False, **_NAMES[group[0].is_main],
+        )  # fmt: skip
+        size = name.get_window_extent(renderer)
+        reach = min(group[0].farthest, math.hypot(right - left, top - bottom))
+        free = [
+            box
+            for box in _places_around(spot, size.width * points, size.height * points, reach)
+            if left <= box[0] and bottom <= box[1] and box[2] <= right and box[3] <= top and not _overlaps(box, taken)
+        ]
+        box = next((each for each in free if _is_beside(each, spot, groups)), None)
+        if box is None and free:
+            box = free[0]
+            x, y = (min(max(at, low), high) - at for at, low, high in zip(spot, box[:2], box[2:], strict=True))
+            axes.annotate(
+                "", name.xy, xytext=(x, y), textcoords="offset points", annotation_clip=False, zorder=1.5,
+                arrowprops={"arrowstyle": "-", "color": "#80868b", "linewidth": 0.6, "shrinkA": 0, "shrinkB": _MARKER - 1},
+            )  # fmt: skip
+        if box is None:
+            name.remove()
+            missing += len(group)
+        else:
+            name.xyann = (box[0] - spot[0], box[1] - spot[1])
+            taken.append(box)
+    return missing
+
+
+def _places_around(spot: _Spot, width: float, height: float, reach: float) -> Iterator[_Box]:
+    """Yield boxes on rings around a point, the nearest first, in each ring right of it before left of it."""
+    ring = _MARKER + 1
+    while ring <= reach:
+        for turn in sorted(range(-7, 9), key=abs):
+            across, up = math.cos(turn * math.pi / 8), math.sin(turn * math.pi / 8)
+            x, y = spot[0] + across * (ring + width / 2), spot[1] + up * (ring + height / 2)
+            yield x - width / 2, y - height / 2, x + width / 2, y + height / 2
+        ring *= 1.2
+
+
+def _overlaps(box: _Box, others: Iterable[_Box]) -> bool:
+    left, bottom, right, top = box
+    return any(left < x1 + 1 and x0 - 1 < right and bottom < y1 + 1 and y0 - 1 < top for x0, y0, x1, y1 in others)
+
+
+def _is_beside(box: _Box, spot: _Spot, spots: Iterable[_Spot]) -> bool:
+    """Return whether a name in this box needs no line: it is close to its point and closer than to any other."""
+
+    def gap(x: float, y: float) -> float:
+        return math.hypot(max(box[0] - x, x - box[2], 0), max(box[1] - y, y - box[3], 0))
+
+    own = gap(*spot)
+    return own < 2 * _MARKER and all(own < gap(*other) - 1.5 for other in spots if other != spot)
 
 
 TEXT, QUIET = "#202124", "#5f6368"

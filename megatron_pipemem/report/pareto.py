@@ -6,12 +6,11 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.report.figure import axes_for_points, figure_of, write_picture
+from megatron_pipemem.report.figure import Label, add_labels, axes_for_points, figure_of, write_picture
 from megatron_pipemem.report.run import UNITS
 from megatron_pipemem.report.terminal import FittingTable
 
@@ -113,8 +112,6 @@ def draw(
     from matplotlib.lines import Line2D
     from matplotlib.ticker import PercentFormatter
 
-    from megatron_pipemem.report.labels import Label, add_labels
-
     if not points:
         raise UnsupportedError("nothing-to-draw", "no schedule is left to draw; ask for fewer conditions")
     axes = axes_for_points((11, 6.4), title, f"peak of the fullest device, in {_unit(in_bytes)}", "bubble rate")
@@ -151,7 +148,7 @@ def draw(
         Label(p.peak, p.bubble_rate, p.name, _FARTHEST if p.dominated else math.inf, not p.dominated)
         for p in sorted(inside, key=lambda p: (p.dominated, _by_peak(p)))
     ]
-    missing = add_labels(axes, named, [_corners(steps, "post"), _corners(bound, "pre")])
+    missing = add_labels(axes, named)
     note.set_text(_note(points, inside, missing))
     return figure
 
@@ -188,9 +185,3 @@ def _scatter(axes: Axes, points: Sequence[Point], colour: str, marker: str, labe
                 facecolors="white" if dominated else colour, zorder=2 if dominated else 4,
                 label=label if not dominated or all(point.dominated for point in points) else None,
             )  # fmt: skip
-
-
-def _corners(points: Sequence[tuple[float, float]], where: str) -> list[tuple[float, float]]:
-    """Return the corners of matplotlib's steps."""
-    between = [(x, y) if where == "post" else (a, b) for (a, y), (x, b) in pairwise(points)]
-    return [corner for pair in zip(points, between, strict=False) for corner in pair] + list(points[-1:])

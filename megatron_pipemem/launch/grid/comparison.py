@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.grid.config import label
 from megatron_pipemem.launch.grid.results import Result
-from megatron_pipemem.report.figure import axes_for_points, figure_of, write_picture
+from megatron_pipemem.report.figure import Label, add_labels, axes_for_points, figure_of, write_picture
 from megatron_pipemem.report.run import busiest
 from megatron_pipemem.report.terminal import FittingTable
 
@@ -76,8 +76,6 @@ def draw(points: Sequence[Result], title: str = "") -> Figure:
     """Draw throughput (up) against peak (right). The front is filled, numbered and named; others are hollow and
     numbered.
     """
-    from megatron_pipemem.report.labels import Label, add_labels
-
     if not points:
         raise UnsupportedError("nothing-to-draw", "no run has ended well; there is nothing to draw")
     axes = axes_for_points(
