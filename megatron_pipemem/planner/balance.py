@@ -21,14 +21,13 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.planner.memory import request_of, schedule_of
 from megatron_pipemem.planner.replay import OrderPrice, Replay, Timing, priced, shortest
-from megatron_pipemem.planner.step import PlannedStep, loads_of, price
+from megatron_pipemem.planner.step import PlannedStep, loads_of, price, shared_out
 from megatron_pipemem.planner.variants import vocabulary_step
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import tell
 from megatron_pipemem.schedule.options import AUTO
-from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
@@ -174,11 +173,7 @@ class _Scale:
 
     def _relieved(self, layers: tuple[int, ...]) -> tuple[int, ...]:
         """Return these layers with those moved away that make a rank the slowest."""
-        from megatron_pipemem.planner.partition import partition  # numpy takes a while to load
-
-        alone = self.placement if self.placement.replicas == 1 else Placement.linear(self.placement.num_devices)
-        counts = partition(self._loads, alone, start=(*layers[:-1], layers[-1] - self._stays))
-        return (*counts[:-1], counts[-1] + self._stays)
+        return shared_out(self._loads, self._stays, self.placement, layers)
 
     def _moved(self, start: Layout) -> Layout:
         """Move single pieces between stages, near ones first, as long as a step, or a shorter one, takes less."""

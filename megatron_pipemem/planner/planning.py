@@ -232,24 +232,18 @@ class _Planner:
         heapq.heappush(self.queue, (seconds, next(self._serial), entry))
 
     def _price(self, run: Run) -> None:
+        varies = not (run.schedule.overlap_steps or _slices(run) > 1 or hides_messages(run))
         for placement, found in orders(run, self.limits, self.rejected).items():
             if run.schedule.overlap_steps and placement.replicas > 1:
                 self.rejected[WAITS] += len(found)
                 continue
-            slices = _slices(run)
-            step = (
-                price(run, placement, pace=self._pace) if slices == 1 else sliced_step(run, placement, pace=self._pace)
-            )
             if self.limits.admits(variant=PLAIN):
+                step = (price if _slices(run) == 1 else sliced_step)(run, placement, pace=self._pace)
                 self._bound(run, step, found, None)
-            if run.schedule.overlap_steps or slices > 1 or hides_messages(run):  # no variant goes with it
-                continue
-            for variant in variants() if placement.replicas == 1 and run.parallelism.pp > 1 else ():
+            for variant in variants() if varies and placement.replicas == 1 and run.parallelism.pp > 1 else ():
                 if self.limits.admits(variant=variant.name):
                     self._bound(run, variant.prepare(run, placement, self._pace), found, variant)
-        if run.schedule.overlap_steps or _slices(run) > 1 or hides_messages(run):
-            return
-        for base, makespan, peaks in asynchronous(run, self.limits, self._pace, self.rejected):
+        for base, makespan, peaks in asynchronous(run, self.limits, self._pace, self.rejected) if varies else ():
             self._wait(self._plan(base, None, OrderPrice(makespan, peaks)))
 
     def _bound(self, run: Run, step: PlannedStep, found: list[Order], variant: Variant | None) -> None:

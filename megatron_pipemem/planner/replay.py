@@ -119,14 +119,7 @@ def _repeats(shorter: Timing, longer: Timing) -> bool:
 
 
 class Replay:
-    """A schedule, ready to be priced.
-
-    Args:
-        schedule: F, I, W and B of whole microbatches.
-
-    Raises:
-        ScheduleError: the schedule waits for ever.
-    """
+    """A schedule of F, I, W and B of whole microbatches, ready to be priced."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule

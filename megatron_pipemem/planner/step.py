@@ -218,11 +218,22 @@ def least_static(run: Run) -> float:
 @lru_cache(maxsize=4096)
 def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
     """Return the layers of every stage by the planner's partition."""
+    return shared_out(*_loads(cut, placement), placement)
+
+
+def shared_out(
+    loads: Loads, stays: bool, placement: Placement, start: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """Return the layers of every stage by the partition, or ``start`` with those moved away that make a rank the slowest.
+    ``stays``: multi-token prediction stays with the head, and is counted with the last stage.
+    """
     from megatron_pipemem.planner.partition import partition  # numpy takes a while to load
 
-    loads, stays = _loads(cut, placement)
+    if start is not None:
+        start = (*start[:-1], start[-1] - stays)
     # Every replica is cut alike, and both of its ways run over all devices.
-    counts = partition(loads, placement if placement.replicas == 1 else Placement.linear(placement.num_devices))
+    alone = placement if placement.replicas == 1 else Placement.linear(placement.num_devices)
+    counts = partition(loads, alone, start)
     return (*counts[:-1], counts[-1] + stays)
 
 

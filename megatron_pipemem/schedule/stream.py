@@ -378,15 +378,7 @@ def _check_family(schedule: Schedule) -> None:
 
 
 class _Windows:
-    """The steps of an asynchronous schedule: the windows of its stream, one after the other.
-
-    Args:
-        schedule: of a family; its microbatches are those of a step.
-        costs: what it costs.
-
-    Raises:
-        UnsupportedError: it is of a file, or has too few microbatches.
-    """
+    """The steps of an asynchronous family's schedule: the windows of its stream, one after the other."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         _check_family(schedule)

@@ -53,11 +53,7 @@ class SearchStep(Enum):
 
 
 class Clock:
-    """Started when it is made.
-
-    Args:
-        seconds: of the search.
-    """
+    """The seconds of a search, which run from when the clock is made."""
 
     def __init__(self, seconds: float) -> None:
         self._started, self.seconds = time.perf_counter(), seconds

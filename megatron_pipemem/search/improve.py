@@ -119,12 +119,7 @@ def _mirrored(problem: Problem, table: Timetable) -> list[int]:
 
 
 class Row:
-    """A device while its passes are placed, one after another.
-
-    Args:
-        cap: the most that it may hold.
-        shortest: its shortest pass; smaller gaps are forgotten.
-    """
+    """A device while its passes are placed, one after another. Gaps smaller than its shortest pass are forgotten."""
 
     def __init__(self, cap: int, shortest: int) -> None:
         self._cap, self._shortest = cap, shortest
