@@ -32,6 +32,7 @@ FEATURES: Mapping[str, Callable[[Request], bool]] = {
     "single queue": lambda request: request.single_queue,
     "period": lambda request: request.searches_period,
     "searched slices": lambda request: max(request.slice_counts) > 1,
+    "slices": lambda request: request.slices > 1,
 }
 """Name of a feature -> whether a request wants it."""
 
@@ -85,9 +86,15 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
     },
     "period": {"vocabulary": _PERIOD, "offload": _PERIOD},
     "searched slices": {"period": _SLICES, "vocabulary": _SLICES, "offload": _SLICES},
+    "slices": {
+        "overlap": "sequence slices need a barrier between steps; drop --pipemem-overlap-steps, or take a schedule without "
+        "slices",
+        "weights": "microbatches that are weighed run whole; drop --pipemem-microbatch-costs, or take a schedule without "
+        "sequence slices",
+    },
 }
 """Feature -> features that it excludes -> the reason and the way out."""
-_CODES = {"stock": "not-for-stock", "overlap": "no-overlap", "pieces": "needs-option"}
+_CODES = {"stock": "not-for-stock", "overlap": "no-overlap", "pieces": "needs-option", "slices": "conflicting-options"}
 """Feature that excludes others -> code of the error, if it is not ``conflicting-features``."""
 
 
@@ -192,14 +199,7 @@ def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
 
 def _check_slice_cut(request: Request) -> None:
     """Refuse to cut sequences in another way than the default under a schedule without slices."""
-    if request.slice_cut == TOKENS:
-        return
-    slices: object = 1
-    if request.file is not None:
-        slices = request.file.slices
-    elif not request.is_stock:
-        slices = request.options.get("slices", 1 if request.searches else family(request.schedule).slices)
-    if slices == 1:
+    if request.slice_cut != TOKENS and request.slices == 1:
         raise UnsupportedError(
             "no-slices",
             f"--pipemem-slice-cut {request.slice_cut} says how sequences are cut into slices, and schedule "

@@ -448,6 +448,16 @@ class Request(ScheduleOptions):
         return slice_counts(self.options.get("slices", 1)) if self.searches else (1,)
 
     @property
+    def slices(self) -> int:
+        """Return the number of sequence slices of a microbatch; of a search, the most that it may choose."""
+        if self.file is not None:
+            return self.file.slices
+        if self.family is None:
+            return max(self.slice_counts)
+        given = self.options.get("slices", self.family.slices)
+        return given if isinstance(given, int) else 1  # which the family refuses
+
+    @property
     def searches(self) -> bool:
         """Return whether an order is to be searched for."""
         return self.schedule == AUTO and self.file is None

@@ -330,31 +330,6 @@ def refuse_transformer_engine(value_of: Callable[[str], Any], splits: bool, reco
         refuse(value_of, SPLIT_BACKWARD)
 
 
-def refuse_sliced(value_of: Callable[[str], Any], overlaps: bool, weighs: bool) -> None:
-    """Refuse what does not go with sequence slices.
-
-    Args:
-        value_of: of an attribute of Megatron's configuration.
-        overlaps: whether steps have no barrier between them.
-        weighs: whether microbatches differ in what they cost.
-
-    Raises:
-        UnsupportedError: the configuration asks for it.
-    """
-    refuse(value_of, SLICED)
-    if overlaps:
-        raise UnsupportedError(
-            "conflicting-options",
-            "sequence slices need a barrier between steps; drop --pipemem-overlap-steps, or take a schedule without slices",
-        )
-    if weighs:
-        raise UnsupportedError(
-            "conflicting-options",
-            "microbatches that are weighed run whole; drop --pipemem-microbatch-costs, or take a schedule without sequence "
-            "slices",
-        )
-
-
 def refuse_asynchronous(run: Run, name: str) -> None:
     """Refuse a run that would be refused when it starts under the asynchronous family of that name.
 

@@ -148,10 +148,10 @@ def _schedules(run: Run) -> None:
 
 
 def _check_slices(run: Run, slices: int) -> None:
-    flags, choice = all_flags(run), run.schedule
+    flags = all_flags(run)
     fuses = run.model.position == "rope" and not run.on_cpu and not flags.get("no-rope-fusion")
     value_of = refusals.flag_values(flags | {"apply-rope-fusion": fuses})
-    refusals.refuse_sliced(value_of, choice.overlap_steps, choice.microbatch_costs is not None)
+    refusals.refuse(value_of, refusals.SLICED)
     if run.implementation == "transformer_engine":
         raise UnsupportedError(
             "slices-attention",

@@ -19,7 +19,6 @@ from megatron_pipemem.config.refusals import (
     asynchronous,
     refuse,
     refuse_overlapped,
-    refuse_sliced,
     refuse_transformer_engine,
 )
 from megatron_pipemem.cpu import is_active
@@ -42,20 +41,6 @@ def check_config(config, *wanted: Refusals) -> None:
     UnsupportedError: the configuration does not go with one of the wanted features.
     """
     refuse(_of(config), *wanted)
-
-
-def check_sliced(config, overlaps: bool, weighs: bool) -> None:
-    """Refuse, as ``refuse_sliced`` does, what does not go with sequence slices.
-
-    Args:
-        config: Megatron's configuration of the model.
-        overlaps: whether steps have no barrier between them.
-        weighs: whether microbatches differ in what they cost.
-
-    Raises:
-        UnsupportedError: the configuration asks for it.
-    """
-    refuse_sliced(_of(config), overlaps, weighs)
 
 
 def check_sharing(config, schedule: str, placement: Placement) -> None:
