@@ -114,6 +114,15 @@ def check_conflicts(request: Request) -> None:
         check_delays(request.schedule)
 
 
+def requested(schedule: str, **settings: Any) -> Request:
+    """Return the checked request for a schedule and settings as users name them.
+
+    Raises:
+        PipememError: its parts do not go together, or its schedule file must not run.
+    """
+    return check(Request(schedule, **settings))
+
+
 def check(request: Request) -> Request:
     """Return the request, with its schedule file read and proved. Nothing is built.
 

@@ -408,6 +408,16 @@ class Request(ScheduleOptions):
             if flag.read is not None:
                 object.__setattr__(self, name, flag.read(flag.name, getattr(self, name)))
 
+    @classmethod
+    def for_search(cls, cap: MemoryCap, options: Mapping[str, Any], barriers: int = 0) -> Request:
+        """Return the request for the fastest order within a cap, with a vocabulary that is cut with so many barriers."""
+        return cls(AUTO, cap, options=dict(options)).decided(barriers)
+
+    @classmethod
+    def for_order(cls, schedule: Schedule, cap: MemoryCap) -> Request:
+        """Return the request for an order as it stands, with as much of it on the host as a cap needs."""
+        return cls(schedule.name, cap, offload=AUTO, file=schedule)
+
     def decided(self, barriers: int) -> Request:
         """Return the request, with the vocabulary cut with that many barriers, or not at all."""
         cut = cast(VocabularyCut, str(algorithm_of(barriers)) if barriers else OFF)

@@ -16,7 +16,6 @@ from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import brief, doing, tell
 from megatron_pipemem.schedule.memory_cap import MemoryCap
-from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
@@ -130,7 +129,7 @@ def choices(
         knowledge = Knowledge(costs, with_passes=tuple(known) if count else None, cache=cache)
         for number, cap in enumerate(caps):
             at_most = (len(caps) - number) * seconds
-            request = Request(AUTO, MemoryCap(cap, costs.memory is not None), options=options).decided(count)
+            request = Request.for_search(MemoryCap(cap, costs.memory is not None), options, count)
             what = f"memory cap {cap:.4g}, search {number + 1} of {len(caps)}, at most {at_most:.0f} s for all"
             with suppress(PipememError), doing(what):
                 found.append((choose(request, shape, knowledge).schedule, cap))

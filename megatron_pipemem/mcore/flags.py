@@ -12,7 +12,7 @@ from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.choose.model_cut import known_chunks
 from megatron_pipemem.config import hybrid
 from megatron_pipemem.config.refusals import CPU, SCHEDULES, flag_values, refuse, refuse_overlapped
-from megatron_pipemem.conflicts import check
+from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import CPU_FLAGS, words
@@ -60,7 +60,7 @@ def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
     for name, value in given.items():
         if flags[name].repeated:
             given[name] = parse_options(flags[name].name, value)
-    return check(Request(**given)), others
+    return requested(**given), others
 
 
 def _check_known(flag: str, known: list[str], parser: Parser) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_pipemem.conflicts import check
+from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.asynchronous.megatron.delayed import DelayedOptimizer, DelayedSteps
 from megatron_pipemem.features.asynchronous.megatron.training import AsynchronousTraining
@@ -162,7 +162,7 @@ def enable(schedule: str, **settings: Any) -> None:
         ScheduleError: a schedule file that must not run.
         UpstreamError: this Megatron-Core lacks a symbol we rely on. Nothing has been changed then.
     """
-    enable_with(check(Request(schedule, **settings)))
+    enable_with(requested(schedule, **settings))
 
 
 def enable_with(wanted: Request) -> None:

@@ -316,7 +316,7 @@ def _orders(case: Case) -> Iterator[tuple[str, Schedule, Costs, tuple[int, ...]]
             if _may_place(case, placement, AUTO):
                 costs, counts = _cut_for(case, placement)
                 cap = MemoryCap(case.own.peak, case.in_bytes)
-                request = Request(AUTO, cap, options={"seconds": case.search_seconds}).decided(barriers)
+                request = Request.for_search(cap, {"seconds": case.search_seconds}, barriers)
                 with suppress(PipememError):
                     found = choose(
                         request, Shape(p, None, m), Knowledge(replace(costs, microbatch=None), placement=placement)
@@ -360,7 +360,7 @@ def _offloads(case: Case, orders: list[tuple[Change, tuple[Schedule, Costs]]]) -
     if sum(map(len, schedule.orders)) > _LARGEST_OFFLOAD:
         return
     costs = replace(costs, channel=Channel.of_ratio(ASSUMED_RATIO, costs))
-    request = Request(schedule.name, MemoryCap(case.own.peak, case.in_bytes), offload=AUTO, file=schedule)
+    request = Request.for_order(schedule, MemoryCap(case.own.peak, case.in_bytes))
     shape = Shape(schedule.num_devices, None, schedule.num_microbatches)
     with suppress(PipememError), doing(f"planning the offload of {schedule.name}"):
         timeline = choose(request, shape, Knowledge(costs)).timeline

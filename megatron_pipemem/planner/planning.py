@@ -52,7 +52,7 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.display import doing, rare_collection, tell
 from megatron_pipemem.schedule.memory_cap import MemoryCap
-from megatron_pipemem.schedule.options import AUTO, STOCK
+from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import Family, build_schedule, families, family
 from megatron_pipemem.schedule.schedule import Schedule
@@ -215,7 +215,7 @@ class _Planner:
                         "period": group.run.schedule.overlap_steps,
                         "slices": _slices(group.run),
                     }
-                    request = Request(AUTO, MemoryCap(group.step.room(self._memory), True), options=options)
+                    request = Request.for_search(MemoryCap(group.step.room(self._memory), True), options)
                     known = Knowledge(group.step.costs, placement=group.step.placement)
                     found = choose(request, Shape(p, None, m), known)
             except PipememError as error:

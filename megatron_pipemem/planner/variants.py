@@ -28,7 +28,6 @@ from megatron_pipemem.request import DEFAULT_HOST_SHARE, Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Channel
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap
-from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, VocabularyCosts
@@ -100,7 +99,7 @@ def offloaded(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) ->
     """Return the schedule with transfers to the host and back, so that it fits. Raise an UnsupportedError if too much has
     to stay. ``room``: bytes that the activations of every device may take.
     """
-    request = Request(schedule.name, MemoryCap(room, True), offload=AUTO, file=schedule)
+    request = Request.for_order(schedule, MemoryCap(room, True))
     shape = Shape(schedule.num_devices, None, schedule.num_microbatches)
     try:
         return choose(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule

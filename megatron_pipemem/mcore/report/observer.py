@@ -14,6 +14,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
+from megatron_pipemem.conflicts import requested
 from megatron_pipemem.mcore.model.linear import countable_linear
 from megatron_pipemem.mcore.model.stages import tensors_in, watch_batches
 from megatron_pipemem.mcore.model.weight_memory import count_weights
@@ -23,7 +24,6 @@ from megatron_pipemem.mcore.report.run_record import STEPS, RunRecord
 from megatron_pipemem.mcore.report.step_record import count_layers
 from megatron_pipemem.mcore.step.observation import Observation, observe
 from megatron_pipemem.mcore.symbols import BACKWARD_STEP, FORWARD_STEP, LINEAR, WITH_INTERLEAVING, WITHOUT_INTERLEAVING
-from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.options import STOCK
@@ -93,7 +93,7 @@ class StockObserver(Feature):
             shape = Shape(group.size(), len(chunks), num_microbatches, group_size)
             plan = self._plans.get((family, shape))
             if plan is None:
-                found = choose(Request(family), shape, self._known)
+                found = choose(requested(family), shape, self._known)
                 plan = replace(found, schedule=replace(found.schedule, name=STOCK), why="Megatron's own")
                 self._plans[family, shape] = plan
                 announce(plan)
