@@ -76,19 +76,12 @@ class RunCommand(CommandWithExamples):
 
 @dataclass(frozen=True)
 class _Entry:
-    """Say where a command stands.
+    """Say where a command stands."""
 
-    Args:
-        function: that it is, as ``module.name`` within ``megatron_pipemem.cli``.
-        told: of it where all commands are listed: the first sentence of its help (a test compares), which is not read there.
-        kind: class of the command.
-        hidden: other programs call it.
-    """
-
-    function: str
-    told: str
+    function: str  # "module.name" within megatron_pipemem.cli
+    told: str  # the first sentence of its help, which is not read where all commands are listed
     kind: type[CommandWithExamples] = CommandWithExamples
-    hidden: bool = False
+    hidden: bool = False  # for other programs
 
 
 _ENTRIES = {

@@ -149,16 +149,7 @@ def launch(
 
 
 def slurm_options(launcher: str, sbatch: Sequence[str] | None, srun: Sequence[str] | None) -> slurm.Options:
-    """Return the options for Slurm.
-
-    Args:
-        launcher: that starts the run.
-        sbatch: options of sbatch, as typed.
-        srun: options of srun, as typed.
-
-    Raises:
-        UnsupportedError: there are some, and Slurm is not what starts the run.
-    """
+    """Return the options for Slurm."""
     for flag, given in (("--sbatch", sbatch), ("--srun", srun)):
         if given and launcher != "slurm":
             raise UnsupportedError(
@@ -369,11 +360,7 @@ def grid(
 
 
 def _write_down(store: Store, grid_file: Path, points: Sequence[GridPoint], resume: bool, progress: Console) -> None:
-    """Keep the points in the grid's folder, and say which are left out.
-
-    Raises:
-        UnsupportedError: there is a grid already that is not to be resumed, or that has other points.
-    """
+    """Keep the points in the grid's folder, and say which are left out."""
     if not store.exists():
         store.create(grid_file, points)
     elif resume:
@@ -425,14 +412,7 @@ def _train(store: Store, launcher: Launcher, max_parallel: int, options: Options
 
 
 class _Standing:
-    """Tell which points run and what is left, whenever that changes, from any thread.
-
-    Args:
-        labels: of all points.
-        done: how many had ended before.
-        show: takes the line that stands for all.
-        console: for what becomes of every point.
-    """
+    """Tell which points run and what is left, whenever that changes, from any thread; ``done`` had ended before."""
 
     def __init__(self, labels: Sequence[str], done: int, show: Listener, console: Console) -> None:
         self._labels, self._done, self._show, self._console = labels, done, show, console

@@ -50,17 +50,7 @@ from megatron_pipemem.search.result import ResultCache
 
 
 def price_layers(names: Sequence[str], asked: Question) -> Costs:
-    """Return the costs that the user typed, with the channel to the host.
-
-    Args:
-        names: of the schedules.
-        asked: what else was typed.
-
-    Raises:
-        CostsError: they are no costs.
-        UnsupportedError: the ratio of an offload is given, and none of the schedules named sends anything to the host; or
-            there are fewer layers than devices.
-    """
+    """Return the costs that the user typed, with the channel to the host."""
     check_layers(asked.layers, asked.devices or 1)
     costs, ratio = with_channel(parse_costs(asked.costs, asked.p2p), asked.offload_ratio), asked.offload_ratio
     sends = asked.offload != OFF or any(is_file(name) or (name != AUTO and family(name).offloads) for name in names)
@@ -82,11 +72,7 @@ def _check_price(option: str, price: float, what: str) -> None:
 
 
 def with_channel(costs: Costs, ratio: float | None) -> Costs:
-    """Return the costs with the channel of an offload ratio; without one with their own, or that of ratio 1.
-
-    Raises:
-        CostsError: the ratio is no number of at least 0.
-    """
+    """Return the costs with the channel of an offload ratio; without one with their own, or that of ratio 1."""
     if ratio is None and costs.channel is not None:
         return costs
     if ratio is not None:
@@ -102,11 +88,7 @@ def with_channel(costs: Costs, ratio: float | None) -> Costs:
 
 
 def parse_costs(text: str, p2p: float | None) -> Costs:
-    """Return costs from ``F,I,W`` or a JSON file; ``p2p`` overrides the file's.
-
-    Raises:
-        CostsError: neither, or a price is not a finite number of at least 0.
-    """
+    """Return costs from ``F,I,W`` or a JSON file; ``p2p`` overrides the file's."""
     if p2p is not None:
         _check_price("p2p", p2p, "seconds")
     if text.endswith(".json") or Path(text).is_file():
@@ -140,16 +122,7 @@ def note_uneven_cuts(costs: Costs, placements: Iterable[Placement]) -> None:
 
 
 def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | None:
-    """Return the seconds of the whole head; ``None`` if they are neither typed nor in the costs.
-
-    Args:
-        asked: what the user says of the head.
-        costs: of the layers alone.
-        schedule: whose placement has the stages.
-
-    Raises:
-        UnsupportedError: it is no number, or counts layers and nobody said how many there are.
-    """
+    """Return the seconds of the whole head, ``None`` if they are neither typed nor in the costs of the layers."""
     if asked.head_cost is None:
         return None if costs.part_prices is None else costs.part_prices.head
     try:
@@ -173,14 +146,7 @@ def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | Non
 
 
 def priced_head(asked: Prices, costs: Costs, schedule: Schedule, barriers: int) -> Costs:
-    """Return the costs with the LM head on the last stage, or cut over all devices.
-
-    Args:
-        asked: what the user says of the head.
-        costs: of the layers alone.
-        schedule: whose placement has the stages.
-        barriers: of the cut head, 1 or 2; 0 leaves it on the last stage.
-    """
+    """Return the costs of the layers with the LM head cut with so many barriers; 0 leaves it on the last stage."""
     seconds = head_seconds(asked, costs, schedule)
     if seconds is None:
         return costs
@@ -202,18 +168,11 @@ def named(name: str, chunks: int | None) -> str:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Hold what a command was asked for, and the schedule that it comes to.
-
-    Args:
-        request: as it was typed.
-        shape: of the step.
-        knowledge: the costs, with the memory that the cap is about: none for activation units.
-        chosen: valid, and within the cap.
-    """
+    """Hold what a command was asked for, and the schedule that it comes to."""
 
     request: Request
     shape: Shape
-    knowledge: Knowledge
+    knowledge: Knowledge  # costs with the memory that the cap is about: none for activation units
     chosen: Choice
 
     @property
@@ -242,18 +201,8 @@ def load_schedule(
     """Return the schedule that a user named, proved valid.
 
     It is built by its family, searched for, or read if ``name`` is a CSV file. Some families fit their order to the cap
-    and to the costs. A file's own messages are left out, and letters that are not ours are reported on stderr.
-
-    Args:
-        name: family, ``auto``, or path of a schedule file.
-        size: how large it is to be. A file's numbers may be repeated, not changed.
-        dialect: letters of a file; ``auto`` finds them out.
-        costs: what actions take and hold, in seconds and activation units or bytes; unit costs by default.
-        offload: which activations make a round trip to the host. ``auto`` with ``auto`` searches for the order, too.
-        host_memory: the most that the host holds, as typed.
-
-    Raises:
-        PipememError: it cannot be built, found, read or run; the message says why.
+    and to the costs. A file's own messages are left out, and letters that are not ours are reported on stderr. Its numbers
+    may be repeated in ``size``, not changed. With ``auto`` for ``offload`` too, the search is for the order as well.
     """
     devices, microbatches, settings = size.devices, size.microbatches, _settings(size)
     costs = costs or Costs()
@@ -367,16 +316,7 @@ def _check_counts(
 
 
 def load_and_simulate(name: str, asked: Question, prices: Costs) -> tuple[Loaded, Timeline, str]:
-    """Return the schedule that a user named, with its head where the user wants it, its run, and the reason for a choice.
-
-    Args:
-        name: family, ``auto``, or path of a schedule file.
-        asked: what else was typed.
-        prices: of the layers alone.
-
-    Raises:
-        PipememError: it cannot be had; the message says why.
-    """
+    """Return the schedule that a user named, with its head where the user wants it, its run, and the reason for a choice."""
     loaded = load_schedule(name, asked, costs=prices, offload=asked.offload, host_memory=asked.host_memory)
     note_uneven_cuts(prices, [loaded.schedule.placement])
     loaded, prices, reason = _with_head(loaded, _with_attention(loaded, prices, asked), asked)

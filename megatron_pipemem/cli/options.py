@@ -26,11 +26,7 @@ DIALECT_HELP = "Letters of the file; by default they are detected, and said."
 
 
 def at_least_one(parameter: typer.CallbackParam, count: int | None) -> int | None:
-    """Return the value of an option.
-
-    Raises:
-        UnsupportedError: it is less than 1.
-    """
+    """Return the value of an option."""
     if count is not None and count < 1:
         raise UnsupportedError("bad-number", f"{parameter.opts[0]} must be at least 1, not {count}")
     return count
@@ -64,17 +60,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Say how large a schedule is to be, as typed.
-
-    Args:
-        devices: pipeline ranks; a file has its own number.
-        microbatches: of one step; a file has its own number.
-        chunks: stages per device, where the schedule leaves a choice.
-        memory_cap: activation units, bytes with a unit, or one cap per device.
-        options: ``KEY=VALUE`` of the family or of the search.
-        yes: go on although it takes long or much memory.
-        modules: that add schedules.
-    """
+    """Say how large a schedule is to be, as typed."""
 
     devices: Devices = None
     microbatches: Microbatches = None
@@ -92,15 +78,7 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Say what the layers and the head of a model take, as typed.
-
-    Args:
-        costs: seconds ``F,I,W``, or a JSON file.
-        p2p: seconds of one message between two devices.
-        vocab_parallel: how the head is cut over all devices.
-        head_cost: seconds of the whole head, or as many ``layers``.
-        layers: of the model.
-    """
+    """Say what the layers and the head of a model take, as typed."""
 
     costs: Annotated[
         str,
@@ -131,15 +109,7 @@ class Prices:
 
 @dataclass(frozen=True, kw_only=True)
 class Question(Prices, Size):
-    """Say what is to be simulated, as typed.
-
-    Args:
-        offload: which activations make a round trip to the host.
-        offload_ratio: seconds of that over those of their F, I and W.
-        host_memory: the most that the host holds.
-        attention_share: of F's seconds, the part that is causal attention.
-        slice_cut: ``tokens`` or ``flops``, see ``slice_tokens``.
-    """
+    """Say what is to be simulated, as typed."""
 
     offload: Annotated[
         str,
@@ -228,18 +198,7 @@ def complete_schedules(incomplete: str) -> list[tuple[str, str]]:
 
 
 def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: bool = True) -> None:
-    """Ask before what takes long.
-
-    Args:
-        devices: ``p``.
-        microbatches: ``m``.
-        chunks: stages per device.
-        yes: whether the user wants it all the same.
-        fitted: see ``schedule.size.is_fitted``.
-
-    Raises:
-        UnsupportedError: it is too large; it says what it would take.
-    """
+    """Ask before what takes long."""
     if not yes:
         counts = f"--devices {devices} and --microbatches {microbatches}"
         if chunks > MAX_CHUNKS:
@@ -248,16 +207,7 @@ def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: 
 
 
 def check_steps(schedule: Schedule, steps: int, yes: bool) -> None:
-    """Ask before so many steps are simulated that it takes long.
-
-    Args:
-        schedule: of every step.
-        steps: how many.
-        yes: whether the user wants it all the same.
-
-    Raises:
-        UnsupportedError: they are too many; it says what they would take.
-    """
+    """Ask before so many steps are simulated that it takes long."""
     if not yes:
         placement, counts = schedule.placement, f"--steps {steps} of {schedule.num_microbatches} microbatches"
         check_affordable(
@@ -266,17 +216,7 @@ def check_steps(schedule: Schedule, steps: int, yes: bool) -> None:
 
 
 def check_output(path: Path | None, suffixes: Sequence[str], what: str) -> None:
-    """Check that a file can be written, before anything is computed for it.
-
-    Args:
-        path: where the file is to be; ``None`` where the user asked for no file.
-        suffixes: file name endings that are understood, with their dot.
-        what: what is to be written, for the error's sentence.
-
-    Raises:
-        UnsupportedError: its name does not say which format.
-        OutputError: it cannot be written.
-    """
+    """Check that a file, if one was asked for, can be written, before anything is computed for it."""
     if path is not None:
         check_suffix(path, suffixes, what)
         check_writable(path)

@@ -210,13 +210,7 @@ def _table(plans: Sequence[Plan]) -> FittingTable:
 
 
 def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) -> tuple[Plan | None, Plan | None]:
-    """Return the fastest plan with Megatron's overlap and the fastest without it; no plan without it if the run has none.
-
-    Args:
-        run: as it was given.
-        answer: what was planned for it.
-        again: plans another run for its fastest way alone.
-    """
+    """Return the fastest plan with Megatron's overlap and the fastest without it; no plan without it if the run has none."""
     if not any(run.flags.get(flag) for flag in STOCK_OVERLAPS.values()):
         return None, None
     kept = next((each for each in answer.plans if each.hides_messages), None)
@@ -225,12 +219,7 @@ def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) 
 
 
 def _worth_of_overlap(kept: Plan | None, other: Plan) -> str:
-    """Return what Megatron's overlap is worth, in words.
-
-    Args:
-        kept: the fastest plan that has it; ``None`` if none of those listed has it.
-        other: the fastest that gives it up.
-    """
+    """Return what Megatron's overlap is worth, in words."""
     shown = other.losses["messages within layers"] / other.seconds
     text = f"without Megatron's overlap, messages within layers take {shown:.0%} of a step of {other.schedule}"
     if kept is None:
@@ -344,15 +333,7 @@ def _of_cut(context: typer.Context, of: str, cut: _Cut) -> dict[str, Any]:
 def _run_of(
     context: typer.Context, of: str, overrides: Iterable[str], changes: Mapping[str, Any], microbatches: int | None
 ) -> Run:
-    """Return the run that is meant.
-
-    Args:
-        context: of the command.
-        of: a run's file, or a model.
-        overrides: keys of the run with their values, as typed.
-        changes: the same, of the options that were given.
-        microbatches: of a step; ``None`` for the run's, or some per pipeline rank.
-    """
+    """Return the run that is meant."""
     is_run = _is_run(of)
     raw = read_raw(of) if is_run else {"model": of, "cluster": DEFAULT_CLUSTER}
     for key, value in (*map(parse_override, overrides), *((k, v) for k, v in changes.items() if v is not None)):
@@ -371,11 +352,7 @@ def _run_of(
 
 
 def _check_stock_groups(run: Run) -> None:
-    """Check that stock Megatron's interleaved schedule takes this number of microbatches, which it takes in groups.
-
-    Raises:
-        UnsupportedError: it does not.
-    """
+    """Check that stock Megatron's interleaved schedule takes this number of microbatches, which it takes in groups."""
     parts = run.parallelism
     if run.schedule.name != STOCK or (parts.chunks or 1) == 1:
         return

@@ -57,11 +57,7 @@ def _typed_as(name: str) -> tuple[str, Any, Any]:
 
 
 def check_runs_own(context: typer.Context, names: Collection[str]) -> None:
-    """Refuse what would change nothing: a run says itself how it is cut and runs.
-
-    Raises:
-        UnsupportedError: one of these options was typed.
-    """
+    """Refuse what would change nothing: a run says itself how it is cut and runs."""
     for parameter in context.command.params:
         given = context.get_parameter_source(parameter.name)
         if parameter.name in names and given is not None and given.name == "COMMANDLINE":

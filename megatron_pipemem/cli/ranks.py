@@ -34,11 +34,7 @@ _ENDED_BY_LAUNCHER = -15  # SIGTERM: so torchrun ends the others
 
 
 def main() -> None:
-    """Start this node's ranks and wait for them.
-
-    Raises:
-        SystemExit: with code 1 when a rank failed, or the ranks could not be started.
-    """
+    """Start this node's ranks and wait for them."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -55,11 +51,7 @@ def main() -> None:
 
 
 def first_cause(failures: Mapping[int, Any]) -> str:
-    """Say which rank failed first, at what, and what to do.
-
-    Args:
-        failures: torchrun's ``ProcessFailure`` by global rank.
-    """
+    """Say which rank failed first, at what, and what to do."""
     # A rank that was killed says nothing, and those that miss it do.
     killed = {
         rank: each for rank, each in failures.items() if each.exitcode < 0 and each.exitcode != _ENDED_BY_LAUNCHER
@@ -201,11 +193,7 @@ class _FailureBoard:
         return store
 
     def announced(self) -> bool:
-        """Return whether some rank has failed.
-
-        Raises:
-            ConnectionError: the store is gone, because the process that kept it has ended.
-        """
+        """Return whether some rank has failed; a ConnectionError says that the process that kept the store has ended."""
         store = self._store()
         try:
             return store is not None and store.check([self._key])
@@ -347,10 +335,7 @@ def _report(error: BaseException) -> None:
 def _tell_torchrun(summary: str, text: str, early: bool) -> bool:
     """Write the file that torchrun reads and prints, and return whether there is one.
 
-    Args:
-        summary: of the error.
-        text: all of it.
-        early: torchrun compares whole seconds and takes the lowest rank among equals; a second less keeps this one first.
+    torchrun compares whole seconds and takes the lowest rank among equals; ``early``, a second less, keeps this one first.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"py_callstack": text, "timestamp": str(int(time.time()) - early)}

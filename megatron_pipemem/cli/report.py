@@ -67,13 +67,7 @@ def report(
 
 
 def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
-    """Print and draw the results so far, and return them.
-
-    Args:
-        store: folder of the grid.
-        picture: file to draw into.
-        as_json: print JSON instead of tables.
-    """
+    """Print and draw the results so far, and return them."""
     settings, results = store.settings(), store.results()
     points = [each for each in results if each is not None and each.peak_bytes and each.seconds_per_step]
     drawn = picture if points else None
@@ -170,15 +164,7 @@ def explain_command(
 
 
 def read_case(path: Path, search_seconds: float) -> Case:
-    """Return the step of a report.
-
-    Args:
-        path: of the report, or of a run's folder.
-        search_seconds: for each search of an order.
-
-    Raises:
-        ConfigError: it is no report, or lacks the step.
-    """
+    """Return the step of a report."""
     path = path / REPORT if path.is_dir() else path
     with report_of(path) as report:
         case = case_of_report(report, search_seconds)

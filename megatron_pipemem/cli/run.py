@@ -49,16 +49,7 @@ def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) ->
     """Run ``script`` as ``python script arguments`` would, on every rank that torchrun or srun started.
 
     The plugin is enabled only if some argument starts with ``--pipemem-``; without one the script meets stock Megatron.
-
-    Args:
-        cpu: run CUDA-only code on the CPU (see `megatron_pipemem.cpu`).
-        script: a Megatron training script. Imports resolve from its folder.
-        arguments: the script's own flags, with the plugin's among them.
-        verbose: show all that Megatron says on CPU ranks.
-
-    Raises:
-        PipememError: the script cannot be started, and no launcher has started this process.
-        SystemExit: with the script's own exit code. Failures end the process, see `rank_guard`.
+    Imports resolve from the script's folder. Failures end the process, see ``rank_guard``.
     """
     job = os.environ
     show_log()
@@ -79,11 +70,7 @@ def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) ->
 
 
 def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Request | None, list[str]]:
-    """Return what the plugin's flags ask for, and the script's own arguments. Nothing slow is imported.
-
-    Raises:
-        PipememError: there is no such script, something is not installed, or the plugin's flags are wrong.
-    """
+    """Return what the plugin's flags ask for, and the script's own arguments. Nothing slow is imported."""
     if str(script).startswith("-"):
         near = get_close_matches(str(script), _OPTIONS, n=1)
         hint = f"did you mean {near[0]}?" if near else "the script comes first, and its flags after it"
@@ -100,11 +87,7 @@ def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Request | N
 
 
 def _prepare(cpu: bool, request: Request | None, verbose: bool) -> None:
-    """Activate the CPU lane and enable the plugin, as far as they are asked for.
-
-    Raises:
-        PipememError: Megatron cannot be used so.
-    """
+    """Activate the CPU lane and enable the plugin, as far as they are asked for."""
     if cpu:
         from megatron_pipemem.cpu import activate
 

@@ -44,15 +44,8 @@ def is_active() -> bool:
 def activate(*, emulate_fused_gradients: bool = True, verbose: bool = False) -> None:
     """Make CUDA-only Megatron-Core run on this process's CPU. Calling it again changes nothing.
 
-    It cannot be undone: run it in processes that train on CPU and nowhere else.
-
-    Args:
-        emulate_fused_gradients: also supply Apex's ``fused_weight_gradient_mlp_cuda``, so that Megatron's default
-            ``--gradient-accumulation-fusion`` works.
-        verbose: show Megatron's warnings about missing GPU packages.
-
-    Raises:
-        UnsupportedError: Megatron-Core is imported already; it has bound CUDA functions by name.
+    It cannot be undone: run it in processes that train on CPU and nowhere else. Apex's ``fused_weight_gradient_mlp_cuda`` is
+    emulated for Megatron's default ``--gradient-accumulation-fusion``; ``verbose`` shows warnings about missing GPU packages.
     """
     global _active
     if _active:

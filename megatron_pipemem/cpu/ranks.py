@@ -24,16 +24,10 @@ _NEW = multiprocessing.get_context("spawn")
 def start_ranks(
     target: Callable[..., object], arguments: Sequence[tuple], logs: Sequence[Path], *, forked: bool = True
 ) -> list[BaseProcess]:
-    """Start one process per rank, with the environment that torchrun gives its ranks.
+    """Start one process per rank, with the environment that torchrun gives its ranks and what it prints appended to its log.
 
-    Args:
-        target: what every rank calls; a function of a module, not of a script.
-        arguments: of the call, per rank.
-        logs: where to append what a rank prints, per rank; ranks may share a file.
-        forked: with Megatron imported and the CPU lane active; otherwise as new interpreters.
-
-    Returns:
-        The processes, each the leader of its own session; `end_ranks` ends what they started, too.
+    ``target`` is a function of a module, not of a script. Forked ranks have Megatron imported and the CPU lane active, others
+    are new interpreters. Each process leads a session of its own: `end_ranks` ends what it started, too.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

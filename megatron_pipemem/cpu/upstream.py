@@ -13,13 +13,7 @@ import torch
 
 
 class FusedAdam(torch.optim.Adam):
-    """Stands in for Apex's ``FusedAdam``: PyTorch's arithmetic to the bit, with ``group["step"]`` as the only step.
-
-    Args:
-        params: groups of parameters, as for PyTorch's.
-        adam_w_mode: whether weight decay is decoupled from the gradient.
-        options: others of PyTorch's Adam.
-    """
+    """Stands in for Apex's ``FusedAdam``: PyTorch's arithmetic to the bit, with ``group["step"]`` as the only step."""
 
     def __init__(self, params, adam_w_mode: bool = True, **options):
         super().__init__(params, decoupled_weight_decay=adam_w_mode, **options)
@@ -64,12 +58,7 @@ def _install_adam() -> None:
 
 
 def _copied(write_buckets: list, non_blocking: bool = True) -> list:
-    """Copy a plan's tensors, which training would go on to change, in the place of Megatron's ``preload_tensors``.
-
-    Args:
-        write_buckets: files with their bytes and tensors.
-        non_blocking: unused.
-    """
+    """Copy a plan's tensors, which training would go on to change, in the place of Megatron's ``preload_tensors``."""
     return [
         (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
         for file, key, (data, tensors) in write_buckets
@@ -103,13 +92,7 @@ def _build_norm(cls: Any, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Mo
 
 
 def _accumulate_weight_gradient(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """``main_grad += grad_output^T @ total_input``, the contract of Apex's ``wgrad_gemm_accum_fp32`` and ``_fp16``.
-
-    Args:
-        total_input: (tokens, in features).
-        grad_output: (tokens, out features).
-        main_grad: (out features, in features), updated in place.
-    """
+    """Compute ``main_grad += grad_output^T @ total_input`` of (tokens, features), as Apex's ``wgrad_gemm_accum_fp32`` does."""
     main_grad.add_(grad_output.t().matmul(total_input))
 
 
@@ -136,12 +119,7 @@ def _build_attention(
 ) -> None:
     """Build the local attention also for keys and values of different widths, which only Transformer Engine's knows.
 
-    Args:
-        self: the attention.
-        args: of the attention as Megatron builds it.
-        k_channels: width of a head's keys. Nothing depends on it: the scale of latent attention is given.
-        v_channels: width of a head's values, and so of its output.
-        kwargs: likewise.
+    Nothing depends on the keys' width, since the scale of latent attention is given; the values' is that of the output.
     """
     type(self).build_for_one_width(self, *args, **kwargs)
     if v_channels is not None:
@@ -149,11 +127,7 @@ def _build_attention(
 
 
 def install(emulate_fused_gradients: bool) -> None:
-    """Import and prepare Megatron-Core.
-
-    Args:
-        emulate_fused_gradients: supply Apex's extension, which Megatron looks for when it is imported.
-    """
+    """Import and prepare Megatron-Core."""
     if emulate_fused_gradients:
         sys.modules.setdefault("fused_weight_gradient_mlp_cuda", _fused_gradients())
 

@@ -25,10 +25,6 @@ def save_comparison(timelines: Sequence[Timeline], path: str | Path) -> Path:
     (``.json``).
 
     Folders are made as needed. Returns the path.
-
-    Raises:
-        UnsupportedError: the suffix is none of these, or matplotlib is missing.
-        OutputError: the file cannot be written.
     """
     path = Path(path)
     check_suffix(path, SUFFIXES, "a picture")

@@ -139,23 +139,14 @@ def to_html(shown: Schedule | Timeline | SearchResult) -> str:
 
 
 def frame(run: Timeline, content: str) -> str:
-    """Return the HTML element that shows a page of one run, as high as that is.
-
-    Args:
-        run: what the page shows.
-        content: the attribute that says where the page comes from.
-    """
+    """Return the HTML element that shows a page of one run, as high as that is."""
     height = 48 * run.schedule.num_devices + 225  # pixels
     style = f"width:100%;height:{height}px;border:0;background:#fff"
     return f"<iframe title='{escape(DrawnRun(run).headline)}' style='{style}' {content}></iframe>"
 
 
 def to_dataframe(timeline: Timeline) -> Any:
-    """Return a ``pandas.DataFrame`` with a row per action, as ``Timeline.to_dataframe`` says.
-
-    Raises:
-        UnsupportedError: pandas is missing.
-    """
+    """Return a ``pandas.DataFrame`` with a row per action, as ``Timeline.to_dataframe`` says."""
     try:
         import pandas
     except ModuleNotFoundError as error:

@@ -48,18 +48,7 @@ type _Box = tuple[float, float, float, float]
 
 
 def write_picture(draw: Callable[[], Figure], path: str | Path, what: str, instead: str = "") -> Path:
-    """Draw, and write PNG or SVG by the suffix of ``path``. The same drawing always gives the same bytes.
-
-    Args:
-        draw: makes the picture.
-        path: of the file. Folders are made as needed.
-        what: is drawn, for the error's sentence.
-        instead: what to do without matplotlib but to install it, for the error's sentence.
-
-    Raises:
-        UnsupportedError: the suffix is neither, or matplotlib, or what it needs, is missing.
-        OutputError: it cannot be written.
-    """
+    """Draw, and write PNG or SVG by the suffix of ``path``. The same drawing always gives the same bytes."""
     path = Path(path)
     check_suffix(path, IMAGES, what)
     try:
@@ -86,14 +75,7 @@ def figure_of(axes: Axes) -> Figure:
 
 
 def axes_for_points(size: tuple[float, float], title: str, x: str, y: str) -> Axes:
-    """Return the axes of a new figure, empty.
-
-    Args:
-        size: width and height in inches.
-        title: above them.
-        x: what goes to the right.
-        y: what goes up.
-    """
+    """Return the axes of a new figure, empty."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=_DPI, facecolor="white", layout="constrained")
@@ -232,18 +214,7 @@ class PicturedRun(DrawnRun):
 
 
 def draw_run(run: PicturedRun, axes: Axes, end: float, points: float, top: float) -> set[str]:
-    """Draw one run into its axes.
-
-    Args:
-        run: what is drawn.
-        axes: of the run.
-        end: of the time that the axes show, in seconds.
-        points: per second.
-        top: the most memory that the scale shows, in units or bytes.
-
-    Returns:
-        What was left out for want of room, in words.
-    """
+    """Draw one run into its axes, with so many points per second up to ``end``; return what was left out for want of room."""
     left_out: set[str] = set()
     row_points = axes.get_position().height * figure_of(axes).get_figheight() * 72 / len(run.rows)
     axes.set_xlim(0.0, end)

@@ -29,33 +29,20 @@ _FARTHEST = 60
 
 @dataclass(frozen=True)
 class Point:
-    """One schedule.
+    """One schedule."""
 
-    Args:
-        name: its name, with the options that tell it from others of its family.
-        placement: where its stages are; one colour and marker each.
-        peak: the most a device holds, as a share of the peak of 1F1B.
-        bubble_rate: part of the makespan that the busiest device idles, from 0 to 1; where points share the work among
-            devices in different ways, that of the most even way for all, so that the faster point is the lower.
-        dominated: whether another one is no worse in both and better in one.
-        is_search: whether it was searched for, under a cap, rather than written down.
-    """
-
-    name: str
+    name: str  # with the options that tell it from others of its family
     placement: str
-    peak: float
+    peak: float  # of the fullest device, as a share of the peak of 1F1B
     bubble_rate: float
-    dominated: bool = False
+    """Part of the makespan that the busiest device idles; where points share the work among devices in different ways, that of
+    the most even way for all, so that the faster point is the lower."""
+    dominated: bool = False  # another one is no worse in both and better in one
     is_search: bool = False
 
 
 def table(points: Sequence[Point], in_bytes: bool = False) -> FittingTable:
-    """Return the points by peak, a rich renderable; those on the front are marked, dominated ones dim.
-
-    Args:
-        points: one per schedule.
-        in_bytes: whether peaks are shares of 1F1B's bytes, and not in activation units.
-    """
+    """Return the points by peak, a rich renderable; those on the front are marked, dominated ones dim."""
     columns = ("front", "schedule", "placement", "peak", "bubble")
     rows = FittingTable(columns, text=("front", "schedule", "placement"), caption=f"peak: in {_unit(in_bytes)}")
     for point in sorted(points, key=_by_peak):
@@ -77,19 +64,7 @@ def save_pareto(
     title: str = "",
     in_bytes: bool = False,
 ) -> Path:
-    """Draw the points with their front; the suffix of ``path`` chooses PNG or SVG. Folders are made as needed.
-
-    Args:
-        points: what is drawn.
-        path: the file.
-        bound: ``(memory, bubble rate)`` by memory: what no schedule with no more than that can beat.
-        title: above the picture.
-        in_bytes: whether peaks are shares of 1F1B's bytes, and not in activation units.
-
-    Raises:
-        UnsupportedError: the suffix is neither, there are no points, or matplotlib is missing.
-        OutputError: the file cannot be written.
-    """
+    """Draw the points with their front; the suffix of ``path`` chooses PNG or SVG. Folders are made as needed."""
     return write_picture(lambda: draw(points, bound, title, in_bytes), path, "bubble against peak")
 
 
@@ -102,12 +77,7 @@ def draw(
 ) -> Figure:
     """Draw bubble (up) against peak (right): the front as a staircase, dominated points hollow, searched ones as stars.
 
-    Args:
-        points: one per schedule.
-        bound: pairs ``(memory, bubble rate)`` by memory: what no schedule with no more memory can beat. Empty draws
-            none.
-        title: above the picture.
-        in_bytes: whether peaks are shares of 1F1B's bytes, and not in activation units.
+    ``bound`` has pairs ``(memory, bubble rate)`` by memory: what no schedule with no more memory can beat.
     """
     from matplotlib.lines import Line2D
     from matplotlib.ticker import PercentFormatter

@@ -41,40 +41,25 @@ def typical[T](steps: Sequence[T]) -> Sequence[T]:
 def bubble_of_steps(steps: Sequence[tuple[float, float]]) -> float | None:
     """Return the part of a training step in which a rank computes nothing: the median over all steps but the first.
 
-    The bubble rate of a run is that of its busiest rank, see ``busiest``.
-
-    Args:
-        steps: per step, the seconds of the rank's actions, and those from the first start of an action on any rank of its
-            pipeline to the last end.
+    A step has the seconds of the rank's actions, and those from the first start of an action on any rank of its pipeline to the
+    last end. The bubble rate of a run is that of its busiest rank, see ``busiest``.
     """
     rates = [1 - work / makespan for work, makespan in steps if makespan]
     return median(typical(rates)) if rates else None
 
 
 def busiest(rates: Iterable[float | None]) -> float | None:
-    """Return the bubble rate of a run, which is that of the rank that idles least; ``None`` if no rank has one.
-
-    Args:
-        rates: of the ranks, by ``bubble_of_steps``.
-    """
+    """Return the bubble rate of a run, which is that of the rank that idles least; ``None`` if no rank has one."""
     return min((rate for rate in rates if rate is not None), default=None)
 
 
 def measured_bubble(report: Mapping[str, Any]) -> float | None:
-    """Return the measured bubble rate of a run: the number in its log, its report, its page and ``pipemem explain``.
-
-    Args:
-        report: as ``--pipemem-report`` writes it.
-    """
+    """Return the measured bubble rate of a run: the number in its log, its report, its page and ``pipemem explain``."""
     return busiest(rank["measured_bubble_rate"] for rank in report["ranks"])
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:
-    """Tell in lines what a run did.
-
-    Args:
-        report: as ``--pipemem-report`` writes it.
-    """
+    """Tell in lines what a run did."""
     found = []
     if chosen := report["plans"] and report["plans"][-1]:
         size = _size(chosen["devices"], chosen["chunks"], chosen["microbatches"])
@@ -180,11 +165,7 @@ _NANOSECONDS = 1e9
 
 
 def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Tell what costs most, and how far the simulation can be believed.
-
-    Args:
-        facts: as ``planner.explanation.explain`` returns them.
-    """
+    """Tell what costs most, and how far the simulation can be believed."""
     idle, step, devices = facts["idle"], facts["seconds"], facts["devices"]
     total = Counter({cause: sum(each["causes_ns"][cause] for each in idle) for cause in CAUSES})
     found = [

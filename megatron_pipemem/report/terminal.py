@@ -31,18 +31,10 @@ _INDENT = 4
 
 @dataclass
 class FittingTable:
-    """A rich renderable. Columns that are empty in every row are left out.
-
-    Args:
-        columns: headings, in order.
-        text: those of text, which is aligned left, and wrapped between words where room is short. All others are aligned
-            right and never wrapped.
-        title: a line above.
-        caption: lines below.
-    """
+    """A rich renderable. Columns that are empty in every row are left out."""
 
     columns: Sequence[str]
-    text: Collection[str] = ()
+    text: Collection[str] = ()  # columns that wrap, aligned left; all others are aligned right and never wrapped
     title: str = ""
     caption: str = ""
     _rows: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
@@ -146,15 +138,11 @@ class TerminalTimeline:
     Without colour the letter tells the kind, upper case the first chunk and lower case the later ones; dashes continue
     an action and blanks are idle. A run too long for the width is squeezed: every column then shows only the letter of
     what fills most of it.
-
-    Args:
-        timeline: the run.
-        beside: the runs it is compared with; all are drawn on one time axis, but for a run of more than twice the length
-            of most, which has its own and says so.
     """
 
     timeline: Timeline
     beside: Sequence[Timeline] = ()
+    """The runs it is compared with, on one time axis; a run of more than twice the length of most has its own and says so."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         timeline, drawn = self.timeline, DrawnRun(self.timeline)

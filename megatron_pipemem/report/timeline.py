@@ -94,13 +94,7 @@ def held_steps(row: tuple[Box, ...]) -> list[tuple[float, float]]:
 
 
 def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
-    """Return ``#rrggbb``: the hue tells the kind, the shade the chunk (paler towards the last).
-
-    Args:
-        kind: of the action.
-        chunk: of its stage on the device, from 0.
-        num_chunks: per device.
-    """
+    """Return ``#rrggbb``: the hue tells the kind, the shade the chunk (paler towards the last)."""
     pale = _PALEST * chunk / (num_chunks - 1) * min(1.0, (num_chunks + 1) / 4) if num_chunks > 1 else 0.0
     return "#" + "".join(f"{round(part + (255 - part) * pale):02x}" for part in kind.spec.colour)
 
