@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.families.blocks import SLOTS, Block, build
-from megatron_pipemem.families.passes import Pass
+from megatron_pipemem.families.blocks import SLOTS, Block, Pass, build
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.family import Family, Formula
 from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.search.improve import dispatch
-from megatron_pipemem.search.problem import (
-    FORWARD,
-    INPUT,
-    KINDS,
-    WEIGHT,
-    Problem,
-    to_schedule,
-    waits_of,
-)
 
 # Extra slots between one chunk's forwards and the next's that are tried to make a block's lifespans shorter.
 _DELAYS = range(6)
@@ -75,6 +64,9 @@ def _list_schedule(placement: Placement, num_microbatches: int) -> Schedule:
     A forward waits until its device holds less than 1F1B, and one stage less than that for every later chunk. So the
     oldest microbatch always finds room, whatever younger ones hold, and nothing blocks for ever.
     """
+    from megatron_pipemem.search.improve import dispatch  # loads the search
+    from megatron_pipemem.search.problem import FORWARD, INPUT, KINDS, WEIGHT, Problem, to_schedule, waits_of
+
     m, stages = num_microbatches, placement.num_stages
     device = tuple(device for device in placement.devices for _ in KINDS)
     # I is the whole backward, and its W a shadow that takes no time and goes first.

@@ -1,8 +1,19 @@
-"""Build interleaved 1F1B in Megatron's exact order (arXiv 2104.04473, section 2.2), and looped BFS (arXiv 2211.05953)."""
+"""Build schedules that interleave several stages per device.
+
+Interleaved 1F1B has Megatron's exact order (arXiv 2104.04473, section 2.2). Looped BFS is of arXiv 2211.05953. SlimPipe cuts
+sequences into so many slices that every device holds about one microbatch (arXiv 2504.14519). GIS, GIS-H and everything between
+run groups of microbatches with a split backward (arXiv 2503.01328).
+"""
 
 from __future__ import annotations
 
-from megatron_pipemem.families.passes import Pass, in_microbatch_order
+from dataclasses import replace
+from itertools import zip_longest
+from math import gcd
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.families.blocks import Pass, in_microbatch_order
+from megatron_pipemem.families.one_f_one_b import seq1f1b
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.dependencies import Dependencies
 from megatron_pipemem.schedule.family import Family, Formula
@@ -128,4 +139,172 @@ LOOPED_BFS = Family(
     bubble=Formula("(p-1)(F+B)/v", lambda p, v, f, b, **_: (p - 1) * (f + b) / v),
     source="arXiv 2211.05953",
     options={"chunks": "stages per device, v (default 2)"},
+)
+
+
+def slimpipe(num_devices: int, num_microbatches: int, chunks: int = 2, slices: int | None = None) -> Schedule:
+    """Run slices through the chunks in groups of ``p``, as interleaved 1F1B does with microbatches.
+
+    A device runs the forwards of a whole microbatch before its first backward. With a multiple of ``p`` slices that is all it
+    has to hold, but for what is on the way to the last device and back: ``2 (p - 1)`` slices of a stage at most.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``.
+        chunks: stages per device; 1 is ``seq1f1b``.
+        slices: sequence slices of a microbatch, a multiple of ``p``; default ``p``.
+
+    Raises:
+        UnsupportedError: ``chunks`` or ``slices`` is out of range.
+    """
+    p, n = num_devices, num_devices if slices is None else slices
+    check_whole("slimpipe: chunks", chunks, least=1)
+    check_whole("slimpipe: slices", n, least=1)
+    if n % p:
+        raise UnsupportedError(
+            "slices-do-not-fit",
+            f"slimpipe: slices must be a multiple of the {p} devices, not {n}; take {-(-n // p) * p}, or 'seq1f1b' or "
+            "'interleaved', which take any number",
+        )
+    # With one chunk, interleaved 1F1B's warm-up would be up to p - 1 slices longer than it has to be.
+    built = seq1f1b(p, num_microbatches, n) if chunks == 1 else interleaved(p, num_microbatches, chunks, slices=n)
+    return replace(built, name="slimpipe")
+
+
+def _peak_of_slimpipe(p: int, m: int, v: int, n: int, **_: float) -> float:
+    on_the_way = p - 1 if v == 1 else 2 * (p - 1)
+    return min(n * v + on_the_way, m * n * v) / (p * n * v)
+
+
+SLIMPIPE = Family(
+    name="slimpipe",
+    build=slimpipe,
+    summary="One microbatch of activations over all devices, and a bubble that slices and chunks divide; for causal models.",
+    peak=Formula("(1 + 2(p-1)/(vn))/p, v = 1: (1 + (p-1)/n)/p", _peak_of_slimpipe),
+    bubble=Formula("(p-1)(F+B)/(vn)", lambda p, v, n, f, b, **_: (p - 1) * (f + b) / (v * n)),
+    source="arXiv 2504.14519",
+    options={
+        "chunks": "stages per device, v (default 2)",
+        "slices": "sequence slices of a microbatch, n, a multiple of p (default p)",
+    },
+)
+
+
+# F, I and W of one chunk.
+_SLOTS = 3
+
+
+def gis(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:
+    """Run groups of ``p`` microbatches: 1F1B's memory with two thirds of interleaved 1F1B's bubble.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``; need not be a multiple of anything.
+        chunks: stages per device.
+        group_size: microbatches that run through one chunk before the next chunk's turn; default ``p``.
+
+    Raises:
+        UnsupportedError: ``chunks`` or ``group_size`` is out of range.
+    """
+    return _gis("gis", num_devices, num_microbatches, chunks, num_devices if group_size is None else group_size)
+
+
+def gis_h(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:
+    """Run groups of half as many microbatches as devices: towards half of the memory, the more chunks there are.
+
+    Args:
+        num_devices: pipeline ranks.
+        num_microbatches: of one step.
+        chunks: stages per device.
+        group_size: microbatches of a group; ``ceil(p/2)`` by default.
+    """
+    p = num_devices
+    return _gis("gis-h", p, num_microbatches, chunks, (p + 1) // 2 if group_size is None else group_size)
+
+
+def grouped_slots(num_devices: int, chunks: int, group_size: int) -> tuple[list[int], list[int]]:
+    """Return when the first microbatch of a group starts: the slots of its F on device 0 and of its I on the last, by
+    chunk.
+
+    Args:
+        num_devices: pipeline ranks.
+        chunks: stages per device.
+        group_size: microbatches of a group.
+    """
+    p, v, g = num_devices, chunks, group_size
+    turns = -(-((p + 1) // 2) // g)
+    distinct = v // gcd(v, turns)
+    since_first = [_SLOTS * g * (turns * chunk + chunk // distinct) for chunk in range(v)]
+    first_backward = since_first[-1] + p
+    return since_first, [first_backward + since for since in reversed(since_first)]
+
+
+def _gis(name: str, p: int, m: int, v: int, group: int) -> Schedule:
+    check_whole(f"{name}: chunks", v, least=1)
+    check_whole(f"{name}: group_size", group, least=1)
+    few, larger = divmod(m, -(-m // group))
+    sizes = [few + 1] * larger + [few] * (-(-m // group) - larger)
+    # Groups of different sizes keep the rhythm only while each fills half of the pipeline.
+    if len(sizes) == 1 or few >= (p + 1) // 2:
+        passes = (_balanced(device, p, v, sizes) for device in range(p))
+    else:
+        passes = (_in_slots(device, p, v, group, m) for device in range(p))
+    return in_microbatch_order(name, Placement.interleaved(p, v), m, passes)
+
+
+def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
+    """Run forwards ahead, then I, W and F in turn, which is the order of the slots for groups of one size."""
+    visits = [chunk for size in sizes for chunk in range(v) for _ in range(size)]
+    forwards = [Pass(Kind.F, chunk * p + device) for chunk in visits]
+    warm_up = max(sizes) * (v - 1) + p - device
+    passes = forwards[:warm_up]
+    for chunk, forward in zip_longest(visits, forwards[warm_up:]):
+        stage = (v - 1 - chunk) * p + device
+        passes += [Pass(Kind.I, stage), Pass(Kind.W, stage)]
+        if forward is not None:
+            passes.append(forward)
+    return passes
+
+
+def _in_slots(device: int, p: int, v: int, group: int, m: int) -> list[Pass]:
+    """Build full groups and, at the end, what is left of one: without some of its microbatches an order stays valid."""
+    forward, backward = grouped_slots(p, v, group)
+    timetable = []
+    for microbatch in range(m):
+        begin = _SLOTS * (microbatch // group * group * v + microbatch % group)
+        for chunk in range(v):
+            stage = chunk * p + device
+            timetable.append((begin + forward[chunk] + device, Pass(Kind.F, stage)))
+            input_gradient = begin + backward[chunk] + 2 * (p - 1 - device)
+            timetable.append((input_gradient, Pass(Kind.I, stage)))
+            timetable.append((input_gradient + 1, Pass(Kind.W, stage)))
+    return [each for _, each in sorted(timetable)]
+
+
+def _bubble_of_halves(p: int, m: int, v: int, f: float, i: float, w: float, **_: float) -> float | None:
+    return None if m % ((p + 1) // 2) else ((p - 1) * (f + i) + (v - 1) * (p // 2) * (f + i - w)) / v
+
+
+_GIS_OPTIONS = {"chunks": "stages per device, v (default 2)"}
+
+GIS = Family(
+    name="gis",
+    build=gis,
+    summary="Interleaved 1F1B within 1F1B's memory and with two thirds of its own bubble.",
+    peak=Formula("1", lambda p, m, **_: min(p, m) / p, at_most=True),
+    bubble=Formula("(p-1)(F+I)/v", lambda p, m, v, f, i, **_: None if m % p else (p - 1) * (f + i) / v),
+    source="arXiv 2503.01328",
+    options={
+        **_GIS_OPTIONS,
+        "group_size": "microbatches through one chunk before the next (default p); fewer hold less and idle longer",
+    },
+)
+GIS_H = Family(
+    name="gis-h",
+    build=gis_h,
+    summary="Half of GIS's memory with many chunks, for a bubble that grows with them.",
+    peak=Formula("(floor((p+1)/2)(v-1)+p)/(pv)", lambda p, m, v, **_: min((p + 1) // 2 * (v - 1) + p, m * v) / (p * v)),
+    bubble=Formula("((p-1)(F+I) + (v-1)p/2(F+I-W))/v", _bubble_of_halves),
+    source="arXiv 2503.01328",
+    options={**_GIS_OPTIONS, "group_size": "microbatches through one chunk before the next (default ceil(p/2))"},
 )

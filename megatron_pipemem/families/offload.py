@@ -13,9 +13,8 @@ from functools import partial
 from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.families.gis import gis_h
+from megatron_pipemem.families.interleaved import gis_h
 from megatron_pipemem.families.v_shape import zbv
-from megatron_pipemem.features.offload.planning import plan_offload
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.family import Family, Formula
@@ -111,6 +110,8 @@ def pipe_offload(
     Raises:
         UnsupportedError: an option is out of range.
     """
+    from megatron_pipemem.features.offload.planning import plan_offload  # loaded for schedules that offload
+
     check_whole(f"{name}: chunks", chunks, least=1)
     if offload_chunks is None:
         offload_chunks = -(-chunks // part)

@@ -1,14 +1,39 @@
-"""Build 1F1B and its eager variant: some forwards, then one forward and one backward in turn."""
+"""Build GPipe and the kinds of 1F1B.
+
+GPipe runs all forwards, then all backwards (arXiv 1811.06965, section 2.3). 1F1B runs some forwards, then one forward and one
+backward in turn. It may be eager, lie over a V with a full backward (arXiv 2405.15362, appendix I), or run on slices of
+sequences instead of whole microbatches (arXiv 2406.03488).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_pipemem.families.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.family import PEAK_OF_1F1B, Family, Formula
+from megatron_pipemem.families.blocks import Block, Pass, build, in_microbatch_order
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, PEAK_OF_SLICES, Family, Formula
+from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.schedule import Order, Schedule
+
+
+def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
+    """Run all forwards, then all backwards, in ascending order as in 1F1B, so that gradients accumulate in the same
+    order.
+    """
+    m = num_microbatches
+    passes = ([Pass(Kind.F, r)] * m + [Pass(Kind.B, r)] * m for r in range(num_devices))
+    return in_microbatch_order("gpipe", Placement.linear(num_devices), m, passes)
+
+
+GPIPE = Family(
+    name="gpipe",
+    build=gpipe,
+    summary="All forwards, then all backwards: simple, and holds every microbatch at once.",
+    peak=Formula("m/p", lambda p, m, **_: m / p),
+    bubble=Formula("(p-1)(F+B)", lambda p, f, b, **_: (p - 1) * (f + b)),
+    source="arXiv 1811.06965, section 2.3",
+)
 
 
 def one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
@@ -45,4 +70,80 @@ EAGER_ONE_F_ONE_B = Family(
     peak=Formula("2 - 1/p", lambda p, m, **_: min(2 * p - 1, m) / p),
     bubble=Formula("(p-1)(F+B), less than 1f1b on slow links", lambda p, f, b, **_: (p - 1) * (f + b)),
     source="arXiv 2211.05322, section 4.2",
+)
+
+
+# What a device computes for one microbatch, in slots: two chunks of F (1) and B (2).
+_INTERVAL = 6
+
+
+def one_f_one_b_v(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
+    """Let every pass follow its input at once, but every third backward wait for the slots to come round.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``.
+        slices: sequence slices of a microbatch.
+
+    Raises:
+        UnsupportedError: ``slices`` is out of range.
+    """
+    p, stages = num_devices, 2 * num_devices
+    starts = {Pass(Kind.F, stage): stage for stage in range(stages)}
+    clock = stages + (3 if p % 3 == 0 else 0)
+    in_group = -(p + 2) % 3
+    for stage in reversed(range(stages)):
+        starts[Pass(Kind.B, stage)] = clock
+        clock += 2
+        in_group += 1
+        if in_group == 3:
+            in_group = 0
+            clock += 3
+    block = Block(Placement.v_shape(p), _INTERVAL, starts)
+    return build("1f1b-v", block, num_microbatches, steady=True, slices=slices)
+
+
+ONE_F_ONE_B_V = Family(
+    name="1f1b-v",
+    build=one_f_one_b_v,
+    summary="Two thirds of 1F1B's memory on many devices without splitting the backward.",
+    peak=Formula("(floor(2p/3)+n)/(pn)", lambda p, m, n, **_: min(2 * p // 3 + n, m * n) / (p * n)),
+    bubble=Formula("a little under (p-1)(F+B)/n", lambda p, f, b, n, **_: (p - 1) * (f + b) / n, at_most=True),
+    source="arXiv 2405.15362, appendix I",
+    options={"slices": "sequence slices of a microbatch, n (default 1)"},
+)
+
+
+def seq1f1b(num_devices: int, num_microbatches: int, slices: int = 2) -> Schedule:
+    """Run forwards slice by slice; backwards begin with the last slice of a microbatch, to which no other attends.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``.
+        slices: slices of a microbatch, ``n``; 1 is 1F1B.
+
+    Raises:
+        UnsupportedError: ``slices`` is out of range.
+    """
+    check_whole("seq1f1b: slices", slices, least=1)
+    p, n, units = num_devices, slices, num_microbatches * slices
+
+    def order(device: int) -> Order:
+        forwards = [Action(Kind.F, device, unit) for unit in range(units)]
+        backwards = [Action(Kind.B, device, unit + n - 1 - 2 * (unit % n)) for unit in range(units)]
+        warm_up = min(p - device - 2 + n, units)
+        steady = [each for pair in zip(forwards[warm_up:], backwards, strict=False) for each in pair]
+        return (*forwards[:warm_up], *steady, *backwards[units - warm_up :])
+
+    return Schedule("seq1f1b", Placement.linear(p), num_microbatches, tuple(map(order, range(p))), slices=n)
+
+
+SEQ1F1B = Family(
+    name="seq1f1b",
+    build=seq1f1b,
+    summary="1F1B on n slices of every sequence: about 1/n of the bubble and of the memory, for causal models.",
+    peak=PEAK_OF_SLICES,
+    bubble=Formula("(p-1)(F+B)/n", lambda p, n, f, b, **_: (p - 1) * (f + b) / n),
+    source="arXiv 2406.03488, section 3.3",
+    options={"slices": "slices of a microbatch, n (default 2)"},
 )

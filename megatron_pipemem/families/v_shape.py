@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_pipemem.families.blocks import Block, build
-from megatron_pipemem.families.passes import Pass, in_microbatch_order
+from megatron_pipemem.families.blocks import Block, Pass, build, in_microbatch_order
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.family import PEAK_OF_SLICES, Family, Formula
 from megatron_pipemem.schedule.options import check_whole

@@ -10,7 +10,7 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.families.passes import Pass, in_microbatch_order
+from megatron_pipemem.families.blocks import Pass, in_microbatch_order
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.family import PEAK_OF_1F1B, PEAK_OF_SLICES, Family, Formula

@@ -274,11 +274,9 @@ def _table() -> dict[str, Family]:
     known here.
     """
     if not _FAMILIES:
-        known = {name: place for place, name in enumerate(built_in.ORDER)}
-        names = [found.name for found in iter_modules(built_in.__path__)]
-        for name in sorted(names, key=lambda name: (known.get(name, len(known)), name)):
-            for each in families_of(import_module(f"{built_in.__name__}.{name}")):
-                _FAMILIES.setdefault(each.name, each)
+        modules = [import_module(f"{built_in.__name__}.{found.name}") for found in iter_modules(built_in.__path__)]
+        found = {each.name: each for module in modules for each in families_of(module)}
+        _FAMILIES.update({name: found[name] for name in (*filter(found.__contains__, built_in.ORDER), *found)})
     return _FAMILIES
 
 

@@ -102,7 +102,7 @@ MODULE = """
 from dataclasses import replace
 from pathlib import Path
 from megatron_pipemem import Family
-from megatron_pipemem.families.gpipe import gpipe
+from megatron_pipemem.families.one_f_one_b import gpipe
 NAME = Path(__file__).stem
 def build(p, m):
     return replace(gpipe(p, m), name=NAME)

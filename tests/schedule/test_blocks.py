@@ -10,8 +10,7 @@ from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.families import blocks
-from megatron_pipemem.families.blocks import Block, build, extend, reorder, repeat, squeeze
-from megatron_pipemem.families.passes import Pass
+from megatron_pipemem.families.blocks import Block, Pass, build, extend, reorder, repeat, squeeze
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
