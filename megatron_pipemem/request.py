@@ -58,25 +58,20 @@ Reader = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class Flag:
-    """Describe the ``--pipemem-*`` flag of a field.
-
-    Args:
-        help: meaning.
-        metavar: form of the value; empty for a switch.
-        name: with its dashes; by default made of the field's name.
-        read: reader of the value.
-        kind: type of the value, where argparse converts it.
-        repeated: whether the flag is given once for every ``KEY=VALUE``.
-        page: of the documents, where they say more.
-    """
+    """Describe the ``--pipemem-*`` flag of a field."""
 
     help: str
     metavar: str = ""
+    """Form of the value; empty for a switch."""
     name: str = ""
+    """With its dashes; by default made of the field's name."""
     read: Reader | None = None
     kind: type | None = None
+    """Type of the value, where argparse converts it."""
     repeated: bool = False
+    """Whether the flag is given once for every ``KEY=VALUE``."""
     page: str = ""
+    """Of the documents, where they say more."""
 
 
 @cache
@@ -205,22 +200,7 @@ class TransferOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    """The part of a request that a run's YAML file can give too, as keys of its ``schedule:`` section.
-
-    Args:
-        costs: ``unit``, a JSON file of costs, or ``profile`` to measure them in the run itself. They price the predicted
-            bubble, and ``auto`` searches for them.
-        options: of the schedule family, for example ``group_size``; for ``auto`` see ``SEARCH_OPTIONS``.
-        vocab_parallel: cut of embedding and LM head over the pipeline's ranks: ``off``, the algorithm of arXiv 2411.05288,
-            ``1`` (two barriers) or ``2`` (one barrier, one microbatch less in flight), or ``auto`` to choose by
-            the model's sizes, its layout, ``costs`` and ``memory_cap``.
-        weight_inputs: ``sharded``, ``gathered`` or ``auto``: which tensors wait for W under sequence parallelism.
-        early_weights: modules whose weight gradients are computed in I, see ``options.early_weights``.
-        random: ``stock`` or ``layerwise``: the numbers that first weights and dropout depend on.
-        slice_cut: ``tokens`` for slices of equally many tokens, ``flops`` for slices whose forwards take equally many FLOPs.
-        overlap_steps: whether every rank begins a training step when it has done its own part of the one before. Training stays
-            the same to the bit.
-    """
+    """The part of a request that a run's YAML file can give too, as keys of its ``schedule:`` section."""
 
     costs: str = _field(
         "unit",
@@ -301,30 +281,8 @@ WEIGHTS = Flag(
 class Request(ScheduleOptions):
     """All that a user can ask of the schedules of a run.
 
+    Fields mean what their flags say: ``memory_cap`` is ``--pipemem-memory-cap``, as the page of ``pipemem run`` explains it.
     Values are read when a request is made. ``conflicts.check`` says whether they go together.
-
-    Args:
-        schedule: name of a family, path of a schedule file (``.csv``), ``auto`` for the fastest schedule that a search finds
-            within ``memory_cap``, or ``stock`` to leave Megatron's own schedule in place and only observe it.
-        memory_cap: the most any rank may hold, in activation units (``0.6``), or for ``auto`` in bytes (``"6GiB"``,
-            ``"800MiB"``, ``"123456B"``), one for all pipeline ranks or one each (``"0.5,0.6,0.6,0.7"``); a schedule that needs
-            more is refused.
-        offload: which activations wait on the host for their backward: ``off``, ``half``, ``full`` or ``auto``.
-        microbatch_costs: ``tokens``, ``FLOPs``, a JSON file of weights, ``module:function`` or a function of a microbatch as
-            the data iterator yields it.
-        trace: directory for timelines of plan and run.
-        report: JSON file that sets counted bytes, measured bubbles and losses against the plan.
-        host_memory: bytes per node (``"64GiB"``), shared by its ranks.
-        recompute: ``none``, ``selective``, ``full`` or ``auto``.
-        offload_options: see ``TransferOptions.of``.
-        vocab_piece_tokens: tokens of a piece of a cut head's logits; ``None`` for all tokens of a microbatch.
-        single_queue: whether a rank launches its actions in the order for one hardware queue, whatever
-            CUDA_DEVICE_MAX_CONNECTIONS is.
-        message_shapes: ``step`` or ``message``.
-        train_steps: training steps of the run, for asynchronous schedules: the last one reads no data of a next one.
-            Megatron's own training loop tells it by itself.
-        schedule_module: Python file (``mine.py``) or module (``package.module``) that adds the schedule to the table.
-        file: the schedule of a file, read and proved; ``conflicts.check`` fills it in.
     """
 
     schedule: str = field(
@@ -401,7 +359,10 @@ class Request(ScheduleOptions):
     )
     microbatch_costs: MicrobatchCosts | None = field(default=None, metadata={"flag": WEIGHTS})
     train_steps: int | None = None
+    """Training steps of the run, for asynchronous schedules: the last one reads no data of a next one. Megatron's own training
+    loop tells it by itself."""
     file: Schedule | None = None
+    """The schedule of a file, read and proved; ``conflicts.check`` fills it in."""
 
     def __post_init__(self) -> None:
         for name, flag in flags_of(Request).items():

@@ -154,7 +154,7 @@ def python_api_page() -> str:
     lines = [
         "# Python API",
         "",
-        "Import these names from `megatron_pipemem`, but for `Settings`, whose fields are the keyword arguments of `enable`.",
+        "Import these names from `megatron_pipemem`, but for `Request`, whose fields are the keyword arguments of `enable`.",
     ]
     for heading, names in sections.items():
         lines += ["", f"## {heading}"]

@@ -36,20 +36,14 @@ stage by stage."""
 
 
 class Shape(NamedTuple):
-    """The size of a step.
-
-    Args:
-        num_devices: pipeline ranks.
-        chunks: model chunks per rank; ``None`` where no model is there that has some.
-        num_microbatches: microbatches of the step.
-        group_size: microbatches per group of the interleaved schedule, as Megatron's flags say.
-        forward_only: whether the step evaluates.
-    """
+    """The size of a step, and whether it evaluates."""
 
     num_devices: int
     chunks: int | None
+    """Model chunks per rank; ``None`` before a model is there."""
     num_microbatches: int
     group_size: int | None = None
+    """Microbatches per group of the interleaved schedule, as Megatron's flags say."""
     forward_only: bool = False
 
 
@@ -87,61 +81,50 @@ class Choice:
 
 @dataclass(frozen=True)
 class HostLink:
-    """A device's way to its host.
-
-    Args:
-        out: bytes per second of a transfer to the host, alone.
-        back: bytes per second of a transfer to the device, alone.
-        duplex: whether both ways at once take hardly longer than the slower one.
-    """
+    """A device's way to its host: bytes per second of a transfer to the host, and of one back, alone."""
 
     out: float
     back: float
     duplex: bool
+    """Whether both ways at once take hardly longer than the slower one."""
 
 
 @dataclass(frozen=True)
 class Knowledge:
-    """Hold what a schedule is chosen for.
-
-    Args:
-        costs: seconds; with bytes and a channel to the host where these are known beforehand.
-        priced_by: ``unit``, ``file`` or ``measured``: where ``costs`` are from.
-        measures: whether a run will measure what is not known, bytes first and seconds then.
-        changes: bytes that a run has counted; ``None`` before.
-        selective: per stage and slice, bytes of a forward in a step in which every stage was recomputed selectively.
-        placement: where the model's stages are; ``None`` before it has been built.
-        ratio: seconds of a round trip of a layer's activations to the host over those of its F, I and W, if given.
-        links: per device, the way to its host as it was measured.
-        switches: groups of devices that share a channel to the host.
-        host_budget: the most host memory of a device, in the unit of the costs' memory.
-        queues: the orders that steps run by, each as whether it is for ranks that serve everything in one hardware queue.
-        with_passes: schedules with as many vocabulary passes as are asked for, which a search compares with what it finds;
-            ``None`` for those of all families.
-        cache: where finished searches are kept and looked up; ``None`` searches afresh.
-    """
+    """Hold what a schedule is chosen for."""
 
     costs: Costs = Costs()
+    """Seconds; with bytes and a channel to the host where these are known beforehand."""
     priced_by: str = UNIT
+    """``unit``, ``file`` or ``measured``."""
     measures: bool = False
+    """Whether a run will measure what is not known, bytes first and seconds then."""
     changes: MemoryDeltas | None = None
+    """Bytes that a run has counted; ``None`` before."""
     selective: tuple[float, ...] | None = None
+    """Per stage and slice, bytes of a forward in a step in which every stage was recomputed selectively."""
     placement: Placement | None = None
+    """Where the model's stages are; ``None`` before it has been built."""
     ratio: float | None = None
+    """Seconds of a round trip of a layer's activations to the host over those of its F, I and W, if given."""
     links: tuple[HostLink, ...] | None = None
+    """Per device, the way to its host as it was measured."""
     switches: tuple[tuple[int, ...], ...] = ()
+    """Groups of devices that share a channel to the host."""
     host_budget: float | None = None
+    """The most host memory of a device, in the unit of the costs' memory."""
     queues: tuple[bool, ...] = (False,)
+    """The orders that steps run by, each as whether it is for ranks that serve everything in one hardware queue."""
     with_passes: tuple[Schedule, ...] | None = None
+    """Schedules with as many vocabulary passes as are asked for, which a search compares with what it finds; ``None`` for those
+    of all families."""
     cache: ResultCache | None = None
+    """Where finished searches are kept and looked up; ``None`` searches afresh."""
 
     def with_measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> Knowledge:
-        """Return what is known after more steps of a run.
+        """Return what is known after more steps of a run; ``None`` for what was not timed or counted.
 
-        Args:
-            costs: seconds, or ``None`` when nothing was timed.
-            changes: bytes, or ``None`` when nothing was counted. Those of a second time are of a step in which every stage
-                was recomputed selectively.
+        Bytes of a second time are of a step in which every stage was recomputed selectively.
         """
         known = self
         if costs is not None:
@@ -171,12 +154,8 @@ class Knowledge:
         )
 
     def counted_costs(self, placement: Placement, in_bytes: bool) -> Costs:
-        """Return the costs with the memory that a cap is about, messages counted with the actions that need or make
-        them.
-
-        Args:
-            placement: whose stages the bytes are of.
-            in_bytes: whether the cap is in bytes; otherwise it is in activation units.
+        """Return the costs with the memory that a cap in bytes, or else in activation units, is about. Messages are counted
+        with the actions that need or make them.
         """
         if not in_bytes:
             return replace(self.costs, memory=None)
@@ -197,11 +176,8 @@ class Knowledge:
         return replace(costs, channel=channel if channel.switches else replace(channel, switches=self.switches))
 
     def held(self, schedule: Schedule, costs: Costs) -> Sequence[float]:
-        """Return the most that every device holds, between messages too where their bytes are known.
-
-        Args:
-            schedule: of any order.
-            costs: of its actions, whose memory says what is held where nothing was counted.
+        """Return the most that every device holds, between messages too where their bytes are known. Where nothing was counted,
+        the memory of ``costs`` says what is held.
         """
         if self.changes is None or costs.memory is None:
             return peaks(schedule, costs)
@@ -221,13 +197,7 @@ class Knowledge:
         ]
 
     def excess(self, request: Request, schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-        """Return by how much every device of a schedule exceeds the cap, in the unit of the costs' memory.
-
-        Args:
-            request: with the cap, if there is one.
-            schedule: of any order.
-            costs: see ``held``.
-        """
+        """Return by how much every device of a schedule exceeds the cap, in the unit of the costs' memory; see ``held``."""
         caps = request.caps(schedule.num_devices)
         if caps is None:
             return (0.0,) * schedule.num_devices
