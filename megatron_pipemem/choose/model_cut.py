@@ -14,17 +14,14 @@ from megatron_pipemem.schedule.registry import family
 
 @dataclass(frozen=True)
 class Cut:
-    """Say how a model is cut, and what says so.
-
-    Args:
-        chunks: model chunks per pipeline rank that it leads to; no whole number where the ranks cannot share its pieces evenly.
-        words: what it is, for messages: ``--num-virtual-stages-per-pipeline-rank 4``.
-        remedy: ``remedy(chunks)`` tells the user how to get another number of chunks.
-    """
+    """Say how a model is cut, and what says so."""
 
     chunks: float
+    """Model chunks per pipeline rank; no whole number where the ranks cannot share the model's pieces evenly."""
     words: str
+    """For messages: ``--num-virtual-stages-per-pipeline-rank 4``."""
     remedy: Callable[[int], str]
+    """``remedy(chunks)`` tells the user how to get another number of chunks."""
 
 
 def known_chunks(placement: Placement) -> int:
@@ -35,13 +32,8 @@ def known_chunks(placement: Placement) -> int:
 def check_cut(cut: Cut, schedule: str, placement: Placement) -> None:
     """Check that the model has as many chunks as the schedule's placement.
 
-    Args:
-        cut: how the model is cut, and what says so.
-        schedule: its name, for the error's sentence.
-        placement: of its stages.
-
     Raises:
-        UnsupportedError: the schedule's placement has another number of chunks than the model.
+        UnsupportedError: it has another number.
     """
     needed = known_chunks(placement)
     if needed != cut.chunks:
@@ -55,13 +47,8 @@ def check_cut(cut: Cut, schedule: str, placement: Placement) -> None:
 def placements_of(
     schedule: str, options: Mapping[str, Any], num_devices: int, cut: Cut | None = None
 ) -> tuple[Placement, ...]:
-    """Return the placements that a family may have on a model, or those among which ``auto`` chooses.
-
-    Args:
-        schedule: a family or ``auto``.
-        options: of the schedule, as the user gave them.
-        num_devices: pipeline ranks.
-        cut: of the model; ``None`` where it is left to the schedule.
+    """Return the placements that a family may have on a model, or those among which ``auto`` chooses; without a cut, the
+    schedule decides.
 
     Raises:
         UnsupportedError: the schedule runs no model that is cut so, or cannot be built at all.

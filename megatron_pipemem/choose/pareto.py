@@ -27,23 +27,16 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class ParetoPoint:
-    """A schedule by what it costs.
-
-    Args:
-        schedule: what would run.
-        peak: the most a device holds, in activation units or in the unit of the costs' memory.
-        makespan: seconds.
-        bubble_rate: part of the makespan that the busiest device idles.
-        cap: what the search was allowed; ``None`` for a family's schedule.
-        dominated: whether another one is no worse in both memory and time and better in one.
-    """
+    """A schedule by its memory, in activation units or in the unit of the costs, and by its seconds."""
 
     schedule: Schedule
     peak: float
     makespan: float
     bubble_rate: float
     cap: float | None
+    """Of the search; ``None`` for a family's schedule."""
     dominated: bool
+    """Whether another one is no worse in both memory and time and better in one."""
 
     def __repr__(self) -> str:
         cap = "" if self.cap is None else f" under {self.cap:.4g}"
@@ -55,12 +48,7 @@ class ParetoPoint:
 
 @dataclass(frozen=True)
 class Trade:
-    """A little memory for much time.
-
-    Args:
-        less: the choice with less memory.
-        more: the next one worth its memory.
-    """
+    """A little memory for much time: a schedule, and the next one worth its memory."""
 
     less: ParetoPoint
     more: ParetoPoint
@@ -78,11 +66,8 @@ class Trade:
 
 
 def useful_caps(num_devices: int, most: int = 13) -> list[float]:
-    """Return memory caps in activation units between the least that two chunks per device need and 1F1B's.
-
-    Args:
-        num_devices: ``p``; a V has ``2p`` stages, and a cap between two multiples of ``1 / 2p`` is no better than the lower.
-        most: how many caps at most, evenly spread.
+    """Return at most so many memory caps, evenly spread, in activation units: between the least that two chunks per device
+    need and 1F1B's. A V has ``2p`` stages, and a cap between two multiples of ``1 / 2p`` is no better than the lower.
     """
     counts = range(max(2, num_devices // 2), 2 * num_devices + 1)
     picked = {counts[round(i * (len(counts) - 1) / (most - 1))] for i in range(most)} if len(counts) > most else counts
@@ -100,19 +85,12 @@ def choices(
     priced: Callable[[Schedule], Costs] | None = None,
     max_chunks: int = MAX_CHUNKS,
 ) -> list[ParetoPoint]:
-    """Return every synchronous family that runs in one pipeline, with any number of chunks, and the search under every
-    cap, by peak.
+    """Return every synchronous family that runs in one pipeline, with any number of chunks, and the search under every cap, by
+    peak.
 
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``.
-        costs: what actions take and hold, where orders are fitted to it.
-        caps: for the search, in the unit of the costs' memory; those that no schedule fits are left out.
-        seconds: for each search.
-        cache: of searches.
-        barriers: each gives schedules with that many barriers of vocabulary parallelism; 0 those without.
-        priced: what the actions of a found schedule take and hold, where that is more than ``costs`` (a head).
-        max_chunks: stages per device at most, of families and searches.
+    Orders are fitted to ``costs``. ``priced`` gives what the actions of a found schedule take and hold, where that is more (a
+    head). Caps that no schedule fits are left out. ``barriers`` gives schedules with that many barriers of vocabulary
+    parallelism each, 0 those without. ``seconds`` are for each search.
     """
     costs = costs or Costs()
     costs.require_alike("the table of all schedules")
@@ -156,12 +134,8 @@ def _dominated(index: int, rows: Sequence[tuple[float, float]]) -> bool:
 
 
 def trades(front: Sequence[ParetoPoint], least: float = 0.03) -> list[Trade]:
-    """Return steps along the front that save at least ``least`` of the makespan for at most a quarter of the largest
-    peak more.
-
-    Args:
-        front: choices that are not dominated, by peak.
-        least: part of the makespan.
+    """Return steps along the front (not dominated, by peak) that save at least ``least`` of the makespan for at most a quarter
+    of the largest peak more.
     """
     largest = max((choice.peak for choice in front), default=0.0)
     return [
@@ -178,17 +152,11 @@ def bound_line(
     priced: Callable[[Schedule], Costs] | None = None,
     levels: int = 64,
 ) -> list[tuple[float, float]]:
-    """Return what no order beats that runs in a placement of ``found``, with as many barriers.
+    """Return ``(memory, bubble rate)``, ascending, that no order beats in a placement of ``found`` with as many barriers.
 
-    Args:
-        found: of ``choices``.
-        costs: as ``choices`` had them.
-        priced: likewise.
-        levels: of memory, evenly spread; the peaks of ``found`` come on top.
-
-    Returns:
-        ``(memory, bubble rate)``, ascending: what holds no more than that takes so much of its makespan beyond the work of
-        the busiest device at least; of the least busy such one, where placements share the work in different ways.
+    What holds no more than that memory takes at least so much of its makespan beyond the work of the busiest device; of the
+    least busy such one, where placements share the work in different ways. Memory has so many levels, evenly spread, besides
+    the peaks of ``found``.
     """
     costs = costs or Costs()
     peaks = {choice.peak for choice in found}

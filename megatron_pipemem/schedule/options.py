@@ -50,9 +50,7 @@ SEARCH_SECONDS = 20.0
 def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
     """Read ``KEY=VALUE`` pairs: values that read as JSON (numbers, true, null) or as a number (``.5``) as such, others as text.
 
-    Args:
-        flag: before each of them, for messages.
-        pairs: as typed; ``-`` in a key is ``_``.
+    A ``-`` in a key is ``_``.
 
     Raises:
         UnsupportedError: a pair lacks ``=``, its key or its value, or a key comes twice.
@@ -107,15 +105,10 @@ def _value(text: str) -> object:
 
 
 def check_whole(what: str, value: object, least: int = 1) -> None:
-    """Refuse what is no count.
-
-    Args:
-        what: its name, for the error's sentence.
-        value: the count.
-        least: that it may be.
+    """Refuse what is no count; ``what`` is its name, for the error's sentence.
 
     Raises:
-        UnsupportedError: it is no whole number, or less.
+        UnsupportedError: it is no whole number, or less than ``least``.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UnsupportedError("bad-number", f"{what} must be a whole number of at least {least}, not {value!r}")
@@ -123,11 +116,6 @@ def check_whole(what: str, value: object, least: int = 1) -> None:
 
 def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> None:
     """Check what says how long a search tries.
-
-    Args:
-        seconds: of the search.
-        effort: factor of the number of trials.
-        seed: of all random choices.
 
     Raises:
         UnsupportedError: seconds or effort is no number of at least 0, or the seed no whole number.
@@ -148,10 +136,7 @@ def check_recompute(mode: object) -> None:
 
 
 def slice_counts(given: object) -> tuple[int, ...]:
-    """Return the numbers of slices that a search is to try, each once, in order.
-
-    Args:
-        given: one number, a list of them, or a text as ``1,2,4``.
+    """Return the numbers of slices that a search is to try, each once, in order: of one number, a list, or a text as ``1,2,4``.
 
     Raises:
         UnsupportedError: it is something else, or one of them is less than 1.
@@ -169,12 +154,7 @@ def slice_counts(given: object) -> tuple[int, ...]:
 
 
 def searched_placements(num_devices: int, kind: Any = None, chunks: Any = None) -> tuple[Placement, ...]:
-    """Return the placements that a user leaves to a search.
-
-    Args:
-        num_devices: ``p``.
-        kind: ``v``, ``interleaved`` or ``linear``; ``None`` for any.
-        chunks: stages per device; ``None`` for 1 if ``kind`` is ``linear``, else 2.
+    """Return the placements that a user leaves to a search; any kind, and two chunks (one if linear), where none is named.
 
     Raises:
         UnsupportedError: one of them is nothing of the kind, or they do not go together.

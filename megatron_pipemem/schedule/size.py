@@ -20,13 +20,7 @@ LARGE_SECONDS, LARGE_BYTES = 60, 2 << 30
 
 @dataclass(frozen=True)
 class ScheduleSize:
-    """Say how large a schedule is.
-
-    Args:
-        actions: of all devices in a step.
-        seconds: of a core.
-        nbytes: of memory.
-    """
+    """Hold the actions of a step on all devices, the seconds of a core, and the bytes of memory that they take."""
 
     actions: int
     seconds: float
@@ -42,40 +36,25 @@ class ScheduleSize:
 
 
 def is_fitted(name: str) -> bool:
-    """Return whether the order is fitted to all devices' times and memory; others follow a rule, or stand in a file.
-
-    Args:
-        name: of a family, ``auto``, or the path of a file.
+    """Return whether the order of a family, ``auto`` or a file is fitted to all devices' times and memory. Others follow a
+    rule, or stand in a file.
     """
     return name == AUTO or any(each.name == name and each.placement not in _BY_RULE for each in families())
 
 
 def estimated(devices: int, microbatches: int, chunks: int, fitted: bool = True) -> ScheduleSize:
-    """Estimate the size within a factor of three or so. Searches keep to the time that they are given.
-
-    Args:
-        devices: ``p``.
-        microbatches: ``m``.
-        chunks: stages per device.
-        fitted: see ``is_fitted``.
-    """
+    """Estimate the size within a factor of three or so; see ``is_fitted``. Searches keep to the time that they are given."""
     actions = 3 * devices * microbatches * chunks
     seconds = actions * _ACTION_SECONDS + (_DEVICE_SECONDS * devices**3 if fitted else _PAIR_SECONDS * devices**2)
     return ScheduleSize(actions, seconds, actions * _ACTION_BYTES)
 
 
 def check_affordable(devices: int, microbatches: int, chunks: int, what: str, fitted: bool = True) -> None:
-    """Refuse what somebody should be asked about first.
-
-    Args:
-        devices: ``p``.
-        microbatches: ``m``.
-        chunks: stages per device.
-        what: is so large, for the message: ``"--devices 9 and --microbatches 9 make"``.
-        fitted: see ``is_fitted``.
+    """Refuse what takes long, or much memory, before it is begun. ``what`` begins the message: "--devices 9 and --microbatches
+    9 make".
 
     Raises:
-        UnsupportedError: it takes long, or much memory; the message says how much.
+        UnsupportedError: it is too large; the message says how much it takes.
     """
     size = estimated(devices, microbatches, chunks, fitted)
     if size.is_large:
