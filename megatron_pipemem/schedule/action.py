@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron_pipemem.errors import ScheduleFormatError, UnsupportedError
 
@@ -56,9 +56,9 @@ class Need(NamedTuple):
     kind: str
     stage: int = 0
     slice: int = 0
-    place: str = ""
-    only: str = ""
-    slices: str = ""
+    place: Literal["", "first", "last", "everywhere"] = ""
+    only: Literal["", "first", "last"] = ""
+    slices: Literal["", "last", "until"] = ""
     barriers: tuple[int, ...] = ()
 
 

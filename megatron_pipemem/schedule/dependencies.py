@@ -259,7 +259,7 @@ def dependencies(
 
 def _end_of(placement: Placement, end: str, kind: Kind) -> int:
     """Return the first or the last stage of the model; for kinds that stand for a device, its device."""
-    stage = 0 if end == "first" else placement.num_stages - 1
+    stage = {"first": 0, "last": placement.num_stages - 1}[end]
     return placement.devices[stage] if kind.spec.of_device else stage
 
 
