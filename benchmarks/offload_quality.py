@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_pipemem.families.offload import uniform_repeating
-from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 
 from emulated.device import ROWS, WIDTH, Device
-from megatron_pipemem.features.vocabulary.runtime.batch import Batch
-from megatron_pipemem.features.vocabulary.runtime.embedding import EmbeddingWeightGradient, VocabularyEmbedding
-from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, VocabularyHead
-from megatron_pipemem.features.vocabulary.runtime.head_gradients import Normalised
-from megatron_pipemem.features.vocabulary.runtime.microbatch import HeadMicrobatch
-from megatron_pipemem.features.vocabulary.runtime.partition import VocabularyPartition, WeightShard
-from megatron_pipemem.features.vocabulary.runtime.passes import Channels, VocabularyPasses
+from megatron_pipemem.features.vocabulary.runtime.head import HeadMicrobatch, HeadOptions, Normalised, VocabularyHead
+from megatron_pipemem.features.vocabulary.runtime.passes import Batch, Channels, VocabularyPasses
+from megatron_pipemem.features.vocabulary.runtime.shards import (
+    EmbeddingWeightGradient,
+    VocabularyEmbedding,
+    VocabularyPartition,
+    WeightShard,
+)
 from megatron_pipemem.schedule.action import VOCABULARY_COMPUTE, Action
 from megatron_pipemem.schedule.schedule import Schedule
 

@@ -236,7 +236,7 @@ def run_rank(plan: dict) -> int:
     import torch
     import torch.distributed as dist
 
-    from megatron_pipemem.runtime.groups import destroy_groups
+    from megatron_pipemem.runtime.transport import destroy_groups
 
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.cuda.set_device(0)

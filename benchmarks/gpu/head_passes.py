@@ -153,7 +153,7 @@ def head_of(weight, compiled: bool):
     import torch
 
     from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, VocabularyHead
-    from megatron_pipemem.features.vocabulary.runtime.partition import VocabularyPartition, WeightShard
+    from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyPartition, WeightShard
 
     parameter: Any = torch.nn.Parameter(weight)
     parameter.main_grad = torch.zeros(weight.shape, device=weight.device)
@@ -165,7 +165,7 @@ def run(head, x, labels):
     """One microbatch: losses, dX, and seconds of S and T."""
     import torch
 
-    from megatron_pipemem.features.vocabulary.runtime.head_gradients import combine, finish_input_gradient
+    from megatron_pipemem.features.vocabulary.runtime.head import combine, finish_input_gradient
 
     kept = []
     s = proof.seconds(lambda: kept.append(head.score(x, labels)))
@@ -180,7 +180,7 @@ def measure(inputs, rounds: int) -> dict[str, float]:
     """Median seconds of both phases, each way and of their matrix products alone."""
     import torch
 
-    from megatron_pipemem.features.vocabulary.runtime.head_gradients import add_product
+    from megatron_pipemem.features.vocabulary.runtime.head import add_product
 
     weight, x, labels = inputs
     heads = {name: head_of(weight, name == "compiled") for name in ("eager", "compiled")}
@@ -206,7 +206,7 @@ def errors_against_fp64(inputs) -> dict[str, float]:
     """Norms of the errors relative to those of the results, and of one product added to an fp32 gradient."""
     import torch
 
-    from megatron_pipemem.features.vocabulary.runtime.head_gradients import add_product
+    from megatron_pipemem.features.vocabulary.runtime.head import add_product
 
     weight, x, labels = inputs
     exact_weight, exact_x = weight.double().requires_grad_(), x.double().requires_grad_()

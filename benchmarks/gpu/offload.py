@@ -29,9 +29,7 @@ import torch
 from gpt_stack import Loop, Shape, make_inputs, make_stack
 
 from megatron_pipemem.features.offload.runtime import OffloadEngine
-from megatron_pipemem.features.offload.runtime.channel import Copy, CopyChannel, Direction
-from megatron_pipemem.features.offload.runtime.cuda_channel import CudaChannel
-from megatron_pipemem.features.offload.runtime.host_channel import ThreadChannel
+from megatron_pipemem.features.offload.runtime.channels import Copy, CopyChannel, CudaChannel, Direction, ThreadChannel
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, collecting
 

@@ -20,7 +20,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
 
 if TYPE_CHECKING:  # loaded when something is searched for
-    from megatron_pipemem.features.offload.transfers import OffloadPlan
+    from megatron_pipemem.features.offload.orders import OffloadPlan
     from megatron_pipemem.search import SearchResult
     from megatron_pipemem.search.result import ResultCache
 

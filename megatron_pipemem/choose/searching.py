@@ -18,8 +18,7 @@ from itertools import chain
 from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
 from megatron_pipemem.errors import MemoryCapError, PipememError, UnsupportedError
 from megatron_pipemem.families.offload import uniform_repeating, with_prompt_weights
-from megatron_pipemem.features.offload.planning import plan_offload
-from megatron_pipemem.features.offload.transfers import OffloadPlan
+from megatron_pipemem.features.offload.orders import OffloadPlan, plan_offload
 from megatron_pipemem.features.recompute.orders import in_words, recompute_plans, with_early_recompute, with_recompute
 from megatron_pipemem.features.vocabulary.orders import families_with_passes, with_barriers
 from megatron_pipemem.request import Request

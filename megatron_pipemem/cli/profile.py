@@ -160,8 +160,8 @@ def _bandwidths() -> Bandwidths | None:
     if is_active() or not torch.cuda.is_available():
         report_note("no GPU here, so no way from one to its host was measured; k is that of the cluster file")
         return None
-    from megatron_pipemem.features.offload.runtime.cuda_channel import CudaChannel
-    from megatron_pipemem.features.offload.runtime.host_link import measure_bandwidths
+    from megatron_pipemem.features.offload.runtime.channels import CudaChannel
+    from megatron_pipemem.features.offload.runtime.host import measure_bandwidths
 
     with doing("measuring the way to the host and back"):
         measured = measure_bandwidths(CudaChannel(torch.device("cuda"), timed=False))

@@ -110,7 +110,7 @@ def pipe_offload(
     Raises:
         UnsupportedError: an option is out of range.
     """
-    from megatron_pipemem.features.offload.planning import plan_offload  # loaded for schedules that offload
+    from megatron_pipemem.features.offload.orders import plan_offload  # loaded for schedules that offload
 
     check_whole(f"{name}: chunks", chunks, least=1)
     if offload_chunks is None:

@@ -3,15 +3,21 @@
 A linear layer that splits its backward computes the input gradient when autograd reaches it and leaves the
 weight-gradient GEMM in the queue of its stage and microbatch. Splitting at the layer keeps no graph alive, unlike
 running autograd twice over a retained graph.
+
+Sequence parallelism gathers what a linear layer multiplies along the sequence. A layer that gathers calls ``remember``. A
+queue that has to keep the gathered tensor asks ``shard_of``, keeps the shard, which exists anyway, and gathers it again.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
 GRADIENT_READY = "_pipemem_gradient_ready"
 """Set on a weight to what wants to be told when a microbatch's gradient of it is complete."""
@@ -154,3 +160,60 @@ def is_early(weight: torch.Tensor) -> bool:
 def defers() -> bool:
     """Return whether the weight gradients of the action that is running wait for a W."""
     return _collecting is not None and not isinstance(_collecting, ImmediateWeightGradients)
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A tensor that may still be arriving.
+
+    Args:
+        tensor: complete after ``wait``.
+        work: the communication, or ``None`` if the tensor is complete.
+        source: what the communication reads, which must stay alive until it ends.
+    """
+
+    tensor: Any
+    work: dist.Work | None = None
+    source: Any = None
+
+    def wait(self) -> Any:
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of a tensor.
+
+    Args:
+        tensor: the part. Transformer Engine's quantised tensors are no torch tensors.
+        gather: starts to gather the parts of all ranks. ``Arriving`` itself for a tensor that is whole.
+    """
+
+    tensor: Any
+    gather: Callable[[Any], Arriving]
+
+    def begin(self) -> Arriving:
+        return self.gather(self.tensor)
+
+
+def gather_rows(shard: torch.Tensor, group: dist.ProcessGroup) -> Arriving:
+    """Start to gather ``[s/t, ...]`` of the ``t`` ranks of a group into ``[s, ...]``."""
+    shard = shard.contiguous()
+    whole = torch.empty((shard.size(0) * group.size(), *shard.shape[1:]), dtype=shard.dtype, device=shard.device)
+    return Arriving(whole, dist.all_gather_into_tensor(whole, shard, group=group, async_op=True), shard)
+
+
+# A shard is kept no longer than the tensor that was gathered from it.
+_shards: Any = WeakIdKeyDictionary()
+
+
+def remember(whole: Any, shard: Shard) -> None:
+    """Remember which shard a tensor was gathered from, as long as the tensor lives."""
+    _shards[whole] = shard
+
+
+def shard_of(whole: Any) -> Shard | None:
+    """Return the shard that a tensor was gathered from, or ``None`` if it is not known."""
+    return None if whole is None else _shards.get(whole)

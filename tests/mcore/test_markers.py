@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 from megatron.core import utils  # noqa: E402
 
 from megatron_pipemem.mcore.step.markers import Markers  # noqa: E402
-from megatron_pipemem.runtime.instructions import Instruction, settle  # noqa: E402
+from megatron_pipemem.runtime.executor import Instruction, settle  # noqa: E402
 from megatron_pipemem.schedule.action import COMPUTE  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402

@@ -17,9 +17,8 @@ from megatron.core.transformer import multi_token_prediction as stock  # noqa: E
 
 from megatron_pipemem.config.refusals import ASYNCHRONOUS, SPLIT_BACKWARD, VOCABULARY  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.features.vocabulary.megatron.depths import weigh  # noqa: E402
-from megatron_pipemem.features.vocabulary.megatron.stages import _swapped  # noqa: E402
-from megatron_pipemem.features.vocabulary.runtime.batch import Batch  # noqa: E402
+from megatron_pipemem.features.vocabulary.megatron.step import _swapped, weigh  # noqa: E402
+from megatron_pipemem.features.vocabulary.runtime.passes import Batch  # noqa: E402
 from megatron_pipemem.mcore import refusals  # noqa: E402
 from megatron_pipemem.mcore.model.linear import split_linear  # noqa: E402
 from megatron_pipemem.mcore.model.multi_token import logged_before, split_embedding  # noqa: E402

@@ -20,8 +20,7 @@ from megatron_pipemem.conflicts import check
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.offload import megatron as offloading
 from megatron_pipemem.features.offload.megatron import Offloading
-from megatron_pipemem.features.offload.runtime.host_link import HostLink
-from megatron_pipemem.features.offload.runtime.host_pool import ALIGNMENT
+from megatron_pipemem.features.offload.runtime.host import ALIGNMENT, HostLink
 from megatron_pipemem.mcore import agreement
 from megatron_pipemem.mcore.model.stages import Tape, watch_batches
 from megatron_pipemem.mcore.plugin import programs_for

@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from quantised import Quantised, WithEmptyStorage, eight_bits  # noqa: E402
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.features.vocabulary.megatron.stages import FirstStage, LastStage  # noqa: E402
+from megatron_pipemem.features.vocabulary.megatron.step import FirstStage, LastStage  # noqa: E402
 from megatron_pipemem.mcore.model.placement import ChunkPlacement  # noqa: E402
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext  # noqa: E402
 from megatron_pipemem.mcore.plugin import programs_for  # noqa: E402
@@ -27,8 +27,11 @@ from megatron_pipemem.mcore.step.forward_backward import ForwardBackward  # noqa
 from megatron_pipemem.request import Request  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.executor import StageRunner  # noqa: E402
-from megatron_pipemem.runtime.groups import new_groups  # noqa: E402
-from megatron_pipemem.runtime.transport import Pipeline, edges  # noqa: E402
+from megatron_pipemem.runtime.transport import (  # noqa: E402
+    Pipeline,
+    edges,
+    new_groups,
+)
 from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
 from megatron_pipemem.schedule.placement import Placement  # noqa: E402
 

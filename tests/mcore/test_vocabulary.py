@@ -17,8 +17,8 @@ from megatron_pipemem.choose.knowledge import Shape  # noqa: E402
 from megatron_pipemem.config.refusals import VOCABULARY  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.features.vocabulary.megatron import build  # noqa: E402
-from megatron_pipemem.features.vocabulary.megatron.batches import share_batch  # noqa: E402
-from megatron_pipemem.features.vocabulary.megatron.choice import choose_barriers, head_in_layers, layers_in  # noqa: E402
+from megatron_pipemem.features.vocabulary.megatron.build import choose_barriers, head_in_layers, layers_in  # noqa: E402
+from megatron_pipemem.features.vocabulary.megatron.step import share_batch  # noqa: E402
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary  # noqa: E402
 from megatron_pipemem.mcore.flags import take_flags  # noqa: E402
 from megatron_pipemem.mcore.plugin import programs_for  # noqa: E402

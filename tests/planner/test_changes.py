@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from measured_steps import as_measured
 
-from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.planner import changes
 from megatron_pipemem.planner.changes import (

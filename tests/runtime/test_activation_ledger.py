@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from quantised import Quantised, WithEmptyStorage, eight_bits  # noqa: E402
 
-from megatron_pipemem.features.offload.runtime.residents import Residents  # noqa: E402
+from megatron_pipemem.features.offload.runtime.saved import Residents  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import (  # noqa: E402
     ActivationLedger,
     LedgerEntry,

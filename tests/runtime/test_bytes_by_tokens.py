@@ -9,8 +9,12 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from megatron_pipemem.runtime.activation_ledger import ActivationLedger, LedgerEntry, bytes_per_action  # noqa: E402
-from megatron_pipemem.runtime.bytes_by_tokens import BytesByTokens  # noqa: E402
+from megatron_pipemem.runtime.activation_ledger import (  # noqa: E402
+    ActivationLedger,
+    BytesByTokens,
+    LedgerEntry,
+    bytes_per_action,
+)
 from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
 
 TERMS = st.tuples(*[st.integers(0, 50)] * 6)

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
-from megatron_pipemem.runtime import groups  # noqa: E402
-from megatron_pipemem.runtime.groups import destroy_groups, new_groups  # noqa: E402
+from megatron_pipemem.runtime import transport as groups  # noqa: E402
+from megatron_pipemem.runtime.transport import destroy_groups, new_groups  # noqa: E402
 
 
 def is_open(group: dist.ProcessGroup) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_pipemem.features.offload.runtime.host_memory import available_memory
+from megatron_pipemem.features.offload.runtime.host import available_memory
 
 KIB = 1 << 10
 

@@ -10,11 +10,13 @@ from refusals import refused
 torch = pytest.importorskip("torch")
 
 from megatron_pipemem.errors import OffloadError  # noqa: E402
-from megatron_pipemem.features.offload.runtime.channel import Copy, Direction  # noqa: E402
+from megatron_pipemem.features.offload.runtime.channels import (  # noqa: E402
+    Copy,
+    Direction,
+    ThreadChannel,
+)
 from megatron_pipemem.features.offload.runtime.engine import OffloadEngine  # noqa: E402
-from megatron_pipemem.features.offload.runtime.host_channel import ThreadChannel  # noqa: E402
-from megatron_pipemem.features.offload.runtime.host_link import measure_bandwidths  # noqa: E402
-from megatron_pipemem.features.offload.runtime.host_pool import HostPool  # noqa: E402
+from megatron_pipemem.features.offload.runtime.host import HostPool, measure_bandwidths  # noqa: E402
 
 
 class Gated(ThreadChannel):
@@ -177,7 +179,7 @@ def test_a_thread_that_is_gone_is_an_error_not_a_hang(channel, before):
 
 def test_a_pretended_bandwidth_takes_its_time(monkeypatch):
     slept = []
-    monkeypatch.setattr("megatron_pipemem.features.offload.runtime.host_channel.time.sleep", slept.append)
+    monkeypatch.setattr("megatron_pipemem.features.offload.runtime.channels.time.sleep", slept.append)
     channel = ThreadChannel(bandwidth=1000.0)
     source = torch.ones(250, dtype=torch.uint8)
     channel.join(channel.start(Direction.OUT, [Copy(torch.empty_like(source), source)] * 2, ()), lambda seconds: None)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from megatron_pipemem.errors import OffloadError  # noqa: E402
 from megatron_pipemem.features.offload.runtime import OffloadEngine  # noqa: E402
-from megatron_pipemem.features.offload.runtime.host_link import measure_host_link  # noqa: E402
+from megatron_pipemem.features.offload.runtime.host import measure_host_link  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, collecting  # noqa: E402
 from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from megatron_pipemem.errors import OffloadError  # noqa: E402
-from megatron_pipemem.features.offload.runtime.host_pool import ALIGNMENT, HostPool  # noqa: E402
+from megatron_pipemem.features.offload.runtime.host import ALIGNMENT, HostPool  # noqa: E402
 
 BUDGET = 9000
 

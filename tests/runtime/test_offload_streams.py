@@ -17,10 +17,9 @@ torch = pytest.importorskip("torch")
 from offload_blocks import MIN_BYTES, batch, offloaded_gradients, plain_gradients, saved_bytes, stack  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
-from megatron_pipemem.features.offload.runtime.channel import Direction  # noqa: E402
-from megatron_pipemem.features.offload.runtime.cuda_channel import CudaChannel  # noqa: E402
+from megatron_pipemem.features.offload.runtime.channels import CudaChannel, Direction  # noqa: E402
 from megatron_pipemem.features.offload.runtime.engine import OffloadEngine  # noqa: E402
-from megatron_pipemem.features.offload.runtime.host_pool import HostPool  # noqa: E402
+from megatron_pipemem.features.offload.runtime.host import HostPool  # noqa: E402
 
 LENGTHS = (12, 5, 12, 9, 12)
 

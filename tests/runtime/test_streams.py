@@ -12,9 +12,9 @@ import toy  # noqa: E402
 import vocabulary_model  # noqa: E402
 from streams import Group, Streams, Work  # noqa: E402
 
-from megatron_pipemem.features.offload.runtime.cuda_channel import CudaChannel  # noqa: E402
+from megatron_pipemem.features.offload.runtime.channels import CudaChannel  # noqa: E402
 from megatron_pipemem.features.offload.runtime.engine import OffloadEngine  # noqa: E402
-from megatron_pipemem.features.offload.runtime.host_pool import HostPool  # noqa: E402
+from megatron_pipemem.features.offload.runtime.host import HostPool  # noqa: E402
 from megatron_pipemem.features.vocabulary.runtime import collectives  # noqa: E402
 from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions  # noqa: E402
 from megatron_pipemem.runtime import transport  # noqa: E402

@@ -11,8 +11,11 @@ from hypothesis import strategies as st  # noqa: E402
 from vocabulary_model import shards_of  # noqa: E402
 
 from megatron_pipemem.errors import VocabularyError  # noqa: E402
-from megatron_pipemem.features.vocabulary.runtime.embedding import VocabularyEmbedding  # noqa: E402
-from megatron_pipemem.features.vocabulary.runtime.partition import VocabularyPartition, WeightShard  # noqa: E402
+from megatron_pipemem.features.vocabulary.runtime.shards import (  # noqa: E402
+    VocabularyEmbedding,
+    VocabularyPartition,
+    WeightShard,
+)
 
 sizes = st.builds(VocabularyPartition, st.integers(1, 70), st.integers(1, 9))
 

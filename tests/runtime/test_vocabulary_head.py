@@ -25,9 +25,8 @@ from vocabulary_heads import (  # noqa: E402
 from vocabulary_model import Case, loss_gradient, transformed, whole_losses  # noqa: E402
 
 from megatron_pipemem.errors import VocabularyError  # noqa: E402
-from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions  # noqa: E402
-from megatron_pipemem.features.vocabulary.runtime.head_gradients import Normalised  # noqa: E402
-from megatron_pipemem.features.vocabulary.runtime.partition import VocabularyPartition, WeightShard  # noqa: E402
+from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, Normalised  # noqa: E402
+from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyPartition, WeightShard  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue  # noqa: E402
 
 BARRIERS = [1, 2]

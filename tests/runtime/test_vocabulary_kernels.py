@@ -18,8 +18,7 @@ from vocabulary_heads import assert_close, heads_of, inputs_of, losses_of, shard
 from vocabulary_model import Case, loss_gradient  # noqa: E402
 
 from megatron_pipemem.features.vocabulary.runtime import kernels  # noqa: E402
-from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions  # noqa: E402
-from megatron_pipemem.features.vocabulary.runtime.head_gradients import add_product  # noqa: E402
+from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, add_product  # noqa: E402
 
 CAPPED = {"scale": 0.25, "softcap": 3.0, "z_loss": 0.01}
 

@@ -6,8 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_pipemem.features.vocabulary.runtime.batch import Batch  # noqa: E402
-from megatron_pipemem.features.vocabulary.runtime.passes import VocabularyPasses  # noqa: E402
+from megatron_pipemem.features.vocabulary.runtime.passes import Batch, VocabularyPasses  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
 from megatron_pipemem.schedule.placement import Placement  # noqa: E402

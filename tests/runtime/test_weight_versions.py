@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from megatron_pipemem.features.asynchronous.runtime import WeightSwitch, WeightVersions  # noqa: E402
-from megatron_pipemem.runtime.instructions import Instruction  # noqa: E402
+from megatron_pipemem.runtime.executor import Instruction  # noqa: E402
 from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
 
 

@@ -18,13 +18,13 @@ from forking import fork_ranks
 from offload_orders import with_offload, with_recompute
 
 from megatron_pipemem.features.offload.runtime import OffloadEngine
-from megatron_pipemem.features.offload.runtime.actions import OffloadActions
+from megatron_pipemem.features.offload.runtime.engine import OffloadActions
 from megatron_pipemem.runtime.activation_ledger import (
     ActivationLedger,
+    BytesByTokens,
     bytes_per_action,
     predict_peak_bytes,
 )
-from megatron_pipemem.runtime.bytes_by_tokens import BytesByTokens
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.selective import region
 from megatron_pipemem.runtime.trace import Trace

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from vocabulary_model import Case, loss_gradient, shards_of, whole_losses
 
-from megatron_pipemem.features.vocabulary.runtime.head import VocabularyHead
-from megatron_pipemem.features.vocabulary.runtime.head_gradients import OneBarrier, combine, finish_input_gradient
-from megatron_pipemem.features.vocabulary.runtime.partition import WeightShard
+from megatron_pipemem.features.vocabulary.runtime.head import OneBarrier, VocabularyHead, combine, finish_input_gradient
+from megatron_pipemem.features.vocabulary.runtime.shards import WeightShard
 
 
 def heads_of(case: Case, weight: torch.Tensor) -> list[VocabularyHead]:

@@ -17,10 +17,14 @@ import torch.distributed as dist
 from forking import fork_ranks
 
 from megatron_pipemem.features.vocabulary.runtime import collectives
-from megatron_pipemem.features.vocabulary.runtime.embedding import VocabularyEmbedding
-from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, VocabularyHead
-from megatron_pipemem.features.vocabulary.runtime.head_gradients import OneBarrier, combine, finish_input_gradient
-from megatron_pipemem.features.vocabulary.runtime.partition import VocabularyPartition, WeightShard
+from megatron_pipemem.features.vocabulary.runtime.head import (
+    HeadOptions,
+    OneBarrier,
+    VocabularyHead,
+    combine,
+    finish_input_gradient,
+)
+from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyEmbedding, VocabularyPartition, WeightShard
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue
 
 WORLD = 4

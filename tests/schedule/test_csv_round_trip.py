@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pipemem.errors import PipememError, ScheduleFormatError
-from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule.action import ORDERED, WHOLE_STAGE, Action, Kind

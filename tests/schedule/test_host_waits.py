@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from random_schedules import family_schedules, random_schedules
 
 from megatron_pipemem.errors import PipememError, ScheduleError
-from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule import validator

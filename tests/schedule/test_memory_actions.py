@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from random_schedules import random_schedules
 
 from megatron_pipemem.errors import CostsError, ScheduleError
-from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.schedule.action import COMPUTE, MEMORY, RECOMPUTE, Action, Kind
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs

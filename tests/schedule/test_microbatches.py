@@ -16,7 +16,7 @@ from weighted_oracle import Event, play
 from megatron_pipemem.choose.knowledge import Knowledge
 from megatron_pipemem.choose.pareto import choices
 from megatron_pipemem.errors import CostsError, ScheduleError
-from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.planner.replay import replay

@@ -19,8 +19,8 @@ from megatron_pipemem.choose.searching import UNIFORM
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.families.offload import uniform_repeating, with_prompt_weights
 from megatron_pipemem.features.offload import planner
-from megatron_pipemem.features.offload.planning import plan_offload
-from megatron_pipemem.features.offload.transfers import OffloadPlan, plan_round_trips
+from megatron_pipemem.features.offload.orders import OffloadPlan, plan_offload
+from megatron_pipemem.features.offload.transfers import plan_round_trips
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import COMPUTE, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs

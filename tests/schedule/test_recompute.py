@@ -11,8 +11,7 @@ from random_schedules import random_schedules
 
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.features.offload.planning import plan_offload
-from megatron_pipemem.features.offload.transfers import OffloadPlan
+from megatron_pipemem.features.offload.orders import OffloadPlan, plan_offload
 from megatron_pipemem.features.recompute.orders import (
     recompute_plans,
     recompute_steps,

@@ -9,7 +9,7 @@ from megatron_pipemem import Costs, build_schedule, search_schedule, simulate
 from megatron_pipemem.choose.pareto import choices, trades
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
-from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.vocabulary.choice import choose_vocabulary
 from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.space import Limits

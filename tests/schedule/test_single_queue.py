@@ -13,7 +13,7 @@ from random_schedules import random_schedules
 from refusals import refused
 
 from megatron_pipemem.errors import PipememError, ScheduleError
-from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule.action import MESSAGES, ORDERED, Action, Kind

@@ -14,7 +14,7 @@ from weighted_oracle import Event, play
 
 from megatron_pipemem.choose.knowledge import Knowledge
 from megatron_pipemem.errors import CostsError, ScheduleError
-from megatron_pipemem.features.offload.planning import plan_offload
+from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.action import Action, Kind, place

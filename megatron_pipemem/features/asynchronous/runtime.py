@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_pipemem.runtime.executor import Executor, Handlers
-from megatron_pipemem.runtime.instructions import Instruction
+from megatron_pipemem.runtime.executor import Executor, Handlers, Instruction
 from megatron_pipemem.schedule.action import Action
 
 _ALIGNMENT = 128  # bytes, so that every parameter begins where kernels like it

@@ -41,8 +41,7 @@ from megatron_pipemem.mcore.symbols import (
     HYBRID_MODEL,
     MLP,
 )
-from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, StepFeature
-from megatron_pipemem.runtime.instructions import Instruction
+from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, Instruction, StepFeature
 from megatron_pipemem.schedule.action import Kind
 
 _KEY = "pipemem-key"

@@ -18,9 +18,8 @@ from megatron.core.pipeline_parallel.utils import set_ideal_affinity_for_current
 from megatron_pipemem.choose.knowledge import Choice
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.offload.runtime import OffloadEngine
-from megatron_pipemem.features.offload.runtime.actions import OffloadActions
-from megatron_pipemem.features.offload.runtime.host_link import HostLink, measure_host_link
-from megatron_pipemem.features.offload.runtime.host_memory import available_memory
+from megatron_pipemem.features.offload.runtime.engine import OffloadActions
+from megatron_pipemem.features.offload.runtime.host import HostLink, available_memory, measure_host_link
 from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.observation import device_of

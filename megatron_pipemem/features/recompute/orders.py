@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 
-from megatron_pipemem.features.offload.transfers import OffloadPlan
+from megatron_pipemem.features.offload.orders import OffloadPlan
 from megatron_pipemem.schedule.action import MEMORY, RECOMPUTE, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.options import AUTO

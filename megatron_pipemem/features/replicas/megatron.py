@@ -9,8 +9,7 @@ from megatron_pipemem.mcore.model.replicas import gradients
 from megatron_pipemem.mcore.step.batch_distribution import Dealer, deal
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.runtime.executor import StepFeature
-from megatron_pipemem.runtime.groups import destroy_groups
-from megatron_pipemem.runtime.transport import Pipeline
+from megatron_pipemem.runtime.transport import Pipeline, destroy_groups
 
 
 class ReplicaSteps(Extension):

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron_pipemem.runtime.executor import Executor, Handlers
-from megatron_pipemem.runtime.groups import new_groups
-from megatron_pipemem.runtime.instructions import Instruction
+from megatron_pipemem.runtime.executor import Executor, Handlers, Instruction
+from megatron_pipemem.runtime.transport import new_groups
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.placement import Placement
 

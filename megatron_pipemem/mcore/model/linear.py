@@ -18,15 +18,19 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.utils import get_tensor_model_parallel_group_if_none, prepare_input_tensors_for_wgrad_compute
 
 from megatron_pipemem.runtime.activation_ledger import saved_as_is
-from megatron_pipemem.runtime.sharded import Arriving, Shard, gather_rows, remember, shard_of
 from megatron_pipemem.runtime.weight_gradients import (
     GRADIENT_READY,
+    Arriving,
     DeferredWeightGradient,
     ImmediateWeightGradients,
+    Shard,
     WeightGradientQueue,
     current_queue,
     defers,
+    gather_rows,
     is_early,
+    remember,
+    shard_of,
 )
 
 logger = logging.getLogger(__name__)

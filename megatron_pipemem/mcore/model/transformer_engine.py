@@ -29,13 +29,16 @@ from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.refusals import check_model
 from megatron_pipemem.mcore.symbols import DDP, LANGUAGE_MODULE, TRANSFORMER_ENGINE
 from megatron_pipemem.runtime.activation_ledger import data_of, is_quantised
-from megatron_pipemem.runtime.sharded import Arriving, Shard, remember, shard_of
 from megatron_pipemem.runtime.weight_gradients import (
+    Arriving,
     DeferredWeightGradient,
     ImmediateWeightGradients,
+    Shard,
     WeightGradientQueue,
     defers,
     is_early,
+    remember,
+    shard_of,
 )
 
 MARKS_THE_PARAMETER = "2.20.2"

@@ -30,10 +30,10 @@ from megatron_pipemem.report.run import lines, measured_bubble
 from megatron_pipemem.request import outputs
 from megatron_pipemem.runtime.activation_ledger import (
     ActivationLedger,
+    BytesByTokens,
     bytes_per_action,
     predict_peak_bytes,
 )
-from megatron_pipemem.runtime.bytes_by_tokens import BytesByTokens
 from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.action import Action, Kind, place
 from megatron_pipemem.schedule.schedule import Program

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatron_pipemem.choose.knowledge import Choice
 from megatron_pipemem.features.offload.runtime import OffloadStatistics
-from megatron_pipemem.features.offload.runtime.channel import Direction
+from megatron_pipemem.features.offload.runtime.channels import Direction
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes, predict_weights
 from megatron_pipemem.report.run import bubble_of_steps, peak_activation, typical
 from megatron_pipemem.runtime.trace import TracedAction

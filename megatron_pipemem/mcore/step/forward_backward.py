@@ -31,8 +31,15 @@ from megatron_pipemem.mcore.step.queues import LaunchOrders
 from megatron_pipemem.mcore.step.weighing import FullMicrobatch
 from megatron_pipemem.mcore.symbols import WITH_INTERLEAVING, WITHOUT_INTERLEAVING
 from megatron_pipemem.runtime.executor import Executor
-from megatron_pipemem.runtime.groups import destroy_groups
-from megatron_pipemem.runtime.transport import DEPARTURES, MessageFormat, Pipeline, Transport, connect, host_queries
+from megatron_pipemem.runtime.transport import (
+    DEPARTURES,
+    MessageFormat,
+    Pipeline,
+    Transport,
+    connect,
+    destroy_groups,
+    host_queries,
+)
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import megatrons_own
 

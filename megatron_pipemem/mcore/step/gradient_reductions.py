@@ -16,8 +16,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import CHECK_GRADIENTS, GRADIENT_IS_READY
-from megatron_pipemem.runtime.executor import Executor, Handlers, StepFeature
-from megatron_pipemem.runtime.instructions import Instruction
+from megatron_pipemem.runtime.executor import Executor, Handlers, Instruction, StepFeature
 from megatron_pipemem.schedule.action import COMPLETING, Action, Kind
 
 Listener = Callable[[Any, torch.Tensor], None]

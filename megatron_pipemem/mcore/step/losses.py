@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_pipemem.mcore.model.stages import StepContext
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.runtime.executor import Executor, Handlers, StepFeature
-from megatron_pipemem.runtime.instructions import Instruction
+from megatron_pipemem.runtime.executor import Executor, Handlers, Instruction, StepFeature
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.schedule import Schedule
 

@@ -10,8 +10,7 @@ from typing import Any
 from megatron.core import utils
 
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, StepFeature
-from megatron_pipemem.runtime.instructions import Instruction
+from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, Instruction, StepFeature
 from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
 
 _SPANS = {

@@ -19,7 +19,7 @@ from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import GATHER_GRADIENT, LINEAR, LOOKUP
 from megatron_pipemem.request import Request
 from megatron_pipemem.runtime.executor import StepFeature
-from megatron_pipemem.runtime.groups import within_node
+from megatron_pipemem.runtime.transport import within_node
 from megatron_pipemem.runtime.weight_gradients import EARLY, GRADIENT_READY
 from megatron_pipemem.schedule.options import AUTO, GATHERED
 

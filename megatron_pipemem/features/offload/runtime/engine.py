@@ -16,34 +16,205 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pipemem.errors import OffloadError
-from megatron_pipemem.features.offload.runtime.channel import Copy, CopyChannel, Direction
-from megatron_pipemem.features.offload.runtime.cuda_channel import CudaChannel
-from megatron_pipemem.features.offload.runtime.host_channel import ThreadChannel
-from megatron_pipemem.features.offload.runtime.host_pool import HostBlock, HostPool
-from megatron_pipemem.features.offload.runtime.residents import Residents
+from megatron_pipemem.features.offload.runtime.channels import (
+    Copy,
+    CopyChannel,
+    CudaChannel,
+    Direction,
+    ThreadChannel,
+    Ticket,
+)
+from megatron_pipemem.features.offload.runtime.host import HostBlock, HostPool
 from megatron_pipemem.features.offload.runtime.saved import (
     Capture,
     Hold,
     Place,
     Remains,
+    Residents,
     SavedStorage,
     SavedView,
     checksum,
 )
-from megatron_pipemem.features.offload.runtime.traffic import OffloadStatistics, StartedTransfer, Traffic
 from megatron_pipemem.runtime.activation_ledger import storage_key
+from megatron_pipemem.runtime.executor import Executor, Handlers, Instruction
+from megatron_pipemem.schedule.action import Kind
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Say how long computing stood still for one transfer.
+
+    Args:
+        key: of the forward whose activations moved.
+        direction: to the host or back.
+        nbytes: of the transfer.
+        seconds: of standing still.
+    """
+
+    key: Hashable
+    direction: Direction
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class OffloadStatistics:
+    """Hold bytes and seconds since the step began.
+
+    Args:
+        bytes_out: moved to the host.
+        bytes_in: moved back.
+        device_peak_bytes: the most that captured storages took on the device at once, reloads included from the moment
+            their memory is allocated. What deferred weight gradients keep longer than the graph is not in it.
+        host_peak_bytes: payload, from its offload until its reload was waited for.
+        host_reserved_bytes: host memory behind it. It stays for later steps, and may be less, because a block is lent
+            again while it is being read.
+        held_elsewhere_bytes: moved in vain: somebody else still held the storage when the engine let go of it.
+        stayed_bytes: saved tensors that were never candidates, per reason.
+        stalls: every time that computing stood still.
+    """
+
+    bytes_out: int
+    bytes_in: int
+    device_peak_bytes: int
+    host_peak_bytes: int
+    host_reserved_bytes: int
+    held_elsewhere_bytes: int
+    stayed_bytes: Mapping[str, int]
+    stalls: tuple[Stall, ...]
+
+    @property
+    def stall_seconds(self) -> float:
+        return sum(stall.seconds for stall in self.stalls)
+
+
+@dataclass(eq=False)
+class StartedTransfer:
+    """Hold copies under way, and their tensors until computing has been ordered after them.
+
+    The memory of a tensor freed earlier could go to the next kernel while it is still being read.
+
+    Args:
+        key: of the forward whose activations move.
+        direction: to the host or back.
+        ticket: of the channel.
+        copies: runs of bytes with their source and destination.
+        moving: storages that move.
+    """
+
+    key: Hashable
+    direction: Direction
+    ticket: Ticket
+    copies: tuple[Copy, ...]
+    moving: WeakSet[SavedStorage]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(copy.source.numel() for copy in self.copies)
+
+
+class Traffic:
+    """The transfers of one device.
+
+    Args:
+        channel: carries them.
+
+    Attributes:
+        transfers: that nobody has joined.
+        bytes_out: moved to the host since the step began.
+        bytes_in: moved back.
+        stalls: every time that computing stood still for one.
+    """
+
+    def __init__(self, channel: CopyChannel[Any]):
+        self._channel = channel
+        self.transfers: list[StartedTransfer] = []
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Count anew."""
+        self._channel.forget_stalls()
+        self.bytes_out = self.bytes_in = 0
+        self.stalls: list[Stall] = []
+
+    def take_stalls(self) -> Callable[[], tuple[Stall, ...]]:
+        """Return a function that reads the stalls of the step so far. Calling it may wait for the device."""
+        read, stalls = self._channel.take_stalls(), self.stalls
+        return lambda: (read(), tuple(stalls))[1]
+
+    def start(
+        self,
+        key: Hashable,
+        direction: Direction,
+        copies: Sequence[Copy],
+        after: Sequence[Ticket],
+        moving: Sequence[SavedStorage],
+    ) -> Ticket | None:
+        """Start a transfer, and return what tells its end; ``None`` if there is nothing to move.
+
+        Args:
+            key: of the forward whose activations move.
+            direction: to the host or back.
+            copies: runs of bytes.
+            after: tickets of transfers that must have ended before.
+            moving: the storages that the runs belong to.
+        """
+        if not copies:
+            return None
+        ticket = self._channel.start(direction, copies, after)
+        transfer = StartedTransfer(key, direction, ticket, tuple(copies), WeakSet(moving))
+        for storage in moving:
+            storage.transfer = transfer
+        self.transfers.append(transfer)
+        if direction is Direction.OUT:
+            self.bytes_out += transfer.nbytes
+        else:
+            self.bytes_in += transfer.nbytes
+        return ticket
+
+    def join(self, transfer: StartedTransfer) -> list[SavedStorage]:
+        """Order computing after the transfer, and return the storages that no later transfer has taken over.
+
+        Raises:
+            OffloadError: the copy failed.
+        """
+        nbytes = transfer.nbytes
+
+        def stalled(seconds: float) -> None:
+            self.stalls.append(Stall(transfer.key, transfer.direction, nbytes, seconds))
+
+        self._channel.join(transfer.ticket, stalled)
+        self.transfers.remove(transfer)
+        arrived = [storage for storage in transfer.moving if storage.transfer is transfer]
+        transfer.copies = ()
+        for storage in arrived:
+            storage.transfer = None
+        return arrived
+
+    def drop(self) -> None:
+        """Wait for all transfers, and forget them, whatever has become of them."""
+        transfers, self.transfers = self.transfers, []
+        for transfer in transfers:
+            try:
+                self._channel.join(transfer.ticket, lambda seconds: None)
+            except OffloadError:
+                _log.warning(
+                    "an unfinished %s of %s was dropped", transfer.direction.value, transfer.key, exc_info=True
+                )
+
 
 POISON = 0xFF
 """In every byte: a NaN in all floating-point formats of 16 bits and more."""
@@ -412,3 +583,38 @@ class OffloadEngine:
 
 def _unknown(key: Hashable) -> OffloadError:
     return OffloadError("offload-order", f"nothing was captured under {key} in this step")
+
+
+class OffloadActions:
+    """Captures what the forwards of stages that move keep, and moves it when the program says so.
+
+    Args:
+        engine: within its ``step()`` while the executor runs.
+    """
+
+    def __init__(self, engine: OffloadEngine):
+        self._engine = engine
+
+    def extend(self, executor: Executor) -> Handlers:
+        """See ``StepFeature``."""
+        engine, others = self._engine, dict(executor.handlers)
+        executor.host_bytes = lambda: engine.host_bytes
+
+        def captured(each: Instruction) -> None:
+            run = others[each.action.kind]
+            # A forward that is run again keeps nothing but its input; what moves is made by the R.
+            if not each.offloaded or (each.again is Kind.R and each.action.kind is Kind.F):
+                run(each)
+                return
+            with engine.capture(each.key):
+                run(each)
+            engine.stay(each.key, executor.kept(each))
+
+        return {
+            Kind.F: captured,
+            Kind.R: captured,
+            Kind.OFFLOAD: lambda each: engine.offload(each.key),
+            Kind.RELOAD: lambda each: engine.reload(each.key),
+            Kind.WAIT_OFFLOAD: lambda each: engine.wait(each.key),
+            Kind.WAIT_RELOAD: lambda each: engine.wait(each.key),
+        }

@@ -1,8 +1,8 @@
-"""Keep the storages of which autograd saved views, wherever they are at the moment."""
+"""Keep the storages of which autograd saved views, wherever they are, and tell which saved tensors stay on the device."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pipemem.errors import OffloadError
-from megatron_pipemem.features.offload.runtime.channel import CopyChannel, Ticket
-from megatron_pipemem.features.offload.runtime.host_pool import HostBlock
+from megatron_pipemem.features.offload.runtime.channels import CopyChannel, Ticket
+from megatron_pipemem.features.offload.runtime.host import HostBlock
+from megatron_pipemem.runtime.activation_ledger import data_of, is_quantised, storage_key
 
 ALIGNMENT = 512
 """Bytes. What moves begins on a multiple, so that views come back as well aligned as they left and kernels choose alike. It
@@ -207,3 +209,65 @@ def checksum(run: torch.Tensor) -> torch.Tensor:
     """Return the sum of the bytes' 64-bit words, and of what is left over."""
     whole = run.numel() // 8 * 8
     return torch.stack((run[:whole].view(torch.int64).sum(), run[whole:].sum(dtype=torch.int64)))
+
+
+class Residents:
+    """Tells the saved tensors that stay on the device from those that may leave it.
+
+    Args:
+        device: whose activations may leave.
+        min_bytes: storages below this stay.
+
+    Attributes:
+        stayed: bytes of the tensors that stay, per reason, since the step began.
+    """
+
+    def __init__(self, device: torch.device, min_bytes: int):
+        self._device = device
+        self._min_bytes = max(1, min_bytes)
+        self.begin_step(())
+
+    def begin_step(self, permanent: Iterable[torch.Tensor]) -> None:
+        """Forget the step before.
+
+        Args:
+            permanent: tensors that are no activations.
+        """
+        self._permanent = {storage_key(part) for tensor in permanent for part in data_of(tensor)}
+        self._excluded: dict[int, StorageWeakRef] = {}
+        self.stayed: Counter[str] = Counter()
+
+    def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These stay for the rest of the step, as long as they live."""
+        for part in (part for tensor in tensors for part in data_of(tensor)):
+            self._excluded[storage_key(part)] = StorageWeakRef(part.untyped_storage())
+
+    def stays(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor stays, and count it if so."""
+        reason = self._reason_to_stay(tensor)
+        if reason is not None and tensor.layout is torch.strided:
+            self.stayed[reason] += sum(part.nbytes for part in data_of(tensor))
+        return reason is not None
+
+    def _reason_to_stay(self, tensor: torch.Tensor) -> str | None:
+        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+            return "permanent"
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+        if is_quantised(tensor):
+            return self._whose(tensor) or "unsupported"
+        if not plain or tensor.is_conj() or tensor.is_neg():
+            return "unsupported"
+        if tensor.device != self._device:
+            return "other device"
+        if tensor.numel() == 0 or tensor.untyped_storage().nbytes() < self._min_bytes:
+            return "small"
+        return self._whose(tensor)
+
+    def _whose(self, tensor: torch.Tensor) -> str | None:
+        for key in map(storage_key, data_of(tensor)):
+            if key in self._permanent:
+                return "permanent"
+            excluded = self._excluded.get(key)
+            if excluded is not None and not excluded.expired():
+                return "batch"
+        return None

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from megatron_pipemem.runtime.groups import destroy_groups, new_groups
+from megatron_pipemem.runtime.transport import destroy_groups, new_groups
 
 MARGIN = 1e-4
 """Part of the limit that a norm must stay below it, to be sure that Megatron, which sums in another order, clips nothing."""

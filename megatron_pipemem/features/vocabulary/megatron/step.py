@@ -1,30 +1,319 @@
-"""Add vocabulary parallelism to a step: batches for every rank, other end stages, and who performs the passes."""
+"""Add vocabulary parallelism to a step: batches for every rank, other end stages, and the passes.
+
+Every shard needs every token and every label, but Megatron's scripts read data on the first and the last stage only and return
+``None`` elsewhere, and the layout of a batch is the script's own. So nothing is read elsewhere, and no script has to change: at
+the start of a step the ranks of the two end stages look at the calls of the model (``mcore.step.model_calls``) and send their
+tokens and labels to the others, in one message each. A step's tokens are small; Megatron itself keeps all samples of a step,
+on the host.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.slices.megatron.stage import SlicedStage
-from megatron_pipemem.features.vocabulary.megatron.batches import share_batch
-from megatron_pipemem.features.vocabulary.megatron.build import shards_group_of, shards_of
-from megatron_pipemem.features.vocabulary.megatron.depths import keep_depths
-from megatron_pipemem.features.vocabulary.megatron.stages import (
-    FirstStage,
-    LastStage,
-    SlicedFirstStage,
-    SlicedLastStage,
+from megatron_pipemem.features.vocabulary.megatron.build import (
+    ArrivingEmbedding,
+    DepartingHead,
+    shards_group_of,
+    shards_of,
 )
-from megatron_pipemem.features.vocabulary.runtime.passes import Channels, VocabularyPasses
+from megatron_pipemem.features.vocabulary.runtime.head import Normalised
+from megatron_pipemem.features.vocabulary.runtime.passes import Batch, Channels, VocabularyPasses
+from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.model_calls import Call, calls_of
 from megatron_pipemem.mcore.symbols import PROCESS_MTP_LOSS
 from megatron_pipemem.runtime.executor import StepFeature
-from megatron_pipemem.runtime.groups import destroy_groups, new_groups
+from megatron_pipemem.runtime.transport import destroy_groups, new_groups
+
+
+def keep_depths(
+    original: Callable, *, hidden_states: torch.Tensor, output_layer: torch.nn.Module, **others
+) -> torch.Tensor:
+    """Run in the place of ``process_mtp_loss``: before a cut head keep the outputs of all depths, and the original, for when
+    losses are known.
+
+    Args:
+        original: Megatron's function.
+        hidden_states: outputs of all depths.
+        output_layer: the head.
+        others: further arguments of Megatron's.
+    """
+    if not isinstance(output_layer, DepartingHead):
+        return original(hidden_states=hidden_states, output_layer=output_layer, **others)
+    if not output_layer.depths:  # evaluation asks for the next token only
+        return hidden_states.chunk(1 + others["config"].mtp_num_layers)[0]
+    output_layer.further = partial(weigh, original, others)
+    return hidden_states
+
+
+def weigh(process_mtp_loss: Callable, others: dict, losses: torch.Tensor, hits: torch.Tensor) -> torch.Tensor:
+    """Return the losses of the next token, which bring those of all depths into the backward.
+
+    Args:
+        process_mtp_loss: Megatron's.
+        others: what the model passed to it.
+        losses: of the tokens of all depths, ``[(1 + depths) * s, b]``.
+        hits: which of the labels are the likeliest tokens, in the same shape.
+
+    Returns:
+        ``[s, b]``.
+    """
+    # "Hidden states" of two numbers, which are their own logits: token 0 is the likeliest where the label is, and is every
+    # label, so that Megatron counts as it does.
+    other = torch.where(hits, -1.0, torch.inf)
+    weighed = process_mtp_loss(
+        **others
+        | {
+            "hidden_states": torch.stack((losses, other), dim=-1),
+            "labels": torch.zeros_like(others["labels"]),
+            "output_layer": lambda rows, **_: (rows, None),
+            "output_weight": None,
+            "runtime_gather_output": True,
+            "compute_language_model_loss": lambda labels, logits: logits[..., 0].t(),
+            "tp_group": None,
+            "scale_logits_fn": None,
+        }
+    )
+    return weighed[..., 0]
+
+
+_NO_LABELS = torch.iinfo(torch.int64).min
+
+
+def share_batch(
+    shapes: Sequence[tuple[int, int]] | None,
+    first: Sequence[Call | None] | None,
+    last: Sequence[Call | None] | None,
+    sources: tuple[int, int],
+    group: dist.ProcessGroup,
+    may_want_logits: bool,
+    depths: int = 0,
+) -> Batch:
+    """Return the tokens of the first stage's calls and the labels of the last one's, on every rank of the pipeline.
+
+    Args:
+        shapes: ``(b, s)`` of every microbatch; ``None`` if the ranks have not agreed on them.
+        first: calls of the first stage, where it is.
+        last: calls of the last stage, where it is.
+        sources: the pipeline ranks that have these stages.
+        group: of the pipeline.
+        may_want_logits: whether labels may be missing, because logits are wanted; the head then predicts one token each.
+        depths: of multi-token prediction.
+
+    Raises:
+        UnsupportedError: the calls do not show tokens or labels of these shapes.
+    """
+    if shapes is None:
+        raise UnsupportedError(
+            "vocabulary-forward-step",
+            "vocabulary parallelism needs the tokens of microbatches that differ before the step runs; pass "
+            "--pipemem-message-shapes step and let the forward step give the model input_ids of shape [b, s], or pass "
+            "--pipemem-vocab-parallel off",
+        )
+    if None in [*(first or ()), *(last or ())]:
+        raise UnsupportedError(
+            "vocabulary-forward-step",
+            "the forward step does not call the model it is given, or its data come from no iterator, so nobody knows its "
+            "tokens and labels; call it with what next() yields, or pass --pipemem-vocab-parallel off",
+        )
+    of_first, of_last = (
+        None if calls is None else [call for call in calls if call is not None] for calls in (first, last)
+    )
+    sizes = [b * s for b, s in shapes]
+
+    def share(name: str, values: Sequence[torch.Tensor | None] | None, source: int) -> Sequence[torch.Tensor]:
+        """Send what the source has of every microbatch to all, ``[b, s]`` of each."""
+        if values is None:
+            shared = torch.empty(sum(sizes), dtype=torch.int64, device=torch.cuda.current_device())
+        else:
+            flat = []
+            for value, shape in zip(values, shapes, strict=True):
+                found = None if value is None else tuple(value.shape)
+                if value is None or found != shape:
+                    raise UnsupportedError(
+                        "vocabulary-forward-step",
+                        f"the forward step passes {name} of shape {found} to the model where {shape} was expected: "
+                        "vocabulary parallelism needs them for every microbatch, of its sequence length and micro-batch size; "
+                        "pass --pipemem-vocab-parallel off",
+                    )
+                flat.append(value.flatten())
+            shared = torch.cat(flat).to(torch.int64)
+        dist.broadcast(shared, src=dist.get_global_rank(group, source), group=group)
+        return [part.view(shape) for part, shape in zip(shared.split(sizes), shapes, strict=True)]
+
+    tokens = share("tokens", None if of_first is None else [call.tokens for call in of_first], sources[0])
+    own = None if of_last is None else [call.labels for call in of_last]
+    if may_want_logits and own is not None and all(each is None for each in own):
+        own = [torch.full_like(each, _NO_LABELS) for each in tokens]
+    labels = share("labels", own, sources[1])
+    wants_logits = may_want_logits and all(bool(torch.eq(each, _NO_LABELS).all()) for each in labels)
+    return Batch(
+        tokens, None if wants_logits else labels, looks_ahead=bool(depths), depths=0 if may_want_logits else depths
+    )
+
+
+@dataclass
+class FirstStage(ChunkStage):
+    """Gets the embedding's output as its input."""
+
+    def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
+        model = get_attr_wrapped_model(self.model, "pre_process", return_model_obj=True)
+        embedding: ArrivingEmbedding = model.embedding.word_embeddings
+        assert input is not None, "the embedding's output comes from all shards"
+        embedding.arrived = [input]
+        return super().forward(microbatch, None, will_recompute)
+
+
+@dataclass
+class LastStage(ChunkStage):
+    """Returns the head's input, and makes a training loss of token losses with the user's loss function.
+
+    The user's forward step has passed by when the losses are known, so its model call returned a tensor without values, which
+    it has to hand on as it is, as Megatron's scripts do. Its loss function then gets the real one.
+    """
+
+    depths: int = 0
+    """Tokens behind the next one that the head predicts as well."""
+    _awaiting: dict[int, tuple[Callable | None, torch.dtype, Callable | None]] = field(default_factory=dict)
+    _ahead: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def _head(self) -> DepartingHead:
+        return get_attr_wrapped_model(self.model, "pre_process", return_model_obj=True).output_layer
+
+    def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
+        head = self._head
+        head.depths = self.depths
+        super().forward(microbatch, input, will_recompute)
+        output, head.input, head.losses = head.input, None, None
+        assert output is not None, "the forward step calls the model, as calls_of has seen"
+        return output
+
+    def _forward_step(self, microbatch: int) -> Callable:
+        head = self._head
+
+        def noting(*arguments):
+            output, loss_function = self.step.forward_step_func(*arguments)
+            if head.losses is not None and output is not head.losses:
+                raise UnsupportedError(
+                    "vocabulary-forward-step",
+                    "the forward step changes the model's token losses before it returns them, which are not known yet with "
+                    "vocabulary parallelism; do it in the loss function, or pass --pipemem-vocab-parallel off",
+                )
+            self._awaiting[microbatch] = loss_function, output.dtype, head.further
+            head.further = None
+            return output, loss_function
+
+        return noting
+
+    def look_ahead(self, microbatch: int, embeddings: torch.Tensor) -> None:
+        ahead = embeddings.detach()
+        if not self.step.forward_only:
+            self._ahead[microbatch] = ahead.requires_grad_()
+        model = get_attr_wrapped_model(self.model, "pre_process", return_model_obj=True)
+        s = ahead.size(1) - 1
+        model.embedding.word_embeddings.arrived = [
+            torch.cat((ahead[:, depth:s], ahead[:, s:].expand(-1, depth, -1)), dim=1)
+            for depth in range(1, 1 + self.step.config.mtp_num_layers)
+        ]
+
+    def ahead_gradient(self, microbatch: int) -> torch.Tensor:
+        gradient = self._ahead.pop(microbatch).grad
+        assert gradient is not None, "the stage that looked ahead has run backward"
+        return gradient
+
+    def gather_head_input(self, output: torch.Tensor) -> torch.Tensor:
+        head = self._head
+        if not head.sequence_parallel:
+            return output
+        ranks = head.tp_group.size()
+        whole = output.new_empty(output.size(0) * ranks, *output.shape[1:])
+        dist.all_gather_into_tensor(whole, output.contiguous(), group=head.tp_group)
+        return _swapped(whole, ranks, 1 + self.depths)
+
+    def scatter_head_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        head = self._head
+        if head.sequence_parallel:
+            ranks = head.tp_group.size()
+            gradient = _swapped(gradient, 1 + self.depths, ranks)
+            shard = gradient.new_empty(gradient.size(0) // ranks, *gradient.shape[1:])
+            dist.reduce_scatter_tensor(shard, gradient.contiguous(), group=head.tp_group)
+            return shard
+        if head.tp_group.size() > 1:
+            dist.all_reduce(gradient, group=head.tp_group)
+        return gradient
+
+    def loss(self, microbatch: int, scored: Sequence[Normalised]) -> torch.Tensor | None:
+        leaf = torch.cat([each.losses for each in scored]).requires_grad_(not self.step.forward_only)
+        further = self._awaiting[microbatch][2]
+        losses = leaf if further is None else further(leaf, torch.cat([each.hits for each in scored]))
+        loss = self._finish_forward(microbatch, losses.t().contiguous())
+        if self.step.forward_only:
+            return None
+        if self.step.config.grad_scale_func is not None:
+            loss = self.step.config.grad_scale_func(loss)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        return gradient
+
+    def take_logits(self, microbatch: int, logits: Sequence[torch.Tensor]) -> None:
+        head = self._head
+        if not head.gathers_output:
+            logits = [each.chunk(head.tp_group.size(), dim=-1)[head.tp_group.rank()] for each in logits]
+        self._finish_forward(microbatch, torch.cat([each.transpose(0, 1) for each in logits], dim=1).contiguous())
+
+    def _finish_forward(self, microbatch: int, output: torch.Tensor) -> torch.Tensor:
+        """Do what Megatron does with the last stage's output: loss function, averages, reporting."""
+        step: StepContext = self.step
+        loss_function, dtype, _ = self._awaiting.pop(microbatch)
+        if step.config.timers is not None:
+            step.config.timers("forward-compute", log_level=2).start()
+        with self.as_chunk(), torch.set_grad_enabled(not step.forward_only):
+            output, num_tokens = schedules.forward_step_calc_loss(
+                self.model,
+                output.to(dtype),
+                loss_function,
+                step.config,
+                self.chunk if self.num_chunks > 1 else None,
+                step.collect_non_loss_data,
+                step.num_microbatches,
+                step.loss_data,
+                step.cp_group_size,
+                True,
+            )
+        step.num_tokens += num_tokens
+        return output
+
+
+@dataclass
+class SlicedFirstStage(FirstStage, SlicedStage):
+    """Gets the embedding's output of one slice after the other."""
+
+
+@dataclass
+class SlicedLastStage(LastStage, SlicedStage):
+    """Returns the head's input of one slice after the other. The loss function runs behind the last slice of a sequence."""
+
+    def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
+        output = super().forward(microbatch, input, will_recompute)
+        if (microbatch + 1) % len(self.bounds):
+            del self._awaiting[microbatch]
+        return output
+
+
+def _swapped(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+    """Return rows that are grouped by ``outer`` and within by ``inner`` grouped the other way round."""
+    return rows.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
 
 
 class VocabularySteps(Extension):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_pipemem.features.vocabulary.runtime.partition import VocabularyPartition
+from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyPartition
 
 
 @dataclass

@@ -6,28 +6,140 @@ everything between the head's input and its gradient have the head's layout, ``[
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_pipemem.features.vocabulary.runtime import collectives
-from megatron_pipemem.features.vocabulary.runtime.batch import Batch
 from megatron_pipemem.features.vocabulary.runtime.collectives import Pending
-from megatron_pipemem.features.vocabulary.runtime.head_gradients import (
+from megatron_pipemem.features.vocabulary.runtime.head import (
+    HeadMicrobatch,
     Normalised,
     OneBarrier,
     TwoBarriers,
     combine,
     finish_input_gradient,
 )
-from megatron_pipemem.features.vocabulary.runtime.interfaces import HeadStage, ShardedLayers
-from megatron_pipemem.features.vocabulary.runtime.microbatch import HeadMicrobatch
+from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyPartition
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
-from megatron_pipemem.runtime.executor import Executor, Handlers
-from megatron_pipemem.runtime.instructions import Instruction
+from megatron_pipemem.runtime.executor import Executor, Handlers, Instruction
+from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
 from megatron_pipemem.schedule.action import VOCABULARY, VOCABULARY_COMPUTE, Action, Kind
 from megatron_pipemem.schedule.placement import Placement
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Hold tokens and labels of all microbatches of a step, which may differ in ``b`` and ``s``, or of all their slices.
+
+    Args:
+        tokens: ``[b, s]`` of every microbatch.
+        labels: likewise; ``None`` if logits are wanted and no losses.
+        looks_ahead: whether the last stage wants embeddings as well, of the tokens that follow: multi-token prediction.
+        depths: how many tokens behind the next one the head predicts as well.
+    """
+
+    tokens: Sequence[torch.Tensor]
+    labels: Sequence[torch.Tensor] | None
+    looks_ahead: bool = False
+    depths: int = 0
+
+    def cut(self, bounds: Sequence[tuple[int, int]]) -> Batch:
+        """Return the batch with every sequence in slices; ``bounds`` has the first token, and the one behind, of each."""
+
+        def slices(of: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            return [whole[:, begin:end] for whole in of for begin, end in bounds]
+
+        return replace(self, tokens=slices(self.tokens), labels=None if self.labels is None else slices(self.labels))
+
+    def empty_for_head(self, microbatch: int, *further: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an empty tensor of a head's layout, ``[(1 + depths) * s, b, *further]``, those of all depths one behind the
+        other.
+
+        Args:
+            microbatch: its number.
+            further: sizes behind the tokens'.
+            dtype: of the tensor.
+        """
+        tokens = self.tokens[microbatch]
+        b, s = tokens.shape
+        return torch.empty((1 + self.depths) * s, b, *further, dtype=dtype, device=tokens.device)
+
+    def tokens_of(self, microbatch: int) -> torch.Tensor:
+        """Return the tokens to look up, ``[b, s]``; with a last column of zeros, ``[b, s + 1]``, where the last stage looks
+        ahead: Megatron reads token 0 behind the end.
+        """
+        tokens = self.tokens[microbatch]
+        return torch.nn.functional.pad(tokens, (0, 1)) if self.looks_ahead else tokens
+
+    def labels_of(self, microbatch: int) -> torch.Tensor:
+        """Return the labels of all depths in the head's layout; what is behind the end is 0, as Megatron masks its loss."""
+        assert self.labels is not None
+        labels = self.labels[microbatch]
+        rolled = [torch.nn.functional.pad(labels[:, depth:], (0, depth)) for depth in range(1 + self.depths)]
+        return torch.cat(rolled, dim=1).t().contiguous()
+
+
+class ShardedLayers(Protocol):
+    """This rank's shards of embedding and head."""
+
+    partition: VocabularyPartition
+
+    @property
+    def hidden_size(self) -> int:
+        """Return the channels of the model."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the element type of the shards."""
+
+    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See ``VocabularyEmbedding.forward``."""
+
+    def embedding_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> DeferredWeightGradient:
+        """See ``VocabularyEmbedding.weight_gradient``."""
+
+    def score(self, x: torch.Tensor, labels: torch.Tensor | None, for_backward: bool) -> HeadMicrobatch | torch.Tensor:
+        """Score a microbatch, as ``VocabularyHead.score`` does; without labels, return its logits.
+
+        Args:
+            x: the head's input, ``[s, b, h]``.
+            labels: ``[s, b]``, or ``None``.
+            for_backward: whether gradients will be asked for.
+        """
+
+
+class HeadStage(Protocol):
+    """Define what the stage before the head does for it."""
+
+    def gather_head_input(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the head's input, ``[s, b, h]``, from what this tensor-parallel rank has of it."""
+
+    def scatter_head_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the stage's output, from this pipeline's part of the gradient of the head's input."""
+
+    def look_ahead(self, microbatch: int, embeddings: torch.Tensor) -> None:
+        """Take the embeddings of a microbatch that is about to run forward, ``[b, s + 1, h]``, where it looks ahead."""
+
+    def ahead_gradient(self, microbatch: int) -> torch.Tensor:
+        """Return the gradient of what ``look_ahead`` was given, when the stage has run backward."""
+
+    def loss(self, microbatch: int, scored: Sequence[Normalised]) -> torch.Tensor | None:
+        """Take the token losses of a microbatch, fp32 as ``Batch.labels_of``.
+
+        Args:
+            microbatch: its number, or that of its last slice.
+            scored: the microbatch, or all slices of it in order.
+
+        Returns:
+            The training loss's gradient by the losses, those of slices one behind the other, if it trains.
+        """
+
+    def take_logits(self, microbatch: int, logits: Sequence[torch.Tensor]) -> None:
+        """Take the logits, ``[s, b, vocabulary]``, of a microbatch without labels, or of all its slices."""
 
 
 @dataclass(frozen=True)

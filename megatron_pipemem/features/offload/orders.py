@@ -1,25 +1,108 @@
-"""Choosing which activations of a schedule leave their devices, and when."""
+"""Choose which activations of a schedule leave their devices, and when."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.features.offload.transfers import CHANNEL_FULL, Key, OffloadPlan
+from megatron_pipemem.features.offload.transfers import CHANNEL_FULL, NOT_NEEDED, RECOMPUTED, Key
 from megatron_pipemem.schedule.action import COMPUTE, MEMORY, Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.memory_cap import per_device
+from megatron_pipemem.schedule.display import brief
+from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.options import OFF, OFFLOAD
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 
 if TYPE_CHECKING:
-    from megatron_pipemem.features.offload.timetable import PassTimes
+    from megatron_pipemem.features.offload.planner import PassTimes
 
 Select = str | int | Collection[int]
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """A schedule with its activations' round trips to the host. Memory in activation units, or in that of the costs.
+
+    Args:
+        schedule: with actions on memory.
+        base: the same without them.
+        base_timeline: the simulated run of ``base``.
+        kept: per ``(stage, microbatch)`` that does not leave its device, why: ``lifespan too short``, ``channel full``,
+            ``host memory``, ``not needed``, or ``recomputed``.
+        memory_cap: what was asked for, per device.
+    """
+
+    schedule: Schedule
+    base: Schedule
+    base_timeline: Timeline
+    kept: Mapping[Key, str]
+    memory_cap: tuple[float, ...] | None = None
+
+    def __repr__(self) -> str:
+        """Without what would have to be simulated first."""
+        size = f"{self.base.num_devices} devices, {self.base.num_microbatches} microbatches"
+        moved = f"{len(self.offloaded)} activations leave, {len(self.kept)} stay"
+        return f"<OffloadPlan of {brief(self.base.name)}: {size}, {moved}>"
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The simulated run of ``schedule``."""
+        return simulate(self.schedule, self.base_timeline.costs)
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        return self.timeline.peaks
+
+    @property
+    def makespan(self) -> float:
+        return self.timeline.makespan
+
+    @property
+    def delay(self) -> float:
+        """Seconds by which the transfers make the step longer."""
+        return max(0.0, self.timeline.makespan - self.base_timeline.makespan)
+
+    @cached_property
+    def offloaded(self) -> tuple[Key, ...]:
+        """Return what leaves its device."""
+        return tuple(
+            (action.stage, action.microbatch)
+            for order in self.schedule.orders
+            for action in order
+            if action.kind is Kind.OFFLOAD
+        )
+
+    @property
+    def keeps_cap(self) -> bool:
+        if self.memory_cap is None:
+            return True
+        return all(peak <= loosened(cap) for peak, cap in zip(self.peaks, self.memory_cap, strict=True))
+
+    @cached_property
+    def obstacles(self) -> Counter[str]:
+        """Return why, and how many, activations stay that would have to leave for a lower peak: on the devices that
+        exceed their cap or, without one, on the fullest. Empty when the cap is kept or nothing stays for want of room.
+        """
+        if self.memory_cap is None:
+            limits = (max(self.peaks) * (1 - 1e-9),) * len(self.peaks)
+        else:
+            limits = tuple(map(loosened, self.memory_cap))
+        place = self.base.placement.devices
+        return Counter(
+            why
+            for (stage, _), why in self.kept.items()
+            if self.peaks[place[stage]] > limits[place[stage]] and why not in (NOT_NEEDED, RECOMPUTED)
+        )
+
+    @property
+    def binds(self) -> str:
+        """``obstacles`` in words, the most frequent first."""
+        return ", ".join(f"{why} ({count} activations)" for why, count in self.obstacles.most_common())
 
 
 def plan_offload(

@@ -1,0 +1,299 @@
+"""Carry bytes between a device and its host: on two streams of a GPU, or by threads where the device is host memory itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+from megatron_pipemem.errors import OffloadError
+
+
+class Direction(Enum):
+    OUT = "offload"
+    IN = "reload"
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """One copy of a contiguous run of bytes; both tensors are one-dimensional ``uint8`` of one size."""
+
+    destination: torch.Tensor
+    source: torch.Tensor
+
+
+class Ticket(Protocol):
+    """A transfer under way."""
+
+    def done(self) -> bool:
+        """Return whether the transfer has ended. Never blocks."""
+
+
+class CopyChannel[Own: Ticket](Protocol):
+    """One device's way to its host, with a lane for each direction. Transfers of a direction run in the order started.
+
+    It takes the tickets that it gave, and no others.
+    """
+
+    device: torch.device
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Allocate host memory that this channel can copy from and to: ``uint8``, one-dimensional."""
+
+    def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[Own]) -> Own:
+        """Start transfers, to run when everything computed so far and every transfer in ``after`` has ended.
+
+        The call does not wait. Both tensors of every pair must be kept until ``join``.
+
+        Args:
+            direction: to the host or back.
+            copies: runs of bytes with their source and destination.
+            after: tickets of earlier transfers.
+        """
+
+    def join(self, ticket: Own, on_stall: Callable[[float], None]) -> None:
+        """Order all later computing after the transfer. From here on its tensors may be read, and its source freed.
+
+        ``on_stall`` gets the seconds that computing stood still, at once or when the stalls are read.
+
+        Raises:
+            OffloadError: the transfer failed.
+        """
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of a reloaded tensor until the current stream has used it, whichever stream that is."""
+
+    def take_stalls(self) -> Callable[[], None]:
+        """Return a function that reports the stalls so far that are not yet reported. Calling it may wait for the device."""
+
+    def forget_stalls(self) -> None:
+        """Never report the stalls that are not yet reported."""
+
+    def close(self) -> None:
+        """Give up threads and streams."""
+
+
+@dataclass(frozen=True, eq=False)
+class CudaTicket:
+    event: torch.cuda.Event
+
+    def done(self) -> bool:
+        return self.event.query()
+
+
+class CudaChannel:
+    """A stream per direction, since current GPUs copy both ways at once.
+
+    The compute stream is the stream that is current at ``start``, where memory for reloads comes from too. Its tensors are not
+    handed to ``record_stream``, because no plan can count on memory that an allocator frees some time later. Only a reloaded
+    tensor that another stream uses is, as Megatron's shared experts do with --moe-shared-expert-overlap.
+
+    Args:
+        device: the GPU.
+        timed: measure stalls, with two timing events around every wait.
+    """
+
+    def __init__(self, device: torch.device, timed: bool = True):
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self._lanes = {direction: torch.cuda.Stream(self.device) for direction in Direction}
+        self._compute: torch.cuda.Stream | None = None
+        self._timed = timed
+        self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]] = []
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[CudaTicket]) -> CudaTicket:
+        """Start transfers on the stream of their direction, as ``CopyChannel.start`` says.
+
+        Args:
+            direction: to the host or back.
+            copies: runs of bytes with their source and destination.
+            after: tickets of earlier transfers.
+        """
+        lane = self._lanes[direction]
+        # Computing so far wrote the sources, and perhaps last used what is now the destinations' memory.
+        self._compute = torch.cuda.current_stream(self.device)
+        computed = torch.cuda.Event()
+        computed.record(self._compute)
+        lane.wait_event(computed)
+        for ticket in after:
+            lane.wait_event(ticket.event)
+        with torch.cuda.stream(lane):
+            for copy in copies:
+                copy.destination.copy_(copy.source, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(lane)
+        return CudaTicket(done)
+
+    def join(self, ticket: CudaTicket, on_stall: Callable[[float], None]) -> None:
+        compute = torch.cuda.current_stream(self.device)
+        if not self._timed:
+            compute.wait_event(ticket.event)
+            return
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(compute)
+        compute.wait_event(ticket.event)
+        after.record(compute)
+        self._stalls.append((before, after, on_stall))
+
+    def use(self, tensor: torch.Tensor) -> None:
+        current = torch.cuda.current_stream(self.device)
+        if current != self._compute:
+            tensor.record_stream(current)
+
+    def take_stalls(self) -> Callable[[], None]:
+        stalls, self._stalls = self._stalls, []
+
+        def read() -> None:
+            for before, after, on_stall in stalls:
+                after.synchronize()
+                on_stall(before.elapsed_time(after) / 1e3)
+            stalls.clear()
+
+        return read
+
+    def forget_stalls(self) -> None:
+        self._stalls.clear()
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.synchronize()
+
+
+_LOOK_AFTER_SECONDS = 0.05
+"""How often a waiting thread looks whether the thread it waits for is still alive."""
+
+
+@dataclass(eq=False)
+class HostTicket:
+    """Stand for a transfer that a thread runs.
+
+    Args:
+        direction: to the host or back.
+        thread: that runs it.
+        copies: runs of bytes with their source and destination.
+        after: transfers that it waits for.
+        ended: is set when it has ended, well or not.
+        error: why it failed, or ``None``.
+    """
+
+    direction: Direction
+    thread: threading.Thread
+    copies: Sequence[Copy]
+    after: Sequence[HostTicket]
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+    def done(self) -> bool:
+        return self.ended.is_set() and self.error is None
+
+    def wait(self) -> None:
+        """Block until the transfer has ended, whatever became of its thread.
+
+        Raises:
+            OffloadError: it failed, or its thread is gone.
+        """
+        while not self.ended.wait(_LOOK_AFTER_SECONDS):
+            if not self.thread.is_alive() and not self.ended.is_set():
+                raise _lost(self.direction, None)
+        if self.error is not None:
+            raise _lost(self.direction, self.error) from self.error
+
+
+class ThreadChannel:
+    """One thread per direction.
+
+    Args:
+        bandwidth: bytes per second of either direction; ``None`` for as fast as memory is.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, bandwidth: float | None = None):
+        self._bandwidth = bandwidth
+        self._queues: dict[Direction, SimpleQueue[HostTicket | None]] = {lane: SimpleQueue() for lane in Direction}
+        self._threads = {
+            lane: threading.Thread(target=self._serve, args=(lane,), name=f"pipemem-{lane.value}", daemon=True)
+            for lane in Direction
+        }
+        for thread in self._threads.values():
+            thread.start()
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[HostTicket]) -> HostTicket:
+        """Start transfers in a thread, as ``CopyChannel.start`` says.
+
+        Args:
+            direction: to the host or back.
+            copies: runs of bytes with their source and destination.
+            after: tickets of earlier transfers.
+        """
+        ticket = HostTicket(direction, self._threads[direction], tuple(copies), tuple(after))
+        self._queues[direction].put(ticket)
+        return ticket
+
+    def join(self, ticket: HostTicket, on_stall: Callable[[float], None]) -> None:
+        if ticket.done():
+            return
+        begin = time.perf_counter()
+        ticket.wait()
+        on_stall(time.perf_counter() - begin)
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Do nothing: a host has no streams."""
+
+    def take_stalls(self) -> Callable[[], None]:
+        """Return a function that does nothing: no stall is ever left, because ``join`` blocks, and reports at once."""
+        return lambda: None
+
+    def forget_stalls(self) -> None:
+        """Forget the stalls so far."""
+
+    def close(self) -> None:
+        for lane, thread in self._threads.items():
+            self._queues[lane].put(None)
+            thread.join()
+
+    def pace(self, direction: Direction, nbytes: int) -> None:
+        """Take the time the link would. The bytes move afterwards, at the last possible moment."""
+        if self._bandwidth is not None:
+            time.sleep(nbytes / self._bandwidth)
+
+    def _serve(self, direction: Direction) -> None:
+        failure: BaseException | None = None
+        while (ticket := self._queues[direction].get()) is not None:
+            if failure is None:
+                try:
+                    self._carry(ticket)
+                except BaseException as error:
+                    failure = error.with_traceback(None)  # its frames would keep the tensors
+            # After one failure nothing that follows is in order any more.
+            ticket.error = failure
+            ticket.copies = ticket.after = ()
+            ticket.ended.set()
+
+    def _carry(self, ticket: HostTicket) -> None:
+        for earlier in ticket.after:
+            earlier.wait()
+        self.pace(ticket.direction, sum(copy.source.numel() for copy in ticket.copies))
+        for copy in ticket.copies:
+            copy.destination.copy_(copy.source)
+
+
+def _lost(direction: Direction, error: BaseException | None) -> OffloadError:
+    reason = "the thread has ended" if error is None else f"{type(error).__name__}: {error}"
+    return OffloadError(
+        "offload-thread",
+        f"the thread that carries every {direction.value} of activations failed ({reason}); "
+        "this step cannot be saved: restart from the last checkpoint, without activation offload if it happens again",
+    )
