@@ -21,6 +21,7 @@ from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
 
 if TYPE_CHECKING:  # loaded when something is searched for
     from megatron_pipemem.features.offload.orders import OffloadPlan
+    from megatron_pipemem.features.offload.transfers import HostLink
     from megatron_pipemem.search import SearchResult
     from megatron_pipemem.search.result import ResultCache
 
@@ -77,16 +78,6 @@ class Choice:
     def alone(self) -> Choice:
         """Return the choice without what else was found: what ranks tell each other."""
         return replace(self, search=None, offload=None)
-
-
-@dataclass(frozen=True)
-class HostLink:
-    """A device's way to its host: bytes per second of a transfer to the host, and of one back, alone."""
-
-    out: float
-    back: float
-    duplex: bool
-    """Whether both ways at once take hardly longer than the slower one."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ CHOOSING = {*BASE, "schedule", "families", "search", "features", "request", "con
         ("launch", {*CHOOSING, "config", "planner", "report", "launch"}),
         ("report", {"errors", "files", "schedule", "search", "report"}),
         ("runtime", {"errors", "schedule", "runtime"}),
-        ("features/runtime", {"errors", "schedule", "choose", "runtime", "features/runtime"}),
+        ("features/runtime", {"errors", "schedule", "features", "runtime", "features/runtime"}),
         ("cpu", {"errors", "cpu"}),
     ],
 )

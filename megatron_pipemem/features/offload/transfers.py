@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
@@ -21,6 +22,16 @@ NOT_NEEDED, RECOMPUTED = "not needed", "recomputed"
 
 Key = tuple[int, int]
 """Stage and microbatch."""
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """A device's way to its host: bytes per second of a transfer to the host, and of one back, alone."""
+
+    out: float
+    back: float
+    duplex: bool
+    """Whether both ways at once take hardly longer than the slower one."""
 
 
 class Item(NamedTuple):

@@ -12,9 +12,9 @@ from statistics import median
 import psutil
 import torch
 
-from megatron_pipemem.choose.knowledge import HostLink
 from megatron_pipemem.errors import OffloadError
 from megatron_pipemem.features.offload.runtime.channels import Copy, CopyChannel, Direction, Ticket
+from megatron_pipemem.features.offload.transfers import HostLink
 
 ALIGNMENT = 256
 """Bytes. Every block begins and ends on a multiple of it."""
