@@ -6,7 +6,10 @@ same for two microbatches, one per copy; for more, it differs by rounding.
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
+from lanes import rest_nightly
 from quickstart import ROUNDING
 
 NAMES = ("chimera", "gems", "dualpipe")
@@ -30,10 +33,19 @@ def assert_copies_are_equal(run, dp: int = 1) -> None:
         assert copy == run.weights[(p - 1 - device) * dp + peer][0]
 
 
-@pytest.mark.parametrize("embeddings", [(), (UNTIED,)], ids=["tied", "untied"])
-@pytest.mark.parametrize("name", NAMES)
+EMBEDDINGS = {"tied": (), "untied": (UNTIED,)}
+
+
+@pytest.mark.parametrize(
+    ("name", "embeddings"),
+    rest_nightly(
+        product(NAMES, EMBEDDINGS),
+        [("chimera", "untied"), ("gems", "tied"), ("dualpipe", "tied")],
+        "the same replicas with the other embedding",
+    ),
+)
 def test_trains_and_evaluates_as_stock(train, assert_close_training, name, embeddings):
-    flags = (*embeddings, *EVALUATED, *UNIT.get(name, ()))
+    flags = (*EMBEDDINGS[embeddings], *EVALUATED, *UNIT.get(name, ()))
     run = train(name, *flags)
     assert_close_training(run, train("stock", *flags))
     assert len(run.validation) > 1
@@ -41,16 +53,24 @@ def test_trains_and_evaluates_as_stock(train, assert_close_training, name, embed
     assert_copies_are_equal(run)
 
 
-@pytest.mark.parametrize("embeddings", [(), (UNTIED,)], ids=["tied", "untied"])
-@pytest.mark.parametrize("name", ["chimera", "gems"])
+@pytest.mark.parametrize(
+    ("name", "embeddings"),
+    rest_nightly(
+        product(["chimera", "gems"], EMBEDDINGS),
+        [("chimera", "tied"), ("gems", "untied")],
+        "the same replicas with the other embedding",
+    ),
+)
 def test_one_microbatch_per_copy_is_exact(train, assert_same_training, name, embeddings):
-    flags = (*TWO_MICROBATCHES, *embeddings)
+    flags = (*TWO_MICROBATCHES, *EMBEDDINGS[embeddings])
     assert_same_training(train(name, *flags), train("stock", *flags))
 
 
 @pytest.mark.parametrize(
     ("microbatches", "options"),
-    [("3", ()), ("5", ()), ("5", DOUBLED), ("8", DOUBLED)],
+    rest_nightly(
+        [("3", ()), ("5", ()), ("5", DOUBLED), ("8", DOUBLED)], [("3", ()), ("5", DOUBLED)], "the other ragged units"
+    ),
     ids=["less-than-a-unit", "a-ragged-unit", "a-ragged-doubled-unit", "a-doubled-unit"],
 )
 def test_units_of_chimera(train, assert_close_training, microbatches, options):
@@ -86,7 +106,7 @@ def test_copies_start_equal_and_stay_so(train):
     assert_copies_are_equal(train("chimera", "--train-iters", "2", initialise=False))
 
 
-@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
+@pytest.mark.parametrize("name", rest_nightly(["chimera", "dualpipe"], ["dualpipe"], "dualpipe"))
 def test_data_parallel_ranks_with_the_distributed_optimizer(train, assert_close_training, name):
     flags = (*DATA_PARALLEL, *UNIT.get(name, ()))
     run = train(name, *flags)
@@ -116,7 +136,14 @@ def test_weights_stand_on_the_devices_twice(train):
     assert ours == train("chimera", *EVALUATED).of_ranks("predicted_weight_bytes")
 
 
-@pytest.mark.parametrize(("before", "after"), [("stock", "chimera"), ("chimera", "stock"), ("chimera", "gems")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    rest_nightly(
+        [("stock", "chimera"), ("chimera", "stock"), ("chimera", "gems")],
+        [("stock", "chimera"), ("chimera", "stock")],
+        "its two halves",
+    ),
+)
 def test_checkpoints_hold_one_copy(train, tmp_path, before, after):
     """With the state of Adam."""
     flags = ("--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from lanes import rest_nightly
 from quickstart import ROUNDING
 
 # With dropout, resumed iterations must draw the numbers that they would have drawn.
@@ -55,7 +56,16 @@ def resume(train, checkpoint):
     return run
 
 
-@pytest.mark.parametrize(("before", "after", "embeddings"), CASES)
+# The full lane saves and loads once under every placement, and once with two ends of one matrix on a rank.
+FULL_LANE = (
+    *(("stock", "v-half", "untied"), ("v-half", "interleaved", "untied"), ("interleaved", "stock", "untied")),
+    *(("stock", "v-half", "tied"), ("v-half", "stock", "tied")),
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "embeddings"), rest_nightly(CASES, FULL_LANE, "a case that saves so, and one that loads so")
+)
 def test_checkpoints_are_interchangeable(train, resume, assert_same_training, before, after, embeddings):
     resumed = resume(before, after, embeddings)
     assert_same_training(resumed, resume("stock", "stock", embeddings))

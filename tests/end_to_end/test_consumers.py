@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from lanes import rest_nightly
 
 pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
@@ -49,7 +50,11 @@ def models(tmp_path_factory) -> dict[str, dict]:
 
 @pytest.mark.parametrize(
     ("schedule", "kind"),
-    [*((name, "llama") for name in SCHEDULES), *((name, "qwen2") for name in ("zb-h1", "interleaved", "v-half"))],
+    rest_nightly(
+        [*((name, "llama") for name in SCHEDULES), *((name, "qwen2") for name in ("zb-h1", "interleaved", "v-half"))],
+        [("zb-h1", "llama"), ("auto", "llama"), ("v-half", "llama"), ("interleaved", "qwen2"), ("v-half", "qwen2")],
+        "the other model, or a schedule of the same placement",
+    ),
 )
 def test_mbridge_loads_trains_and_exports_as_under_stock(run, models, schedule, kind):
     """Log-probabilities and weights to the bit, with another number of microbatches, of other lengths, in every step."""
@@ -65,7 +70,14 @@ def test_chunks_that_were_not_placed_are_refused_in_the_first_step(run, models):
     assert "was not built for placement v" in told and "place_model_chunks()" in told
 
 
-@pytest.mark.parametrize(("schedule", "kind"), [("zb-h1", "qwen2"), ("interleaved", "llama"), ("v-half", "llama")])
+@pytest.mark.parametrize(
+    ("schedule", "kind"),
+    rest_nightly(
+        [("zb-h1", "qwen2"), ("interleaved", "llama"), ("v-half", "llama")],
+        [("zb-h1", "qwen2"), ("v-half", "llama")],
+        "the same with mbridge",
+    ),
+)
 def test_megatron_bridge_loads_trains_and_exports_as_under_stock(run, models, schedule, kind):
     """It tells the ends of the model by the real ranks, so chunks of a V are built by its provider, one by one."""
     stock = run("megatron-bridge", by_provider=True, **models[kind])
@@ -82,11 +94,15 @@ def test_chunks_whose_ends_the_program_tells_by_real_ranks_are_refused(run, mode
 
 @pytest.mark.parametrize(
     ("program", "schedule"),
-    [
-        *((program, name) for program in ("verl", "slime", "ms_swift") for name in ("zb-h1", "interleaved", "v-half")),
-        ("verl", "auto"),  # a search has nothing to do with who calls
-        ("nemo_rl", "zb-h1"),  # it passes one model and one iterator
-    ],
+    rest_nightly(
+        [
+            *((name, each) for name in ("verl", "slime", "ms_swift") for each in ("zb-h1", "interleaved", "v-half")),
+            ("verl", "auto"),  # a search has nothing to do with who calls
+            ("nemo_rl", "zb-h1"),  # it passes one model and one iterator
+        ],
+        [("verl", "v-half"), ("slime", "interleaved"), ("ms_swift", "v-half"), ("nemo_rl", "zb-h1")],
+        "the same calls with another placement",
+    ),
 )
 def test_calls_as_programs_make_them_bring_what_stock_brings(run, program, schedule):
     stock = run(program)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from lanes import rest_nightly
 from test_experts import ALL_TO_ALL, EXPERTS, PADDED
 from test_multi_token import ONE
 from test_transformer_engine import DEFAULTS, GROUPED_EXPERTS, NO_BIAS
@@ -13,7 +14,7 @@ ALL = "head,experts_fc1,experts_fc2"
 FLAG = "--pipemem-early-weights"
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
+@pytest.mark.parametrize("schedule", rest_nightly(["zb-h1", "v-half"], ["v-half"], "v-half"))
 def test_local_experts_and_the_head_hold_less_for_w(train, assert_same_training, schedule):
     """All experts get as many tokens, so bytes are predicted exactly."""
     flags = (*ALL_TO_ALL, *PADDED, *NARROW, *SHARED_EXPERTS, "--overlap-grad-reduce", "--ddp-bucket-size", "20000")
@@ -47,7 +48,7 @@ def test_a_head_that_is_cut_over_the_pipeline_is_left_alone(train):
     assert early.counted_peaks == waiting.counted_peaks
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
+@pytest.mark.parametrize("schedule", rest_nightly(["zb-h1", "v-half"], ["zb-h1"], "zb-h1"))
 def test_grouped_experts_of_transformer_engine(train_with_transformer_engine, assert_same_training, schedule):
     train = train_with_transformer_engine
     flags = (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, *NARROW, *SHARED_EXPERTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from lanes import nightly, rest_nightly
 from test_variants import MOE
 
 EXPERTS = (
@@ -48,7 +49,12 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    rest_nightly(
+        VARIANTS, VARIANTS.keys() - {"allgather", "bias", "bias-megatrons-recompute"}, "the same losses and biases"
+    ),
+)
 def test_experts_train_as_stock(train, assert_same_training, tmp_path_factory, variant):
     """The routers' own losses too, step by step. What is held is within its prediction, and as predicted where all experts
     get as many tokens.
@@ -89,8 +95,8 @@ LATENT_QUERIES = (*LATENT, "--q-lora-rank", "24")
     ("schedule", "model", "own"),
     [
         ("zb-h1", LATENT, ()),
-        ("v-half", LATENT_QUERIES, ()),
-        ("po-f", LATENT_QUERIES, SMALL[:2]),
+        pytest.param("v-half", LATENT_QUERIES, (), marks=nightly("the same offloaded")),
+        pytest.param("po-f", LATENT_QUERIES, SMALL[:2], marks=nightly("v-half offloaded")),
         ("v-half", LATENT, ("--pipemem-recompute", "selective")),
         ("v-half", LATENT_QUERIES, ("--pipemem-offload", "full", *SMALL)),
     ],

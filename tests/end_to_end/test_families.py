@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from lanes import rest_nightly
 
 from megatron_pipemem.planner.explanation import case_of_report
 from megatron_pipemem.schedule.measured import idle_causes
@@ -25,9 +26,17 @@ ITERATIONS = ("--train-iters", "3")
 # Sixteen stages for eight layers.
 FLAGS = {"hanayo": ("--pipeline-model-parallel-layout", "Et||t||t||t||t||t|t||t||L")}
 
+# A family per placement and kind of backward. tests/runtime/test_executor.py executes the others in the full lane.
+FULL_LANE = ("1f1b", "interleaved", "zb-h1", "v-half", "1f1b-v", "hanayo")
+EXECUTED = "tests/runtime/test_executor.py executes every family"
+
 every_case = pytest.mark.parametrize(
     ("name", "embeddings"),
-    [(name, embeddings) for embeddings in EMBEDDINGS for name in NAMES if embeddings == "tied" or name in BOTH],
+    rest_nightly(
+        [(name, embeddings) for embeddings in EMBEDDINGS for name in NAMES if embeddings == "tied" or name in BOTH],
+        [*((name, "tied") for name in FULL_LANE), ("interleaved", "untied"), ("v-half", "untied")],
+        EXECUTED,
+    ),
 )
 
 
@@ -62,7 +71,7 @@ def test_peak_bytes_are_foretold(train, name, embeddings):
     assert run.predicted_peaks == run.counted_peaks
 
 
-@pytest.mark.parametrize("name", [*NAMES, "stock"])
+@pytest.mark.parametrize("name", rest_nightly([*NAMES, "stock"], [*FULL_LANE, "stock"], EXECUTED))
 def test_the_last_step_is_explained(train, name):
     """Of the runs above: idle time splits up, and the run's own schedule, simulated with its times, holds about as much."""
     run = train(name, *FLAGS.get(name, ()), *ITERATIONS)
@@ -77,7 +86,7 @@ def test_the_last_step_is_explained(train, name):
         assert abs(case.own.peak - max(run.counted_peaks)) <= 4 * BOUNDARY_BYTES
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", rest_nightly(NAMES, FULL_LANE, EXECUTED))
 def test_every_run_knows_the_bytes_of_1f1b(train, name):
     """Where 1F1B's stages have other layers, each of the first stage lacks a mask that those behind it make."""
     run, same = train(name, *FLAGS.get(name, ()), *ITERATIONS), train("1f1b", *ITERATIONS)

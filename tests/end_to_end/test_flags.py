@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from lanes import rest_nightly
 
 PP2 = ("--pipeline-model-parallel-size", "2")
 EVALUATED = ("--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20")
@@ -29,7 +30,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("name", "schedule"), [(name, each) for name, (_, asked) in CASES.items() for each in asked])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    rest_nightly(
+        [(name, each) for name, (_, asked) in CASES.items() for each in asked],
+        [(name, "v-half") for name in CASES],
+        "the same flags with v-half",
+    ),
+)
 def test_trains_as_stock(train, name, schedule):
     flags, _ = CASES[name]
     run, stock = train(schedule, *flags), train("stock", *flags)
@@ -39,7 +47,7 @@ def test_trains_as_stock(train, name, schedule):
     assert run.grad_norms == pytest.approx(stock.grad_norms, rel=5e-7)
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
+@pytest.mark.parametrize("schedule", rest_nightly(["zb-h1", "v-half"], ["zb-h1"], "zb-h1"))
 def test_a_frozen_model_runs_and_stays(train, schedule):
     """Megatron freezes models that the script builds, and no others."""
     run, stock = (train(name, "--freeze-all-layers", by_provider=True) for name in (schedule, "stock"))

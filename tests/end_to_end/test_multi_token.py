@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from lanes import rest_nightly
 from test_hybrid import CUTS, of
 from test_variants import EVALUATION, RECOMPUTE, UNTIED
 from test_vocabulary import LATER, SEARCH, TP2
@@ -41,7 +42,12 @@ def logged(run) -> dict[str, float]:
     return {f"{name} {at}": value for name, at, value in run.scalars if name.startswith("mtp_")}
 
 
-@pytest.mark.parametrize("name", EXACT)
+NIGHTLY = {"1f1b", "zbv", "hanayo", "po-f", "auto", "recompute-in-model"}
+
+
+@pytest.mark.parametrize(
+    "name", rest_nightly(EXACT, EXACT.keys() - NIGHTLY, "the same model with another schedule of the same kind")
+)
 def test_trains_and_logs_as_stock(train, assert_same_training, name):
     schedule, flags, ours = EXACT[name]
     run, stock = train(schedule, *flags, *ours), train("stock", *flags)
@@ -52,7 +58,10 @@ def test_trains_and_logs_as_stock(train, assert_same_training, name):
         assert run.predicted_peaks == run.counted_peaks
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize(
+    "name",
+    rest_nightly(CUT, ["zbv-cut", "tp2-sequence-parallel-cut", "evaluation-cut"], "another placement or algorithm"),
+)
 def test_one_set_of_shards_predicts_all_tokens(train, name):
     schedule, algorithm, flags = CUT[name]
     stock = train("stock", *flags, gradients=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from lanes import rest_nightly
 
 PP2 = ("--pipeline-model-parallel-size", "2")
 TP2 = (*PP2, "--tensor-model-parallel-size", "2")
@@ -33,9 +34,22 @@ SCHEDULES = {
 }
 
 
+FULL_LANE = (
+    *(("tp2", "v-half"), ("tp2-sequence-parallel", "interleaved"), ("tp2-sequence-parallel", "zb-h1")),
+    *(("tp2-sequence-parallel-fusion", "v-half"), ("dp2", "zb-h1"), ("dp2-overlap", "v-half")),
+    *(("dp2-distributed-optimizer-overlap", "1f1b"), ("dp2-distributed-optimizer-overlap-fusion", "interleaved")),
+    *(("dp2-distributed-optimizer-overlap-fusion", "zb-h1"), ("dp2-distributed-optimizer-overlap-untied", "v-half")),
+    ("fusion", "v-half"),
+)
+
+
 @pytest.mark.parametrize(
     ("variant", "schedule"),
-    [(variant, schedule) for variant in VARIANTS for schedule in SCHEDULES.get(variant, ("zb-h1", "v-half"))],
+    rest_nightly(
+        [(variant, schedule) for variant in VARIANTS for schedule in SCHEDULES.get(variant, ("zb-h1", "v-half"))],
+        FULL_LANE,
+        "the same flags with another family, or more flags with this one",
+    ),
 )
 def test_trains_as_stock(train, assert_same_training, variant, schedule):
     flags = VARIANTS[variant]

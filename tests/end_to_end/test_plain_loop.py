@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 
 import pytest
+from lanes import rest_nightly
 from quickstart import ROUNDING
 from ranks import Ranks
 
@@ -60,15 +61,36 @@ def ranks(tmp_path_factory) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
-def losses(ranks) -> list[list[str]]:
-    return [ranks.run(case)[-1]["losses"] for case in CASES]
+def losses(ranks) -> Callable[[dict], list[str]]:
+    """Return the losses that the last rank saw; equal cases are served from memory."""
+    made: dict[str, list[str]] = {}
+
+    def run(case: dict) -> list[str]:
+        if repr(case) not in made:
+            made[repr(case)] = ranks.run(case)[-1]["losses"]
+        return made[repr(case)]
+
+    return run
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: "-".join(map(str, CASES[i].values())))
-def test_trains_as_stock(losses, index):
-    stock = CASES.index({**STOCK, "ddp": CASES[index]["ddp"]})
-    assert len(set(losses[stock])) > 10
-    assert losses[index] == losses[stock]
+# With DDP, every schedule is there with one of the two orders of imports; without it, the first and the last placement.
+NIGHTLY = [
+    case
+    for number, case in enumerate(CASES)
+    if (case["ddp"] and number and number % 4 in (1, 0))
+    or (not case["ddp"] and case["schedule"] in ("zb-h1", "hanayo", "1f1b-v", "auto"))
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    rest_nightly(CASES, [case for case in CASES if case not in NIGHTLY], "the same with the other order of imports"),
+    ids=lambda case: "-".join(map(str, case.values())),
+)
+def test_trains_as_stock(losses, case):
+    stock = losses({**STOCK, "ddp": case["ddp"]})
+    assert len(set(stock)) > 10
+    assert losses(case) == stock
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +107,12 @@ def variable(ranks) -> Callable[..., dict]:
     return run
 
 
-@pytest.mark.parametrize("name", VARIABLE)
+@pytest.mark.parametrize(
+    "name",
+    rest_nightly(
+        VARIABLE, VARIABLE.keys() - {"1f1b", "zb-h1", "v-half", "zb-h1 single queue"}, "the same schedule with more"
+    ),
+)
 def test_microbatches_that_differ_train_as_stocks_do(variable, name):
     stock, ours = variable("stock", tp=VARIABLE[name].get("tp", 1)), variable(name, **VARIABLE[name])
     assert len(set(stock["losses"])) == 13
@@ -93,7 +120,14 @@ def test_microbatches_that_differ_train_as_stocks_do(variable, name):
     assert ours["logits"] == stock["logits"]
 
 
-@pytest.mark.parametrize("name", [*FORETOLD, *WEIGHED, *(f"{name} cut" for name in CUT)])
+@pytest.mark.parametrize(
+    "name",
+    rest_nightly(
+        [*FORETOLD, *WEIGHED, *(f"{name} cut" for name in CUT)],
+        ["v-half tp", "v-half recompute", "zb-h1 offload weighed", "v-half cut", "zb-h1 tp cut"],
+        "the same schedule with more",
+    ),
+)
 def test_bytes_of_microbatches_that_differ_are_foretold(variable, tmp_path, name):
     """Masks are made for every microbatch, and attention keeps its scores: both grow with the square of the length."""
     case = CUT[name.removesuffix(" cut")] if name.endswith(" cut") else (VARIABLE | WEIGHED)[name]
@@ -136,4 +170,4 @@ def test_a_failed_step_ends_on_every_rank_and_leaves_nothing_behind(ranks, losse
     assert told[0].startswith("ArithmeticError this rank cannot go on") and "device 0 failed at position" in told[0]
     for device, text in enumerate(told[1:], 1):
         assert f"device {device} failed at position" in text and "of schedule v-half" in text
-    assert results[-1]["losses"] == losses[CASES.index({**STOCK, "ddp": True})]
+    assert results[-1]["losses"] == losses({**STOCK, "ddp": True})

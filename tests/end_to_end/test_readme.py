@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from lanes import nightly
 from quickstart import MICROBATCHES, MODEL, TWO_CHUNKS, UNTIED
 
 from megatron_pipemem.schedule.registry import family
@@ -18,7 +19,17 @@ ROWS = [line.split() for line in TABLE.splitlines() if "%" in line]
 SHAPE = [str(part) for pair in MODEL.items() for part in pair]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row[:2]))
+FULL_LANE = ("1f1b", "v-half", "chimera", "pipedream-2bw")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        row if row[0] in FULL_LANE else pytest.param(row, marks=nightly("the same model under other schedules"))
+        for row in ROWS
+    ],
+    ids=lambda row: "-".join(row[:2]),
+)
 def test_bytes_of_the_quickstart(train, row):
     name, engine, _, _, _, counted, share, megabytes, bubble, _ = row
     flags = [*SHAPE, "--global-batch-size", str(MICROBATCHES), "--train-iters", "1", "--clip-grad", "0"]

@@ -6,6 +6,7 @@ from itertools import combinations, product
 
 import packages
 import pytest
+from lanes import nightly, rest_nightly
 
 from megatron_pipemem.schedule.registry import families
 
@@ -62,6 +63,9 @@ CASES = sorted(
 )
 
 
+OTHERS = "the newest version with other families; tests/transformer_engine/contract.py on every version"
+
+
 def _flags(lane: str, switches: tuple[int, ...]) -> tuple[str, ...]:
     bias, fusion, overlap, bf16 = switches
     return (
@@ -89,7 +93,17 @@ def test_every_two_values_meet():
         assert any(case[2][:3] == (1, 1, 1) for case in CASES if case[-1] == family)
 
 
-@pytest.mark.parametrize("case", CASES, ids=_name)
+# Every setting of the newest version, a family per placement and kind of backward.
+FULL_LANE = [
+    case for case in CASES if case[0] == NEW and case[-1] in ("1f1b", "interleaved", "zb-h1", "v-half", "dualpipe")
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case if case in FULL_LANE else pytest.param(case, marks=nightly(OTHERS)) for case in CASES],
+    ids=_name,
+)
 def test_trains_as_stock(train_with_transformer_engine, assert_same_training, assert_close_training, case):
     train = train_with_transformer_engine
     version, lane, switches, family = case
@@ -129,8 +143,14 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("schedule", SPLIT)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    rest_nightly(
+        product(MODELS, SPLIT),
+        [(model, SPLIT[number % 2]) for number, model in enumerate(MODELS)],
+        "the same model with another placement",
+    ),
+)
 def test_other_models_train_as_stock(train_with_transformer_engine, assert_same_training, model, schedule):
     train = train_with_transformer_engine
     run = train(schedule, *MODELS[model])
@@ -150,7 +170,7 @@ def test_other_models_train_as_stock(train_with_transformer_engine, assert_same_
     ],
     ids=lambda flags: "-".join(flags[:2]).removeprefix("--pipemem-"),
 )
-@pytest.mark.parametrize("schedule", SPLIT)
+@pytest.mark.parametrize("schedule", rest_nightly(SPLIT, ["v-half"], "the same flags with another placement"))
 def test_recomputes_and_offloads_as_stock(train_with_transformer_engine, assert_same_training, schedule, flags):
     train = train_with_transformer_engine
     run = train(schedule, *DEFAULTS, *flags)
@@ -158,7 +178,14 @@ def test_recomputes_and_offloads_as_stock(train_with_transformer_engine, assert_
     assert run.predicted_peaks == run.counted_peaks
 
 
-@pytest.mark.parametrize(("way", "schedule"), [("gathered", "zb-h1"), *(("offload", schedule) for schedule in SPLIT)])
+@pytest.mark.parametrize(
+    ("way", "schedule"),
+    rest_nightly(
+        [("gathered", "zb-h1"), *(("offload", schedule) for schedule in SPLIT)],
+        [("gathered", "zb-h1"), ("offload", "v-half")],
+        "the same flags with another placement",
+    ),
+)
 def test_shards_wait_unless_told_otherwise(train_with_transformer_engine, assert_same_training, way, schedule):
     """And also where activations were on the host in between."""
     flags = (*DEFAULTS, *LLAMA, *TP2_SEQUENCE)
@@ -175,8 +202,14 @@ def test_shards_wait_unless_told_otherwise(train_with_transformer_engine, assert
         assert run.counted_peaks[-1] > 1.05 * shards.counted_peaks[-1]
 
 
-@pytest.mark.parametrize("layers", ["transformer_engine", "local"])
-@pytest.mark.parametrize("schedule", SPLIT)
+@pytest.mark.parametrize(
+    ("layers", "schedule"),
+    rest_nightly(
+        product(["transformer_engine", "local"], SPLIT),
+        [("transformer_engine", "v-half"), ("transformer_engine", "zb-h1")],
+        "two tensor-parallel ranks with local layers in test_parallelism.py",
+    ),
+)
 def test_four_tensor_parallel_ranks_train_as_stock(
     train_with_transformer_engine, assert_same_training, assert_close_training, schedule, layers
 ):
@@ -193,7 +226,9 @@ def test_four_tensor_parallel_ranks_train_as_stock(
 SHARES = {"zb-h1": 1.05, "zbv": 1.05, "v-half": 0.8, "v-min": 0.55}
 
 
-@pytest.mark.parametrize("schedule", SHARES)
+@pytest.mark.parametrize(
+    "schedule", rest_nightly(SHARES, ["v-half", "v-min"], "their bytes are predicted, and their units tested")
+)
 def test_schedules_hold_their_share_of_1f1bs_bytes(train_with_transformer_engine, schedule):
     sizes = ("--hidden-size", "128", "--vocab-size", "300")
     flags = (*DEFAULTS, *LLAMA, *sizes, "--tensor-model-parallel-size", "2", "--sequence-parallel")
@@ -208,7 +243,7 @@ HYBRID = (
 )
 
 
-@pytest.mark.parametrize("schedule", SPLIT)
+@pytest.mark.parametrize("schedule", rest_nightly(SPLIT, ["v-half"], "test_hybrid.py"))
 def test_a_hybrid_model_of_nvidias_layers_trains_as_stock(
     train_with_transformer_engine, assert_same_training, schedule
 ):

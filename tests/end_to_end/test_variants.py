@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from lanes import nightly, rest_nightly
 
 SPLIT = ("zb-h1", "v-half")
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -33,8 +34,20 @@ VARIANTS = {
 }
 
 
+# Every variant with a family or two, and every family with several variants.
+COVERING = (
+    *(("recompute-full", "v-half"), ("recompute-selective", "zb-h1"), ("per-token-loss", "v-half")),
+    *(("bf16", "zb-h1"), ("bf16", "interleaved"), ("fp16", "v-half"), ("llama", "v-half"), ("llama", "interleaved")),
+    *(("moe", "zb-h1"), ("moe", "interleaved"), ("evaluation", "1f1b"), ("evaluation", "v-half")),
+)
+OTHER_FAMILY = "the same flags with another family"
+
+
 @pytest.mark.parametrize(
-    ("variant", "schedule"), [(variant, name) for variant, (_, names) in VARIANTS.items() for name in names]
+    ("variant", "schedule"),
+    rest_nightly(
+        [(variant, name) for variant, (_, names) in VARIANTS.items() for name in names], COVERING, OTHER_FAMILY
+    ),
 )
 def test_trains_as_stock(train, assert_same_training, variant, schedule):
     flags, _ = VARIANTS[variant]
@@ -45,8 +58,8 @@ def test_trains_as_stock(train, assert_same_training, variant, schedule):
     ("schedule", "flags"),
     [
         ("v-half", ()),
-        ("zb-h1", EVALUATION),
-        ("po-f", ()),
+        pytest.param("zb-h1", EVALUATION, marks=nightly("the same run below, which changes between the orders")),
+        pytest.param("po-f", (), marks=nightly("the same run below, which changes between the orders")),
         ("1f1b", ("--pipemem-vocab-parallel", "2", UNTIED)),
         ("pipedream-2bw", ("--train-iters", "4")),
         ("pipedream", ("--clip-grad", "0", UNTIED, "--train-iters", "4")),
@@ -64,9 +77,15 @@ def test_an_order_for_one_hardware_queue_computes_the_same(train, schedule, flag
     ("schedule", "flags", "single_queues"),
     [
         ("v-half", ("--train-iters", "4"), [True, True, False, False]),
-        ("1f1b", ("--pipemem-vocab-parallel", "2", UNTIED, "--train-iters", "3"), [True, True, False]),
+        pytest.param(
+            *("1f1b", ("--pipemem-vocab-parallel", "2", UNTIED, "--train-iters", "3"), [True, True, False]),
+            marks=nightly("the same schedule above, and v-half here"),
+        ),
         ("po-f", ("--train-iters", "3"), [True, True, False]),
-        ("pipedream-2bw", ("--train-iters", "4"), [True, True, False, False]),
+        pytest.param(
+            *("pipedream-2bw", ("--train-iters", "4"), [True, True, False, False]),
+            marks=nightly("the same schedule above, and v-half here"),
+        ),
         # Steps of 2, 2, 2, 4, 4 and 4 microbatches.
         (
             "zb-h1",
@@ -103,7 +122,12 @@ ANY_NUMBER = {
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "schedule"), [(number, name) for number, names in ANY_NUMBER.items() for name in names]
+    ("microbatches", "schedule"),
+    rest_nightly(
+        [(number, name) for number, names in ANY_NUMBER.items() for name in names],
+        [(1, "v-half"), (2, "1f1b"), (5, "interleaved"), (7, "zb-h1")],
+        OTHER_FAMILY,
+    ),
 )
 def test_any_number_of_microbatches(train, assert_same_training, microbatches, schedule):
     flags = ("--global-batch-size", str(microbatches))
@@ -112,7 +136,7 @@ def test_any_number_of_microbatches(train, assert_same_training, microbatches, s
     assert run.predicted_peaks == run.counted_peaks
 
 
-@pytest.mark.parametrize("schedule", [*SPLIT, "interleaved"])
+@pytest.mark.parametrize("schedule", rest_nightly([*SPLIT, "interleaved"], ["v-half"], OTHER_FAMILY))
 def test_the_number_of_microbatches_may_change_between_steps(train, assert_same_training, schedule):
     # Megatron counts the thresholds in tokens: steps of 2, 2, 4, 4, 6, 6 and 8 microbatches.
     flags = ("+--global-batch-size", "--step-batch-size-schedule", "0:2 256:4 768:6 1536:8", "--train-iters", "7")
@@ -129,7 +153,12 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "schedule"), [(layout, name) for layout, (_, names) in LAYOUTS.items() for name in names]
+    ("layout", "schedule"),
+    rest_nightly(
+        [(layout, name) for layout, (_, names) in LAYOUTS.items() for name in names],
+        [("linear", "zb-h1"), ("two-chunks", "v-half"), ("empty-stages", "zbv"), ("empty-stages", "interleaved")],
+        OTHER_FAMILY,
+    ),
 )
 def test_uneven_layouts(train, assert_same_training, layout, schedule):
     run = train(schedule, "--pipeline-model-parallel-layout", LAYOUTS[layout][0])
@@ -137,7 +166,7 @@ def test_uneven_layouts(train, assert_same_training, layout, schedule):
     assert run.predicted_peaks == run.counted_peaks
 
 
-@pytest.mark.parametrize("schedule", ["v-half", "interleaved"])
+@pytest.mark.parametrize("schedule", rest_nightly(["v-half", "interleaved"], ["v-half"], OTHER_FAMILY))
 def test_uneven_layout_of_a_mixture_of_experts(train, assert_same_training, schedule):
     run = train(schedule, *MOE, "--pipeline-model-parallel-layout", LAYOUTS["two-chunks"][0])
     assert_same_training(run, train("stock", *MOE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from lanes import nightly, rest_nightly
 from ranks import Ranks
 from test_variants import EVALUATION
 
@@ -41,7 +42,13 @@ THIRD_NORM = 2e-5
 SHARDED_GRADIENTS = "dp2-distributed-optimizer"
 
 
-@pytest.mark.parametrize("name", CASES)
+# The full lane has either algorithm with every placement and kind of backward, and every other flag once.
+NIGHTLY = {"1f1b-2", "interleaved-1", "zbv-2", "v-half-1", "auto-2", "tp2", "per-token-loss"}
+
+
+@pytest.mark.parametrize(
+    "name", rest_nightly(CASES, CASES.keys() - NIGHTLY, "the other algorithm with this schedule, or more flags")
+)
 def test_trains_as_stock(train, name):
     schedule, algorithm, flags, ours = CASES[name]
     whole = name != SHARDED_GRADIENTS
@@ -71,7 +78,9 @@ def test_trains_as_stock(train, name):
 LEARNING = ("--vocab-size", "257", "--global-batch-size", "4", "--train-iters", "12", "--lr", "3e-3")
 
 
-@pytest.mark.parametrize(("schedule", "algorithm"), [("1f1b", "1"), ("v-half", "2")])
+@pytest.mark.parametrize(
+    ("schedule", "algorithm"), rest_nightly([("1f1b", "1"), ("v-half", "2")], [("v-half", "2")], "the first two steps")
+)
 def test_learns_text_as_stock(train, schedule, algorithm):
     stock = train("stock", *LEARNING)
     run = train(schedule, *LEARNING, "--pipemem-vocab-parallel", algorithm)
@@ -106,7 +115,9 @@ EXCHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize(
+    "name", rest_nightly(EXCHANGES, ["stock-to-cut", "cut-to-half-the-pipeline"], "the two that are kept")
+)
 def test_checkpoints_are_interchangeable_with_stock(train, tmp_path, name):
     before, after, flags = EXCHANGES[name]
     train(*before, *flags, "--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2")
@@ -129,11 +140,11 @@ def three_ranks(tmp_path_factory):
 @pytest.mark.parametrize(
     ("schedule", "chunks", "algorithm", "hybrid", "options"),
     [
-        ("1f1b", 1, "2", False, {}),
+        pytest.param("1f1b", 1, "2", False, {}, marks=nightly("zb-h1, of the same placement")),
         ("v-half", 2, "1", False, {}),
         ("zb-h1", 1, "2", True, {}),
         ("seq1f1b", 1, "2", False, {"slices": 4}),
-        ("zbv", 2, "1", False, {"slices": 2}),
+        pytest.param("zbv", 2, "1", False, {"slices": 2}, marks=nightly("seq1f1b, and the same without slices")),
     ],
 )
 def test_three_ranks_and_logits_without_labels(three_ranks, schedule, chunks, algorithm, hybrid, options):
