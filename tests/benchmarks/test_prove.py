@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from lanes import nightly
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -24,6 +25,11 @@ EXPERIMENTS = {
     "F": "device_waits",
     "G": "waiting_hosts",
 }
+
+# The whole program takes minutes. Its parts without ranks are tested below in the full lane.
+rehearsed = nightly(
+    "tests/end_to_end trains and counts; schedule/test_host_waits.py and runtime/test_streams.py play hosts"
+)
 
 
 def prove(folder: Path, *more: str) -> subprocess.CompletedProcess:
@@ -54,6 +60,7 @@ def rows(folder: Path, program: str) -> list[dict]:
     return data["rows"]
 
 
+@rehearsed
 def test_a_played_rank_holds_what_was_predicted(proved):
     found = rows(proved, "solo_rank")
     assert {row["case"].split(",")[0] for row in found} == {"1f1b", "zbv", "v-half", "po-f"}
@@ -62,17 +69,20 @@ def test_a_played_rank_holds_what_was_predicted(proved):
         assert not row["missed"]
 
 
+@rehearsed
 def test_four_ranks_train_as_stock(proved):
     found = rows(proved, "four_ranks")
     assert len(found) == 4
     assert all(row["values"]["last_loss"] > 0 and not row["missed"] for row in found)
 
 
+@rehearsed
 def test_the_parts_of_a_split_backward_are_timed(proved):
     for row in rows(proved, "split_cost"):
         assert all(value > 0 for value in row["values"].values())
 
 
+@rehearsed
 def test_the_passes_of_the_head_are_counted_timed_and_precise(proved):
     one, two, times, errors = (row["values"] for row in rows(proved, "head_passes"))
     for phase, eager, fused in (("S", 44, 4), ("T", 36, 4)):
@@ -83,18 +93,21 @@ def test_the_passes_of_the_head_are_counted_timed_and_precise(proved):
     assert errors["added_product_error"] < 1e-6
 
 
+@rehearsed
 def test_a_hosts_time_is_there_with_counting_and_without(proved):
     for row in rows(proved, "solo_rank"):
         assert row["values"]["host_microseconds_per_action"] > 0
         assert row["values"]["host_microseconds_per_action_counting"] > 0
 
 
+@rehearsed
 def test_a_wait_for_the_device_hangs_where_the_model_says_so(proved):
     hanging, others, shipped = (row["values"] for row in rows(proved, "waiting_hosts"))
     assert hanging["hangs"]
     assert others["steps_ended"] >= 4 and shipped["steps_ended"] >= 4
 
 
+@rehearsed
 def test_operations_are_told_apart_by_whether_they_wait(proved):
     assert {row["case"]: row["values"]["waits"] for row in rows(proved, "device_waits")} == {
         "synchronize()": True,
@@ -102,12 +115,14 @@ def test_operations_are_told_apart_by_whether_they_wait(proved):
     }
 
 
+@rehearsed
 def test_what_came_to_its_end_is_not_repeated(proved):
     again = prove(proved, "--only", "D")
     assert again.returncode == 0
     assert "done already" in again.stdout
 
 
+@rehearsed
 def test_rows_that_are_there_are_not_measured_again(proved, tmp_path):
     """What an earlier call has measured stays to the digit, and only the missing row is new."""
     data = json.loads((proved / "head_passes.json").read_text())

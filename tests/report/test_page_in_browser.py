@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from debian import why_missing
+from lanes import nightly
 
 from megatron_pipemem.report import save_comparison, save_timeline
 from megatron_pipemem.report.browser import to_html
@@ -18,6 +19,9 @@ webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not in
 from selenium.common.exceptions import WebDriverException  # noqa: E402 - only after importorskip
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
+
+# The full lane reads the page's data and structure, and does not run its script.
+pytestmark = nightly("tests/report/test_timeline.py")
 
 
 def start_browser():

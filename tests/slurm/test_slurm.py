@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lanes import nightly
 
 STEPS = 20
 SAVE_INTERVAL = 4
@@ -115,6 +116,7 @@ def starts(log: str) -> list[list[int]]:
     return found
 
 
+@nightly("the array job and the failing rank below; end_to_end/test_checkpoints.py saves and resumes")
 def test_a_signal_costs_no_step_and_a_crashed_node_those_since_the_last_checkpoint(slurm, submit, request):
     """One job goes through both, and in the end has the losses of one that was never disturbed."""
     job, log = submit("train", TWO_RANKS)
