@@ -87,6 +87,7 @@ CHOOSING = {*BASE, "schedule", "families", "search", "features", "request", "con
         ("config", {*BASE, "schedule", "request", "conflicts", "config"}),
         ("planner", {*CHOOSING, "config", "planner", "report"}),
         ("launch", {*CHOOSING, "config", "planner", "report", "launch"}),
+        ("advise", {*CHOOSING, "config", "planner", "report", "launch", "advise"}),
         ("report", {"errors", "files", "schedule", "search", "report"}),
         ("runtime", {"errors", "schedule", "runtime"}),
         ("features/runtime", {"errors", "schedule", "features", "runtime", "features/runtime"}),

@@ -1,0 +1,465 @@
+"""Read the training command out of a launch script. Nothing of the script is executed.
+
+Assignments, arrays, defaults, arithmetic and simple tests are followed as launch scripts use them. If a test cannot be decided,
+a variable keeps its value, or takes that of the first branch.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from megatron_pipemem.errors import ConfigError
+
+UNKNOWN = "\0"
+"""Stands before and after the name of a variable whose value is unknown, or of a command whose output is."""
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_BRACED = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=+?])(.*))?\Z", re.DOTALL)
+_SIMPLE = re.compile(r"[A-Za-z_]\w*|[\d@*#?]")
+_HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+_KEYWORDS = {"then", "do", "{", "}", "function", "time", "exec"}
+_DECLARES = {"export", "local", "declare", "readonly", "typeset"}
+_SHELLS = {"sh", "bash", "zsh"}
+_BREAKS = " \t\r\n;&|<>()"
+_MOST_DEPTH = 5
+
+
+class WordPart(NamedTuple):
+    """A piece of a word: literal text has no variables, quoted text is not split at its spaces."""
+
+    text: str
+    quoted: bool = False
+    literal: bool = False
+
+
+Word = list[WordPart]
+
+
+class Array(NamedTuple):
+    """The assignment of an array: ``NAME=(WORDS)``, or ``NAME+=(WORDS)`` to make it longer."""
+
+    name: str
+    longer: bool
+    words: list[Word]
+
+
+Statement = list[Word | Array]
+
+
+def training_command(text: str, variables: Mapping[str, str] | None = None, folder: Path | None = None) -> list[str]:
+    """Return the words of the command that starts a Python program with the most flags.
+
+    Args:
+        text: of a script, or a command line.
+        variables: values of shell variables, which come before those that the script sets.
+        folder: where files are looked for that the script reads with ``source``.
+
+    Raises:
+        ConfigError: nothing starts a Python program (``no-command``), or a quote has no end (``bad-syntax``).
+    """
+    reader = _Reader(dict(variables or {}), folder)
+    reader.read(text)
+    started = [words for words in reader.commands if any(word.endswith(".py") for word in words)]
+    if not started:
+        raise ConfigError(
+            "no-command",
+            "starts no Python program; give the script that calls pretrain_gpt.py, or its command line after --",
+        )
+    return max(started, key=lambda words: sum(word.startswith("--") for word in words))
+
+
+@dataclass
+class _Branch:
+    """An ``if`` that is being read: whether its statements run now, and whether one of its branches ran before."""
+
+    runs: bool | None
+    ran: bool | None
+
+
+@dataclass
+class _Reader:
+    given: dict[str, str]
+    folder: Path | None
+    values: dict[str, list[str]] = field(default_factory=dict)
+    commands: list[list[str]] = field(default_factory=list)
+    branches: list[_Branch] = field(default_factory=list)
+    depth: int = 0
+
+    def read(self, text: str) -> None:
+        if self.depth == _MOST_DEPTH:
+            return
+        self.depth += 1
+        for statement in _Lexer(text).statements():
+            self._statement(statement)
+        self.depth -= 1
+
+    def _runs(self) -> bool | None:
+        """Return whether statements run here; ``None`` if a test is undecided."""
+        states = [branch.runs for branch in self.branches]
+        return False if False in states else None if None in states else True
+
+    def _statement(self, words: Statement) -> None:
+        while words and (keyword := _plain(words[0])) in _KEYWORDS:
+            words = words[1:]
+        keyword = _plain(words[0]) if words else ""
+        if keyword in ("if", "case", "for", "while", "until"):
+            runs = self._test(words[1:]) if keyword == "if" else None if keyword == "case" else True
+            self.branches.append(_Branch(runs, runs))
+        elif keyword in ("elif", "else") and self.branches:
+            branch = self.branches[-1]
+            here = self._test(words[1:]) if keyword == "elif" else True
+            branch.runs = False if branch.ran else None if branch.ran is None and here is not False else here
+            branch.ran = True if branch.ran or here else None if None in (branch.ran, here) else False
+            if keyword == "else":
+                self._statement(words[1:])
+        elif keyword in ("fi", "done", "esac"):
+            self.branches = self.branches[:-1]
+        elif words and self._runs() is not False:
+            self._assignments_and_command(words[1:] if keyword in _DECLARES else words)
+
+    def _assignments_and_command(self, words: Statement) -> None:
+        command: list[str] = []
+        for word in words:
+            if isinstance(word, Array):
+                self._assign(word.name, word.longer, [text for each in word.words for text in self._expanded(each)])
+            elif not command and word and not word[0].quoted and (match := _ASSIGNMENT.match(word[0].text)):
+                value = [
+                    WordPart(word[0].text[match.end() :], True),
+                    *(part._replace(quoted=True) for part in word[1:]),
+                ]
+                self._assign(match[1], bool(match[2]), [" ".join(self._expanded(value))], joined=True)
+            else:
+                command += self._expanded(word)
+        if not command:
+            return
+        name = PurePosixPath(command[0]).name
+        if name in ("source", ".") and len(command) > 1:
+            self._source(command[1])
+        elif name == "eval":
+            self.read(" ".join(command[1:]))
+        inner = [
+            command[place + 2]
+            for place, word in enumerate(command[:-2])
+            if PurePosixPath(word).name in _SHELLS and re.fullmatch(r"-[a-z]*c", command[place + 1])
+        ]
+        for text in inner:
+            self.read(text)
+        if not inner:
+            self.commands.append(command)
+
+    def _assign(self, name: str, longer: bool, words: list[str], joined: bool = False) -> None:
+        known = name in self.values
+        if name in self.given or (self._runs() is None and (longer or known)):
+            return
+        if longer and joined:
+            words = ["".join(self.values.get(name, [])) + words[0]]
+        elif longer:
+            words = self.values.get(name, []) + words
+        self.values[name] = words
+
+    def _source(self, name: str) -> None:
+        """Read a file of the script. It is looked for by its path, and by the end of it that is known."""
+        known = name.rpartition(UNKNOWN)[2].lstrip("/")
+        path = (self.folder or Path()) / known
+        if known and path.is_file():
+            self.read(path.read_text(encoding="utf-8", errors="replace"))
+
+    def _test(self, words: Statement) -> bool | None:
+        """Return whether a test holds; ``None`` if that is unknown."""
+        texts = [
+            "".join(self._expanded([part._replace(quoted=True) for part in word]))
+            for word in words
+            if not isinstance(word, Array)
+        ]
+        if len(texts) < 3 or texts[0] not in ("[", "[[", "test"):
+            return None
+        texts = [text for text in texts[1:] if text not in ("]", "]]")]
+        if texts[0] == "!":
+            inner = _holds(texts[1:])
+            return None if inner is None else not inner
+        return _holds(texts)
+
+    def _expanded(self, word: Word) -> list[str]:
+        """Return the words that a word stands for, with its variables replaced."""
+        done: list[str] = []
+        current: str | None = None
+        for part in word:
+            pieces = [[part.text]] if part.literal else [*self._pieces(part)]
+            if part.quoted or part.literal:
+                current = current or ""
+            for piece in pieces:
+                for number, text in enumerate(piece):
+                    if number:
+                        done += [] if current is None else [current]
+                        current = text
+                    else:
+                        current = (current or "") + text if text or current is not None else None
+        return done + ([] if current is None else [current])
+
+    def _pieces(self, part: WordPart) -> Iterator[list[str]]:
+        """Yield what stands in a part, each as the words between which it is cut."""
+        text, place = part.text, 0
+        while place < len(text):
+            dollar = text.find("$", place)
+            if dollar < 0:
+                yield [text[place:]]
+                return
+            yield [text[place:dollar]]
+            end = _expansion_end(text, dollar)
+            whole = text[dollar:end]
+            value = [whole] if len(whole) == 1 else self._value(whole)
+            if part.quoted and not whole.endswith("[@]}"):
+                yield [" ".join(value)]
+            elif part.quoted:
+                yield value
+            else:
+                split = " ".join(value).split()
+                joined = " ".join(value)
+                yield [
+                    *([""] if joined[:1].isspace() else []),
+                    *split,
+                    *([""] if joined[-1:].isspace() and split else []),
+                ]
+            place = end
+
+    def _value(self, expansion: str) -> list[str]:
+        """Return the value of ``$NAME``, ``${NAME...}``, ``$((...))`` or ``$(...)``."""
+        if expansion.startswith("$(("):
+            inner = "".join(self._expanded([WordPart(expansion[3:-2], True)]))
+            found = _arithmetic(inner, lambda name: "".join(self._lookup(name) or [UNKNOWN]))
+            return [str(found)] if found is not None else [f"{UNKNOWN}{expansion}{UNKNOWN}"]
+        if expansion.startswith("$("):
+            return [f"{UNKNOWN}{expansion}{UNKNOWN}"]
+        match = _BRACED.match(expansion[2:-1] if expansion.startswith("${") else expansion[1:])
+        if match is None:
+            return [f"{UNKNOWN}{expansion}{UNKNOWN}"]
+        name, _, how, other = match.groups()
+        value = self._lookup(name)
+        if how and how[-1] in "-=":
+            return (
+                self._expanded([WordPart(other, True)]) if value is None or (how[0] == ":" and value == [""]) else value
+            )
+        if how and how[-1] == "+":
+            return [""] if value in (None, [""]) else self._expanded([WordPart(other, True)])
+        return value if value is not None else [f"{UNKNOWN}{name}{UNKNOWN}"]
+
+    def _lookup(self, name: str) -> list[str] | None:
+        return [self.given[name]] if name in self.given else self.values.get(name)
+
+
+def _plain(word: Word | Array) -> str:
+    """Return the text of a word without quotes; nothing for other words."""
+    return "" if isinstance(word, Array) or len(word) != 1 or word[0].quoted else word[0].text
+
+
+_COMPARED: Mapping[str, Callable] = {
+    **dict.fromkeys(("=", "=="), operator.eq),
+    "!=": operator.ne,
+    **{f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")},
+}
+
+
+def _holds(texts: list[str]) -> bool | None:
+    if any(UNKNOWN in text for text in texts):
+        return None
+    if len(texts) == 2 and texts[0] in ("-z", "-n"):
+        return (texts[1] == "") == (texts[0] == "-z")
+    if len(texts) != 3 or texts[1] not in _COMPARED:
+        return None
+    first, compare, second = texts
+    try:
+        return _COMPARED[compare](*((int(first), int(second)) if compare.startswith("-") else (first, second)))
+    except ValueError:
+        return None
+
+
+_OPERATIONS: Mapping[type, Callable] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def _arithmetic(text: str, value_of: Callable[[str], str]) -> int | None:
+    """Return the value of a shell's whole-number expression; ``None`` if something in it is unknown."""
+
+    def value(node: ast.AST) -> int:
+        if isinstance(node, ast.BinOp):
+            return _OPERATIONS[type(node.op)](value(node.left), value(node.right))
+        return int(value_of(node.id)) if isinstance(node, ast.Name) else int(ast.literal_eval(node))
+
+    try:
+        return value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, KeyError, TypeError, ZeroDivisionError, RecursionError):
+        return None
+
+
+def _closing(text: str, place: int, opening: str, closing: str) -> int:
+    """Return the place after the bracket that closes the one at ``place``."""
+    depth = 0
+    for end in range(place, len(text)):
+        depth += (text[end] == opening) - (text[end] == closing)
+        if depth == 0:
+            return end + 1
+    raise ConfigError("bad-syntax", f"has no {closing} for {text[place : place + 20]!r}")
+
+
+def _expansion_end(text: str, dollar: int) -> int:
+    """Return the place after the expansion that begins with the dollar sign."""
+    following = text[dollar + 1 : dollar + 2]
+    if following in ("{", "("):
+        return _closing(text, dollar + 1, following, "}" if following == "{" else ")")
+    match = _SIMPLE.match(text, dollar + 1)
+    return match.end() if match else dollar + 1
+
+
+@dataclass
+class _Lexer:
+    text: str
+    place: int = 0
+    heredocs: list[str] = field(default_factory=list)
+
+    def statements(self) -> Iterator[Statement]:
+        words: Statement = []
+        while self.place < len(self.text):
+            here = self.text[self.place]
+            if self.text.startswith("\\\n", self.place):
+                self.place += 2
+            elif here in " \t\r":
+                self.place += 1
+            elif here == "#":
+                self.place = self._line_end()
+            elif heredoc := _HEREDOC.match(self.text, self.place):
+                self.heredocs.append(heredoc[2])
+                self.place = heredoc.end()
+            elif here in "<>" or self.text.startswith("&>", self.place):
+                self._redirection()
+            elif here in "\n;&|()":
+                self.place += 1
+                if here == "\n":
+                    self._skip_heredocs()
+                yield words
+                words = []
+            else:
+                word = self._word()
+                redirects = (
+                    not isinstance(word, Array)
+                    and _plain(word).isdigit()
+                    and self.text[self.place : self.place + 1] in "<>"
+                )
+                if not redirects or self.place == len(self.text):
+                    words.append(word)
+        yield words
+
+    def _line_end(self) -> int:
+        end = self.text.find("\n", self.place)
+        return len(self.text) if end < 0 else end
+
+    def _redirection(self) -> None:
+        while self.text[self.place : self.place + 1] in ("<", ">", "&"):
+            self.place += 1
+        while self.text[self.place : self.place + 1] in (" ", "\t"):
+            self.place += 1
+        if self.text[self.place : self.place + 1] not in ("", "\n"):
+            self._word()
+
+    def _skip_heredocs(self) -> None:
+        for end in self.heredocs:
+            found = re.compile(rf"^\s*{re.escape(end)}$", re.MULTILINE).search(self.text, self.place)
+            self.place = found.end() if found else len(self.text)
+        self.heredocs = []
+
+    def _word(self) -> Word | Array:
+        parts: Word = []
+        plain = ""
+
+        def flush() -> None:
+            nonlocal plain
+            if plain:
+                parts.append(WordPart(plain))
+            plain = ""
+
+        while self.place < len(self.text):
+            here = self.text[self.place]
+            if here == "(" and not parts and (match := _ASSIGNMENT.fullmatch(plain)):
+                return Array(match[1], bool(match[2]), self._array())
+            if here == "\\":
+                if self.text[self.place + 1 : self.place + 2] != "\n":
+                    flush()
+                    parts.append(WordPart(self.text[self.place + 1 : self.place + 2], True, literal=True))
+                self.place += 2
+            elif here in _BREAKS:
+                if not plain and not parts:  # a lone bracket within an array
+                    self.place += 1
+                break
+            elif here == "'":
+                flush()
+                parts.append(WordPart(self._until("'"), True, literal=True))
+            elif here == '"':
+                flush()
+                parts += self._double_quoted()
+            elif here == "`":
+                flush()
+                parts.append(WordPart(f"{UNKNOWN}`{self._until('`')}`{UNKNOWN}", True, literal=True))
+            elif here == "$":
+                end = _expansion_end(self.text, self.place)
+                plain += self.text[self.place : end]
+                self.place = end
+            else:
+                plain += here
+                self.place += 1
+        flush()
+        return parts
+
+    def _until(self, quote: str) -> str:
+        end = self.text.find(quote, self.place + 1)
+        if end < 0:
+            raise ConfigError("bad-syntax", f"has no second {quote} after {self.text[self.place : self.place + 20]!r}")
+        found, self.place = self.text[self.place + 1 : end], end + 1
+        return found
+
+    def _double_quoted(self) -> list[WordPart]:
+        parts, start = [], self.place
+        self.place += 1
+        plain = ""
+        while self.text[self.place : self.place + 1] != '"':
+            if self.place >= len(self.text):
+                raise ConfigError("bad-syntax", f'has no second " after {self.text[start : start + 20]!r}')
+            here = self.text[self.place]
+            if here == "\\":
+                following = self.text[self.place + 1 : self.place + 2]
+                if following == "$":
+                    parts += [WordPart(plain, True), WordPart("$", True, literal=True)]
+                    plain = ""
+                elif following != "\n":
+                    plain += following if following in '"\\`' else here + following
+                self.place += 2
+            elif here == "$":
+                end = _expansion_end(self.text, self.place)
+                plain += self.text[self.place : end]
+                self.place = end
+            else:
+                plain += here
+                self.place += 1
+        self.place += 1
+        return [*parts, WordPart(plain, True)]
+
+    def _array(self) -> list[Word]:
+        self.place += 1
+        words: list[Word] = []
+        while self.place < len(self.text) and self.text[self.place] != ")":
+            if self.text.startswith("\\\n", self.place) or self.text[self.place].isspace():
+                self.place += 2 if self.text[self.place] == "\\" else 1
+            elif self.text[self.place] == "#":
+                self.place = self._line_end()
+            elif not isinstance(word := self._word(), Array):
+                words.append(word)
+        self.place += 1
+        return words
