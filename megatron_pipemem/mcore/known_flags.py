@@ -73,12 +73,14 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 
 def described(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
-    """Return every flag of a parser, with its choices, its type and whether it takes no value."""
+    """Return every flag of a parser: its choices, type, number of values and default, and whether it takes no value."""
     return {
         name: {
             "choices": action.choices and [str(each) for each in action.choices],
             "type": getattr(action.type, "__name__", None),
             "bare": action.nargs == 0,
+            "nargs": action.nargs,
+            "default": action.default if isinstance(action.default, bool | int | float | str) else None,
         }
         for action in parser._actions
         for name in action.option_strings

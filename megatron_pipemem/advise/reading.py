@@ -1,0 +1,400 @@
+"""Turn the words of a Megatron command into a run: model, parallel sizes, schedule, and the flags that are left."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from megatron_pipemem.advise.shell import UNKNOWN
+from megatron_pipemem.config import hybrid
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.model import LATENT, Model
+from megatron_pipemem.config.runs import MOCK, Parallelism, Run, ScheduleChoice, Training
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.launch import cut_flags
+from megatron_pipemem.request import flags_of
+from megatron_pipemem.schedule.options import STOCK
+
+_PER_NODE = ("nproc-per-node", "ntasks-per-node", "gpus-per-node", "actor-num-gpus-per-node")
+_NODES = ("nnodes", "nodes", "actor-num-nodes")
+_GPT2 = 50257
+_TYPING_ERROR = 0.9
+"""How similar an unknown flag is to a known one if it is mistyped. Others belong to the program."""
+_TRAINING = ("data-path", "mock-data", "data-cache-path", "save-interval", "load", "train-iters")
+_ELSEWHERE = ("save", "pretrained-checkpoint", "exit-signal", "exit-signal-handler", "pipemem-report", "pipemem-trace")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A command as it was understood.
+
+    Args:
+        run: the run that it starts.
+        program: the training program, as the command names it.
+        assumed: sentences about facts that the command does not say.
+    """
+
+    run: Run
+    program: str
+    assumed: tuple[str, ...]
+
+
+def read_command(
+    words: Sequence[str],
+    known: Mapping[str, Mapping[str, Any]],
+    cluster: Cluster,
+    devices: int | None = None,
+    vocabulary: int | None = None,
+) -> Reading:
+    """Return the run that a command starts.
+
+    Args:
+        words: launcher, program and flags.
+        known: flags of Megatron's parser, as ``mcore.known_flags`` describes them.
+        cluster: whose devices the run is priced on; its number of nodes follows from the command.
+        devices: of the whole run, if the command does not say them.
+        vocabulary: tokens, if the command does not say them.
+
+    Raises:
+        ConfigError: a flag is unknown, a size is missing, or a value is no number.
+    """
+    place = next(place for place, word in enumerate(words) if word.endswith(".py"))
+    flags = _Flags(_named(words[place + 1 :], known), known)
+    assumed: list[str] = []
+    launcher = _launcher(words[:place])
+    model = _model(flags, assumed, vocabulary)
+    choice = _schedule(flags)
+    cut, nodes, per_node = _parallelism(flags, launcher, devices, cluster, assumed)
+    if choice.name == STOCK:
+        cut = replace(cut, chunks=_chunks(flags, model, cut.pp))
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16" if flags.on("bf16") else "fp16" if flags.on("fp16") else "fp32"
+    cluster = replace(cluster, nodes=nodes, devices_per_node=per_node)
+    run = Run(model, cluster, cut, choice, _training(flags), precision, flags.left())
+    return Reading(run, words[place], tuple(assumed))
+
+
+@dataclass
+class _Flags:
+    """The flags of a command. Those that were asked for are not left."""
+
+    given: dict[str, Any]
+    known: Mapping[str, Mapping[str, Any]]
+    asked: set[str] = field(default_factory=set)
+
+    def get(self, name: str) -> Any:
+        """Return a flag's value, or Megatron's default."""
+        self.asked.add(name)
+        value = self.given.get(name)
+        if value is None:
+            return self.known.get(f"--{name}", {}).get("default")
+        if UNKNOWN in str(value):
+            _ask_for(str(value), f"--{name}")
+        return value
+
+    def on(self, name: str) -> bool:
+        self.asked.add(name)
+        return self.given.get(name) is not None
+
+    def number(self, name: str) -> int | None:
+        value = self.get(name)
+        try:
+            return None if value is None else int(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError("bad-number", f"is {value!r}; give a whole number", key=f"--{name}") from error
+
+    def need(self, name: str) -> int:
+        value = self.number(name)
+        if value is None:
+            raise ConfigError(
+                "unknown-size",
+                "is missing, and the model's shape follows from it; add it to the command",
+                key=f"--{name}",
+            )
+        return value
+
+    def left(self) -> dict[str, Any]:
+        """Return the flags that nothing asked for, without those whose value is unknown."""
+        others = {name: value for name, value in self.given.items() if name not in self.asked}
+        return {name: value for name, value in others.items() if UNKNOWN not in str(value)}
+
+
+def _ask_for(text: str, key: str) -> NoReturn:
+    variable = text.split(UNKNOWN)[1]
+    raise ConfigError(
+        "unknown-size", f"needs a value that the script does not say; give --env {variable}=VALUE", key=key
+    )
+
+
+def _named(words: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the flags of a program: name without dashes -> value, ``True`` for a bare flag, a list for several values."""
+    found: dict[str, Any] = {}
+    place = 0
+    while place < len(words):
+        word = words[place]
+        place += 1
+        if not word.startswith("--") or word == "--":
+            continue
+        word, equals, value = word.partition("=")
+        values = [value] if equals else []
+        flag = known.get(word)
+        near = [] if flag is not None or UNKNOWN in word else get_close_matches(word, known, n=1, cutoff=_TYPING_ERROR)
+        if near:
+            raise ConfigError("unknown-flag", f"Megatron has no such flag; did you mean {near[0]}?", key=word)
+        while flag is None or not flag["bare"]:
+            if place == len(words) or words[place].startswith("--") or (values and (flag or {}).get("nargs") is None):
+                break
+            values.append(words[place])
+            place += 1
+        found[word.lstrip("-")] = True if not values else values[0] if len(values) == 1 else values
+    return found
+
+
+def _launcher(words: Sequence[str]) -> dict[str, str]:
+    """Return the options of what starts the program, with dashes in their names."""
+    found: dict[str, str] = {}
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if not name.startswith("-"):
+            continue
+        value = value if equals else "".join(words[place + 1 : place + 2])
+        found[{"-N": "nodes"}.get(name, name.lstrip("-").replace("_", "-"))] = value
+    return found
+
+
+def _whole(text: str | None) -> int | None:
+    """Return a launcher's number. Of a range of nodes that may come and go, the most.
+
+    Raises:
+        ConfigError: a variable of the script holds it, and is unknown.
+    """
+    if UNKNOWN in (text or ""):
+        _ask_for(str(text), "the launcher")
+    match = re.fullmatch(r"(?:\d+:)?(\d+)", text or "")
+    return int(match[1]) if match else None
+
+
+def _parallelism(
+    flags: _Flags, launcher: Mapping[str, str], devices: int | None, cluster: Cluster, assumed: list[str]
+) -> tuple[Parallelism, int, int]:
+    """Return the parallel sizes, the nodes, and the devices of each."""
+    tp, pp, cp, ep = (
+        flags.number(f"{kind}-parallel-size") or 1
+        for kind in ("tensor-model", "pipeline-model", "context", "expert-model")
+    )
+    micro = flags.number("micro-batch-size") or 1
+    per_node = next((found for name in _PER_NODE if (found := _whole(launcher.get(name)))), None)
+    per_node = per_node or flags.number("actor-num-gpus-per-node")
+    nodes = next((found for name in _NODES if (found := _whole(launcher.get(name)))), None) or flags.number(
+        "actor-num-nodes"
+    )
+    group = tp * pp * cp
+    if devices is None and per_node is None:
+        raise ConfigError("unknown-size", "does not say how many devices it runs on; give --gpus N", key="devices")
+    devices = devices or (per_node or 1) * (nodes or 1)
+    if nodes is None and devices < group and devices % group:
+        raise ConfigError(
+            "unknown-size",
+            f"starts {devices} processes on each node, and does not say how many nodes; give --gpus N",
+            key="devices",
+        )
+    if devices % group:
+        raise ConfigError(
+            "does-not-divide", f"tp x pp x cp = {group} does not divide {devices} devices; give --gpus N", key="devices"
+        )
+    dp = devices // group
+    if nodes is None:
+        assumed.append(f"{devices} devices, so {dp} data-parallel ranks")
+    batch = flags.number("global-batch-size") or micro * dp
+    per_node = min(per_node or cluster.devices_per_node, devices)
+    cut = Parallelism(tp, pp, dp, cp, ep, None, micro, batch, flags.on("sequence-parallel"))
+    return cut, -(-devices // per_node), per_node
+
+
+def _chunks(flags: _Flags, model: Model, pp: int) -> int | None:
+    """Return the stages per pipeline rank; ``None`` for one."""
+    cut = cut_flags.cut_of(flags.given, pp, model.layers)
+    for name in (cut_flags.VIRTUAL_STAGES, cut_flags.LAYERS_PER_STAGE):
+        flags.get(name)
+    return int(cut.chunks) if cut is not None and cut.chunks > 1 else None
+
+
+def _schedule(flags: _Flags) -> ScheduleChoice:
+    recompute = flags.get("recompute-granularity") or ("selective" if flags.on("recompute-activations") else "none")
+    modules = flags.get("recompute-modules") or ["core_attn"]
+    for name in ("recompute-method", "recompute-num-layers"):
+        flags.get(name)
+    said: dict[str, Any] = {"recompute": recompute}
+    if recompute == "selective":
+        said["recompute_modules"] = tuple([modules] if isinstance(modules, str) else modules)
+    if (schedule := flags.given.get("pipemem-schedule")) is not None:
+        flags.asked.add("pipemem-schedule")
+        said["name"] = schedule
+    for key, flag in flags_of(ScheduleChoice).items():
+        if not flag.repeated and (value := flags.given.get(flag.name.lstrip("-"))) is not None:
+            flags.asked.add(flag.name.lstrip("-"))
+            said[key] = flag.kind(value) if flag.kind is not None else value
+    return ScheduleChoice(**said)
+
+
+def _training(flags: _Flags) -> Training:
+    """Return the length of the run and its data. Data and folders whose names are unknown are left out."""
+    given = {name: flags.given.get(name) for name in _TRAINING}
+    flags.asked |= {*_TRAINING, *_ELSEWHERE}
+    known = {name: value for name, value in given.items() if value is not None and UNKNOWN not in str(value)}
+    data = known.get("data-path", MOCK)
+    return Training(
+        iterations=int(known.get("train-iters", Training.iterations)),
+        save_interval=int(known.get("save-interval", Training.save_interval)),
+        load=known.get("load"),
+        data=" ".join(data) if isinstance(data, list) else str(data),
+        cache=known.get("data-cache-path"),
+    )
+
+
+def _model(flags: _Flags, assumed: list[str], vocabulary: int | None) -> Model:
+    pattern_flag, pattern = cut_flags.pattern_of(flags.given)
+    shape: dict[str, Any] = {
+        "hidden": flags.need("hidden-size"),
+        "heads": flags.need("num-attention-heads"),
+        "sequence": flags.need("seq-length"),
+    }
+    if pattern_flag is None:
+        shape |= {"layers": flags.need("num-layers"), "mtp_layers": flags.number("mtp-num-layers") or 0}
+    else:
+        layers, *further = pattern.split(hybrid.FURTHER)
+        if not hybrid.is_cut(pattern):
+            flags.get(pattern_flag)
+        flags.asked |= {"num-layers", "mtp-num-layers"}
+        layers = hybrid.layers_of(layers)
+        shape |= {
+            "layers": len(layers),
+            "pattern": layers,
+            "mtp_layers": len(further),
+            "mtp_pattern": further[0] if further else None,
+        }
+    activation = next((name for name in ("swiglu", "squared-relu") if flags.on(name)), "gelu").replace("-", "_")
+    hidden = shape["hidden"]
+    ffn = flags.number("ffn-hidden-size") or (
+        4 * hidden if activation != "swiglu" else int(4 * hidden * 2 / 3 / 64) * 64
+    )
+    rope = flags.on("use-rotary-position-embeddings")
+    position = "rope" if rope else str(flags.get("position-embedding-type"))
+    grouped = flags.on("group-query-attention")
+    key_heads = flags.number("num-query-groups")
+    rates = [float(flags.get(name) or 0) for name in ("attention-dropout", "hidden-dropout")]
+    flags.get("max-position-embeddings")
+    bias = "all" if not flags.on("disable-bias-linear") else "none"
+    shape |= {
+        "kv_heads": key_heads if grouped else None,
+        "head_channels": flags.number("kv-channels"),
+        "ffn": ffn,
+        "activation": activation,
+        "norm": str(flags.get("normalization")).lower(),
+        "position": "learned" if position == "learned_absolute" else "none" if position == "none" else "rope",
+        "bias": "qkv_only" if flags.on("add-qkv-bias") and bias == "none" else bias,
+        "tied": not flags.on("untie-embeddings-and-output-weights"),
+        "dropout": max(rates),
+        "qk_norm": flags.on("qk-layernorm"),
+    }
+    if flags.on("multi-latent-attention"):
+        shape |= {name: flags.number(name.replace("_", "-")) for name in LATENT}
+    shape |= _experts(flags, shape["layers"], pattern_flag is not None) | _mamba(flags, pattern)
+    model = Model(**shape, vocabulary=1)
+    return replace(model, vocabulary=vocabulary or _vocabulary(flags, model, assumed))
+
+
+def _experts(flags: _Flags, layers: int, is_hybrid: bool) -> dict[str, Any]:
+    experts = flags.number("num-experts")
+    if not experts:
+        return {}
+    shape: dict[str, Any] = {
+        "experts": experts,
+        "experts_per_token": flags.number("moe-router-topk"),
+        "expert_ffn": flags.number("moe-ffn-hidden-size"),
+        "shared_expert_ffn": flags.number("moe-shared-expert-intermediate-size") or 0,
+        "router_score": flags.get("moe-router-score-function"),
+        "router_bias": flags.on("moe-router-enable-expert-bias"),
+        "router_groups": flags.number("moe-router-num-groups") or 0,
+        "router_groups_per_token": flags.number("moe-router-group-topk") or 0,
+        "router_scale": float(flags.get("moe-router-topk-scaling-factor") or 1),
+    }
+    flags.on("no-bias-swiglu-fusion")
+    return shape if is_hybrid else shape | _expert_layers(flags, layers)
+
+
+def _expert_layers(flags: _Flags, layers: int) -> dict[str, int]:
+    """Return which layers have experts, of ``--moe-layer-freq N`` or ``([0]*3+[1]*58)``."""
+    text = str(flags.get("moe-layer-freq"))
+    if text.isdecimal():
+        return {"moe_every": int(text)}
+    has = _listed(text)
+    dense = has.index(1) if 1 in has else 0
+    every = next(
+        (step for step in range(1, layers + 1) if has[dense:] == [int(n % step == 0) for n in range(layers - dense)]),
+        None,
+    )
+    if every is None or (every > 1 and dense) or len(has) != layers:
+        raise ConfigError(
+            "unsupported-model",
+            f"is {text}: experts in other layers than the last ones, or every so many",
+            key="--moe-layer-freq",
+        )
+    return {"moe_every": every, "dense_layers": dense}
+
+
+def _listed(text: str) -> list[int]:
+    """Return the list that an expression of lists, sums and products stands for."""
+
+    def value(node: ast.AST) -> Any:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+            first, second = value(node.left), value(node.right)
+            return first + second if isinstance(node.op, ast.Add) else first * second
+        return ast.literal_eval(node)
+
+    try:
+        found = value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise ConfigError(
+            "bad-syntax", f"is {text!r}; write a number, or a list as in [0]*3+[1]*58", key="--moe-layer-freq"
+        ) from error
+    return found if isinstance(found, list) else [found]
+
+
+def _mamba(flags: _Flags, pattern: str) -> dict[str, Any]:
+    if "M" not in pattern:
+        return {}
+    names = {
+        "state-dim": "mamba_state",
+        "num-heads": "mamba_heads",
+        "head-dim": "mamba_head_dim",
+        "num-groups": "mamba_groups",
+    }
+    return {field_name: flags.number(f"mamba-{name}") for name, field_name in names.items()}
+
+
+def _vocabulary(flags: _Flags, model: Model, assumed: list[str]) -> int:
+    """Return the number of tokens: as the command says, or that of a known model of this shape, or of the tokenizer."""
+    said = flags.number("vocab-size") or flags.number("padded-vocab-size")
+    if said is not None:
+        return said
+    for path in sorted((Path(__file__).parents[1] / "config" / "models").glob("*.yaml")):
+        other = load(path.stem, Model)
+        if _shape(other) == _shape(model):
+            assumed.append(f"a vocabulary of {other.vocabulary:,}, as {path.stem} has, whose shape this is")
+            return other.vocabulary
+    if flags.given.get("tokenizer-type") == "GPT2BPETokenizer" or "merge-file" in flags.given:
+        assumed.append(f"a vocabulary of {_GPT2:,}, as GPT-2's tokenizer has")
+        return _GPT2
+    raise ConfigError(
+        "unknown-size", "is missing, and no known model has this shape; give --vocabulary N", key="--vocab-size"
+    )
+
+
+def _shape(model: Model) -> tuple[int, ...]:
+    return (model.layers, model.hidden, model.heads, model.key_heads, model.ffn_width, model.experts)

@@ -1,0 +1,111 @@
+"""A run is read back from the command that starts it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.training")
+
+from megatron_pipemem.advise.reading import Reading, read_command
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.model import Model
+from megatron_pipemem.config.runs import Run
+from megatron_pipemem.launch.command import Nodes, all_flags, command, min_nodes
+from megatron_pipemem.mcore.known_flags import known_flags
+from tests.watching.refusals import refused
+
+ROOT = Path(__file__).parents[2]
+RUNS = sorted((ROOT / "configs" / "runs").glob("*.yaml"))
+MODELS = sorted(path.stem for path in (ROOT / "megatron_pipemem" / "config" / "models").glob("*.yaml"))
+NO_FLAG = {"gemma2-9b"}
+"""Models with an activation that the training script has no flag for."""
+
+
+def back(run: Run) -> Run:
+    """The run that is read from the command of this one."""
+    nodes = min_nodes(run)
+    start = command(run, Nodes(count=nodes, rank=0, address="node0" if nodes > 1 else None))
+    return read_command(start.words, known_flags(), run.cluster).run
+
+
+def told(run: Run) -> dict[str, str]:
+    """Its flags, without the folder of its output."""
+    flags = all_flags(replace(run, output="out", trace=False))
+    return {name: str(value) for name, value in flags.items() if value is not None and value is not False}
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_every_run_is_read_back(path):
+    run = load(path, Run)
+    found = back(run)
+    assert (told(found), found.parallelism, found.cluster.num_devices) == (
+        told(run),
+        run.parallelism,
+        run.parallelism.ranks,
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in NO_FLAG])
+def test_every_model_is_read_back(name):
+    run = load(ROOT / "configs" / "runs" / "llama3-70b-64xh100.yaml", Run)
+    run = replace(run, model=load(name, Model), schedule=replace(run.schedule, name="stock"))
+    assert told(back(run)) == told(run)
+
+
+SMALL = "--num-layers 8 --hidden-size 96 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1"
+START = "torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py"
+
+
+def read(flags: str = "", start: str = START, **settings) -> Reading:
+    words = shlex.split(f"{start} {SMALL} {flags}")
+    return read_command(words, known_flags(), load("h100-80g", Cluster), **settings)
+
+
+def test_sizes_follow_from_the_launcher():
+    cut = read("--pipeline-model-parallel-size 4 --global-batch-size 64 --vocab-size 99").run.parallelism
+    assert (cut.pp, cut.dp, cut.microbatches) == (4, 4, 16)
+
+
+def test_interleaved_stages_of_all_three_flags():
+    for flags in (
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--num-layers-per-virtual-pipeline-stage 1",
+        "--pipeline-model-parallel-layout Et|(t|)*6tL",
+    ):
+        assert read(f"--pipeline-model-parallel-size 4 --vocab-size 99 {flags}").run.parallelism.chunks == 2
+
+
+def test_megatrons_default_width_of_a_gated_ffn():
+    assert read("--swiglu --vocab-size 99").run.model.ffn_width == 256  # 64 divides it, up to 4 x 96 x 2/3
+
+
+@pytest.mark.parametrize(("text", "every", "dense"), [("2", 2, 0), ("[0]*3+[1]*5", 1, 3), ("([1]+[0])*4", 2, 0)])
+def test_layers_with_experts(text, every, dense):
+    model = read(f"--vocab-size 99 --num-experts 4 --moe-layer-freq '{text}'").run.model
+    assert (model.moe_every, model.dense_layers) == (every, dense)
+
+
+@pytest.mark.parametrize(
+    ("code", "flags", "start", "values"),
+    [
+        ("unknown-size", "", START, ["--vocabulary"]),
+        ("unknown-size", "--vocab-size 9", "python pretrain_gpt.py", ["--gpus"]),
+        ("unknown-size", "--vocab-size 9 --tensor-model-parallel-size \0TP\0", START, ["TP=VALUE"]),
+        ("does-not-divide", "--vocab-size 9 --pipeline-model-parallel-size 3", START, ["16"]),
+        ("unknown-flag", "--vocab-size 9 --hiden-size 3", START, ["--hidden-size"]),
+        ("bad-number", "--vocab-size x", START, ["x"]),
+        ("bad-syntax", "--vocab-size 9 --num-experts 4 --moe-layer-freq x", START, ["x"]),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(code, flags, start, values):
+    with refused(code, *values):
+        read(flags, start)
+
+
+def test_flags_of_the_program_itself_do_not_hinder():
+    assert "freeze-vision-tower" in read("--vocab-size 9 --freeze-vision-tower").run.megatron
