@@ -105,6 +105,10 @@ _ENTRIES = {
         "check.check",
         "Prove that a schedule may run: complete, ordered, free of deadlock, within memory; and write it as a file.",
     ),
+    "advise": _Entry(
+        "advise.advise_command",
+        "Compare a run's schedule with others, and print the line that changes it.",
+    ),
     "plan": _Entry(
         "plan.plan_command",
         "Choose tensor, pipeline and data parallelism, microbatch, schedule and recompute for a run, and rank what fits.",

@@ -35,8 +35,7 @@ from megatron_pipemem.launch.cut_flags import GROUP_SIZE
 from megatron_pipemem.planner.balance import AS_GOOD, Balance, Layout, balance
 from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.plans import Answer, Plan, facts, gibibytes, run_files
-from megatron_pipemem.planner.prices import MeasuredSlowdown
-from megatron_pipemem.planner.profile import Profile
+from megatron_pipemem.planner.profile import slowdown_of
 from megatron_pipemem.planner.space import KEYS, OF_REPLICAS, Limits, without_overlap
 from megatron_pipemem.planner.variants import PLAIN
 from megatron_pipemem.report.terminal import FittingTable
@@ -96,7 +95,7 @@ def plan_command(
     check_output(output, (".yaml", ".yml"), "a run")
     check_seconds("--search-seconds", search_seconds)
     limits, nbytes = _limits(only or ()), None if memory is None else parse_bytes("--memory", memory)
-    pace = None if profile is None else _pace(profile, run)
+    pace = None if profile is None else slowdown_of(profile, run)
     with showing("planning"):
         answer = plan(run, nbytes, limits, top, search_seconds, pace)
         kept, other = _with_and_without(run, answer, lambda bare: plan(bare, nbytes, limits, 1, 0.0, pace))
@@ -134,16 +133,6 @@ def _limits(texts: Sequence[str]) -> Limits:
 
 def _whole(text: str) -> int | str:
     return int(text) if text.isdecimal() and len(text) < 10 else text
-
-
-def _pace(path: Path, run: Run) -> MeasuredSlowdown:
-    profile = Profile.from_json(path)
-    if replace(profile.model, source=run.model.source) != run.model:
-        raise ConfigError("other-model", "is of another model than the run's; profile that one", file=path)
-    try:
-        return profile.slowdown(run.cluster)
-    except ConfigError as error:
-        raise ConfigError(error.code, error.message, file=path) from error
 
 
 def _print_answer(answer: Answer, overlap: str | None) -> None:

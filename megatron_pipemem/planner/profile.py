@@ -9,7 +9,7 @@ every way to cut the model. Profiles come from formulas (`from_formulas`), or fr
 from __future__ import annotations
 
 import operator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from megatron_pipemem.config.cluster import Cluster, Link
 from megatron_pipemem.config.limits import check_magnitudes
 from megatron_pipemem.config.loading import typed
 from megatron_pipemem.config.model import Execution, Model, Passes
+from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner import prices
 from megatron_pipemem.planner.activations import message_bytes
@@ -189,3 +190,18 @@ def _priced(price: Price) -> Part:
     kept = price.kept
     memory = {Kind.F: kept.saved, Kind.I: kept.after_input - kept.saved, Kind.W: -kept.after_input}
     return Part(price.seconds, memory, price.parameters)
+
+
+def slowdown_of(path: Path, run: Run) -> MeasuredSlowdown:
+    """Read how much longer computing took than modelled, from a profile of a run's model.
+
+    Raises:
+        ConfigError: the profile is of another model (``other-model``), or nothing was measured.
+    """
+    profile = Profile.from_json(path)
+    if replace(profile.model, source=run.model.source) != run.model:
+        raise ConfigError("other-model", "is of another model than the run's; profile that one", file=path)
+    try:
+        return profile.slowdown(run.cluster)
+    except ConfigError as error:
+        raise ConfigError(error.code, error.message, file=path) from error

@@ -1,0 +1,184 @@
+"""``pipemem advise``: compare the schedule of a launch script, a command line or a run file with others."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatron_pipemem.advise.advice import AS_FAST, Advice, Way, advise, changed_flags
+from megatron_pipemem.advise.reading import Reading, read_command
+from megatron_pipemem.advise.shell import training_command
+from megatron_pipemem.cli.common import console, print_facts, print_json
+from megatron_pipemem.cli.options import Json, check_output
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.loading import load, settings_of
+from megatron_pipemem.config.runs import Run
+from megatron_pipemem.config.yaml_text import write_yaml
+from megatron_pipemem.errors import ConfigError, UpstreamError
+from megatron_pipemem.files import write_whole
+from megatron_pipemem.mcore import INSTALL
+from megatron_pipemem.mcore.known_flags import known_flags
+from megatron_pipemem.planner.plans import gibibytes
+from megatron_pipemem.planner.profile import slowdown_of
+
+_CLUSTER = "h100-80g"
+
+
+def advise_command(
+    source: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SCRIPT.sh | RUN.yaml | -- COMMAND", help="A launch script, a run file, or a command after --."
+        ),
+    ],
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A shell variable of the script. Repeatable.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Devices of the run, if the script does not say them.")
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="Devices whose speed and memory are taken.")
+    ] = _CLUSTER,
+    vocabulary: Annotated[int | None, typer.Option(min=1, help="Tokens, if the script does not say them.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Prices that `pipemem profile` measured of this model.")
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE.yaml", help="Write the run, as it stands, as a run file.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a run's schedule with others, and print the line that changes it.
+
+    The run keeps its parallel sizes and microbatches; `pipemem plan` ranks others. Nothing of a script is executed: its
+    variables are followed, and Megatron's own parser says which flags there are.
+
+    Examples:
+        # a launch script; variables that it takes from outside
+        pipemem advise train.sh --env NNODES=4
+        # a command line
+        pipemem advise -- torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py --num-layers 32 ...
+        # a run file, with prices that were measured
+        pipemem advise configs/runs/llama3-70b-64xh100.yaml --profile profile.json
+    """
+    check_output(write, (".yaml", ".yml"), "a run")
+    reading = _read(source, _variables(env or ()), cluster, gpus, vocabulary)
+    pace = None if profile is None else slowdown_of(profile, reading.run)
+    advice = advise(reading.run, pace)
+    if write is not None:
+        write_whole(write, write_yaml(settings_of(reading.run)))
+    if as_json:
+        print_json(_facts(reading, advice))
+    else:
+        print_facts(console(), _lines(reading, advice, profile is not None))
+
+
+def _read(
+    source: list[str], variables: dict[str, str], cluster: str, gpus: int | None, vocabulary: int | None
+) -> Reading:
+    path = Path(source[0])
+    if len(source) == 1 and path.suffix in (".yaml", ".yml"):
+        run = load(path, Run)
+        return Reading(run, run.script or "pretrain_gpt.py", ())
+    known = known_flags()
+    if not known:
+        raise UpstreamError("not-installed", f"Megatron's own parser reads the flags, and is not installed; {INSTALL}")
+    if len(source) == 1:
+        if not path.is_file():
+            raise ConfigError(
+                "no-file", f"there is no file {path}; give a launch script, a run file, or -- and a command"
+            )
+        text, folder = path.read_text(encoding="utf-8", errors="replace"), path.parent
+    else:
+        text, folder = shlex.join(source), None
+    return read_command(training_command(text, variables, folder), known, load(cluster, Cluster), gpus, vocabulary)
+
+
+def _variables(texts: list[str] | tuple[()]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in texts]
+    for name, equals, _ in pairs:
+        if not equals or not name:
+            raise ConfigError("bad-syntax", f"--env {name!r}: write NAME=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
+def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, str]]:
+    """Return the answer: a name and a fact for every line."""
+    run, today, stock = reading.run, advice.today, advice.stock
+    cut, model, cluster = run.parallelism, run.model, run.cluster
+    sizes = ", ".join(
+        f"{name} {getattr(cut, name)}" for name in ("tp", "pp", "dp", "cp", "ep") if getattr(cut, name) > 1
+    )
+    batch = f"{cut.microbatches} microbatches of {cut.micro_batch} x {model.sequence:,} tokens"
+    lines = [
+        ("the run", f"{model.layers} layers of {model.hidden:,} channels, {sizes}; {batch}; {run.precision}"),
+        *[("assumed", sentence) for sentence in reading.assumed],
+        ("today", f"{today.name}: {today.seconds:.3g} s a step, {_held(today)}"),
+    ]
+    if stock is not None and stock.gain(today) >= AS_FAST:
+        lines.append(("tuned stock", _compared(stock, today, run)))
+    lines += [(kind, _compared(way, today, run)) for kind, way in advice.proposals.items()]
+    lines += [("refused", f"{', '.join(names)}: {message}") for message, names in advice.refused.values()]
+    lines.append(("answer", _answer(reading, advice)))
+    device = f"devices of {cluster.tflops:g} TFLOP/s and {cluster.memory_gib:g} GiB"
+    prices = "measured by pipemem profile" if measured else f"computed for {device}"
+    lines.append(("how sure", f"seconds are {prices}; schedules are proved on CPU ranks, not yet run on a GPU"))
+    return lines
+
+
+def _held(way: Way) -> str:
+    return f"ranks idle {way.idle_rate:.1%}, peak {gibibytes(way.peak)} GiB"
+
+
+def _compared(way: Way, today: Way, run: Run) -> str:
+    gain = way.gain(today)
+    change = f"a step is {abs(gain):.1%} {'shorter' if gain > 0 else 'longer'}"
+    return f"{way.name}: {change}, {_held(way)}: {shlex.join(changed_flags(run, way.run)[0])}"
+
+
+def _answer(reading: Reading, advice: Advice) -> str:
+    """Return the line to paste, or why there is none."""
+    best = next(iter(advice.proposals.values()), None)
+    stock = advice.stock
+    if best is None and stock is not None and stock.gain(advice.today) >= AS_FAST:
+        return f"stay with Megatron's own schedule, and add {shlex.join(changed_flags(reading.run, stock.run)[0])}"
+    if best is None:
+        return "stay as you are: no schedule is 1 % faster in this memory, or as fast in less"
+    added, gone = changed_flags(reading.run, best.run)
+    without = f", without {shlex.join(gone)}" if gone else ""
+    start = f"put -m megatron_pipemem run before {Path(reading.program).name}, and " if advice.today.is_stock else ""
+    return f"{start}add {shlex.join(added)}{without}"
+
+
+def _facts(reading: Reading, advice: Advice) -> dict[str, Any]:
+    ways = {"today": advice.today, "stock": advice.stock, **advice.proposals}
+    return {
+        "run": settings_of(reading.run),
+        "program": reading.program,
+        "assumed": list(reading.assumed),
+        "ways": {kind: way and _way_facts(way, advice.today, reading.run) for kind, way in ways.items()},
+        "refused": {
+            code: {"message": message, "schedules": names} for code, (message, names) in advice.refused.items()
+        },
+    }
+
+
+def _way_facts(way: Way, today: Way, run: Run) -> dict[str, Any]:
+    added, gone = changed_flags(run, way.run)
+    return {
+        "schedule": way.order.name,
+        "chunks": way.order.chunks,
+        "stock": way.is_stock,
+        "layers": list(way.step.layers),
+        "seconds": way.seconds,
+        "gain": way.gain(today),
+        "bubble_rate": way.bubble_rate,
+        "idle_rate": way.idle_rate,
+        "peak_bytes": list(way.peaks),
+        "add": added,
+        "remove": gone,
+    }

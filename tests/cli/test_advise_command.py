@@ -1,0 +1,80 @@
+"""The command reads scripts, command lines and run files, and prints a line that leads to the proposed run."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.training")
+
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.runs import Run
+
+SCRIPT = """
+MODEL_ARGS=(
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
+    --num-query-groups 8 --seq-length 4096 --max-position-embeddings 4096 --position-embedding-type rope --swiglu
+    --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights
+)
+torchrun --nproc_per_node 8 --nnodes ${NNODES} pretrain_gpt.py ${MODEL_ARGS[@]} --bf16 \\
+    --pipeline-model-parallel-size 8 --micro-batch-size 1 --global-batch-size 32 --use-distributed-optimizer \\
+    --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --data-path $DATA
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT, encoding="utf-8")
+    return path
+
+
+def test_a_script_under_1f1b_is_told_of_the_zero_bubble(pipemem_json, script):
+    found = pipemem_json("advise", script, "--env", "NNODES=2")
+    assert found["run"]["parallelism"] == {"pp": 8, "dp": 2, "global_batch": 32}
+    today, best = found["ways"]["today"], found["ways"]["same memory"]
+    assert (today["schedule"], best["schedule"]) == ("1f1b", "zb-h1")
+    assert best["seconds"] == pytest.approx(today["seconds"] * (1 - best["gain"])) and best["gain"] > 0.05
+    assert best["idle_rate"] < today["idle_rate"]
+    assert best["add"][:2] == ["--pipemem-schedule", "zb-h1"]
+
+
+def test_the_printed_line_is_that_of_the_answer(pipemem, pipemem_json, script):
+    added = pipemem_json("advise", script, "--env", "NNODES=2")["ways"]["same memory"]["add"]
+    shown = pipemem("advise", script, "--env", "NNODES=2")
+    (answer,) = [line for line in shown.stdout.splitlines() if line.startswith("answer")]
+    assert answer.endswith(shlex.join(added)) and "pretrain_gpt.py" in answer
+    assert len(shown.stdout.splitlines()) <= 12
+
+
+def test_a_command_line_means_the_same_as_the_script(pipemem_json, script):
+    words = shlex.split(SCRIPT.split("torchrun")[1].replace("\\\n", " ").replace("${NNODES}", "2"))
+    model = SCRIPT.split("(\n")[1].split(")\n")[0].split()
+    place = words.index("${MODEL_ARGS[@]}")
+    command = ["torchrun", *words[:place], *model, *words[place + 1 :]]
+    by_command = pipemem_json("advise", "--json", "--", *command[:-2])
+    assert by_command["ways"] == pipemem_json("advise", script, "--env", "NNODES=2")["ways"]
+
+
+def test_the_run_is_written_as_a_run_file(pipemem, script, tmp_path):
+    out = tmp_path / "run.yaml"
+    assert pipemem("advise", script, "--env", "NNODES=2", "--write", out).exit_code == 0
+    run = load(out, Run)
+    assert (run.model.layers, run.parallelism.pp, run.schedule.name) == (32, 8, "stock")
+    assert run.flags["use-distributed-optimizer"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["nope.sh"], "no-file"),
+        (["{script}"], "unknown-size"),
+        (["{script}", "--env", "NNODES"], "bad-syntax"),
+        (["{script}", "--env", "NNODES=2", "--cluster", "nope"], "no-file"),
+    ],
+)
+def test_bad_input_is_named(refuses, script, arguments, code):
+    line = refuses("advise", *(each.format(script=script) for each in arguments))
+    assert line.endswith(f"[{code}]")
