@@ -224,7 +224,7 @@ class ScheduleOptions:
         "form in which tensors that sequence parallelism gathers wait for W: sharded: this rank's shards, which W gathers "
         "again; gathered: the whole tensors; auto (default): sharded where the tensor-parallel ranks are of one node",
         choices=WEIGHT_INPUTS,
-        page="gpu.md#what-waits-for-w",
+        page="what-runs-where.md#what-waits-for-w",
     )
     early_weights: str = _field(
         AUTO,
@@ -232,14 +232,14 @@ class ScheduleOptions:
         "matrix of experts that are narrower than the model",
         f"auto|none|{','.join(EARLY_WEIGHTS)}",
         read=_early,
-        page="gpu.md#what-waits-for-w",
+        page="what-runs-where.md#what-waits-for-w",
     )
     random: RandomStreams = _field(
         STOCK,
         "source of first weights and dropout: stock: Megatron's streams of every rank; layerwise: the seed, the "
         "iteration, the microbatch and the layer alone, so that every schedule, stock included, trains the same from step 0",
         choices=RANDOM,
-        page="choosing-a-schedule.md#my-loss-differs-from-1f1bs-at-step-1",
+        page="troubleshooting.md#my-loss-differs-from-1f1bs-at-step-1",
     )
     slice_cut: SliceCut = _field(
         TOKENS,
@@ -252,7 +252,7 @@ class ScheduleOptions:
         False,
         "let every rank begin a step as soon as it has done its own part of the one before: no rank waits for another one "
         "between steps, and training stays the same to the bit",
-        page="steps-without-barrier.md",
+        page="other-schedules.md#steps-without-a-barrier",
     )
 
 

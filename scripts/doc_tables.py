@@ -12,7 +12,8 @@ import argparse
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from pathlib import Path
 import quickstart
 from rich.console import Console
 
+from megatron_pipemem.cli.schedules import RESEARCH
 from megatron_pipemem.config import refusals
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load, typed
@@ -41,25 +43,31 @@ from megatron_pipemem.search import search_schedule
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DOCUMENTS = {
+    "bubbles": "../README.md",
     "costs": "choosing-a-schedule.md",
     "schedules": "choosing-a-schedule.md",
-    "slices": "choosing-a-schedule.md",
+    "research": "other-schedules.md",
+    "slices": "long-sequences.md",
     "codes": "troubleshooting.md",
-    "flags": "usage.md",
+    "flags": "start.md",
     "conflicts": "troubleshooting.md",
     "refusals": "troubleshooting.md",
-    "queues": "gpu.md",
-    "quickstart": "quickstart.md",
+    "queues": "what-runs-where.md",
+    "quickstart": "start.md",
 }
 """Where a table stands."""
 
 DEVICES, MICROBATCHES = 8, 32
+SIZES = [(4, 8), (4, 16), (8, 16), (8, 32), (16, 16), (16, 32)]
+GAINS = {"1f1b": "stock's", "zb-h1": "in 1F1B's memory", "v-half": "in 0.6 to 0.8 of it"}
+"""Schedules of the README's first table: which memory each takes."""
 COSTS = {"1 : 1 : 1": Costs(1, 1, 1), "1 : 1.5 : 0.5": Costs(1, 1.5, 0.5)}
 COMPARED: dict[str, tuple[str, dict[str, int]]] = {
     "`1f1b`": ("1f1b", {}),
     "`interleaved`, 2 chunks": ("interleaved", {"chunks": 2}),
     "`interleaved`, 5 chunks": ("interleaved", {"chunks": 5}),
     "`gis`, 5 chunks": ("gis", {"chunks": 5}),
+    "`zb-h1`": ("zb-h1", {}),
     "`zbv`": ("zbv", {}),
     "`v-half`": ("v-half", {}),
     "`v-min`": ("v-min", {}),
@@ -119,9 +127,19 @@ def _found(chunks: int, costs: Costs) -> Timeline:
     return simulate(found.schedule, costs)
 
 
-def table_of_schedules() -> str:
+def table_of_bubbles() -> str:
+    lines = [["pipeline ranks, microbatches", *(f"{p}, {m}" for p, m in SIZES)]]
+    for name, memory in GAINS.items():
+        runs = [simulate(build_schedule(name, num_devices=p, num_microbatches=m)) for p, m in SIZES]
+        lines.append([f"`{name}`, {memory}", *(f"{run.bubble_rate:.1%}" for run in runs)])
+    return _rows(lines)
+
+
+def table_of_schedules(*, for_research: bool) -> str:
     lines = [["name", "placement", *PEAKS, "bubble", "messages", "from"]]
     for family in families():
+        if (family.name in RESEARCH) is not for_research:
+            continue
         run = _family(family.name, Costs())
         units, *in_bytes = _peaks(run)
         peaks = [f"{units:.3f}", *(f"{share:.2f}" for share in in_bytes)]
@@ -160,19 +178,23 @@ def table_of_queues() -> str:
     return "\n".join(rows)
 
 
-def table_of_codes() -> str:
-    rows = ["| code | meaning, and remedy |", "|---|---|"]
-    return "\n".join(rows + [f"| `{code}` | {CODES[code]} |" for code in sorted(CODES)])
+def _items(entries: Iterable[tuple[str, str]]) -> str:
+    """Write names and their meanings as a list whose lines fit into 120 columns."""
+    fill = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False, subsequent_indent="  ")
+    return "\n".join(fill(f"- `{name}`: {meaning}") for name, meaning in entries)
 
 
-def table_of_flags() -> str:
+def list_of_codes() -> str:
+    return _items(sorted(CODES.items()))
+
+
+def list_of_flags() -> str:
     plan = next(each for each in flag_parser()._actions if each.dest == "pipemem_plan")
-    rows = ["| flag | meaning |", "|---|---|", f"| `--pipemem-plan {plan.metavar}` | {plan.help} |"]
+    entries = [(f"--pipemem-plan {plan.metavar}", plan.help or "")]
     for flag in flags_of(Request).values():
         more = f" ([more]({flag.page}))" if flag.page else ""
-        value = f" {flag.metavar}".replace("|", "\\|") if flag.metavar else ""
-        rows.append(f"| `{flag.name}{value}` | {flag.help}{more} |")
-    return "\n".join(rows)
+        entries.append((f"{flag.name} {flag.metavar or ''}".strip(), f"{flag.help}{more}"))
+    return _items(entries)
 
 
 def table_of_conflicts() -> str:
@@ -219,11 +241,13 @@ def main() -> None:
     parser.add_argument("--quickstart", type=Path, metavar="FOLDER", help="what the quickstart wrote")
     arguments = parser.parse_args()
     blocks = {
+        "bubbles": table_of_bubbles(),
         "costs": table_of_costs(),
-        "schedules": table_of_schedules(),
+        "schedules": table_of_schedules(for_research=False),
+        "research": table_of_schedules(for_research=True),
         "slices": table_of_slices(),
-        "codes": table_of_codes(),
-        "flags": table_of_flags(),
+        "codes": list_of_codes(),
+        "flags": list_of_flags(),
         "conflicts": table_of_conflicts(),
         "refusals": table_of_refusals(),
         "queues": table_of_queues(),

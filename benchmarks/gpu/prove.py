@@ -152,7 +152,7 @@ def _value(item: tuple[str, object]) -> str:
 
 
 def table(rows: list[tuple[str, str, str, str]]) -> str:
-    """Of all experiments, in Markdown, for docs/gpu.md."""
+    """Of all experiments, in Markdown, for docs/what-runs-where.md."""
     lines = [f"| {letter} | {case} | {values} | {missed or 'holds'} |" for letter, case, values, missed in rows]
     return "\n".join(["| | case | measured | claim |", "|---|---|---|---|", *lines])
 

@@ -269,7 +269,7 @@ def _completed(raw: dict[str, Any], flags: dict[str, Any], model: Model, cluster
 def _text(raw: dict[str, Any], path: Path) -> str:
     """Return the text of a run file, with comments for its next reader."""
     lines = [
-        "# To go on (docs/running-on-slurm.md has all keys):",
+        "# To go on (docs/launching.md has all keys):",
         f"#     pipemem plan {path}",
         f"#     pipemem launch {path} --print",
         f"#     pipemem launch {path} --launcher slurm --print",

@@ -49,7 +49,7 @@ def test_the_example_as_a_file_of_the_package(example: Path, tmp_path: Path) -> 
     """The package with one more file: the property tests and the command line take it."""
     copy = tmp_path / "tree" / "megatron_pipemem"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(example, copy / "schedule" / "families" / "all_then_all.py")
+    shutil.copy(example, copy / "families" / "all_then_all.py")
     code = """
 import sys
 sys.path.insert(0, TESTS)

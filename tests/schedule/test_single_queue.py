@@ -65,7 +65,7 @@ def test_every_family_gets_through_single_queues(name: str) -> None:
     ],
 )
 def test_what_hangs_there_otherwise(name: str, p: int, m: int, options: dict[str, object]) -> None:
-    """The families that docs/support-matrix.md names."""
+    """The families that docs/what-runs-where.md names."""
     schedule = build_schedule(name, num_devices=p, num_microbatches=m, **options)
     assert queue_oracle.stuck(lower(schedule))
     proved(schedule, Costs())

@@ -69,16 +69,16 @@ def test_asynchronous():
     said = (
         f"is {100 * window.bubble_rate:.1f} % instead of {rate('1f1b', 4, 8)} %. `zb-h1` ({rate('zb-h1', 4, 8)} %) and "
     )
-    assert f"p = 4 and m = 8 the bubble {said}`zbv` ({rate('zbv', 4, 8)} %)" in text("docs/asynchronous.md")
+    assert f"p = 4 and m = 8 the bubble {said}`zbv` ({rate('zbv', 4, 8)} %)" in text("docs/other-schedules.md")
 
 
 def test_bidirectional():
-    said = text("docs/bidirectional.md")
+    said = text("docs/other-schedules.md")
     doubled, plain = ([rate("chimera", 4, m, doubling=each) for m in (8, 16, 32)] for each in (True, False))
     assert (
         f"m = 8, 16, 32 the bubble is {' %, '.join(doubled)} %; without doubling it is {' %, '.join(plain)} %" in said
     )
-    quickstart = re.search(r"<!-- quickstart -->(.*?)<!-- end", (ROOT / "docs/quickstart.md").read_text(), re.DOTALL)[1]
+    quickstart = re.search(r"<!-- quickstart -->(.*?)<!-- end", (ROOT / "docs/start.md").read_text(), re.DOTALL)[1]
     rows = {tuple(line.split()[:2]): line.split() for line in quickstart.splitlines() if "%" in line}
     for name, engine in (("1f1b", "stock"), ("chimera", "pipemem"), ("gems", "pipemem"), ("dualpipe", "pipemem")):
         _, _, _, _, _, counted, share, megabytes, bubble, _ = rows[name, engine]
@@ -137,16 +137,16 @@ def test_offload():
 def test_steps_without_a_barrier():
     found = stream(build_schedule("zbv", num_devices=8, num_microbatches=16), steps=8)
     step, period, gain = f"{found.synchronous:.4g}", f"{found.period:.4g}", f"{found.gain:.3f}"
-    assert f"a step {step}, period {period}, gain {gain}" in text("docs/steps-without-barrier.md")
+    assert f"a step {step}, period {period}, gain {gain}" in text("docs/other-schedules.md")
     assert f"makespan {step}, period {period}: {gain} times as fast" in text("docs/how-it-works.md")
     other = stream(build_schedule("zbv", num_devices=8, num_microbatches=16), Costs(1, 1.2, 0.8))
-    assert f"gain {other.gain:.3f}" in text("docs/steps-without-barrier.md")
+    assert f"gain {other.gain:.3f}" in text("docs/other-schedules.md")
     assert "--pipemem-overlap-steps" in text("docs/how-it-works.md")
 
 
 def test_no_page_sends_cuda_graphs_or_user_buffers_to_a_schedule_that_refuses_them():
-    rows = (ROOT / "docs" / "when-not-to-use.md").read_text(encoding="utf-8").splitlines()
-    graphs, buffers = ([row for row in rows if words in row] for words in ("CUDA graphs", "user buffers"))
+    rows = (ROOT / "docs" / "choosing-a-schedule.md").read_text(encoding="utf-8").splitlines()
+    graphs, buffers = ([row for row in rows if words in row] for words in ("| CUDA graphs", "| user buffers"))
     with pytest.raises(UnsupportedError):
         refuse({"cuda_graph_impl": "local"}.get, SCHEDULES)
     assert len(graphs) == 1 and graphs[0].endswith("| stock Megatron |")
@@ -162,11 +162,11 @@ def test_the_readme_counts_no_schedules():
 
 def test_when_not_to_use():
     assert float(rate("1f1b", 4, 256)) == pytest.approx(100 * 3 / 259, abs=0.05)
-    assert "`(p-1)/(m+p-1)`: 1 % at p = 4, m = 256" in text("docs/when-not-to-use.md")
+    assert "`(p-1)/(m+p-1)`: 1 % at p = 4, m = 256" in text("docs/choosing-a-schedule.md")
 
 
-def test_the_page_on_usage_has_every_flag_of_a_run():
-    said = text("docs/usage.md")
+def test_the_start_page_has_every_flag_of_a_run():
+    said = text("docs/start.md")
     flags = [option for each in flag_parser()._actions for option in each.option_strings if each.help]
     assert len(flags) > 10 and [flag for flag in flags if f"`{flag}" not in said and flag not in ("-h", "--help")] == []
 

@@ -32,20 +32,27 @@ def block(name: str, document: str) -> list[str]:
     return re.search(rf"<!-- {name} -->\n(.*?)\n<!-- end of {name} -->", text, re.DOTALL)[1].split("\n")
 
 
-CHOOSING, QUICKSTART = "docs/choosing-a-schedule.md", "docs/quickstart.md"
+CHOOSING, QUICKSTART = "docs/choosing-a-schedule.md", "docs/start.md"
 WRITTEN = "python scripts/doc_tables.py writes this table anew"
 
 
-def test_the_table_of_schedules_is_current(tables):
-    assert block("schedules", CHOOSING) == tables.table_of_schedules().split("\n"), WRITTEN
+def test_the_table_of_bubbles_is_current(tables):
+    assert block("bubbles", "README.md") == tables.table_of_bubbles().split("\n"), WRITTEN
 
 
-def test_the_table_of_codes_is_current(tables):
-    assert block("codes", "docs/troubleshooting.md") == tables.table_of_codes().split("\n"), WRITTEN
+def test_the_tables_of_schedules_are_current(tables):
+    assert block("schedules", CHOOSING) == tables.table_of_schedules(for_research=False).split("\n"), WRITTEN
+    assert block("research", "docs/other-schedules.md") == tables.table_of_schedules(for_research=True).split("\n"), (
+        WRITTEN
+    )
+
+
+def test_the_list_of_codes_is_current(tables):
+    assert block("codes", "docs/troubleshooting.md") == tables.list_of_codes().split("\n"), WRITTEN
 
 
 def test_the_tables_of_flags_and_conflicts_are_current(tables):
-    assert block("flags", "docs/usage.md") == tables.table_of_flags().split("\n"), WRITTEN
+    assert block("flags", "docs/start.md") == tables.list_of_flags().split("\n"), WRITTEN
     assert block("conflicts", "docs/troubleshooting.md") == tables.table_of_conflicts().split("\n"), WRITTEN
 
 
@@ -54,21 +61,21 @@ def test_the_table_of_refusals_is_current(tables):
 
 
 def test_the_table_of_who_may_wait_for_whom_is_current(tables):
-    assert block("queues", "docs/gpu.md") == tables.table_of_queues().split("\n"), WRITTEN
+    assert block("queues", "docs/what-runs-where.md") == tables.table_of_queues().split("\n"), WRITTEN
 
 
 def test_what_the_readme_promises_was_measured(tables):
     said = {row[1].strip(): row[2].strip() for row in (line.split("|") for line in block("gains", "README.md")[2:])}
     rows = [line.split() for line in block("quickstart", QUICKSTART) if "%" in line]
     shares = {row[0]: row[6] for row in rows if row[1] == "pipemem"}
-    assert f"{shares['v-half']} of 1F1B's with `v-half`, {shares['v-min']} with `v-min`" in said.values()
+    assert f"{shares['v-half']} with `v-half`, {shares['v-min']} with `v-min`" in said.values()
     assert f"equal to the counted one, to the byte, on all {len(shares)} schedules" in said.values()
     synchronous = [name for name in shares if not family(name).asynchronous]
     one = [name for name in synchronous if family(name).replicas == 1]
     two = [name for name in synchronous if name not in one]
     assert [{row[3] for row in rows if row[0] in names} for names in (one, two)] == [{"yes"}, {"~"}]
-    replicas = f"{len(one)} schedules with one replica of the model, within 1e-6 under the {len(two)} with two"
-    assert f"equal to the bit under all {replicas}" in said.values()
+    assert f"equal to the bit under all {len(one)} schedules with one replica of the model" in said.values()
+    assert f"within 1e-6 under all {len(two)} schedules" in said.values()
     emulated = " ".join((ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").split())
     measured = re.search(
         r"our rows took (.*?) of their simulated makespan. At equal memory ours was faster than Megatron-Core's and torch's "
@@ -80,7 +87,7 @@ def test_what_the_readme_promises_was_measured(tables):
     long = (ROOT / "docs" / "long-sequences.md").read_text(encoding="utf-8")
     sliced = next(line.split("|") for line in long.splitlines() if line.startswith("| 2 | 8 |"))
     assert [*said.values()][-5:] == [
-        f"{step} of it",
+        f"{step} of its simulation",
         f"{ours} times as fast",
         f"{interleaved} times as fast",
         f"{dualpipe}, and {zbv} times as fast",

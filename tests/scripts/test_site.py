@@ -69,10 +69,8 @@ def test_the_python_api_has_every_public_name(site):
 def test_the_readme_is_the_start_page(site):
     start = (site / "index.html").read_text(encoding="utf-8")
     assert 'href="search.html"' in start and 'href="notebook.html"' in start
-    assert len(re.findall("<table", start)) == 2
-    usage = (site / "usage.html").read_text(encoding="utf-8")
-    assert 'href="files/configs/runs.html"' in usage
-    assert "off|half|full|auto" in text(site / "usage.html")  # a pipe in the code of a table
+    assert len(re.findall("<table", start)) == 3
+    assert "off|half|full|auto" in text(site / "start.html")
     assert "global_batch" in text(site / "files" / "configs" / "runs.html")
 
 
@@ -95,6 +93,6 @@ def test_a_link_to_nowhere_is_left_for_mkdocs_to_find():
     spec = importlib.util.spec_from_file_location("site_pages", ROOT / "scripts" / "site_pages.py")
     site_pages = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(site_pages)
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="gpu.md"))
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="planning.md"))
     shown = site_pages.on_page_markdown("[a](missing.md) [b](../README.md#start) [c](offload.md)", page)
     assert shown == "[a](missing.md) [b](index.md#start) [c](offload.md)"
