@@ -80,11 +80,16 @@ def described(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
             "type": getattr(action.type, "__name__", None),
             "bare": action.nargs == 0,
             "nargs": action.nargs,
-            "default": action.default if isinstance(action.default, bool | int | float | str) else None,
+            "default": _plain(action.default),
         }
         for action in parser._actions
         for name in action.option_strings
     }
+
+
+def _plain(default: Any) -> bool | int | float | str | None:
+    """Return a default that JSON has; ``None`` for others, and if there is none."""
+    return default if isinstance(default, bool | int | float | str) and default != argparse.SUPPRESS else None
 
 
 def known_flags() -> dict[str, dict[str, Any]]:

@@ -41,7 +41,8 @@ def test_a_flag_of_ours_is_known_as_soon_as_it_is_declared(monkeypatch):
     parser = flag_parser()
     parser.add_argument("--pipemem-new", type=int)
     monkeypatch.setattr(known_flags_module, "flag_parser", lambda: parser)
-    assert known_flags()["--pipemem-new"] == {"choices": None, "type": "int", "bare": False}
+    told = {"choices": None, "type": "int", "bare": False, "nargs": None, "default": None}
+    assert known_flags()["--pipemem-new"] == told
 
 
 def test_what_megatron_takes():
