@@ -12,8 +12,8 @@ from quickstart import MICROBATCHES, MODEL, TWO_CHUNKS, UNTIED
 from megatron_pipemem.schedule.registry import family
 
 ROOT = Path(__file__).parents[2]
-QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-COPIES = (ROOT / "docs" / "bidirectional.md").read_text(encoding="utf-8")
+QUICKSTART = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+COPIES = (ROOT / "docs" / "other-schedules.md").read_text(encoding="utf-8")
 TABLE = re.search(r"<!-- quickstart -->(.*?)<!-- end of quickstart -->", QUICKSTART, re.DOTALL)[1]
 ROWS = [line.split() for line in TABLE.splitlines() if "%" in line]
 SHAPE = [str(part) for pair in MODEL.items() for part in pair]
