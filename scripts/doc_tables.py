@@ -29,7 +29,7 @@ from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.conflicts import CONFLICTS
 from megatron_pipemem.errors import CODES
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.launch.flags import flag_parser
+from megatron_pipemem.launch.command import flag_parser
 from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.schedule.baseline import share_of_1f1b

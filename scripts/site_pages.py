@@ -116,7 +116,7 @@ def command_page(name: str, command: CommandWithExamples) -> str:
         command: as the Typer app holds it.
     """
     from megatron_pipemem.cli.app import RunCommand
-    from megatron_pipemem.launch.flags import flag_parser
+    from megatron_pipemem.launch.command import flag_parser
 
     context = command.make_context(name, [], resilient_parsing=True, help_option_names=["-h", "--help"])
     usage = " ".join(["pipemem", name, *command.collect_usage_pieces(context)])

@@ -141,7 +141,7 @@ def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
         raise UnsupportedError(
             "does-not-fit", f"{name} does not take {run.parallelism.pp} pipeline ranks and {chunks or 1} chunks"
         )
-    layers = layout.layers_of(run, placement.model_stages)
+    layers = layout.pieces_of(run, placement.model_stages)
     return _way(run, order, placement, layers, pace)
 
 

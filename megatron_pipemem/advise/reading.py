@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from megatron_pipemem.advise.shell import UNKNOWN
-from megatron_pipemem.config import hybrid
+from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import LATENT, Model
@@ -267,11 +267,11 @@ def _model(flags: _Flags, assumed: list[str], vocabulary: int | None) -> Model:
     if pattern_flag is None:
         shape |= {"layers": flags.need("num-layers"), "mtp_layers": flags.number("mtp-num-layers") or 0}
     else:
-        layers, *further = pattern.split(hybrid.FURTHER)
-        if not hybrid.is_cut(pattern):
+        layers, *further = pattern.split(layout.FURTHER)
+        if not layout.is_cut(pattern):
             flags.get(pattern_flag)
         flags.asked |= {"num-layers", "mtp-num-layers"}
-        layers = hybrid.layers_of(layers)
+        layers = layout.pattern_layers(layers)
         shape |= {
             "layers": len(layers),
             "pattern": layers,

@@ -14,9 +14,8 @@ from megatron_pipemem.advise.shell import training_command
 from megatron_pipemem.cli.common import console, print_facts, print_json
 from megatron_pipemem.cli.options import Json, check_output
 from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import load, settings_of
+from megatron_pipemem.config.loading import load, settings_of, write_yaml
 from megatron_pipemem.config.runs import Run
-from megatron_pipemem.config.yaml_text import write_yaml
 from megatron_pipemem.errors import ConfigError, UpstreamError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.mcore import INSTALL

@@ -68,7 +68,7 @@ class RunCommand(CommandWithExamples):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
-        from megatron_pipemem.launch.flags import flag_parser
+        from megatron_pipemem.launch.command import flag_parser
 
         flags = flag_parser().format_help().partition(":\n")[2]  # without argparse's own heading
         formatter.write(f"\n Flags after the script\n{indent(flags, ' ')}")

@@ -23,21 +23,17 @@ from megatron_pipemem.cli.options import Json, Yes, at_least_one, check_output, 
 from megatron_pipemem.cli.report import show
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import load, settings_of, typed
+from megatron_pipemem.config.loading import load, settings_of, typed, write_yaml
 from megatron_pipemem.config.model import Model
 from megatron_pipemem.config.runs import Run
-from megatron_pipemem.config.yaml_text import write_yaml
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.launch import slurm
 from megatron_pipemem.launch.command import Command, Nodes, command, min_nodes, ranks_per_node
-from megatron_pipemem.launch.devices import check_devices
-from megatron_pipemem.launch.feasibility import check_data, feasible, refusal
-from megatron_pipemem.launch.grid import slurm as grid_slurm
-from megatron_pipemem.launch.grid.config import GridPoint, label, load_points
+from megatron_pipemem.launch.feasibility import check_data, check_devices, feasible, refusal
 from megatron_pipemem.launch.grid.local import LocalRunner
-from megatron_pipemem.launch.grid.results import Result
-from megatron_pipemem.launch.grid.store import Store, store_of_point
+from megatron_pipemem.launch.grid.points import GridPoint, label, load_points
+from megatron_pipemem.launch.grid.store import Result, Store, store_of_point
 from megatron_pipemem.launch.slurm import Options, batch_file, check_here, printed
 from megatron_pipemem.mcore import INSTALL, is_installed
 from megatron_pipemem.planner.memory import request_of, schedule_of
@@ -393,7 +389,7 @@ def _train(store: Store, launcher: Launcher, max_parallel: int, options: Options
         names = "; ".join(label(settings[index]) for index in ending)
         report_note(f"waiting for Slurm to end {names}; if it never does (squeue shows CG), a node needs attention")
 
-    there = grid_slurm.under_way(store, tell_ending) if launcher == "slurm" else set()  # first: who leaves has a result
+    there = slurm.under_way(store, tell_ending) if launcher == "slurm" else set()  # first: who leaves has a result
     todo = store.open_points()
     with showing("starting points") as show_line:
         standing = _Standing([label(each) for each in settings], len(settings) - len(todo), show_line, console)
@@ -403,12 +399,12 @@ def _train(store: Store, launcher: Launcher, max_parallel: int, options: Options
             return []
         fresh = [index for index in todo if index not in there]
         if fresh:
-            jobs = grid_slurm.submit(store, fresh, max_parallel, options)
+            jobs = slurm.submit_points(store, fresh, max_parallel, options)
             console.print(
                 f"submitted as job {', '.join(jobs)}; interrupting this leaves it in the queue", soft_wrap=True
             )
         with listening(standing.hear):
-            return grid_slurm.wait(store, todo, standing.take)
+            return slurm.wait_for(store, todo, standing.take)
 
 
 class _Standing:
@@ -484,15 +480,15 @@ def _print_commands(points: Sequence[GridPoint], store: Store, as_json: bool) ->
 def _print_jobs(points: Sequence[GridPoint], store: Store, max_parallel: int, options: Options, as_json: bool) -> None:
     """Print the commands that would submit the points, and the batch file."""
     runs = {point.index: point.run for point in points if point.run is not None and point.reason is None}
-    jobs = grid_slurm.jobs(store.folder, runs, max_parallel, options)
+    jobs = slurm.array_jobs(store.folder, runs, max_parallel, options)
     left_out = {label(point.settings): point.reason for point in points if point.reason is not None}
     if as_json:
         rows = [{"points": list(members), "command": list(job.words)} for members, job in jobs.items()]
-        print_json({"jobs": rows, "left_out": left_out, "script": str(batch_file(grid_slurm.BATCH_FILE))})
+        print_json({"jobs": rows, "left_out": left_out, "script": str(batch_file(slurm.GRID_BATCH_FILE))})
         return
     for name, reason in left_out.items():
         typer.echo(f"# left out: {name}: {reason}")
-    typer.echo(printed(jobs.values(), grid_slurm.BATCH_FILE))
+    typer.echo(printed(jobs.values(), slurm.GRID_BATCH_FILE))
 
 
 def _yaml(value: object) -> str:

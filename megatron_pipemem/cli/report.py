@@ -14,9 +14,8 @@ from megatron_pipemem.cli.options import Json, check_output
 from megatron_pipemem.config.runs import REPORT
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.launch.grid.comparison import front, save_picture, table
-from megatron_pipemem.launch.grid.config import Settings, label
-from megatron_pipemem.launch.grid.results import Result, report_of
-from megatron_pipemem.launch.grid.store import Store
+from megatron_pipemem.launch.grid.points import Settings, label
+from megatron_pipemem.launch.grid.store import Result, Store, report_of
 from megatron_pipemem.planner.changes import Case
 from megatron_pipemem.planner.explanation import LACKS_STEP, case_of_report, explain
 from megatron_pipemem.reading import check_exists

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megatron_pipemem.config.limits import MOST_DEVICES, Amount, AmountOrZero, Devices, Limited, Part
+from megatron_pipemem.config.values import MOST_DEVICES, Amount, AmountOrZero, Devices, Limited, Part
 from megatron_pipemem.errors import ConfigError
 
 GIB = 1 << 30

@@ -7,16 +7,59 @@ What stages share out are a model's *pieces*: its layers and, in a GPT, multi-to
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 
-from megatron_pipemem.config import hybrid
-from megatron_pipemem.config.model import Model
+from megatron_pipemem.config.model import Model, Sublayer
 from megatron_pipemem.config.runs import Run
 
+PATTERN_FLAGS = ("hybrid-layer-pattern", "hybrid-override-pattern")
+SEGMENTS, FURTHER = "|", "/"
+
+
+def segments(pattern: str) -> list[str]:
+    """Return the symbols of the layers of every stage, without what predicts further tokens."""
+    return pattern.split(FURTHER)[0].split(SEGMENTS)
+
+
+def pattern_layers(pattern: str) -> str:
+    """Return the symbols of a pattern's layers, without what predicts further tokens."""
+    return "".join(segments(pattern))
+
+
+def is_cut(pattern: str) -> bool:
+    """Return whether a pattern says where its stages end."""
+    return len(segments(pattern)) > 1
+
+
+def needed_layers(pattern: str, flags: Mapping[str, object]) -> list[bool]:
+    """Return of which layers every rank needs one: those with experts, where Megatron logs their losses. It waits for ever
+    where a rank has none.
+
+    Args:
+        pattern: of the model, cut or not.
+        flags: of the training script, without dashes.
+    """
+    balanced = "aux_loss" in str(flags.get("moe-router-load-balancing-type", "aux_loss"))
+    logged = balanced or flags.get("moe-z-loss-coeff") not in (None, False)
+    return [logged and symbol == Sublayer.EXPERTS for symbol in pattern_layers(pattern)]
+
+
+def cut(pattern: str, counts: Sequence[int]) -> str:
+    """Return a pattern that is cut into stages.
+
+    Args:
+        pattern: without ``|``.
+        counts: layers of every stage.
+    """
+    layers, slash, further = pattern.partition(FURTHER)
+    ends = list(accumulate(counts, initial=0))
+    return SEGMENTS.join(layers[begin:end] for begin, end in pairwise(ends)) + slash + further
+
+
 FLAG = "pipeline-model-parallel-layout"
-PATTERN = hybrid.FLAGS[0]
+PATTERN = PATTERN_FLAGS[0]
 FIRST_OR_LAST = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
 FLAGS = (FLAG, *FIRST_OR_LAST)
 
@@ -55,7 +98,7 @@ def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
         return {}
     if pattern is None:
         return {FLAG: written(counts, model.mtp_layers)}
-    return {PATTERN: hybrid.cut(pattern, counts)}
+    return {PATTERN: cut(pattern, counts)}
 
 
 def with_cut(run: Run, counts: Sequence[int]) -> Run:
@@ -72,7 +115,7 @@ def with_cut(run: Run, counts: Sequence[int]) -> Run:
 def pattern_of(model: Model) -> str | None:
     """Return a hybrid model's layers in Megatron's words, those of multi-token prediction behind slashes."""
     further = [model.mtp_pattern or ""] * model.mtp_layers
-    return model.pattern and hybrid.FURTHER.join((model.pattern, *further))
+    return model.pattern and FURTHER.join((model.pattern, *further))
 
 
 def written(counts: Sequence[int], mtp_layers: int = 0) -> str:
@@ -100,7 +143,7 @@ def stages_of(model: Model, counts: Sequence[int]) -> list[str]:
         counts: pieces of every stage.
     """
     pattern = pattern_of(model)
-    return _stages(counts, model.mtp_layers) if pattern is None else hybrid.cut(pattern, counts).split(hybrid.SEGMENTS)
+    return _stages(counts, model.mtp_layers) if pattern is None else cut(pattern, counts).split(SEGMENTS)
 
 
 def _stages(counts: Sequence[int], mtp_layers: int) -> list[str]:
@@ -117,15 +160,15 @@ def _repeated(symbol: str, count: int) -> str:
     return f"{symbol}*{count}" if count > 1 else symbol * count
 
 
-def layers_of(run: Run, stages: int) -> tuple[int, ...] | None:
+def pieces_of(run: Run, stages: int) -> tuple[int, ...] | None:
     """Return the pieces of every stage: what a run says of its cut, or an even one; ``None`` where only Megatron can
     tell.
     """
     given, model = run.flags, run.model
     if any(given.get(key) is not None for key in FIRST_OR_LAST):
         return None
-    if hybrid.is_cut(str(given.get(PATTERN, ""))):
-        counts = tuple(map(len, hybrid.segments(str(given[PATTERN]))))
+    if is_cut(str(given.get(PATTERN, ""))):
+        counts = tuple(map(len, segments(str(given[PATTERN]))))
     elif given.get(FLAG) is not None:
         counts = read(str(given[FLAG]))
     else:

@@ -14,7 +14,7 @@ from functools import cached_property
 from math import ceil
 from typing import Annotated, ClassVar, Literal, Self, get_args
 
-from megatron_pipemem.config.limits import Amount, Count, CountOrZero, Limit, Limited
+from megatron_pipemem.config.values import Amount, Count, CountOrZero, Limit, Limited
 from megatron_pipemem.errors import ConfigError
 
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")

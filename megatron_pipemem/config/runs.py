@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.limits import MOST_DEVICES, Amount, Count, CountOrZero, Devices, Limited
 from megatron_pipemem.config.model import Execution, Fp8, Model, Recomputable, Recompute
+from megatron_pipemem.config.values import MOST_DEVICES, Amount, Count, CountOrZero, Devices, Limited
 from megatron_pipemem.errors import ConfigError, PipememError
 from megatron_pipemem.request import CAP, FILE_SUFFIX, SENT, WEIGHTS, ScheduleOptions
 from megatron_pipemem.schedule.options import AUTO, GATHERED, OFF, SHARDED, STOCK, Offload, early_weights

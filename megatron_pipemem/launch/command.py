@@ -1,7 +1,11 @@
-"""Build the command that starts a run. No other place knows the training script's flags."""
+"""Build the command that starts a run, and parse the ``--pipemem-*`` flags in it.
+
+No other place knows the flags of the training script.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
@@ -11,11 +15,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from megatron_pipemem.config import hybrid, layout
+from megatron_pipemem.config import layout
 from megatron_pipemem.config.model import LATENT, Model, Sublayer
 from megatron_pipemem.config.runs import BY_ACTION, MOCK, Run, ScheduleChoice, resolve_script
-from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.request import flags_of
+from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.schedule.options import STOCK
 
 Flags = dict[str, Any]
@@ -244,7 +248,7 @@ def _model_flags(run: Run) -> Flags:
     flags = model_flags(run.model)
     cut = str(run.flags.get(layout.PATTERN, ""))
     return {
-        key: value for key, value in flags.items() if key != layout.PATTERN or cut.replace(hybrid.SEGMENTS, "") != value
+        key: value for key, value in flags.items() if key != layout.PATTERN or cut.replace(layout.SEGMENTS, "") != value
     }
 
 
@@ -380,3 +384,35 @@ def _quoted(word: str) -> str:
 
 def _word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of flags among others. Raises UnsupportedError where argparse would print all flags and end the process."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS, **settings)
+
+    def error(self, message: str):
+        raise UnsupportedError("unknown-flag", f"{message}; pipemem run --help lists the --pipemem-* flags")
+
+
+def plan_parser() -> Parser:
+    """Return a parser of the flag that stands for others, which is read first."""
+    parser = Parser()
+    parser.add_argument(
+        "--pipemem-plan",
+        metavar="FILE",
+        help="add what pipemem plan --output wrote: parallelism, layout, schedule; other flags may repeat it, not contradict",
+    )
+    return parser
+
+
+def flag_parser() -> Parser:
+    """Return a parser of all flags. Its answer has the fields of ``Request`` that are given."""
+    parser = Parser(parents=[plan_parser()], argument_default=argparse.SUPPRESS)
+    for field, flag in flags_of(Request).items():
+        told: dict[str, Any] = {"action": "store_true"}
+        if flag.metavar:
+            told = {"metavar": flag.metavar, "type": flag.kind, "action": "append" if flag.repeated else "store"}
+        parser.add_argument(flag.name, dest=field, help=flag.help.replace("%", "%%"), **told)
+    return parser

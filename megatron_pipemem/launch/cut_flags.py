@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_pipemem.choose.model_cut import Cut, check_cut, known_chunks, placements_of
-from megatron_pipemem.config import hybrid, layout
+from megatron_pipemem.config import layout
 from megatron_pipemem.config.model import Sublayer
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner import counts as weights
@@ -22,7 +22,7 @@ Flags = Mapping[str, Any]
 
 VIRTUAL_STAGES = "num-virtual-stages-per-pipeline-rank"
 LAYERS_PER_STAGE = "num-layers-per-virtual-pipeline-stage"
-CUTS = (VIRTUAL_STAGES, LAYERS_PER_STAGE, layout.FLAG, *hybrid.FLAGS)
+CUTS = (VIRTUAL_STAGES, LAYERS_PER_STAGE, layout.FLAG, *layout.PATTERN_FLAGS)
 _ACCOUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
 
 
@@ -45,9 +45,9 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
     """
     name, pattern = pattern_of(flags)
     if name is not None:
-        if not hybrid.is_cut(pattern):
+        if not layout.is_cut(pattern):
             return None
-        segments = len(hybrid.segments(pattern))
+        segments = len(layout.segments(pattern))
         return Cut(
             segments / num_devices,
             f"the {segments} segments of --{name} on {num_devices} pipeline ranks",
@@ -84,7 +84,7 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
 
 def pattern_of(flags: Flags) -> tuple[str | None, str]:
     """Return the flag that says the layers of a hybrid model, and the layers; ``None`` and nothing for other models."""
-    name = next((name for name in hybrid.FLAGS if given(flags, name)), None)
+    name = next((name for name in layout.PATTERN_FLAGS if given(flags, name)), None)
     return (None, "") if name is None else (name, str(flags[name]))
 
 
@@ -103,10 +103,10 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
 
     name, pattern = pattern_of(flags)
     first_or_last = known_chunks(placement) == 1 and any(given(flags, each) for each in layout.FIRST_OR_LAST)
-    if name is None or hybrid.is_cut(pattern) or first_or_last:
+    if name is None or layout.is_cut(pattern) or first_or_last:
         return None
     sizes, sequence = weights.sizes_of(flags), _whole(flags.get("seq-length")) or 0
-    layers = hybrid.layers_of(pattern)
+    layers = layout.pattern_layers(pattern)
     seconds = [weights.layer_weight(symbol, sizes, sequence) for symbol in layers]
     if not any(seconds):
         return None  # and Megatron says what is wrong
@@ -114,8 +114,8 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
     head = weights.head_weight(sizes, rows) if with_head else 0.0
     # Two replicas go over the devices in opposite directions, so each is cut for itself.
     alone = Placement.linear(placement.num_devices) if placement.replicas > 1 else placement
-    needed = hybrid.needed_layers(pattern, flags)
-    return f"--{name}={hybrid.cut(pattern, partition(Loads(seconds, last=head, needed=needed), alone))}"
+    needed = layout.needed_layers(pattern, flags)
+    return f"--{name}={layout.cut(pattern, partition(Loads(seconds, last=head, needed=needed), alone))}"
 
 
 def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
@@ -129,9 +129,9 @@ def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
     Raises:
         UnsupportedError: a rank has no experts, and others have.
     """
-    if not any(hybrid.needed_layers(pattern, flags)):
+    if not any(layout.needed_layers(pattern, flags)):
         return
-    segments = hybrid.segments(pattern)
+    segments = layout.segments(pattern)
     for device, stages in enumerate(placement.stages):
         held = [segments[stage % len(segments)] for stage in stages]
         if Sublayer.EXPERTS not in "".join(held):
@@ -150,7 +150,7 @@ def as_built(chunks: int) -> Cut:
         if needed == 1:
             return f"drop --{VIRTUAL_STAGES} or whatever else asks for virtual stages"
         return (
-            f"pass --{VIRTUAL_STAGES} {needed} or a --{layout.FLAG} (for a hybrid model, a --{hybrid.FLAGS[0]} with |) with "
+            f"pass --{VIRTUAL_STAGES} {needed} or a --{layout.FLAG} (for a hybrid model, a --{layout.PATTERN} with |) with "
             "that many stages per rank, or, without "
             f"megatron.training, virtual_pipeline_model_parallel_size={needed} to initialize_model_parallel() and in the "
             "model's configuration"

@@ -10,13 +10,12 @@ from itertools import pairwise, takewhile
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.choose.model_cut import known_chunks
-from megatron_pipemem.config import hybrid
+from megatron_pipemem.config import layout
 from megatron_pipemem.config.refusals import CPU, SCHEDULES, flag_values, refuse, refuse_overlapped
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import cut_flags
-from megatron_pipemem.launch.command import CPU_FLAGS, words
-from megatron_pipemem.launch.flags import Parser, flag_parser, plan_parser
+from megatron_pipemem.launch.command import CPU_FLAGS, Parser, flag_parser, plan_parser, words
 from megatron_pipemem.mcore.plan_file import add_planned_flags
 from megatron_pipemem.request import Request, flags_of, prices_of
 from megatron_pipemem.schedule.options import OFF, STOCK, parse_options
@@ -108,7 +107,7 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     placements = cut_flags.checked_placements(flags, request.schedule, request.options, p, layers, file)
     pattern = cut_flags.cut_pattern(flags, placements[0], with_head=request.vocab_parallel == OFF)
     written = (pattern or "").partition("=")[2] or cut_flags.pattern_of(flags)[1]
-    if hybrid.is_cut(written):
+    if layout.is_cut(written):
         cut_flags.check_experts(flags, written, placements[0])
     if os.environ.get("RANK", "0") == "0":
         for remark in cut_flags.remarks(flags, request.schedule):

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.launch.flags import flag_parser
+from megatron_pipemem.launch.command import flag_parser
 from megatron_pipemem.mcore import is_installed
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.search.result import default_folder

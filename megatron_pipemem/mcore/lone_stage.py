@@ -34,7 +34,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_pipemem.config import hybrid
+from megatron_pipemem.config import layout
 from megatron_pipemem.config.model import Execution, Model, Sublayer
 from megatron_pipemem.cpu.hybrid_layers import hybrid_stack_spec
 from megatron_pipemem.errors import UnsupportedError
@@ -165,7 +165,7 @@ def build_stage(
                 layer.submodules.self_attention.submodules.core_attention = FlashAttention
         further = [model.mtp_pattern or ""] * (config.mtp_num_layers or 0)
         stage = HybridModel(
-            config, spec, *size, hybrid_layer_pattern=hybrid.FURTHER.join(("".join(kinds), *further)), **ends
+            config, spec, *size, hybrid_layer_pattern=layout.FURTHER.join(("".join(kinds), *further)), **ends
         )
     stage.cuda()
     mark_early([stage], early_modules(model, execution))

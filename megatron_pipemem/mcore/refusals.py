@@ -9,7 +9,6 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import layers
 from megatron.core.utils import get_attr_wrapped_model, get_te_version, is_te_min_version, unwrap_model
 
-from megatron_pipemem.config.joined_steps import joined_anyway
 from megatron_pipemem.config.refusals import (
     CPU,
     FSDP,
@@ -17,6 +16,7 @@ from megatron_pipemem.config.refusals import (
     TIED,
     Refusals,
     asynchronous,
+    joined_anyway,
     refuse,
     refuse_overlapped,
     refuse_transformer_engine,

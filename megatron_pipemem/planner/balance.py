@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.config import hybrid, layout
+from megatron_pipemem.config import layout
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.planner.memory import request_of, schedule_of
@@ -273,9 +273,9 @@ def _given(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:
     pattern = run.model.pattern is not None
     key = layout.PATTERN if pattern else layout.FLAG
     asked = text if text is not None else run.flags.get(key)
-    if asked is None or (text is None and pattern and not hybrid.is_cut(str(asked))):
+    if asked is None or (text is None and pattern and not layout.is_cut(str(asked))):
         return None
-    counts = layout.layers_of(replace(run, megatron={key: asked}), stages)
+    counts = layout.pieces_of(replace(run, megatron={key: asked}), stages)
     if counts is None:
         raise ConfigError(
             "bad-layout",

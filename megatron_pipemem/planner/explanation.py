@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_pipemem.choose.knowledge import UNIT
-from megatron_pipemem.config.limits import check_magnitudes
+from megatron_pipemem.config.values import check_magnitudes
 from megatron_pipemem.planner.changes import Case, best_changes
 from megatron_pipemem.report.run import measured_bubble
 from megatron_pipemem.schedule.action import Kind

@@ -45,7 +45,7 @@ def held(run: Run, request: Request | None = None) -> MemoryUse | None:
     if schedule is None and choice.name != AUTO:
         schedule = schedule_of(run, request)
     placement = Placement.interleaved(cut.pp, cut.chunks or 2) if schedule is None else schedule.placement
-    layers = layout.layers_of(run, placement.model_stages)
+    layers = layout.pieces_of(run, placement.model_stages)
     if layers is None:
         return None
     request = replace(request, file=schedule, recompute="none")  # which the price of a layer knows

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pipemem.config.cluster import GIB
-from megatron_pipemem.config.loading import settings_of
+from megatron_pipemem.config.loading import settings_of, write_yaml
 from megatron_pipemem.config.runs import Run
-from megatron_pipemem.config.yaml_text import write_yaml
 from megatron_pipemem.planner.replay import Replay, measured
 from megatron_pipemem.planner.space import Order, hides_messages
 from megatron_pipemem.planner.step import PlannedStep, mfu, price

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_pipemem.config.cluster import Cluster, Link
-from megatron_pipemem.config.limits import check_magnitudes
 from megatron_pipemem.config.loading import typed
 from megatron_pipemem.config.model import Execution, Model, Passes
 from megatron_pipemem.config.runs import Run
+from megatron_pipemem.config.values import check_magnitudes
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner import prices
 from megatron_pipemem.planner.activations import message_bytes

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, get_args
 
-from megatron_pipemem.config.hybrid import needed_layers
+from megatron_pipemem.config.layout import needed_layers
 from megatron_pipemem.config.loading import nearest
 from megatron_pipemem.config.model import Recompute
 from megatron_pipemem.config.runs import STOCK_OVERLAPS, Run, ScheduleChoice

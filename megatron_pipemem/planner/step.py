@@ -27,7 +27,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.hybrid import needed_layers
+from megatron_pipemem.config.layout import needed_layers
 from megatron_pipemem.config.model import Execution, Model, Passes
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.planner import prices

@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 from megatron_pipemem.cli.app import app, load_commands
-from megatron_pipemem.launch import flags as run_flags
+from megatron_pipemem.launch import command as run_flags
 from megatron_pipemem.request import Request, flags_of
 
 COMMANDS = ["schedules", "simulate", "show", "check", "run"]

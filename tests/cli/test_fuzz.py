@@ -27,8 +27,7 @@ from megatron_pipemem.config.loading import SHIPPED, load
 from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import PipememError
-from megatron_pipemem.launch.grid.results import Result
-from megatron_pipemem.launch.grid.store import Store
+from megatron_pipemem.launch.grid.store import Result, Store
 from megatron_pipemem.planner.profile import Profile, from_formulas
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule, families

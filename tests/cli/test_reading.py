@@ -13,9 +13,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from megatron_pipemem.launch.grid.config import load_points
-from megatron_pipemem.launch.grid.results import Result
-from megatron_pipemem.launch.grid.store import Store
+from megatron_pipemem.launch.grid.points import load_points
+from megatron_pipemem.launch.grid.store import Result, Store
 from megatron_pipemem.report.terminal import FittingTable
 from megatron_pipemem.report.timeline import bytes_text
 

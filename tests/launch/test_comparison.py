@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.grid.comparison import draw, front, save_picture, table
-from megatron_pipemem.launch.grid.results import Result
+from megatron_pipemem.launch.grid.store import Result
 
 
 def run(index, settings, speed, peak, predicted=None, planned=None, measured=None) -> Result:

@@ -8,7 +8,7 @@ import pytest
 from refusals import refused
 
 from megatron_pipemem.choose.model_cut import known_chunks, placements_of
-from megatron_pipemem.config import hybrid, layout
+from megatron_pipemem.config import layout
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.cut_flags import (
     LAYERS_PER_STAGE,
@@ -26,7 +26,7 @@ WAYS = {
     VIRTUAL_STAGES: str,
     LAYERS_PER_STAGE: lambda chunks: str(LAYERS // (P * chunks)) if chunks else "0",
     layout.FLAG: lambda chunks: layout.written(layout.spread(LAYERS, P * chunks or 1)),
-    hybrid.FLAGS[0]: lambda chunks: "|".join(["M*"] * (P * chunks or P - 1)),
+    layout.PATTERN_FLAGS[0]: lambda chunks: "|".join(["M*"] * (P * chunks or P - 1)),
 }
 
 
@@ -75,7 +75,7 @@ def test_a_pattern_without_cuts_is_cut_by_what_its_layers_compute(schedule):
     placement = placements_of(schedule, {}, P, cut_of(flags, P, None))[0]
     flag = cut_pattern(flags, placement, with_head=True)
     name, written = flag.removeprefix("--").split("=")
-    assert hybrid.layers_of(written) == pattern and written.endswith("/M*/M*")
+    assert layout.pattern_layers(written) == pattern and written.endswith("/M*/M*")
     assert placements_of(schedule, {}, P, cut_of({name: written}, P, None))[0] == placement
     of, segments = sizes_of(flags), written.split("/")[0].split("|")
     each = {symbol: layer_weight(symbol, of, 128) for symbol in "M*-E"}

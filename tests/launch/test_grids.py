@@ -9,7 +9,7 @@ import pytest
 
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.launch import feasibility
-from megatron_pipemem.launch.grid.config import load_points
+from megatron_pipemem.launch.grid.points import load_points
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.registry import family
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.launch.flags import flag_parser
+from megatron_pipemem.launch.command import flag_parser
 from megatron_pipemem.mcore import known_flags as known_flags_module
 from megatron_pipemem.mcore.known_flags import check_flags, known_flags
 

@@ -15,10 +15,9 @@ from megatron_pipemem.cli.app import app
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.launch.grid.config import load_points
-from megatron_pipemem.launch.grid.results import Result, collect, read_result
-from megatron_pipemem.launch.grid.slurm import under_way
-from megatron_pipemem.launch.grid.store import Store
+from megatron_pipemem.launch.grid.points import load_points
+from megatron_pipemem.launch.grid.store import Result, Store, collect, read_result
+from megatron_pipemem.launch.slurm import under_way
 
 TINY = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 RANK = {

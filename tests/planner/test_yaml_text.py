@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron_pipemem.config.loading import MOST_LEVELS, YamlError, read_yaml, write_yaml
 from megatron_pipemem.config.values import converted
-from megatron_pipemem.config.yaml_text import MOST_LEVELS, YamlError, read_yaml, write_yaml
 
 
 @pytest.mark.parametrize(

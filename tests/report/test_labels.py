@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Annotation
 
 from megatron_pipemem.launch.grid import comparison
-from megatron_pipemem.launch.grid.results import Result
+from megatron_pipemem.launch.grid.store import Result
 from megatron_pipemem.report.pareto import Point, draw
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import synchronous_schedules

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_pipemem.launch.grid.config import load_points
+from megatron_pipemem.launch.grid.points import load_points
 from megatron_pipemem.launch.grid.store import Store
 
 TINY = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"

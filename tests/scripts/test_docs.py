@@ -11,7 +11,7 @@ import pytest
 from megatron_pipemem.cli.app import load_commands
 from megatron_pipemem.config.refusals import SCHEDULES, refuse
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.launch.flags import flag_parser
+from megatron_pipemem.launch.command import flag_parser
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import SELECTIVE_SECONDS
 from megatron_pipemem.schedule.bounds import lower_bound

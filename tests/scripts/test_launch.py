@@ -18,10 +18,9 @@ from megatron_pipemem.config.loading import SHIPPED, load
 from megatron_pipemem.config.model import Model
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError, UnsupportedError
-from megatron_pipemem.launch import devices
+from megatron_pipemem.launch import feasibility
 from megatron_pipemem.launch.command import Nodes, command, min_nodes, model_flags, script_flags, words
-from megatron_pipemem.launch.devices import check_devices
-from megatron_pipemem.launch.feasibility import feasible
+from megatron_pipemem.launch.feasibility import check_devices, feasible
 from megatron_pipemem.schedule import registry
 from megatron_pipemem.schedule.registry import build_schedule
 
@@ -491,7 +490,7 @@ def test_a_run_for_gpus_is_not_started_where_there_are_none(tmp_path, monkeypatc
     (tmp_path / "nvidiactl").touch()
     with pytest.raises(UnsupportedError):
         check_devices(on_gpus, tmp_path)
-    monkeypatch.setattr(devices, "DEVICES", ())
+    monkeypatch.setattr(feasibility, "DEVICES", ())
     monkeypatch.setattr(os, "execvpe", lambda *command: pytest.fail("it has started"))
     h100 = ROOT / "configs" / "runs" / "llama3-8b-8xh100.yaml"
     assert pipemem("launch", h100).exit_code == 2

@@ -23,10 +23,18 @@ from typer.testing import CliRunner
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.launch.command import Command
-from megatron_pipemem.launch.grid.config import flat, label, load_points
 from megatron_pipemem.launch.grid.local import LocalRunner, _end_left_over
-from megatron_pipemem.launch.grid.results import Result, collect, read_result, step_seconds, write_result
-from megatron_pipemem.launch.grid.store import Store, store_of_point, try_lock
+from megatron_pipemem.launch.grid.points import flat, label, load_points
+from megatron_pipemem.launch.grid.store import (
+    Result,
+    Store,
+    collect,
+    read_result,
+    step_seconds,
+    store_of_point,
+    try_lock,
+    write_result,
+)
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.launch.grid import slurm
-from megatron_pipemem.launch.grid.config import load_points
+from megatron_pipemem.launch import slurm
+from megatron_pipemem.launch.grid.points import load_points
 from megatron_pipemem.launch.grid.store import Store
 from megatron_pipemem.launch.slurm import Options
 
@@ -42,7 +42,7 @@ def test_an_array_job_for_every_number_of_nodes(tmp_path, write_grid, monkeypatc
     store.create(tmp_path / "grid.yaml", load_points(write_grid(points=cuts, set=common)))
     assert slurm.under_way(store, print) == set(), "nothing was submitted yet"
     store.fail(1, "the last time")
-    assert slurm.submit(store, [0, 1, 2], 5, Options(["--partition=big"], ["--mpi=pmix"])) == ["41", "41"]
+    assert slurm.submit_points(store, [0, 1, 2], 5, Options(["--partition=big"], ["--mpi=pmix"])) == ["41", "41"]
     assert store.results()[1] is None, "should the job be cancelled, nobody takes the last failure for its own"
     two, one = called.read_text().splitlines()
     assert "--array=0,2%5 --nodes=2 --gpus-per-node=2" in two and "--array=1%5 --nodes=1 --gpus-per-node=2" in one
@@ -52,7 +52,7 @@ def test_an_array_job_for_every_number_of_nodes(tmp_path, write_grid, monkeypatc
 
 def test_a_cancelled_element_that_is_just_ending_is_not_waited_for_in_vain(store, tmp_path, monkeypatch):
     fake_slurm(tmp_path, monkeypatch, r"41 0 R\n41 1 CG")
-    slurm.submit(store, [0, 1], 1, Options())
+    slurm.submit_points(store, [0, 1], 1, Options())
     ended = r"41 0 R"
     monkeypatch.setattr(
         slurm.time, "sleep", lambda _: (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\necho {ended}\n")
@@ -70,7 +70,7 @@ def test_without_slurm_it_says_so(store, tmp_path, monkeypatch):
     refused = CliRunner().invoke(app, arguments)
     assert "there is no sbatch here" in f"{refused.output}{refused.exception}" and not folder.exists()
     with pytest.raises(UnsupportedError, match="there is no sbatch here"):
-        slurm.submit(store, [0], 1, Options())
+        slurm.submit_points(store, [0], 1, Options())
 
 
 def pipemem(*arguments: object) -> str:

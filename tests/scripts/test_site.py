@@ -15,7 +15,7 @@ import pytest
 
 import megatron_pipemem
 from megatron_pipemem.cli.app import load_commands
-from megatron_pipemem.launch.flags import flag_parser
+from megatron_pipemem.launch.command import flag_parser
 from megatron_pipemem.schedule.registry import families
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.launch.grid.config import label
-from megatron_pipemem.launch.grid.results import Result
+from megatron_pipemem.launch.grid.points import label
+from megatron_pipemem.launch.grid.store import Result
 from megatron_pipemem.report.figure import Label, add_labels, axes_for_points, figure_of, write_picture
 from megatron_pipemem.report.run import busiest
 from megatron_pipemem.report.terminal import FittingTable

@@ -17,10 +17,8 @@ from typing import IO
 
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.launch.command import Command, command, min_nodes
-from megatron_pipemem.launch.devices import check_devices
-from megatron_pipemem.launch.feasibility import check_data
-from megatron_pipemem.launch.grid.results import Result
-from megatron_pipemem.launch.grid.store import Store, try_lock
+from megatron_pipemem.launch.feasibility import check_data, check_devices
+from megatron_pipemem.launch.grid.store import Result, Store, try_lock
 
 _PATIENCE_SECONDS = 60.0
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_pipemem.config.hybrid import layers_of
+from megatron_pipemem.config.layout import pattern_layers
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import gather, tell
 from megatron_pipemem.schedule.placement import Placement
@@ -91,7 +91,7 @@ def look_into(chunk: torch.nn.Module) -> _Chunk | None:
         numbers = tuple(layer.layer_number for layer in model.decoder.layers)
         pattern = getattr(model, "hybrid_layer_pattern", None)
         # Of a hybrid model the pattern decides; what stands behind "/" predicts further tokens.
-        layers = model.config.num_layers if pattern is None else len(layers_of(pattern))
+        layers = model.config.num_layers if pattern is None else len(pattern_layers(pattern))
         ends = bool(model.pre_process), bool(model.post_process)
     except (AttributeError, RuntimeError, TypeError):  # a model of another kind
         return None

@@ -23,7 +23,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_pg_rank
 
-from megatron_pipemem.config import hybrid
+from megatron_pipemem.config import layout
 from megatron_pipemem.config.model import Sublayer
 from megatron_pipemem.config.refusals import VOCABULARY
 from megatron_pipemem.errors import UnsupportedError
@@ -71,7 +71,7 @@ def head_in_layers(model: Any) -> float:
 def _mean_weight(model: Any) -> float:
     pattern = getattr(model, "hybrid_layer_pattern", None)
     if pattern is not None:
-        weights = _weights(model, hybrid.layers_of(pattern))
+        weights = _weights(model, layout.pattern_layers(pattern))
         return sum(weights) / len(weights)
     of = _sizes(model)
     attention = Sublayer.LATENT_ATTENTION if of("multi_latent_attention") else Sublayer.ATTENTION
