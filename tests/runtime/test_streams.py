@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from unittest import mock
 
 import pytest
 
@@ -10,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import toy  # noqa: E402
 import vocabulary_model  # noqa: E402
-from streams import Group, Streams, Work  # noqa: E402
+from streams import Group, Stream, Streams, Work  # noqa: E402
 
 from megatron_pipemem.features.offload.runtime.channels import CudaChannel  # noqa: E402
 from megatron_pipemem.features.offload.runtime.engine import OffloadEngine  # noqa: E402
@@ -43,11 +44,11 @@ CASES = {
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "gis")
 
 
-def engine_on_streams(**options) -> OffloadEngine:
-    channel = CudaChannel(torch.device("cuda", 0), timed=False)
+def engine_on_streams(budget: int = 1 << 24, timed: bool = False, **options) -> OffloadEngine:
+    channel = CudaChannel(torch.device("cuda", 0), timed)
     channel.device = torch.device("cpu")
     channel.host_memory = lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)
-    return OffloadEngine(channel, HostPool(1 << 24, channel.host_memory, 1 << 20), min_bytes=1, **options)
+    return OffloadEngine(channel, HostPool(budget, channel.host_memory, min(budget, 1 << 20)), min_bytes=1, **options)
 
 
 def runs_here(family: Family) -> bool:
@@ -126,19 +127,59 @@ def no_wait(*_) -> None:
     pass
 
 
+start = CudaChannel.start
+
+
+def start_before_computing_ends(channel, direction, copies, after):
+    with mock.patch.object(torch.cuda, "current_stream", lambda *_: Stream()):
+        return start(channel, direction, copies, after)
+
+
+def start_before_earlier_copies_end(channel, direction, copies, after):
+    return start(channel, direction, copies, ())
+
+
 @pytest.mark.parametrize(
-    ("case", "planted", "kind"),
+    ("case", "planted"),
     [
-        ({}, (Work, "wait"), "race"),
-        ({"offload": ALL}, (CudaChannel, "join"), "race"),
+        ({}, (Work, "wait", no_wait)),
+        ({"offload": ALL}, (CudaChannel, "join", no_wait)),
+        ({"offload": ALL}, (CudaChannel, "start", start_before_computing_ends)),
     ],
-    ids=["a receive is not waited for", "a reload is not waited for"],
+    ids=["a receive is not waited for", "a reload is not waited for", "an offload does not wait"],
 )
-def test_a_planted_fault_is_found(monkeypatch, case, planted, kind):
-    monkeypatch.setattr(*planted, no_wait)
+def test_a_planted_fault_is_found(monkeypatch, case, planted):
+    monkeypatch.setattr(*planted)
     with Streams() as gpu:
         run_device(1, {"schedule": "1f1b"} | case)
-    assert kind in gpu.kinds()
+    assert "race" in gpu.kinds()
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_host_memory_is_not_overwritten_while_a_reload_reads_it(monkeypatch, planted):
+    """The pool has room for one microbatch. The second offload starts before the first reload has ended."""
+    if planted:
+        monkeypatch.setattr(CudaChannel, "start", start_before_earlier_copies_end)
+    with Streams() as gpu:
+        engine = engine_on_streams(budget=512, timed=True)
+        with engine.step():
+            outputs = {}
+            for key in range(2):
+                weight = torch.ones(100, requires_grad=True)
+                with engine.capture(key):
+                    outputs[key] = (torch.randn(100) * weight).sum()
+            engine.offload(0)
+            engine.wait(0)
+            engine.reload(0)
+            engine.offload(1)
+            engine.wait(1)
+            engine.reload(1)
+            for key in range(2):
+                engine.wait(key)
+                outputs.pop(key).backward()
+            assert [stall.seconds for stall in engine.statistics().stalls] == [1e-3] * 4
+        engine.close()
+    assert gpu.kinds() == ({"race"} if planted else set())
 
 
 class SharedExpert(torch.nn.Module):
