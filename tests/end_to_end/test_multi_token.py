@@ -10,6 +10,8 @@ from test_vocabulary import LATER, SEARCH, TP2
 
 SMALL = ("--position-embedding-type", "rope", "--global-batch-size", "4", "--tensorboard-dir", "unused")
 ONE, TWO = ((*SMALL, UNTIED, "--mtp-num-layers", depths) for depths in "12")
+# DDP is told of every gradient once, also of a weight that is used several times.
+OVERLAP = ("--overlap-grad-reduce", "--ddp-bucket-size", "20000")
 LAYOUT = "--pipeline-model-parallel-layout"
 
 # name -> schedule, flags of stock too, flags of ours
@@ -25,7 +27,7 @@ EXACT = {
     "standalone": ("zb-h1", ONE, (LAYOUT, "Ettt|ttttt|m|L")),
     "recompute-in-schedule": ("v-half", ONE, ("--pipemem-recompute", "full")),
     "recompute-in-model": ("zb-h1", (*TWO, *RECOMPUTE), ()),
-    "repeated-layer": ("zb-h1", (*TWO, "--mtp-use-repeated-layer"), ()),
+    "repeated-layer": ("zb-h1", (*TWO, *OVERLAP, "--mtp-use-repeated-layer"), ()),
     "evaluation": ("v-half", (*ONE, *EVALUATION), ()),
 }
 CUT = {

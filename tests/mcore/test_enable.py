@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import multi_token_prediction, transformer_block
 
 import megatron_pipemem
-from megatron_pipemem.errors import UnknownScheduleError, UnsupportedError, UpstreamError
+from megatron_pipemem.errors import UnsupportedError, UpstreamError
 from megatron_pipemem.mcore import patching, plugin
 from megatron_pipemem.mcore.model.linear import split_linear
 from megatron_pipemem.mcore.step.split_backward import SplitBackward
@@ -105,12 +105,6 @@ def test_says_that_modules_of_transformer_engine_stay_delayed(delayed, caplog):
     assert ("delay_wgrad_compute" in caplog.text) == delayed
 
 
-def test_unknown_schedule_changes_nothing(stock):
-    with refused("unknown-schedule", "v-half", kind=UnknownScheduleError):
-        megatron_pipemem.enable("vhalf")
-    assert bindings() == stock
-
-
 @pytest.mark.parametrize("name", ["backward_step", "forward_backward_pipelining_with_interleaving"])
 def test_a_megatron_without_a_symbol_is_refused_by_name(monkeypatch, name):
     monkeypatch.delattr(schedules, name)
@@ -158,10 +152,3 @@ def test_a_replacement_that_fails_leaves_the_plugin_off_and_can_be_enabled_later
 def test_building_chunks_needs_a_schedule():
     with refused("not-enabled", kind=UnsupportedError):
         megatron_pipemem.build_model_chunks(lambda **_: None)
-
-
-def test_importing_the_package_changes_nothing(stock):
-    import importlib
-
-    importlib.reload(megatron_pipemem)
-    assert bindings() == stock

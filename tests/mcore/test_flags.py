@@ -49,22 +49,6 @@ def test_takes_our_flags_and_leaves_megatrons_in_order():
     )
 
 
-def test_takes_a_search_for_bytes_and_measured_costs():
-    settings, others = take_flags(
-        [*MEGATRON, "--pipemem-schedule", "auto", "--pipemem-memory-cap", "6GiB", "--pipemem-costs", "profile"]
-    )
-    assert others == MEGATRON
-    assert (settings.schedule, settings.memory_cap, settings.costs) == ("auto", MemoryCap(6 * 2**30, True), "profile")
-
-
-def test_random_numbers_are_megatrons_unless_asked():
-    asked = ["--pipemem-schedule", "stock"]
-    assert take_flags(asked)[0].random == "stock"
-    assert take_flags([*asked, "--pipemem-random", "layerwise"])[0].random == "layerwise"
-    with refused("bad-choice", "layers", kind=UnsupportedError):
-        take_flags([*asked, "--pipemem-random", "layers"])
-
-
 def test_takes_a_schedule_file(tmp_path):
     path = tmp_path / "own.csv"
     path.write_text(build_schedule("v-min", num_devices=4, num_microbatches=8).to_csv())
@@ -84,13 +68,6 @@ def test_changes_the_processs_own_command_line_in_place(monkeypatch):
     assert sys.argv == ["pretrain_gpt.py", *MEGATRON]
 
 
-def test_options_become_numbers_where_they_are():
-    settings, _ = take_flags(
-        ["--pipemem-schedule", "interleaved", "--pipemem-option", "group_size=6", "--pipemem-option", "chunks=3"]
-    )
-    assert settings.options == {"group_size": 6, "chunks": 3}
-
-
 def test_a_module_adds_the_schedule_that_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
     path = tmp_path / "deep.py"
@@ -106,11 +83,6 @@ def test_a_module_adds_the_schedule_that_is_named(tmp_path, monkeypatch):
     assert add_virtual_stages(settings, others) == [*MEGATRON, "--num-virtual-stages-per-pipeline-rank", "2"]
     with refused("cannot-import", "gone.py", kind=UnsupportedError):
         take_flags(["--pipemem-schedule", "deep", "--pipemem-schedule-module", "gone.py"])
-
-
-def test_fractions_are_numbers_too():
-    settings, _ = take_flags(["--pipemem-schedule", "po-h", "--pipemem-option", "k=0.5"])
-    assert settings.options == {"k": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -222,13 +194,6 @@ def test_layers_that_do_not_divide_come_with_a_layout_that_works():
         add_virtual_stages(settings, others)
 
 
-def test_one_queue_is_for_schedules_of_ours():
-    settings, _ = take_flags(["--pipemem-schedule", "v-half", "--pipemem-single-queue"])
-    assert settings.single_queue and not take_flags(["--pipemem-schedule", "v-half"])[0].single_queue
-    with refused("not-for-stock", kind=UnsupportedError):
-        take_flags(["--pipemem-schedule", "stock", "--pipemem-single-queue"])
-
-
 def test_steps_overlap_only_if_asked():
     asked = ["--pipemem-schedule", "zbv"]
     plain, _ = take_flags(asked)
@@ -285,8 +250,3 @@ def test_how_sequences_are_cut_comes_from_the_command_line():
     take_flags(
         [*MEGATRON, "--pipemem-schedule", "v-half", "--pipemem-slice-cut", "flops", "--pipemem-option", "slices=2"]
     )
-
-
-def test_costs_of_microbatches_come_from_the_command_line():
-    settings, _ = take_flags([*MEGATRON, "--pipemem-schedule", "1f1b", "--pipemem-microbatch-costs", "FLOPs"])
-    assert settings.microbatch_costs == "FLOPs"

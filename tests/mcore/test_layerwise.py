@@ -1,4 +1,4 @@
-"""Streams of random numbers that belong to layers, with the CPU's generator in CUDA's place."""
+"""What random numbers of layers refuse. The numbers that layers draw: tests/end_to_end/test_layerwise.py."""
 
 from __future__ import annotations
 
@@ -10,174 +10,27 @@ from refusals import refused
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
-from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel import random  # noqa: E402
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.features.layerwise import megatron as layerwise  # noqa: E402
-from megatron_pipemem.features.layerwise.megatron import LayerwiseRandom, derived  # noqa: E402
+from megatron_pipemem.features.layerwise.megatron import LayerwiseRandom  # noqa: E402
 from megatron_pipemem.mcore import loop_arguments  # noqa: E402
-from megatron_pipemem.mcore.model.regions import random_numbers_again  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def tracker(monkeypatch):
-    """Megatron's tracker, seeded, on tensor-parallel rank 0 of the one rank there is."""
-    for name in ("manual_seed", "get_rng_state"):
-        monkeypatch.setattr(torch.cuda, name, getattr(torch.default_generator, name.replace("rng_", "")))
-    monkeypatch.setattr(random, "_get_cuda_rng_state", lambda **_: torch.get_rng_state())
-    monkeypatch.setattr(random, "_set_cuda_rng_state", lambda state, **_: torch.set_rng_state(state))
-    for kind in ("tensor_model_parallel", "expert_model_parallel", "expert_tensor_parallel"):
-        monkeypatch.setattr(parallel_state, f"get_{kind}_rank", lambda: 0)
     monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", random.CudaRNGStatesTracker())
     monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True)
-    state = torch.get_rng_state()
-    for name in (random._DATA_PARALLEL_RNG_TRACKER_NAME, random._MODEL_PARALLEL_RNG_TRACKER_NAME):
-        random.get_cuda_rng_tracker().add(name, len(name))
-    yield random.get_cuda_rng_tracker()
-    torch.set_rng_state(state)
 
 
-class Layer(torch.nn.Module):
-    """Draws one number as it is, and one of the tensor-parallel rank's."""
+def test_a_model_that_draws_otherwise_and_a_loop_without_seed_are_refused(monkeypatch):
+    def forward(model):
+        return LayerwiseRandom()._forward_step(lambda *_, **__: "ran", None, None, model, current_microbatch=0)
 
-    fails = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fails:
-            raise ArithmeticError
-        own = torch.rand(())
-        with random.get_cuda_rng_tracker().fork():
-            return x * torch.stack([own, torch.rand(())])
-
-
-def layer(number: int, by_shard: bool = False) -> Layer:
-    made = Layer()
-    layerwise._draw_by_key(made, by_shard, "layer", number)
-    return made
-
-
-def drawn(module: torch.nn.Module, microbatch: int) -> list[float]:
-    with layerwise._within(derived(microbatch)):
-        return module(torch.ones(2)).tolist()
-
-
-def test_numbers_belong_to_layer_and_microbatch_whatever_ran_before():
-    first, second = layer(1), layer(2)
-    in_order = [drawn(each, microbatch) for microbatch in (0, 1) for each in (first, second)]
-    torch.rand(7)
-    assert [drawn(each, microbatch) for each in (layer(1), second) for microbatch in (1, 0)] == [
-        in_order[2],
-        in_order[0],
-        in_order[3],
-        in_order[1],
-    ]
-    assert len({number for pair in in_order for number in pair}) == 8
-
-
-def test_what_others_draw_is_not_disturbed(tracker):
-    module, states = layer(1), tracker.get_states()
-    torch.manual_seed(7)
-    expected = torch.rand(3)
-    torch.manual_seed(7)
-    drawn(module, 0)
-    module.fails = True
-    with pytest.raises(ArithmeticError):
-        drawn(module, 0)
-    assert torch.equal(torch.rand(3), expected)
-    assert tracker.get_states().keys() == states.keys()
-    assert all(torch.equal(state, states[name]) for name, state in tracker.get_states().items())
-
-
-def test_evaluation_draws_from_megatrons_streams():
-    module = layer(1).eval()
-    assert drawn(module, 0) != drawn(module, 0)
-
-
-def test_sharded_activations_draw_by_shard(monkeypatch):
-    by_rank = []
-    for rank in (0, 1):
-        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
-        by_rank.append([*drawn(layer(1), 0), *drawn(layer(1, by_shard=True), 0)])
-    (own, forked, sharded, _), (other_own, other_forked, other_sharded, _) = by_rank
-    assert own == other_own and forked != other_forked and sharded != other_sharded
-
-
-class Outer(torch.nn.Module):
-    """A layer with a layer in it, which runs again before its backward."""
-
-    def __init__(self, inner: Layer):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return random.checkpoint(self.inner, False, x)
-
-
-def test_megatrons_recomputation_draws_the_same_within_a_layer_too():
-    inner = layer(1)
-    alone, outer = drawn(inner, 0), Outer(inner)
-    layerwise._draw_by_key(outer, False, "mtp", 1)
-    x = torch.ones(2, requires_grad=True)
-    with layerwise._within(derived(0)):
-        y = outer(x)
-    assert y.tolist() != alone, "the layer drew as if nothing enclosed it"
-    y.sum().backward()  # of a product with what was drawn
-    assert x.grad.tolist() == y.tolist()
-
-
-def test_our_recomputation_brings_the_key_back():
-    module = layer(1)
-    with layerwise._within(derived(3)):
-        states = random._get_all_rng_states()
-        once = module(torch.ones(2))
-    with random_numbers_again(states):
-        assert torch.equal(module(torch.ones(2)), once)
-
-
-def forward_step(feature: LayerwiseRandom, model: torch.nn.Module, microbatch: int):
-    original = lambda *_, current_microbatch: layerwise._enclosing()  # noqa: E731
-    return feature._forward_step(original, None, None, model, current_microbatch=microbatch)
-
-
-@pytest.fixture
-def feature(monkeypatch):
-    """In iteration 5 of a run with the seed 1234, and its model."""
-    arguments = SimpleNamespace(seed=1234, data_parallel_random_init=False, curr_iteration=5)
-    monkeypatch.setattr(loop_arguments, "_arguments", lambda: arguments)
-    found, model = LayerwiseRandom(), Layer()
-    found._models.add(model)
-    return found, model, arguments
-
-
-def test_a_microbatch_of_a_later_batch_has_that_iteration_s_key(feature):
-    found, model, arguments = feature
-    keys = [forward_step(found, model, microbatch) for microbatch in range(4)]
-    assert len(set(keys)) == 4
-    arguments.curr_iteration, ran = 4, []
-    shape, order = SimpleNamespace(num_microbatches=4), [2, 0, 3, 1]
-    found.extend_executor(SimpleNamespace(shape=shape, context=SimpleNamespace(order=None)))
-    executor = SimpleNamespace(
-        handlers=dict.fromkeys(
-            (layerwise.Kind.F, layerwise.Kind.R), lambda each: ran.append(forward_step(found, model, 0))
-        )
-    )
-    for handler in found.extend(executor).values():
-        for number in range(4, 8):
-            handler(SimpleNamespace(action=SimpleNamespace(microbatch=number)))
-    assert ran == 2 * keys
-    ran.clear()
-    found.extend_executor(SimpleNamespace(shape=shape, context=SimpleNamespace(order=order)))
-    for number in range(4, 8):
-        handler(SimpleNamespace(action=SimpleNamespace(microbatch=number)))
-    assert ran == [keys[each] for each in order], "a microbatch draws the same wherever it stands in the schedule"
-
-
-def test_a_model_that_draws_otherwise_and_a_loop_without_seed_are_refused(feature, monkeypatch):
-    found, _, _ = feature
     with refused("enabled-too-late", kind=UnsupportedError):
-        forward_step(found, torch.nn.Linear(2, 2), 0)
-    assert forward_step(found, torch.nn.Linear(2, 2).eval(), 0) is None
+        forward(torch.nn.Linear(2, 2))
+    assert forward(torch.nn.Linear(2, 2).eval()) == "ran"
     monkeypatch.setattr(loop_arguments, "_arguments", lambda: None)
     with refused("needs-megatron-loop", kind=UnsupportedError):
         loop_arguments.iteration_and_seed()

@@ -14,7 +14,6 @@ from megatron.core.tensor_parallel import layers  # noqa: E402
 from megatron_pipemem.mcore.model import linear  # noqa: E402
 from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, split_linear  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
-    GRADIENT_READY,
     ImmediateWeightGradients,
     WeightGradientQueue,
     collecting,
@@ -66,47 +65,11 @@ def test_bit_identical_to_stock_after_w(bias, dtype, passes):
     assert torch.equal(weight.grad, before), "a queue runs once"
 
 
-def test_without_a_queue_it_is_the_stock_function():
-    weight = run(partial(split_linear, STOCK))[-1]
-    assert torch.equal(weight.grad, run(STOCK)[-1].grad)
-
-
 def test_an_input_without_gradient_leaves_the_weight_gradient_to_stock():
     queue = WeightGradientQueue()
     weight = run(partial(split_linear, STOCK), queue, bias=False, requires_grad=False)[-1]
     assert list(queue.tensors()) == []
     assert torch.equal(weight.grad, run(STOCK, bias=False, requires_grad=False)[-1].grad)
-
-
-def test_what_waits_does_not_keep_the_graph_alive():
-    queue = WeightGradientQueue()
-    run(partial(split_linear, STOCK), queue)
-    assert all(tensor.grad_fn is None and not tensor.requires_grad for tensor in queue.tensors())
-
-
-def test_fused_accumulation_goes_into_main_grad(monkeypatch):
-    """With gradient-accumulation fusion the GEMM adds to ``main_grad`` and DDP is told so."""
-
-    class Extension:
-        @staticmethod
-        def wgrad_gemm_accum_fp32(input, grad_output, main_grad):
-            main_grad.add_(grad_output.t() @ input)
-
-    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", Extension, raising=False)
-    wanted = run(STOCK)[-1].grad
-    queue, ready = WeightGradientQueue(), []
-    generator = torch.Generator().manual_seed(3)
-    weight = torch.nn.Parameter(torch.randn(5, 4, generator=generator))
-    weight.main_grad = torch.zeros_like(weight)
-    bias = torch.nn.Parameter(torch.randn(5, generator=generator))
-    setattr(weight, GRADIENT_READY, lambda: ready.append(weight.grad is not None))
-    x = torch.randn(3, 2, 4, generator=generator, requires_grad=True)
-    with collecting(queue):
-        partial(split_linear, STOCK)(x, weight, bias, True, False, False, tp_group=OneRank()).square().sum().backward()
-    assert ready == []
-    queue.run()
-    assert torch.equal(weight.main_grad, wanted)
-    assert weight.grad_added_to_main_grad and ready == [True]
 
 
 @pytest.fixture
@@ -183,17 +146,6 @@ def test_every_weight_of_a_ddp_model_is_marked_once():
     marked = attach_ddp_hooks([chunk, torch.nn.Linear(2, 2)])
     assert marked == [chunk.weight]
     assert attach_ddp_hooks([chunk]) == [] and Wrapped.made == 1
-
-
-def test_the_queue_in_force_is_restored_after_an_error():
-    outer, inner = WeightGradientQueue(), WeightGradientQueue()
-    from megatron_pipemem.runtime.weight_gradients import current_queue
-
-    with collecting(outer):
-        with pytest.raises(RuntimeError), collecting(inner):
-            raise RuntimeError
-        assert current_queue() is outer
-    assert current_queue() is None
 
 
 def test_a_layer_that_asks_for_something_new_is_left_to_stock_and_told_once(caplog):

@@ -111,11 +111,6 @@ def test_wrong_settings_are_refused_in_words(given, told):
         Request("v-half", **given)
 
 
-def test_stocks_own_schedule_is_left_alone():
-    with refused("not-for-stock", kind=UnsupportedError):
-        source("stock", offload="full")
-
-
 def test_ranks_share_the_memory_of_their_node():
     nodes = [offloading._Node("a", 800), offloading._Node("a", 900), offloading._Node("b", 1000)]
     assert offloading._rank_budget(nodes, 600) == 300
@@ -320,23 +315,6 @@ def test_a_cap_in_bytes_is_kept_by_the_whole_program(schedule, cap, recompute):
     assert not plan.schedule.recomputed, "nothing is computed again where offload is enough"
 
 
-def test_a_cap_in_activation_units_stays_one_when_bytes_are_known():
-    wanted = source("1f1b", 0.75, offload="auto")
-    plan = plan_with_bytes(wanted, Shape(4, 1, 8))
-    assert 0.5 < plan.timeline.peak <= 0.75 and plan.schedule.offloads
-
-
-@pytest.mark.parametrize("recompute", ["none", "auto"])
-def test_a_search_chooses_the_order_too(recompute):
-    options = {"placement": "v", "seconds": 1}
-    moving = {"offload": "auto", "recompute": recompute, "offload_options": {"ratio": 0.5}}
-    wanted = source("auto", "330B", options=options, **moving)
-    plan = plan_with_bytes(wanted, SHAPE)
-    validate_program(lower(plan.schedule))
-    assert max(program_peaks(plan.schedule, counted(8))) <= 330 and plan.search_seconds > 0
-    assert plan.schedule.name == "auto" and plan.schedule.placement.name == "v"
-
-
 def test_every_rank_may_have_a_cap_of_its_own():
     caps = (0.75, 0.7, 0.5, 0.3)
     for wanted in (
@@ -359,20 +337,6 @@ def test_the_placement_is_that_of_the_fastest_plan_with_its_offload():
     over_a_v = source("auto", 0.5, options={"seconds": 1, "placement": "v"}, **settings)
     assert plan.timeline.makespan < over_a_v.plan(Shape(3, 2, 12), "start").timeline.makespan
     assert source("auto", options={"seconds": 1}).placement(3, 2).name == "v", "what is fastest without offload"
-
-
-def test_recomputation_helps_where_the_channel_does_not():
-    slow = {"ratio": 50.0}
-    with refused("cap-unreachable", "0.3", kind=UnsupportedError):
-        source("1f1b", 0.3, offload="auto", offload_options=slow).plan(Shape(4, 1, 8), "start")
-    plan = source("1f1b", 0.3, offload="auto", recompute="auto", offload_options=slow).plan(Shape(4, 1, 8), "start")
-    assert plan.schedule.recomputed and plan.timeline.peak <= 0.3
-
-
-def test_all_stages_are_recomputed_if_asked():
-    plan = source("interleaved", recompute="full").plan(SHAPE, "start")
-    assert plan.schedule.recomputed == dict.fromkeys(range(8), Kind.R) and not plan.schedule.offloads
-    validate_program(lower(plan.schedule))
 
 
 def test_a_cap_in_bytes_is_kept_by_what_is_cheap_to_make_again_first():
@@ -399,35 +363,12 @@ def test_what_runs_again_is_priced_without_the_message_that_its_forward_has_sent
     assert memory[Kind.R] == (100,) * 4 and memory[Kind.F] == (MESSAGE,) * 4
 
 
-def test_selective_recomputation_goes_with_offload():
-    plan = source("zbv", offload="full", recompute="selective", offload_options={"ratio": 1.0}).plan(SHAPE, "start")
-    plain = source("zbv", offload="full", offload_options={"ratio": 1.0}).plan(SHAPE, "start")
-    validate_program(lower(plan.schedule))
-    assert plan.schedule.recomputed == dict.fromkeys(range(8), Kind.RS) and plan.schedule.offloads
-    assert sum(plan.timeline.peaks) < sum(plain.timeline.peaks) and plan.timeline.host_peak < plain.timeline.host_peak
-
-
 class Counter:
     def __init__(self):
         self.excluded = []
 
     def exclude(self, tensors):
         self.excluded += tensors
-
-
-def test_a_tape_plays_once_more_what_it_has_seen():
-    torch = pytest.importorskip("torch")
-    batches = [{"tokens": torch.arange(3)}, {"tokens": torch.ones(2)}, {"tokens": torch.zeros(1)}]
-    counters = Counter(), Counter()
-    data = watch_batches(iter(batches), *counters)
-    tape = Tape(data)
-    first = [next(tape).pop("tokens"), next(tape)["tokens"]]
-    tape.rewind()
-    assert [next(tape)["tokens"] is tensor for tensor in first] == [True, True]
-    with pytest.raises(RuntimeError, match="more data"):
-        next(tape)
-    assert next(data) is batches[2], "the iterator itself has not gone on"
-    assert all(len(counter.excluded) == 3 for counter in counters)
 
 
 def test_a_tape_refuses_what_is_read_by_a_method_of_its_own():

@@ -19,14 +19,12 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build 
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore.model import replicas as model_replicas  # noqa: E402
-from megatron_pipemem.mcore.model.dealt_ranks import RoundRobinRank, round_robin_rank  # noqa: E402
-from megatron_pipemem.mcore.model.placement import ChunkPlacement, _sum_tied_gradients  # noqa: E402
+from megatron_pipemem.mcore.model.dealt_ranks import RoundRobinRank  # noqa: E402
+from megatron_pipemem.mcore.model.placement import ChunkPlacement  # noqa: E402
 from megatron_pipemem.mcore.patching import PatchSet  # noqa: E402
 from megatron_pipemem.mcore.programs import Programs  # noqa: E402
 from megatron_pipemem.request import Request  # noqa: E402
 from megatron_pipemem.schedule.placement import Placement  # noqa: E402
-from megatron_pipemem.schedule.registry import families  # noqa: E402
 
 
 class Group:
@@ -38,14 +36,6 @@ class Group:
 
     def size(self):
         return self._size
-
-
-@pytest.mark.parametrize("placement", [Placement.v_shape(5), Placement.wave(4, 4), Placement.interleaved(4, 3)])
-def test_a_chunk_gets_the_rank_that_round_robin_would_give_it(placement):
-    p = placement.num_devices
-    for device, stages in enumerate(placement.stages):
-        for chunk, stage in enumerate(stages):
-            assert chunk * p + round_robin_rank(placement, device, chunk) == stage
 
 
 @pytest.fixture
@@ -69,15 +59,6 @@ def as_rank(monkeypatch):
 
     yield pretend
     patches.remove()
-
-
-@pytest.mark.parametrize("rank", range(4))
-def test_first_and_last_stage_of_a_v_are_both_on_rank_0(as_rank, rank):
-    as_rank(rank)
-    first = [parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=c) for c in (0, 1)]
-    last = [parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=c) for c in (0, 1)]
-    assert first == [rank == 0, False]
-    assert last == [False, rank == 0]
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -160,39 +141,6 @@ def sizes(vp_size, **others):
     }
 
 
-RUN = [family.name for family in families()]
-
-
-@pytest.mark.parametrize("virtual_stages", [1, 2, 3, 4])
-def test_the_layers_of_all_ranks_are_those_of_the_model(as_rank, monkeypatch, virtual_stages):
-    """Under every family, as Megatron itself counts the layers of a chunk whose rank we tell it."""
-    vp_size = None if virtual_stages == 1 else virtual_stages
-    monkeypatch.setattr(model_replicas, "make_replicas", lambda *_: None)  # sends weights
-    config = sizes(vp_size)
-    accepted = 0
-    for family in RUN:
-        source = Programs(Request(family))
-        held: dict[int, list[int]] = {}
-        chunks = ChunkPlacement(source.placement, source.request.is_round_robin, name=family)
-        for rank in range(P):
-            as_rank(rank, chunks)
-            monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: vp_size)
-            groups = SimpleNamespace(pp=Group(rank, P), embd=None)
-            try:
-                built = chunks.build_chunks(partial(Chunk, **config), groups, vp_size)
-            except UnsupportedError:
-                continue
-            for stage, chunk in zip(chunks.placement(P).stages[rank], built, strict=True):
-                first = get_transformer_layer_offset(chunk.config, chunk.vp_stage, chunk.pg_collection.pp.rank())
-                number = get_num_layers_to_build(chunk.config, chunk.vp_stage, chunk.pg_collection.pp.rank())
-                held[stage] = [*range(first, first + number)]
-        layers = [layer for _, layers in sorted(held.items()) for layer in layers]
-        replicas = len(held) // (P * virtual_stages)
-        assert layers == [*range(LAYERS)] * replicas, family
-        accepted += bool(held)
-    assert accepted > 3
-
-
 LAYOUT = "Et|t*2|t|t*3|t|t*2|t|tL"
 
 
@@ -240,22 +188,6 @@ def test_a_model_that_is_trained_elsewhere_does_not_generate_there(as_rank):
     for argument in ("inference_context", "inference_params"):
         with refused("unsupported-setting", kind=UnsupportedError):
             chunk(1, **{argument: object()})
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_tied_gradients_are_summed_where_there_are_any(frozen):
-    ends = []
-    for first in (True, False):
-        chunk = Chunk(first, not first, None, GROUPS)
-        weight = torch.nn.Parameter(torch.ones(2), requires_grad=not frozen)
-        weight.grad = None if frozen else torch.full((2,), 1.0 + first)
-        chunk.share_embeddings_and_output_weights = True
-        chunk.shared_embedding_or_output_weight = lambda weight=weight: weight
-        ends.append((chunk, weight))
-    _sum_tied_gradients([chunk for chunk, _ in ends])
-    assert [weight.grad is None if frozen else weight.grad.tolist() for _, weight in ends] == [
-        True if frozen else [3, 3]
-    ] * 2
 
 
 class Chunk(torch.nn.Module):

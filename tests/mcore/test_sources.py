@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from refusals import refused
@@ -18,17 +17,14 @@ from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.choose.searching import ONE_BY_ONE
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import CostsError, ScheduleError, ScheduleFormatError, UnsupportedError
-from megatron_pipemem.features.vocabulary.megatron import build
 from megatron_pipemem.mcore import programs as run_programs
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
-from megatron_pipemem.mcore.layers_of_stages import LayersOfStages
 from megatron_pipemem.mcore.plugin import programs_for
 from megatron_pipemem.schedule import schedule_file
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.action_prices import held_after
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
@@ -317,25 +313,3 @@ def test_prices_of_parts_follow_the_layers_of_the_run(tmp_path):
     assert source.plan(shape, "start").timeline.makespan > 8 * 3 * 3
     with refused("costs-mismatch", 1, 3, 8, kind=CostsError):
         source.cut_is((1, 3))
-
-
-def test_the_layers_of_the_built_model_are_asked_for_once(monkeypatch, tmp_path):
-    path = tmp_path / "parts.json"
-    layer = {"seconds": {"forward": 1, "input": 1, "weight": 1}}
-    parts = {"order": ["l"] * 8, "layers": {"l": layer}, "first": {}, "middle": {}, "last": {}}
-    path.write_text(json.dumps({"parts": parts}))
-    source, asked = programs_of("v-half", None, str(path), {}), []
-
-    def gathered(counts, group):
-        asked.append((counts, group))
-        return [[1, 3], [2, 2]]
-
-    monkeypatch.setattr(build, "gather", gathered)
-    chunks = [SimpleNamespace(pre_process=True, decoder=SimpleNamespace(layers=range(count))) for count in (1, 3)]
-    pipeline = SimpleNamespace(placement=Placement.v_shape(2))
-    step = SimpleNamespace(chunks=chunks, pipeline=pipeline, groups=SimpleNamespace(pp="the pipeline's"))
-    extension = LayersOfStages(source)
-    extension.choose(step)
-    extension.choose(step)
-    assert asked == [([1, 3], "the pipeline's")]
-    assert source.costs.seconds(pipeline.placement)[Kind.F] == (1, 2, 2, 3)

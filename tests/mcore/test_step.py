@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -16,17 +15,14 @@ from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from quantised import Quantised, WithEmptyStorage, eight_bits  # noqa: E402
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.features.vocabulary.megatron.step import FirstStage, LastStage  # noqa: E402
+from megatron_pipemem.features.vocabulary.megatron.step import LastStage  # noqa: E402
 from megatron_pipemem.mcore.model.placement import ChunkPlacement  # noqa: E402
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext  # noqa: E402
 from megatron_pipemem.mcore.plugin import programs_for  # noqa: E402
-from megatron_pipemem.mcore.programs import Compiled  # noqa: E402
 from megatron_pipemem.mcore.step import forward_backward as step  # noqa: E402
-from megatron_pipemem.mcore.step.extension import Extension  # noqa: E402
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward  # noqa: E402
 from megatron_pipemem.request import Request  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
-from megatron_pipemem.runtime.executor import StageRunner  # noqa: E402
 from megatron_pipemem.runtime.transport import (  # noqa: E402
     Pipeline,
     edges,
@@ -65,54 +61,6 @@ def test_closing_destroys_the_groups_unless_others_may_be_gone(world, function, 
     open_groups = dist.distributed_c10d._world.pg_map
     assert all((group in open_groups) == broken_off for group in channels.values())
     assert world in open_groups
-
-
-class Asked(Extension):
-    """Notes when it is asked for what."""
-
-    def __init__(self, name: str, told: list, only_trains: bool = False, program: Compiled | None = None):
-        self.name, self.told, self.only_trains, self.program = name, told, only_trains, program
-
-    def choose(self, step):
-        self.told.append(f"{self.name} chooses")
-        return self.program
-
-    def prepare(self, step):
-        self.told.append(f"{self.name} prepares")
-        raise ArithmeticError  # what follows would need ranks
-
-
-@pytest.mark.parametrize("forward_only", [False, True])
-def test_extensions_are_asked_in_their_order_and_one_may_bring_the_program(function, forward_only):
-    told: list[str] = []
-    own = Compiled(SimpleNamespace(), None)
-    extensions = [Asked("first", told), Asked("second", told, True, own), Asked("third", told)]
-    compiled = Compiled(SimpleNamespace(), None)
-    function.programs.get = lambda shape, agree: told.append("compiled") or compiled
-    function.extensions = tuple(extensions)
-    config = SimpleNamespace(timers=None)
-    step = SimpleNamespace(
-        forward_only=forward_only,
-        context=SimpleNamespace(config=config),
-        chunks=[],
-        shape=None,
-        pipeline=None,
-        single_queue=False,
-    )
-    with pytest.raises(ArithmeticError):
-        function._perform(step)
-    if forward_only:
-        assert told == ["first chooses", "third chooses", "compiled", "first prepares"]
-        assert step.program is compiled.program
-    else:
-        assert told == ["first chooses", "second chooses", "third chooses", "first prepares"]
-        assert step.program is own.program
-
-
-@pytest.mark.parametrize("kind", [ChunkStage, FirstStage, LastStage])
-@pytest.mark.parametrize("name", ["forward", "recompute", "backward", "release_output", "reduce_gradients"])
-def test_stages_have_the_signatures_the_executor_calls(kind, name):
-    assert inspect.signature(getattr(kind, name)) == inspect.signature(getattr(StageRunner, name))
 
 
 @pytest.mark.parametrize("kind", [ChunkStage, LastStage])

@@ -68,20 +68,6 @@ def forward_step(data, model):
     return model(next(data)["tokens"]), None
 
 
-def test_shapes_follow_from_the_tokens_and_no_batch_is_lost(world):
-    """The first stage reads ahead from its own iterator, and from no other."""
-    drawn: list[int] = []
-    given, other = [lengths(drawn), None], iter(())
-    given[1] = other
-    step = make_step(world, given, forward_step)
-    StepShapes(ChunkPlacement(lambda p, v: None, is_round_robin=True)).prepare(step)
-    assert step.tokens == [(2, 4), (2, 6), (2, 8)]
-    assert step.message.shapes == [(2, 2, 8), (3, 2, 8), (4, 2, 8)], "[s / tp, b, h]"
-    assert drawn == [0, 1, 2]
-    assert step.iterators[1] is other and given[0] is not step.iterators[0], "the caller's list is the caller's"
-    assert [int(next(step.iterators[0])["tokens"][0, 0]) for _ in range(4)] == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("passed", [lambda batch: None, lambda batch: batch["tokens"][0]])
 def test_where_calls_do_not_show_tokens_messages_tell_their_shapes(world, passed):
     """It is found out once for every kind of step."""
@@ -100,13 +86,3 @@ def test_where_calls_do_not_show_tokens_messages_tell_their_shapes(world, passed
         assert step.tokens is None and step.message.shapes is None and step.message.shape_of(0) is None
         assert len(asked) == times
         assert [int(next(step.iterators[0])["tokens"][0, 0]) for _ in range(3)] == drawn[-3:]
-
-
-def test_microbatches_that_are_alike_need_no_agreement():
-    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
-    config = SimpleNamespace(variable_seq_lengths=False, mtp_standalone=True)
-    assert _same_tokens(16, 2, None, config, groups, 3) == [(2, 8)] * 3
-    assert _same_tokens(16, 2, 32, config, groups, 3) == [(2, 16)] * 3
-    assert _shape_of_tokens(config, groups) is None, "messages hold the outputs of all depths"
-    StepShapes(None).prepare(SimpleNamespace(forward_only=False, context=SimpleNamespace(collect_non_loss_data=False),
-                                             tokens=[(2, 8)], message_shape=lambda b, s: None))  # fmt: skip

@@ -14,7 +14,6 @@ from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore import refusals  # noqa: E402
 from megatron_pipemem.mcore.model import transformer_engine  # noqa: E402
 from megatron_pipemem.mcore.model.transformer_engine import DelayedWeightGradient, delayed_modules  # noqa: E402
-from megatron_pipemem.mcore.symbols import DDP, LANGUAGE_MODULE  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
     ImmediateWeightGradients,
     WeightGradientQueue,
@@ -29,33 +28,6 @@ def waiting(requires_grad: bool = True) -> torch.nn.Linear:
     linear.weight.requires_grad = requires_grad
     linear.backward_dw = lambda: None
     return linear
-
-
-def replacement_of(symbol):
-    """What runs in place of a function of Megatron, which it gets first, where a backward may be split."""
-    return dict(transformer_engine.replacements(splits=True, recomputes=False))[symbol]
-
-
-def test_models_built_with_transformer_engine_delay_their_weight_gradients():
-    def delay_of(transformer_impl):
-        config = SimpleNamespace(transformer_impl=transformer_impl, delay_wgrad_compute=False)
-        seen = []
-        replacement_of(LANGUAGE_MODULE)(lambda self, config: seen.append(config.delay_wgrad_compute), None, config)
-        assert seen == [config.delay_wgrad_compute]
-        return config.delay_wgrad_compute
-
-    assert delay_of("transformer_engine") is True
-    assert delay_of("local") is False
-
-
-def test_ddp_is_told_only_when_some_module_delays():
-    def told(module):
-        ddp_config = SimpleNamespace(delay_wgrad_compute=False)
-        replacement_of(DDP)(lambda self, config, ddp_config, module: None, None, None, ddp_config, module)
-        return ddp_config.delay_wgrad_compute
-
-    assert told(waiting()) is True
-    assert told(torch.nn.Linear(2, 2)) is False
 
 
 def test_only_the_modules_that_really_wait_are_found():

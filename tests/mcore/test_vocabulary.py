@@ -124,17 +124,6 @@ def test_ranks_without_an_iterator_get_none():
     assert calls == [(1, 5), (1, 5)]
 
 
-@pytest.mark.parametrize(("algorithm", "barriers"), [("1", 2), ("2", 1)])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "v-half", "zbv"])
-def test_flags_give_schedules_with_passes(schedule, algorithm, barriers):
-    settings, rest = take_flags(["--pipemem-schedule", schedule, "--pipemem-vocab-parallel", algorithm, "--lr", "1"])
-    assert (settings.vocab_parallel, rest) == (algorithm, ["--lr", "1"])
-    source = programs_of(schedule, None, "unit", {}, vocab_parallel=algorithm)
-    shape = Shape(4, source.request.chunks, 6)
-    assert source.plan(shape, "").schedule.vocabulary_barriers == barriers
-    assert source.plan(shape._replace(forward_only=True), "").schedule.vocabulary_barriers == barriers
-
-
 def test_flags_that_do_not_go_together_are_refused(tmp_path):
     with refused("bad-choice", 1, 2, kind=UnsupportedError):
         take_flags(["--pipemem-schedule", "1f1b", "--pipemem-vocab-parallel", "3"])

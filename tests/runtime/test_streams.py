@@ -6,6 +6,7 @@ from itertools import product
 from unittest import mock
 
 import pytest
+from lanes import rest_nightly
 
 torch = pytest.importorskip("torch")
 
@@ -70,7 +71,17 @@ def own_ranks(monkeypatch):
     monkeypatch.setattr(transport.dist, "get_group_rank", lambda group, rank: rank)
 
 
-@pytest.mark.parametrize(("name", "case"), product(SCHEDULES, CASES))
+# Every kind of message and every feature once; the others repeat them on further placements.
+FULL_LANE = [
+    *(("v-half", case) for case in CASES),
+    ("1f1b", "offload"),
+    *((name, [*CASES][0]) for name in ("1f1b", "gis")),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), rest_nightly(product(SCHEDULES, CASES), FULL_LANE, "the same feature with v-half")
+)
 def test_a_device_has_no_race_and_frees_nothing_early(gpu, name, case):
     for device in range(DEVICES):
         run_device(device, {"schedule": name} | CASES[case])

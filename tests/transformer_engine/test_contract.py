@@ -9,13 +9,15 @@ from pathlib import Path
 
 import packages
 import pytest
+from lanes import rest_nightly
 
 pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
+VERSIONS = rest_nightly(packages.VERSIONS, [packages.NEWEST], "the newest version")
 NUMBER = 2 * (2 + 2 * 2 * 2) + 3 + 2 + 3 + 3
 
 
-@pytest.mark.parametrize("version", packages.VERSIONS)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_every_case_is_exact(version):
     process = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("contract.py"))],
@@ -32,7 +34,7 @@ def test_every_case_is_exact(version):
     assert len(found["cases"]) == NUMBER
 
 
-@pytest.mark.parametrize("version", packages.VERSIONS)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_quantised_weights_are_kept_where_the_count_of_activations_looks(version):
     package = Path(packages.folders(version)[0], "transformer_engine", "pytorch")
     assert "self._fp8_workspaces: Dict[str, " in (package / "module" / "base.py").read_text(encoding="utf-8")
