@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from lanes import nightly
 
 pytest.importorskip("torch")
+pytestmark = nightly("test_offload_engine.py counts the bytes that move")
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu" / "offload.py"
 MICROBATCHES, HELD, SLOTS, LAYERS = 9, 5, 3, 2

@@ -103,27 +103,6 @@ def test_a_stall_says_what_was_waited_for(channel):
     assert seen.stall_seconds == stall.seconds > 0
 
 
-def test_host_memory_is_reused_before_its_reload_has_ended(channel):
-    """The pool has room for one: the second offload writes where the first reload still reads."""
-    engine = engine_on(channel, budget=512)
-    with engine.step():
-        channel.open[Direction.OUT].set()
-        gradients = [capture(engine, key, 100) for key in "ab"]
-        engine.offload("a")
-        engine.wait("a")
-        engine.reload("a")
-        engine.offload("b")
-        channel.open[Direction.IN].set()
-        for key in "ab":
-            engine.wait(key)
-        engine.reload("b")
-        engine.wait("b")
-        assert all(torch.equal(gradient(), torch.arange(100.0)) for gradient in gradients)
-        # Counted is what the schedule says: away until its reload was waited for.
-        assert engine.statistics().host_peak_bytes == 800 and engine.statistics().host_reserved_bytes == 512
-    assert channel.begun == [(direction, 400) for direction in (Direction.OUT, Direction.IN) * 2]
-
-
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("failure", [ValueError("no such memory"), SystemExit(3)], ids=type)
 def test_a_failed_copy_is_an_error_of_ours(channel, direction, failure):
@@ -175,16 +154,6 @@ def test_a_thread_that_is_gone_is_an_error_not_a_hang(channel, before):
         engine.reload(0)
         engine.wait(0)
     assert gradient is not None
-
-
-def test_a_pretended_bandwidth_takes_its_time(monkeypatch):
-    slept = []
-    monkeypatch.setattr("megatron_pipemem.features.offload.runtime.channels.time.sleep", slept.append)
-    channel = ThreadChannel(bandwidth=1000.0)
-    source = torch.ones(250, dtype=torch.uint8)
-    channel.join(channel.start(Direction.OUT, [Copy(torch.empty_like(source), source)] * 2, ()), lambda seconds: None)
-    channel.close()
-    assert slept == [0.5]
 
 
 def test_bandwidths_are_measured_through_a_channel():

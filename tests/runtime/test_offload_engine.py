@@ -23,9 +23,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from megatron_pipemem.errors import OffloadError  # noqa: E402
 from megatron_pipemem.features.offload.runtime import OffloadEngine  # noqa: E402
-from megatron_pipemem.features.offload.runtime.host import measure_host_link  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
-from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, collecting  # noqa: E402
 from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -294,12 +292,6 @@ def test_a_storage_that_its_owner_has_emptied_is_left_to_it(engine):
     assert torch.equal(saved.get(), expected)
 
 
-def test_a_link_is_no_faster_than_it_pretends_to_be():
-    with closing(OffloadEngine.on(torch.device("cpu"), 1 << 20, bandwidth=1e9)) as own:
-        link = measure_host_link(own.channel, 1 << 20)
-    assert 0 < link.out <= 1e9 and 0 < link.back <= 1e9
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_layers(reentrant):
     model = stack()
@@ -316,48 +308,6 @@ def test_recomputed_layers(reentrant):
         assert all(map(torch.equal, offloaded_gradients(recomputing, engine, batches), expected))
         # Of every microbatch the inputs of the second block and of the loss; that of the first block is kept.
         assert engine.statistics().bytes_out == 3 * 2 * batches[0].nbytes
-
-
-def test_deferred_weight_gradients_own_their_inputs_until_their_w():
-    from toy import Stage
-
-    def step(engine: OffloadEngine | None) -> list[torch.Tensor]:
-        stage, queues, outputs = Stage(0), [], []
-        for microbatch in range(3):
-            x = torch.randn(3, 6, generator=torch.Generator().manual_seed(microbatch)).requires_grad_()
-            queues.append(WeightGradientQueue())
-            with collecting(queues[-1]):
-                if engine is None:
-                    outputs.append(stage(x).square().sum())
-                    continue
-                with engine.capture(microbatch):
-                    outputs.append(stage(x).square().sum())
-            engine.offload(microbatch)
-            engine.wait(microbatch)
-        for microbatch, output in enumerate(outputs):
-            if engine is not None:
-                engine.reload(microbatch)
-                engine.wait(microbatch)
-            output.backward()
-        del outputs, output
-        if engine is not None:
-            assert engine.device_bytes == 0 and sum(1 for queue in queues for _ in queue.tensors()) == 3 * 4
-        for queue in queues:
-            queue.run()
-        return [p.grad for p in stage.parameters()]
-
-    with closing(make(guard=True)) as engine, engine.step():
-        moved = step(engine)
-        assert engine.statistics().bytes_in > 0
-    assert all(map(torch.equal, moved, step(None)))
-
-
-def test_evaluation_captures_nothing(engine):
-    with torch.no_grad(), engine.capture(0):
-        stack()(batch(0, 12, torch.float32))
-    for act in (engine.offload, engine.wait, engine.reload, engine.wait):
-        act(0)
-    assert engine.statistics().bytes_out == engine.statistics().device_peak_bytes == 0
 
 
 @pytest.mark.parametrize("where", ["capture", "leaving", "away", "returning", "backward"])

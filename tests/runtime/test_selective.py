@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
-from megatron_pipemem.features.offload.runtime import OffloadEngine  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger, saved_as_is  # noqa: E402
 from megatron_pipemem.runtime.selective import Recorder, is_recording, region  # noqa: E402
 
@@ -79,27 +78,6 @@ def test_gradients_are_the_same_and_less_is_held() -> None:
     # What two linear layers made, and the input of the second block; the first one's is no activation here.
     assert selective[0] == 4 * ROWS * (2 * INNER + WIDTH) < held[0] / 2
     assert calls == 2 and not is_recording()
-
-
-def test_what_is_kept_may_leave_the_device() -> None:
-    plain, _, _ = run(False)
-    model = torch.nn.Sequential(Block(), Block())
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    engine = OffloadEngine.on(torch.device("cpu"), 1 << 20, min_bytes=1, guard=True, permanent=model.parameters())
-    torch.manual_seed(2)
-    recorder = Recorder(lambda tensor: None)
-    with engine.step():
-        with engine.capture("F"), recorder.record():
-            output = model(x)
-        engine.offload("F", keep=[x])
-        engine.wait("F")
-        engine.reload("F")
-        engine.wait("F")
-        recorder.run_again()
-        output.square().sum().backward()
-    assert engine.statistics().bytes_out == engine.statistics().bytes_in == 4 * ROWS * (2 * INNER + WIDTH)
-    engine.close()
-    assert all(map(torch.equal, [x.grad, *(parameter.grad for parameter in model.parameters())], plain))
 
 
 def test_a_result_that_was_overwritten_is_kept_as_it_became() -> None:

@@ -67,17 +67,6 @@ def test_outputs_are_exact_and_gradients_those_of_the_whole_matrix(partition, dt
     torch.testing.assert_close(torch.cat(gradients).double(), reference.grad, rtol=tolerance, atol=tolerance)
 
 
-def test_gradients_of_several_uses_add_up():
-    """A tied head's gradient goes to the same parameter."""
-    partition = VocabularyPartition(5, 2)
-    embedding = embeddings_of(partition, torch.randn(5, 3))[0]
-    embedding.shard.parameter.grad = torch.ones(3, 3)
-    tokens = torch.tensor([0, 4, 0])
-    for _ in range(2):
-        embedding.weight_gradient(tokens, torch.ones(3, 3)).run()
-    assert torch.equal(embedding.shard.parameter.grad, torch.tensor([[5.0], [1], [1]]).expand(3, 3))
-
-
 def test_a_frozen_embedding_has_no_gradient():
     embedding = embeddings_of(VocabularyPartition(5, 2), torch.randn(5, 3))[0]
     embedding.shard.parameter.requires_grad_(False)
