@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from lanes import nightly, rest_nightly
 from ranks import CaseFailed
 from test_variants import EVALUATION
 
@@ -27,7 +28,7 @@ def test_keeps_a_cap_in_activation_units(train, assert_same_training):
     assert plan["search_seconds"] > 0
 
 
-@pytest.mark.parametrize("share", [0.45, 0.7])
+@pytest.mark.parametrize("share", rest_nightly([0.45, 0.7], [0.45], "a tighter cap"))
 def test_keeps_a_cap_in_bytes_from_the_first_step_on(train, assert_same_training, share):
     stock = train("stock", *EVALUATION)
     cap = share * max(stock.counted_peaks) / 2**20
@@ -52,9 +53,11 @@ def test_bytes_that_one_microbatch_exceeds_are_refused_on_every_rank(train):
 @pytest.mark.parametrize(
     ("flags", "placement"),
     [
-        (("--pipemem-option", "placement=linear"), "linear"),
+        pytest.param(("--pipemem-option", "placement=linear"), "linear", marks=nightly("the same by the layout")),
         (("--pipeline-model-parallel-layout", "Ett|tt|tt|ttL"), "linear"),
-        (("--pipemem-option", "placement=interleaved", UNTIED), "interleaved"),
+        pytest.param(
+            *(("--pipemem-option", "placement=interleaved", UNTIED), "interleaved"), marks=nightly("tied ends")
+        ),
         (("--pipemem-option", "placement=interleaved"), "interleaved"),
     ],
     ids=["linear", "linear-by-layout", "interleaved-untied", "interleaved-tied"],
@@ -116,7 +119,14 @@ def file(tmp_path):
     return write
 
 
-@pytest.mark.parametrize(("schedule", "flags"), [("zb-h1", ()), ("v-min", ()), ("interleaved", EVALUATION)])
+@pytest.mark.parametrize(
+    ("schedule", "flags"),
+    rest_nightly(
+        [("zb-h1", ()), ("v-min", ()), ("interleaved", EVALUATION)],
+        [("v-min", ()), ("interleaved", EVALUATION)],
+        "files of other placements",
+    ),
+)
 def test_runs_a_file(train, assert_same_training, file, schedule, flags):
     run = train(file(schedule, 6), *flags)
     assert_same_training(run, train("stock", *flags))

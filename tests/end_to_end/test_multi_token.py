@@ -44,7 +44,7 @@ def logged(run) -> dict[str, float]:
     return {f"{name} {at}": value for name, at, value in run.scalars if name.startswith("mtp_")}
 
 
-NIGHTLY = {"1f1b", "zbv", "hanayo", "po-f", "auto", "recompute-in-model"}
+NIGHTLY = {"1f1b", "zb-h1", "zbv", "hanayo", "po-f", "auto", "recompute-in-model"}
 
 
 @pytest.mark.parametrize(

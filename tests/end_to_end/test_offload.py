@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from lanes import rest_nightly
 from ranks import CaseFailed
 from test_variants import EVALUATION, MOE
 
@@ -51,7 +52,7 @@ def test_everything_that_fits_leaves_a_v(train, moved):
     assert plan["step"] == 0 and "activations are offloaded" in plan["notes"]
 
 
-@pytest.mark.parametrize("schedule", ["po-h", "po-f"])
+@pytest.mark.parametrize("schedule", rest_nightly(["po-h", "po-f"], ["po-f"], "po-f, and po-h from a file"))
 def test_the_schedules_of_the_paper(train, moved, schedule):
     run = train(schedule, *SMALL)
     moved(run, train("stock"))
@@ -111,7 +112,11 @@ def test_a_file_with_offload(train, moved, tmp_path):
     assert run.counted_peaks == train("po-h", *SMALL).counted_peaks
 
 
-@pytest.mark.parametrize(("schedule", "flags"), [("1f1b", ()), ("interleaved", TP2)], ids=["1f1b", "interleaved-tp2"])
+@pytest.mark.parametrize(
+    ("schedule", "flags"),
+    rest_nightly([("1f1b", ()), ("interleaved", TP2)], [("interleaved", TP2)], "more flags with interleaved"),
+    ids=["1f1b", "interleaved-tp2"],
+)
 def test_recomputation_as_an_action(train, assert_same_training, schedule, flags):
     run = train(schedule, *flags, *RECOMPUTE)
     assert_same_training(run, train("stock", *flags))
@@ -121,7 +126,11 @@ def test_recomputation_as_an_action(train, assert_same_training, schedule, flags
 
 @pytest.mark.parametrize(
     ("schedule", "flags"),
-    [("1f1b", ()), ("zbv", BF16), ("interleaved", TP2), ("v-half", (*MOE, *FULL))],
+    rest_nightly(
+        [("1f1b", ()), ("zbv", BF16), ("interleaved", TP2), ("v-half", (*MOE, *FULL))],
+        [("zbv", BF16), ("v-half", (*MOE, *FULL))],
+        "the same action with another placement; test_layerwise.py with tensor parallelism",
+    ),
     ids=["1f1b", "zbv-beside-megatrons-own", "interleaved-tp2", "v-half-moe-offloaded"],
 )
 def test_selective_recomputation(train, assert_same_training, schedule, flags):
@@ -140,7 +149,7 @@ def test_selective_recomputation_of_what_is_offloaded(train, moved):
     assert max(run.counted_peaks) < max(plain.counted_peaks)
 
 
-@pytest.mark.parametrize("again", ["full", "selective"])
+@pytest.mark.parametrize("again", rest_nightly(["full", "selective"], ["selective"], "test_layerwise.py"))
 def test_recomputation_with_the_same_random_numbers(train, again):
     run, plain = train("v-half", *DROPOUT, "--pipemem-recompute", again), train("v-half", *DROPOUT)
     assert run.losses == plain.losses and run.grad_norms == plain.grad_norms

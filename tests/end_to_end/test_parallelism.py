@@ -39,7 +39,6 @@ FULL_LANE = (
     *(("tp2-sequence-parallel-fusion", "v-half"), ("dp2", "zb-h1"), ("dp2-overlap", "v-half")),
     *(("dp2-distributed-optimizer-overlap", "1f1b"), ("dp2-distributed-optimizer-overlap-fusion", "interleaved")),
     *(("dp2-distributed-optimizer-overlap-fusion", "zb-h1"), ("dp2-distributed-optimizer-overlap-untied", "v-half")),
-    ("fusion", "v-half"),
 )
 
 
