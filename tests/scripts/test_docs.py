@@ -129,9 +129,8 @@ def test_search_in_words():
 def test_offload():
     said = text("docs/offload.md")
     assert (SELECTIVE_SECONDS, SELECTIVE_BYTES) == (1 / 20, 13 / 32) and "1/20 of F and makes 13/32" in said
-    assert f"is the paper's `10 / (3 (6h + s)) C / B`: {10 / (3 * 7 * 4096) * 220 / 15 * 1e3:.3f}" in text(
-        "docs/planning.md"
-    )
+    assert "`10 / (3 (6h + s)) * C / B`" in said
+    assert f"220 TFLOP/s and 15 GB/s that is {10 / (3 * 7 * 4096) * 220 / 15 * 1e3:.3f}" in said
 
 
 def test_steps_without_a_barrier():
@@ -177,7 +176,7 @@ def test_commands_have_the_options_that_they_are_shown_with():
     for document in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")):
         for line in document.read_text(encoding="utf-8").splitlines():
             shown = re.search(r"^(?:    )?(?:time )?(?:\.venv/bin/)?pipemem (.+)", line)
-            if shown is None or "..." in line or "…" in line:
+            if shown is None or "..." in line or "…" in line or "mine.py" in line:  # a file of the reader's own
                 continue
             name, *arguments = shlex.split(shown[1], comments=True)
             if name.startswith("-") or "--help" in arguments:  # typer's own, which end at once
