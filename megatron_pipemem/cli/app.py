@@ -1,4 +1,4 @@
-"""Assemble the command ``pipemem`` from one function per subcommand, imported when it is called."""
+"""The command ``pipemem``: one entry per subcommand. A subcommand's module is imported when the subcommand is called."""
 
 from __future__ import annotations
 
@@ -17,21 +17,18 @@ from megatron_pipemem.cli.common import INTERRUPTED, INVALID, UNUSABLE, report_e
 from megatron_pipemem.errors import PipememError, ScheduleError, with_code
 
 _LEAST_COLUMNS = 80
-"""Of Typer's panels, which cut names of options where there are fewer; then click's own plain help does."""
+"""Narrowest terminal for Typer's panels, which cut option names on narrower ones. Those show click's plain help."""
 
 
 def markup() -> Literal["markdown"] | None:
-    """Return how help is to be rendered; ``None`` is plain."""
+    """Return the markup mode of help texts; ``None`` means plain text."""
     return "markdown" if Console().width >= _LEAST_COLUMNS else None
 
 
 class CommandWithExamples(TyperCommand):
-    """End a command's help with the examples of its docstring, each in a line that can be copied whole.
+    """Print the examples of a command's docstring at the end of its help, each in a line that can be copied whole.
 
-    Args:
-        arguments: of ``TyperCommand``.
-        help: the docstring. Behind ``Examples:`` stand command lines, each below a comment that says what it is for.
-        settings: of ``TyperCommand``.
+    Below ``Examples:``, the docstring has pairs of lines: a comment with the purpose, then the command line.
     """
 
     def __init__(self, *arguments: Any, help: str | None = None, **settings: Any) -> None:
@@ -53,15 +50,13 @@ class CommandWithExamples(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self.rich_markup_mode = markup()
         super().format_help(ctx, formatter)
-        formatter.write("\n Examples\n")  # what is written comes after panels
+        formatter.write("\n Examples\n")  # text that is written here comes after the panels
         for line, purpose in self.examples:
             formatter.write(f"   # {purpose}\n   {line}\n")
 
 
 class RunCommand(CommandWithExamples):
-    """Tell in the help also of the flags that stand behind the script. Whatever follows the script is the script's, whether
-    or not it looks like a flag of ours.
-    """
+    """Add the plugin's flags to the help of ``pipemem run``. Every argument after the script belongs to the script."""
 
     ignore_unknown_options = True
     allow_interspersed_args = False
@@ -76,34 +71,34 @@ class RunCommand(CommandWithExamples):
 
 @dataclass(frozen=True)
 class _Entry:
-    """Say where a command stands."""
+    """Name the function and the summary of a command."""
 
     function: str  # "module.name" within megatron_pipemem.cli
-    told: str  # the first sentence of its help, which is not read where all commands are listed
+    told: str  # first sentence of its help: the list of all commands imports no command
     kind: type[CommandWithExamples] = CommandWithExamples
-    hidden: bool = False  # for other programs
+    hidden: bool = False  # called by other programs only
 
 
 _ENTRIES = {
     "schedules": _Entry(
         "schedules.schedules",
-        "List the schedules to choose from: what each holds at its peak, how long it idles, what it needs; or explain one.",
+        "List the schedules to choose from, with peak memory, bubble and needs; or explain one of them.",
     ),
     "simulate": _Entry(
         "simulate.simulate",
-        "Run a schedule in the simulator: makespan, bubble, peak memory, messages, and how fast any could be.",
+        "Simulate a schedule: makespan, bubble, peak memory, messages, and the lower bound of the makespan.",
     ),
     "show": _Entry(
         "simulate.show",
-        "Draw when every action runs and what every device holds: in the terminal, or into a file.",
+        "Draw the time of every action and the memory of every device, in the terminal or into a file.",
     ),
     "pareto": _Entry(
         "simulate.pareto",
-        "Compare bubble and peak memory of all families and of searched schedules; only the front is a choice.",
+        "Compare bubble and peak memory of all families and of searched schedules, and list the best trade-offs.",
     ),
     "check": _Entry(
         "check.check",
-        "Prove that a schedule may run: complete, ordered, free of deadlock, within memory; and write it as a file.",
+        "Prove that a schedule can run: complete, ordered, free of deadlock, within memory. Write it to a file if asked.",
     ),
     "advise": _Entry(
         "advise.advise_command",
@@ -111,48 +106,48 @@ _ENTRIES = {
     ),
     "plan": _Entry(
         "plan.plan_command",
-        "Choose tensor, pipeline and data parallelism, microbatch, schedule and recompute for a run, and rank what fits.",
+        "Choose parallelism, microbatch, schedule and recompute for a run, and rank the plans that fit.",
     ),
     "layout": _Entry(
         "plan.layout_command",
-        "Say which layers each pipeline stage should hold so that a step is shortest, beside the even split.",
+        "Choose the layers of each pipeline stage that make a step shortest, and compare with the even split.",
     ),
     "profile": _Entry(
         "profile.profile",
-        "Measure or compute what one layer, the embedding and the head take and keep.",
+        "Measure or compute the seconds and bytes of one layer, of the embedding and of the head.",
     ),
     "init": _Entry(
         "launch.init",
-        "Write a run file to begin with: a model, cut as asked, on as few nodes as its ranks fill.",
+        "Write a first run file: a model, its parallelism, and as few nodes as its ranks fill.",
     ),
     "launch": _Entry(
         "launch.launch",
-        "Start this node's ranks of a run under torchrun; start the same on every node of it.",
+        "Start this node's ranks of a run under torchrun. Call it once on every node.",
     ),
     "grid": _Entry("launch.grid", "Train every point of a grid and compare them."),
     "report": _Entry(
         "report.report",
-        "Compare the runs of a grid: throughput against peak memory, and those that are worth choosing.",
+        "Compare the runs of a grid by throughput and peak memory, and mark those worth choosing.",
     ),
     "explain": _Entry(
         "report.explain_command",
-        "Tell where the time of a run's last step went, rank by rank, and the three changes that would win most.",
+        "Show where each rank spent the time of the last step, and the three changes that would save most.",
     ),
     "trace": _Entry(
         "report.trace",
-        "Show a step as it ran beside its plan in Perfetto.",
+        "Show a measured step and its plan in Perfetto.",
     ),
     "run": _Entry(
         "run.run_script", "Run a Megatron script with the plugin on, usually under torchrun.", kind=RunCommand
     ),
     "unfinished": _Entry(
         "launch.unfinished",
-        "Exit with 0 if the run has a checkpoint to go on from, with 1 if it is finished or would start over; batch files ask.",
+        "Exit with 0 if the run can resume from a checkpoint, else with 1. Batch files call this.",
         hidden=True,
     ),
     "grid-result": _Entry(
         "launch.grid_result",
-        "Collect the result of a grid's point whose training has ended; grid.sbatch calls this.",
+        "Collect the result of a grid point whose training has ended. grid.sbatch calls this.",
         hidden=True,
     ),
 }
@@ -170,12 +165,12 @@ def load_command(name: str) -> CommandWithExamples:
 
 
 def load_commands() -> dict[str, CommandWithExamples]:
-    """Return all commands by name, those that the help does not list too."""
+    """Return all commands by name, hidden ones included."""
     return {name: load_command(name) for name in _ENTRIES}
 
 
 class _Group(TyperGroup):
-    """Know its commands by name and sentence, and import the one that is called."""
+    """List commands without importing them, and import the command that is called."""
 
     def __init__(self, **settings: Any) -> None:
         listed = {name: TyperCommand(name, help=each.told, hidden=each.hidden) for name, each in _ENTRIES.items()}
@@ -191,14 +186,14 @@ class _Group(TyperGroup):
         super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> object:
-        """Run the command; a user's error or an interrupt ends in one line on stderr, never in a traceback."""
+        """Run the command. Report a user error or an interrupt in one line on stderr, without a traceback."""
         try:
             return super().invoke(ctx)
         except PipememError as error:
             report_error(with_code(error))
             raise typer.Exit(INVALID if isinstance(error, ScheduleError) else UNUSABLE) from None
         except KeyboardInterrupt:
-            report_error(f"pipemem {ctx.invoked_subcommand} was interrupted and has written nothing")
+            report_error(f"pipemem {ctx.invoked_subcommand} was interrupted and wrote nothing")
             raise typer.Exit(INTERRUPTED) from None
 
 
@@ -225,7 +220,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass

@@ -1,4 +1,4 @@
-"""``pipemem check``: say whether a schedule may run, where a file is wrong, and write the schedule in another form."""
+"""``pipemem check``: prove a schedule, report the place of a fault in a file, and write the schedule in another form."""
 
 from __future__ import annotations
 
@@ -54,37 +54,38 @@ def check(
     dialect: Annotated[Dialect, typer.Option(help=DIALECT_HELP)] = "auto",
     target: Annotated[
         Path | None,
-        typer.Option("--write", metavar="OUT", help="File for it: .csv: compute actions; .txt: the whole program."),
+        typer.Option("--write", metavar="OUT", help="Output file. .csv: compute actions; .txt: the whole program."),
     ] = None,
     to_dialect: Annotated[
-        _Letters, typer.Option("--to", help="Letters of OUT; torch-old: from before 2.6.")
+        _Letters, typer.Option("--to", help="Letters of OUT; torch-old is for torch before 2.6.")
     ] = "pipemem",
     lowered: Annotated[
-        bool | None, typer.Option("--lowered/--compute-only", help="Whether OUT has messages, whatever its suffix.")
+        bool | None, typer.Option("--lowered/--compute-only", help="Write messages to OUT or not, whatever its suffix.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Prove that a schedule may run: complete, ordered, free of deadlock, within memory; and write it as a file.
+    """Prove that a schedule can run: complete, ordered, free of deadlock, within memory. Write it to a file if asked.
 
-    A table has one line per device, one action per comma-separated cell. A lowered one is judged by its own messages as well,
-    and --microbatches says how many a step has where it leaves that open. A table that adds gradients up in another order than
-    that of the microbatches is valid, with a note that it cannot run on Megatron. Exit code 0: valid; 1: invalid, and why;
-    2: the file cannot be read as a schedule, and where.
+    A table has one line per device and one action per comma-separated cell. If a table holds messages, they are checked
+    too. --microbatches gives the microbatches of a step if the table leaves them open. A table that adds gradients in
+    another order than the microbatches is valid, with a note that Megatron cannot run it. Exit code 0: valid. 1: invalid,
+    with the reason. 2: the file cannot be read, with the place of the error.
 
-    With --write, a .csv gets the compute actions, which torch.distributed.pipelining loads as compute_only, and a .txt the
-    lowered program, with messages and gradient reductions, which torch loads as compute_comms. Written for torch, both ends of
-    a pair of devices post its messages in one order, as torch's communicators need. What is not valid is not written.
+    --write to a .csv file writes the compute actions, which torch.distributed.pipelining loads as compute_only. --write to
+    a .txt file writes the whole program with messages and gradient reductions, which torch loads as compute_comms. In a file
+    for torch, both ends of a pair of devices post their messages in one order, because torch's communicators need it.
+    An invalid schedule is not written.
 
     Examples:
-        # letters are found out
+        # detect the letters of a file
         pipemem check schedule.csv --memory-cap 1
-        # a file of torch.distributed.pipelining
+        # check a file of torch.distributed.pipelining
         pipemem check torch.csv --dialect torch --json
-        # the orders of a family, as a file
+        # write the orders of a family to a file
         pipemem check v-half -p 4 -m 16 --write v-half.csv
-        # in torch's letters
+        # convert a file to torch's letters
         pipemem check v-half.csv --write torch.csv --to torch
-        # with messages
+        # write the program with its messages
         pipemem check v-half.csv --write program.txt
     """
     check_output(target, _SUFFIXES, "a schedule")
@@ -103,7 +104,7 @@ def check(
             facts |= {"peak_activation": timeline.peak, "bubble_rate": timeline.bubble_rate}
             written = None if target is None else _write(schedule, target, to_dialect, lowered)
     if fault is not None:
-        assert table is not None, "it is the file's"
+        assert table is not None, "only a file has faults"
         _refuse(source, fault, table, facts, as_json)
     if as_json:
         output = {} if written is None else {"written": written}
@@ -129,7 +130,7 @@ def check(
 
 
 def _refuse(source: str, fault: Fault, table: Table, facts: dict[str, object], as_json: bool) -> NoReturn:
-    """Say why a file is not valid, and leave."""
+    """Report why a file is not valid, and exit."""
     if as_json:
         print_json({"valid": False, **facts, **_fault_json(fault)})
     report_error(f"{source} is not valid: {_headline(fault)} [{fault.error.code}]")
@@ -139,14 +140,14 @@ def _refuse(source: str, fault: Fault, table: Table, facts: dict[str, object], a
 
 
 def _write(schedule: Schedule, target: Path, to_dialect: _Letters, lowered: bool | None) -> dict[str, object]:
-    """Write a schedule as a table, and return what was written."""
+    """Write a schedule as a table, and return the facts that the command prints."""
     with_messages = target.suffix == ".txt" if lowered is None else lowered
     letters = "torch-new" if to_dialect == "torch" else to_dialect
     header = write_header(schedule.header(schedule.orders))
     if header and letters != "pipemem":
         raise UnsupportedError(
             "not-in-dialect",
-            f"torch's files cannot say what {schedule.name!r} needs said ({header.strip('# ').strip()}); write it with "
+            f"torch's files cannot hold the header of {schedule.name!r} ({header.strip('# ').strip()}); write the file with "
             "--to pipemem",
         )
     rows = schedule.orders
@@ -160,13 +161,12 @@ def _write(schedule: Schedule, target: Path, to_dialect: _Letters, lowered: bool
 
 
 def _cap(text: str | None) -> float | tuple[float, ...] | None:
-    """Raises:
-    UnsupportedError: a cap in bytes, which no table knows of.
-    """
+    """Return the cap in activation units, or raise an ``UnsupportedError`` for a cap in bytes."""
     cap = None if text is None else parse_caps(text)
     if cap is not None and cap.in_bytes:
         raise UnsupportedError(
-            "unit-mismatch", f"--memory-cap {text}: a table knows of no bytes; give activation units, 1 is 1F1B's peak"
+            "unit-mismatch",
+            f"--memory-cap {text}: a table does not state bytes; give activation units, where 1 is 1F1B's peak",
         )
     return None if cap is None else cap.amount
 
@@ -200,18 +200,18 @@ def _headline(fault: Fault) -> str:
 
 
 def _cycle_lines(cycle: tuple[Wait, ...], table: Table) -> list[str]:
-    """Return the circle of a deadlock, a line per device, closed by the first device again."""
+    """Return the waits of a deadlock, one line per device, and a last line that closes the circle."""
     before = {wait.device: wait for wait in cycle}
     lines = []
     for wait in cycle:
         place = _at(table.cell_of(wait.device, wait.action))
-        stands = f"device {wait.device} stands at {wait.action}{place} and waits for {wait.needed}"
+        stands = f"device {wait.device} is at {wait.action}{place} and waits for {wait.needed}"
         blocked = before[wait.owner].action
         comes = f"which comes{_at(table.cell_of(wait.owner, wait.needed))} after {blocked}, where"
         there = "where" if blocked == wait.needed else comes
-        lines.append(f"{stands}, {there} device {wait.owner} stands")
+        lines.append(f"{stands}, {there} device {wait.owner} is")
     marks = [" ┌▶", *[" │ "] * (len(lines) - 1)]
-    closing = f" └─ device {cycle[0].device} again: a circle, in which nobody ever moves"
+    closing = f" └─ device {cycle[0].device} again: each device of this circle waits for the next one"
     return [*(f"{mark} {in_letters(line, table.letters)}" for mark, line in zip(marks, lines, strict=True)), closing]
 
 

@@ -1,4 +1,4 @@
-"""Print results and errors of the commands, and show on stderr what a long command is doing."""
+"""Helpers of all commands: print results, errors and notes, and show progress on stderr."""
 
 from __future__ import annotations
 
@@ -21,19 +21,17 @@ if TYPE_CHECKING:
     from megatron_pipemem.schedule.display import Listener
 
 CANNOT_RUN = "is valid, but cannot run here, where losses are bit-identical to stock Megatron's"
-"""Of a table that other programs run."""
+"""End of the sentence about a valid table that only other programs can run."""
 INVALID, UNUSABLE, INTERRUPTED = 1, 2, 130
-"""Exit codes: a schedule that must not run; anything else that the user can mend; Ctrl-C."""
+"""Exit codes: an invalid schedule; another error that the user can correct; Ctrl-C."""
 
 _WIDTH_OF_FILES = 130
 _NAMES = 20
-"""Columns of what ``print_facts`` names."""
+"""Width in columns of the names that ``print_facts`` prints."""
 
 
 def console() -> Console:
-    """Return the console that a command answers on. A file or a pipe has no width, so tables are not cut there to a
-    terminal's default.
-    """
+    """Return the console for a command's answer, wide enough for tables if the output is a file or a pipe."""
     out = Console(highlight=False)
     if not out.is_terminal and "COLUMNS" not in os.environ:
         out.width = _WIDTH_OF_FILES
@@ -41,9 +39,7 @@ def console() -> Console:
 
 
 def print_facts(out: Console, told: Iterable[tuple[str, str]]) -> None:
-    """Print one line per name with what is to be said of it. What is long goes on under its own beginning, but not in
-    files.
-    """
+    """Print one line per name and fact. On a terminal, a long fact continues in its own column."""
     fits = None if out.width == _WIDTH_OF_FILES else max(20, out.width - _NAMES - 1)
     for name, fact in told:
         lines = [fact] if fits is None else wrap(fact, fits, break_long_words=False, break_on_hyphens=False) or [""]
@@ -53,14 +49,12 @@ def print_facts(out: Console, told: Iterable[tuple[str, str]]) -> None:
 
 
 def print_json(result: object) -> None:
-    """Raises:
-    CostsError: there are numbers in it that JSON has not.
-    """
+    """Print a result as JSON, or raise a ``CostsError`` if it holds infinite numbers."""
     try:
         typer.echo(json.dumps(result, indent=2, allow_nan=False))
     except ValueError:
         raise CostsError(
-            "bad-number", "the result holds infinite numbers, which JSON has not; give costs nearer to 1"
+            "bad-number", "the result holds infinite numbers, which JSON cannot hold; give costs nearer to 1"
         ) from None
 
 
@@ -82,14 +76,15 @@ _PATIENCE_SECONDS = 1.0
 _REFRESH_SECONDS = 0.1
 _FIRST_LINE_SECONDS = 15.0
 _MOST_SECONDS = 600.0
-"""Between two plain lines: each comes after twice the time of the one before, but not more than that."""
+"""Longest wait between two plain lines of progress. Each wait is twice the wait before, up to this one."""
 
 
 @contextmanager
 def showing(what: str) -> Iterator[Listener]:
-    """Show the user, within this block, what is told by ``doing`` and ``tell``, and to the function that this gives;
-    ``what`` until then. Nothing must be printed to stdout meanwhile. Within another ``showing``, its line goes on.
+    """Show progress on stderr within this block: first ``what``, then each message of ``doing``, ``tell`` and the yielded
+    function. Print nothing to stdout within the block. An inner ``showing`` writes to the line of the outer one.
     """
+    # The command that lists all commands does not import schedules.
     # A list of commands needs nothing of schedules.
     from megatron_pipemem.schedule.display import doing, has_listener, listening
 

@@ -1,4 +1,4 @@
-"""Define the options that several commands share, complete them, and refuse at once what could not be finished."""
+"""Options that several commands share, their completion, and early checks of their values."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megatron_pipemem.search import MAX_CHUNKS
 
 Dialect = Literal["auto", "pipemem", "torch", "torch-new", "torch-old"]
 NAME_HELP = "A schedule of `pipemem schedules`, a file of `pipemem check --write` or of torch, or `auto` for a search."
-DIALECT_HELP = "Letters of the file; by default they are detected, and said."
+DIALECT_HELP = "Letters of the file. By default they are detected and reported."
 
 
 def at_least_one(parameter: typer.CallbackParam, count: int | None) -> int | None:
-    """Return the value of an option."""
+    """Return the value of an option that must be at least 1."""
     if count is not None and count < 1:
         raise UnsupportedError("bad-number", f"{parameter.opts[0]} must be at least 1, not {count}")
     return count
@@ -41,7 +41,7 @@ MemoryCapText = Annotated[
     typer.Option(
         "--memory-cap",
         metavar="X|XGiB|X,X,...",
-        help="The most a device may hold, or one cap per device; 1 is the peak of 1F1B. Bytes need --costs FILE with memory.",
+        help="Highest memory of a device, or one cap per device; 1 is the peak of 1F1B. Bytes need --costs FILE with memory.",
     ),
 ]
 ScheduleModules = Annotated[
@@ -54,18 +54,18 @@ ScheduleModules = Annotated[
         help="Add the schedules of a Python file or module; repeatable.",
     ),
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="Go on although it takes long, or much memory.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Continue even if it takes long or needs much memory.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Say how large a schedule is to be, as typed."""
+    """Hold the options that give the size of a schedule."""
 
     devices: Devices = None
     microbatches: Microbatches = None
     chunks: Annotated[
-        int | None, typer.Option("--chunks", "-v", help="Stages per device, where the schedule has a choice.")
+        int | None, typer.Option("--chunks", "-v", help="Stages per device, if the schedule allows several numbers.")
     ] = None
     memory_cap: MemoryCapText = None
     options: Annotated[
@@ -78,12 +78,13 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Say what the layers and the head of a model take, as typed."""
+    """Hold the options that give the costs of a model's layers and head."""
 
     costs: Annotated[
         str,
         typer.Option(
-            metavar="F,I,W|FILE", help="Seconds of one device's share: forward, input and weight gradient; or JSON."
+            metavar="F,I,W|FILE",
+            help="Seconds of one device's share for forward, input gradient and weight gradient; or a JSON file.",
         ),
     ] = "1,1,1"
     p2p: Annotated[float | None, typer.Option(help="Seconds of one message between two devices.")] = None
@@ -91,7 +92,7 @@ class Prices:
         Literal["off", "1", "2", "auto"],
         typer.Option(
             help="Cut the LM head over all devices: by Algorithm 1 (two barriers) or 2 (one barrier) of arXiv 2411.05288, or "
-            "whatever is best for --head-cost."
+            "by the best way for --head-cost."
         ),
     ] = "off"
     head_cost: Annotated[
@@ -99,34 +100,36 @@ class Prices:
         typer.Option(
             metavar="X|Xlayers",
             help="Forward and backward of the whole LM head: seconds as in --costs, or layers (with --layers). "
-            "Default: none with `off`, else one device's share of the layers.",
+            "Default: 0 with `off`, else one device's share of the layers.",
         ),
     ] = None
     layers: Annotated[
-        int | None, typer.Option(help="Layers of the model: prices --head-cost, and lets `auto` move them.")
+        int | None, typer.Option(help="Layers of the model. They price --head-cost, and `auto` may move them.")
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question(Prices, Size):
-    """Say what is to be simulated, as typed."""
+    """Hold the options of a simulation."""
 
     offload: Annotated[
         str,
         typer.Option(
             metavar="off|half|full|auto|N",
-            help="Send activations to host memory: half or all chunks, N of every device, or as few as keep the cap.",
+            help="Send activations to host memory: half or all chunks, N of every device, or the fewest that keep the cap.",
         ),
     ] = "off"
     offload_ratio: Annotated[
         float | None,
         typer.Option(
             metavar="K",
-            help="Seconds of activations to the host and back over those of their F, I and W (default 1, or the costs').",
+            help="Seconds to copy activations to the host and back, per second of their F, I and W. Default: that of the "
+            "costs, or 1.",
         ),
     ] = None
     host_memory: Annotated[
-        str | None, typer.Option(metavar="X|XGiB", help="The most host memory of a device, in the unit of the cap.")
+        str | None,
+        typer.Option(metavar="X|XGiB", help="Highest host memory of a device, in the unit of the memory cap."),
     ] = None
     attention_share: Annotated[
         float | None,
@@ -134,21 +137,21 @@ class Question(Prices, Size):
             min=0,
             max=1,
             metavar="A",
-            help="Of F's seconds, the part that is causal attention over the whole sequence: where sequences are cut into "
-            "slices, later ones then take longer. Default: slices take as long.",
+            help="Share of F's seconds in causal attention over the whole sequence. If sequences are cut into slices, "
+            "later slices then take longer. Default: all slices take equally long.",
         ),
     ] = None
     slice_cut: Annotated[
         str,
         typer.Option(
             metavar="|".join(SLICE_CUTS),
-            help="With an attention share, how sequences are cut into slices: equally many tokens, or equal time of F.",
+            help="How to cut sequences into slices: equal numbers of tokens, or equal seconds of F. Needs --attention-share.",
         ),
     ] = TOKENS
 
 
 def takes_group(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take the fields of its one dataclass argument as options."""
+    """Return a command that takes the fields of its one dataclass argument as options."""
     hints, own = get_type_hints(command, include_extras=True), signature(command).parameters
     name, group = next((name, hint) for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint))
     of_group = get_type_hints(group, include_extras=True)
@@ -171,7 +174,7 @@ def takes_group(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def is_file(name: str) -> bool:
-    """Return whether a user who typed ``name`` means a file rather than a family."""
+    """Return whether ``name`` is a file rather than a family."""
     return name.endswith((".csv", ".txt")) or "/" in name or Path(name).is_file()
 
 
@@ -179,12 +182,12 @@ _SCHEDULE_FILES = (".csv", ".txt")
 
 
 def complete_families(incomplete: str) -> list[tuple[str, str]]:
-    """Return schedules of the table, with what they are good for."""
+    """Return the schedules whose name begins with ``incomplete``, each with its summary."""
     return [(each.name, each.summary) for each in families() if each.name.startswith(incomplete)]
 
 
 def complete_schedules(incomplete: str) -> list[tuple[str, str]]:
-    """Return also ``auto``, schedule files, and the folders on the way to them."""
+    """Return also ``auto``, schedule files and folders whose name begins with ``incomplete``."""
     found = complete_families(incomplete)
     if AUTO.startswith(incomplete):
         found.append((AUTO, "the fastest that a search finds"))
@@ -198,7 +201,7 @@ def complete_schedules(incomplete: str) -> list[tuple[str, str]]:
 
 
 def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: bool = True) -> None:
-    """Ask before what takes long."""
+    """Refuse a schedule that takes long to build, unless ``yes``."""
     if not yes:
         counts = f"--devices {devices} and --microbatches {microbatches}"
         if chunks > MAX_CHUNKS:
@@ -207,7 +210,7 @@ def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: 
 
 
 def check_steps(schedule: Schedule, steps: int, yes: bool) -> None:
-    """Ask before so many steps are simulated that it takes long."""
+    """Refuse steps that take long to simulate, unless ``yes``."""
     if not yes:
         placement, counts = schedule.placement, f"--steps {steps} of {schedule.num_microbatches} microbatches"
         check_affordable(
@@ -216,29 +219,29 @@ def check_steps(schedule: Schedule, steps: int, yes: bool) -> None:
 
 
 def check_output(path: Path | None, suffixes: Sequence[str], what: str) -> None:
-    """Check that a file, if one was asked for, can be written, before anything is computed for it."""
+    """Check that the output file, if given, can be written. Commands call this before they compute."""
     if path is not None:
         check_suffix(path, suffixes, what)
         check_writable(path)
 
 
 def check_seconds(flag: str, seconds: float) -> None:
-    """Raises UnsupportedError: no search can take so long."""
+    """Raise an ``UnsupportedError`` if the seconds are negative or infinite."""
     if not 0 <= seconds < math.inf:
         raise UnsupportedError("bad-number", f"{flag} {seconds:g}: give a number of seconds, 0 or more")
 
 
 def check_layers(layers: int | None, stages: int) -> None:
-    """Raises UnsupportedError: a model of so many layers has not that many stages."""
+    """Raise an ``UnsupportedError`` if the model has fewer layers than stages."""
     if layers is not None and layers < stages:
         raise UnsupportedError(
             "too-few-layers",
-            f"--layers {layers}: the schedule cuts the model into {stages} stages, which hold at least a layer each; give "
+            f"--layers {layers}: the schedule cuts the model into {stages} stages of at least one layer each; give "
             "more layers, or fewer --devices or --chunks",
         )
 
 
 def check_port(flag: str, port: int) -> None:
-    """Raises UnsupportedError: it is no port."""
+    """Raise an ``UnsupportedError`` if the port is out of range."""
     if not 0 < port < 1 << 16:
         raise UnsupportedError("bad-number", f"{flag} {port}: give a port, from 1 to {(1 << 16) - 1}")

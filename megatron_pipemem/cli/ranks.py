@@ -1,11 +1,11 @@
-"""Start this node's ranks, and end all ranks together when one of them fails, with one readable error.
+"""Start this node's ranks, and end all ranks together with one readable error when one of them fails.
 
-``python -m megatron_pipemem.cli.ranks`` takes torchrun's own flags, and its last words are the first cause of a failure.
+``python -m megatron_pipemem.cli.ranks`` takes torchrun's own flags, and prints the first cause of a failure last.
 
 The first rank that fails claims a key in a store that all ranks can reach, prints its error and exits. Every other rank
-watches that key and exits quietly, wherever it is blocked: in a collective, in a rendezvous or in its own computation.
-The store is the one at MASTER_ADDR:MASTER_PORT that PyTorch's ``env://`` rendezvous uses as well: torchrun's own, or
-rank 0's when the ranks were started by srun or by hand.
+watches that key and exits quietly, even if it is blocked in a collective, in a rendezvous or in its own computation.
+The store is at MASTER_ADDR:MASTER_PORT, as for PyTorch's ``env://`` rendezvous. torchrun keeps it. If srun or a user
+started the ranks, rank 0 keeps it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rich.console import Console
 from megatron_pipemem.errors import PipememError, with_code
 from megatron_pipemem.files import write_whole
 
-_ENDED_BY_LAUNCHER = -15  # SIGTERM: so torchrun ends the others
+_ENDED_BY_LAUNCHER = -15  # SIGTERM: torchrun sends it to the remaining ranks
 
 
 def main() -> None:
@@ -45,29 +45,29 @@ def main() -> None:
         _end(first_cause(error.failures))
     except SignalException as error:
         _end(f"ended by {error.sigval.name}, and the ranks with it")
-    except (RuntimeError, OSError, ValueError) as error:  # of the rendezvous, or of torchrun's own flags
+    except (RuntimeError, OSError, ValueError) as error:  # from the rendezvous or from torchrun's own flags
         why = str(error).strip().splitlines() or [type(error).__name__]
-        _end(f"the ranks could not be started: {why[0]}; is the port free, and the address that of the first node?")
+        _end(f"the ranks could not be started: {why[0]}; is the port free, and is the address that of the first node?")
 
 
 def first_cause(failures: Mapping[int, Any]) -> str:
-    """Say which rank failed first, at what, and what to do."""
-    # A rank that was killed says nothing, and those that miss it do.
+    """Return an error text: the rank that failed first, its error, and advice."""
+    # A killed rank reports nothing, but the ranks that lose it do.
     killed = {
         rank: each for rank, each in failures.items() if each.exitcode < 0 and each.exitcode != _ENDED_BY_LAUNCHER
     }
     rank, failure = min((killed or failures).items(), key=lambda item: item[1].timestamp)
     message = failure.message
-    if isinstance(message, dict):  # what our rank guard wrote: the traceback, and its last words
+    if isinstance(message, dict):  # our rank guard wrote it: the traceback and the error text
         return str(message.get("extraInfo", {}).get("py_callstack") or message.get("message"))
     if rank in killed:
         return (
             f"rank {rank} failed: killed by {failure.signal_name()}\n"
-            "what to do: look for the reason in its node's log (dmesg shows what ran out of memory)"
+            "what to do: look for the reason in its node's log (dmesg shows processes that ran out of memory)"
         )
     return (
         f"rank {rank} failed: exit code {failure.exitcode}\n"
-        "what to do: see what it wrote above; with several nodes, the log of another one may name the first cause"
+        "what to do: see its output above; with several nodes, the log of another node may name the first cause"
     )
 
 
@@ -78,10 +78,10 @@ def _end(words: str) -> None:
 
 _POLL_SECONDS = 0.5
 _STORE_TIMEOUT = timedelta(seconds=5)
-_ANNOUNCEMENT_SECONDS = 2.0  # how long a rank that lost its peers waits for one of them to say why
-_KEEPER_SECONDS = 60.0  # how long a rank that has failed waits for rank 0, which may still import, to keep the store
-_READING_SECONDS = 2 * _POLL_SECONDS  # how long the first failing rank stays: it may be the one that keeps the store
-_FOLLOWING_SECONDS = 3.0  # how long the others stay, so that torchrun, which blames whoever exits first, ends them
+_ANNOUNCEMENT_SECONDS = 2.0  # a rank that lost its peers waits so long for one of them to announce the cause
+_KEEPER_SECONDS = 60.0  # a failed rank waits so long for rank 0, which may still import, to open the store
+_READING_SECONDS = 2 * _POLL_SECONDS  # the first failing rank stays so long: it may be the one that keeps the store
+_FOLLOWING_SECONDS = 3.0  # the others stay so long that torchrun, which blames the first exit, ends them itself
 _LOST_PEER = (
     "connection closed by peer",
     "connection was likely closed",
@@ -93,16 +93,16 @@ _LOST_PEER = (
 
 @contextlib.contextmanager
 def rank_guard() -> Iterator[None]:
-    """Run one rank's script. If it fails, here or on another rank, the process ends and the caller never hears of it.
+    """Run one rank's script. If it fails here or on another rank, end the process without returning to the caller.
 
-    Exit codes: 1 after an exception on any rank, 130 after an interrupt, the script's own after ``sys.exit``. With one
-    rank, or without torchrun's environment variables, errors are printed the same way and there is nobody to watch.
+    Exit codes: 1 after an exception on any rank, 130 after an interrupt, the script's own code after ``sys.exit``. A single
+    rank, or a rank without torchrun's environment variables, prints its errors the same way and watches no other rank.
     """
     board = _FailureBoard.from_environment()
     done = threading.Event()
     watcher = threading.Thread(target=_follow, args=(board, done), name="rank-guard", daemon=True)
     if board is not None:
-        import torch.distributed  # noqa: F401 - here, because two threads that import torch at once crash
+        import torch.distributed  # noqa: F401 - here, because two threads that import torch at the same time crash
 
         watcher.start()
     try:
@@ -115,7 +115,7 @@ def rank_guard() -> Iterator[None]:
     except SystemExit as stop:
         if stop.code in (None, 0):
             raise
-        done.set()  # or this rank would follow itself, muted
+        done.set()  # or this rank would see its own failure and exit silently
         code = stop.code if isinstance(stop.code, int) else 1
         if board is None or board.claim("the script ended itself", seconds=0.0):
             if not isinstance(stop.code, int):
@@ -126,7 +126,7 @@ def rank_guard() -> Iterator[None]:
                 print(words, file=sys.stderr)
             _exit(code, board)
         _follow_down()
-    except BaseException as error:  # whatever it is, the other ranks are waiting for this one
+    except BaseException as error:  # of any class, because the other ranks are waiting for this one
         done.set()
         patience = _ANNOUNCEMENT_SECONDS if _lost_a_peer(error) else 0.0
         if board is None or board.claim(_summary(error), seconds=patience):
@@ -134,7 +134,7 @@ def rank_guard() -> Iterator[None]:
             _exit(1, board)
         _follow_down()
     finally:
-        # A daemon thread that the interpreter's end meets inside C++ code aborts the process.
+        # The interpreter's exit aborts the process if a daemon thread is inside C++ code.
         done.set()
         if watcher.is_alive():
             watcher.join()
@@ -142,9 +142,9 @@ def rank_guard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refused_together() -> Iterator[None]:
-    """Run checks that come out alike on all ranks of a job, which has one node. If they fail, rank 0 says why.
+    """Run checks that have the same result on all ranks of a job on one node. If they fail, rank 0 reports the error.
 
-    Ranks need no store to agree on that, so torch is not imported.
+    The ranks need no store for this, so torch is not imported.
     """
     try:
         yield
@@ -152,13 +152,13 @@ def refused_together() -> Iterator[None]:
         if os.environ["RANK"] != "0":
             _follow_down()
         words = f"error: {with_code(error)}"
-        if not _tell_torchrun(_summary(error), words, early=True):  # which prints it last
+        if not _tell_torchrun(_summary(error), words, early=True):  # torchrun prints it last
             Console(stderr=True, soft_wrap=True, highlight=False).print(words, style="bold red", markup=False)
         _exit(1)
 
 
 class _FailureBoard:
-    """The key of the first failure, in the store at ``host:port``. Connections are made late and one per thread."""
+    """Hold the key of the first failure in the store at ``host:port``. Each thread connects when it first needs to."""
 
     def __init__(self, rank: int, host: str, port: int, run: str):
         self._rank = rank
@@ -169,7 +169,7 @@ class _FailureBoard:
 
     @classmethod
     def from_environment(cls) -> _FailureBoard | None:
-        """Return the board of this rank's job, or None for a lone process."""
+        """Return the board of this rank's job, or None for a single process."""
         job = os.environ
         if int(job.get("WORLD_SIZE", 1)) < 2 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= job.keys():
             return None
@@ -177,7 +177,7 @@ class _FailureBoard:
         return cls(int(job["RANK"]), job["MASTER_ADDR"], int(job["MASTER_PORT"]), run)
 
     def _store(self):
-        """Return a connection, or None while nobody listens: the store's own client would wait and log every attempt."""
+        """Return a connection, or None if the store is not open. Its own client would wait and log every attempt."""
         store = getattr(self._local, "store", None)
         if store is None:
             from torch.distributed import TCPStore
@@ -193,7 +193,7 @@ class _FailureBoard:
         return store
 
     def announced(self) -> bool:
-        """Return whether some rank has failed; a ConnectionError says that the process that kept the store has ended."""
+        """Return whether some rank has failed, or raise a ConnectionError if the store's process has ended."""
         store = self._store()
         try:
             return store is not None and store.check([self._key])
@@ -201,7 +201,9 @@ class _FailureBoard:
             raise ConnectionError("the rendezvous store has closed") from error
 
     def claim(self, summary: str, seconds: float) -> bool:
-        """Announce ``summary`` as the first failure unless another rank does so within ``seconds``; whether it was."""
+        """Announce ``summary`` as the first failure unless another rank announces one within ``seconds``. Return whether this
+        rank's failure is the first.
+        """
         deadline = time.monotonic() + seconds
         try:
             while not self.announced():
@@ -214,15 +216,16 @@ class _FailureBoard:
                     return store.compare_set(self._key, "", mine).decode() == mine
                 time.sleep(0.1)
         except (ConnectionError, RuntimeError):
-            return seconds == 0.0  # the keeper of the store is gone: an error of this rank's own still has to be told
+            return seconds == 0.0  # the store is gone, but this rank must still report its own error
         return False
 
     def stay(self) -> None:
-        """Stay until the others had time to read of this rank's failure. Where the store has not been there yet, wait for it
-        first: without a launcher that ends all ranks, the others would wait for this one in their rendezvous.
+        """Stay until the other ranks had time to read of this failure. If the store was not open yet, wait for it first.
+
+        Without a launcher that ends all ranks, the other ranks would wait for this one in their rendezvous.
         """
         deadline = time.monotonic() + _KEEPER_SECONDS
-        with contextlib.suppress(RuntimeError):  # the store has closed: nobody is left to tell
+        with contextlib.suppress(RuntimeError):  # the store has closed, and with it the other ranks
             while self._unsaid is not None and self._rank > 0 and time.monotonic() < deadline:
                 if (store := self._store()) is not None:
                     store.compare_set(self._key, "", self._unsaid)
@@ -233,13 +236,13 @@ class _FailureBoard:
 
 
 def _follow(board: _FailureBoard, done: threading.Event) -> None:
-    """End this process soon after another rank has failed, until ``done``."""
+    """End this process soon after another rank has failed, unless ``done`` is set first."""
     while not done.wait(_POLL_SECONDS):
         try:
             if board.announced() and not done.is_set():
                 _follow_down()
         except ConnectionError:
-            return  # rank 0 has ended, perhaps in peace; if not, the next collective fails
+            return  # rank 0 has ended, perhaps without a failure; if it failed, the next collective fails
 
 
 def _follow_down() -> NoReturn:
@@ -249,10 +252,10 @@ def _follow_down() -> NoReturn:
 
 
 def _exit(code: int, board: _FailureBoard | None = None) -> NoReturn:
-    """Leave, once others had time to read ``board``. The interpreter's own end would wait for peers."""
+    """Exit after other ranks had time to read ``board``. The interpreter's own exit would wait for other ranks."""
     if board is not None:
         board.stay()
-    for child in multiprocessing.active_children():  # Megatron's checkpoint writer leaves one, which would outlive us
+    for child in multiprocessing.active_children():  # Megatron's checkpoint writer leaves a process that would stay
         child.kill()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -270,23 +273,23 @@ def _summary(error: BaseException) -> str:
 
 
 def _last_words(error: BaseException) -> list[str]:
-    """Say which rank failed, at what, what to do, and where to read on."""
+    """Return the lines of an error: the rank that failed, its error, advice, and where to look next."""
     words = [f"rank {os.environ.get('RANK', 0)} failed: {_summary(error)}"]
     words += [f"at: {note}" for note in getattr(error, "__notes__", ())]
     if _lost_a_peer(error):
-        words.append("what to do: another rank ended without saying why, killed or out of memory; see its node's log")
+        words.append("what to do: another rank ended without a message, killed or out of memory; see its node's log")
     elif "out of memory" in str(error).lower():
         words.append(
-            "what to do: take a schedule with a lower peak (--pipemem-memory-cap, --pipemem-offload auto, "
+            "what to do: choose a schedule with a lower peak (--pipemem-memory-cap, --pipemem-offload auto, "
             "--pipemem-recompute auto), or cut the model further"
         )
     elif not isinstance(error, PipememError):
-        words.append("what to do: read the traceback above, and what this rank wrote before it")
+        words.append("what to do: read the traceback above and this rank's output before it")
     return words
 
 
 def _argparse_message(stop: SystemExit) -> str | None:
-    """Return the sentence with which a parser of command lines ended the process, and the flag that may have been meant."""
+    """Return the message of a command line parser that ended the process, and the nearest flag to a wrong one."""
     for frame, _ in traceback.walk_tb(stop.__traceback__):
         parser = frame.f_locals.get("self")
         if frame.f_code.co_name == "exit" and isinstance(parser, argparse.ArgumentParser):
@@ -299,7 +302,7 @@ def _argparse_message(stop: SystemExit) -> str | None:
 
 @contextlib.contextmanager
 def _errors_without_usage() -> Iterator[None]:
-    """Let parsers of command lines print their errors alone: Megatron's usage has a thousand lines, on every rank."""
+    """Make argument parsers print errors without their usage: Megatron's has a thousand lines on every rank."""
     usage = argparse.ArgumentParser.print_usage
     argparse.ArgumentParser.print_usage = lambda self, file=None: None  # type: ignore[method-assign]
     try:
@@ -309,7 +312,7 @@ def _errors_without_usage() -> Iterator[None]:
 
 
 def _mute() -> None:
-    """Mute errors that only follow from another rank's: they say nothing of the cause, and would stand below it."""
+    """Mute errors that only follow from another rank's error, because they do not name the cause."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -318,9 +321,9 @@ def _mute() -> None:
 
 
 def _report(error: BaseException) -> None:
-    """Print the error, and leave it to torchrun, which prints it at the end, if that started this rank.
+    """Print the error, and write it for torchrun, which prints it at the end.
 
-    The traceback is left out for errors of ours, which say all there is to know; PIPEMEM_TRACEBACK=1 shows it.
+    The traceback of our own errors is left out, because their message is complete. PIPEMEM_TRACEBACK=1 shows it.
     """
     wanted = not isinstance(error, PipememError) or "PIPEMEM_TRACEBACK" in os.environ
     trace = "".join(traceback.format_exception(error)) if wanted else ""
@@ -333,9 +336,10 @@ def _report(error: BaseException) -> None:
 
 
 def _tell_torchrun(summary: str, text: str, early: bool) -> bool:
-    """Write the file that torchrun reads and prints, and return whether there is one.
+    """Write the error file that torchrun prints, and return whether torchrun asked for one.
 
-    torchrun compares whole seconds and takes the lowest rank among equals; ``early``, a second less, keeps this one first.
+    torchrun compares whole seconds and blames the lowest rank among equal ones. ``early`` subtracts a second, so that
+    torchrun blames this rank.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"py_callstack": text, "timestamp": str(int(time.time()) - early)}

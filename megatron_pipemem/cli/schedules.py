@@ -18,43 +18,44 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import Family, build_schedule, families, family
 from megatron_pipemem.schedule.simulator import simulate
 
-# Arguments of every schedule; those that list them fit their order to them.
+# Arguments of ``build_schedule``. A family that lists them fits its order to them.
 _FLAGS = {"costs": "--costs", "memory_cap": "--memory-cap"}
 RESEARCH = frozenset(
     "gpipe 1f1b 1f1b-eager looped-bfs zb-h2 zb-auto gis-h 1f1b-v dualpipe-v hanayo "
     "chimera gems dualpipe seq1f1b slimpipe pipedream pipedream-2bw".split()
 )
-"""Families of this package that the README does not advise: they are listed with --all only."""
+"""Families of this package that ``pipemem schedules`` lists only with --all."""
 _COLUMNS = (
     *("name", "placement", "summary", "peak", "bubble", "source", "splits_backward", "min_devices", "chunks", "needs"),
     *("asynchronous", "slices", "offloads", "replicas"),
 )
-"""Of the JSON table."""
+"""Columns of the JSON table."""
 
 
 def schedules(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Explain this one.", autocompletion=complete_families)
+        str | None,
+        typer.Argument(metavar="[NAME]", help="Explain this schedule.", autocompletion=complete_families),
     ] = None,
     devices: Devices = None,
     microbatches: Microbatches = None,
-    every: Annotated[bool, typer.Option("--all", help="List the schedules for research, too.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="List also the schedules for research.")] = False,
     as_json: Json = False,
     _modules: ScheduleModules = None,
 ) -> None:
-    """List the schedules to choose from: what each holds at its peak, how long it idles, what it needs; or explain one.
+    """List the schedules to choose from, with peak memory, bubble and needs; or explain one of them.
 
-    Peaks are in activation units: 1 is what 1F1B's first device holds, with equal stages and with nothing more held from I
-    to W than from F to I. Bubbles are for many microbatches, with F, I, W, B the seconds of one device's share of the model,
-    p devices, m microbatches and v chunks. Asynchronous schedules
-    update weights in the middle of a step, so they train differently from all others.
+    Peaks are in activation units: 1 is the peak of 1F1B's first device. They hold for equal stages that hold nothing more
+    from I to W than from F to I. Bubbles are for many microbatches. F, I, W and B are the seconds of one device's share of
+    the model; p counts devices, m microbatches and v chunks. Asynchronous schedules update weights in the middle of a step,
+    so they train differently from all others.
 
     Examples:
-        # those to choose from, with formulas
+        # list the schedules to choose from, with formulas
         pipemem schedules
-        # those for research, too
+        # list also the schedules for research
         pipemem schedules --all
-        # one, with a picture
+        # explain one, with a picture
         pipemem schedules v-half
     """
     if name is not None:
@@ -62,7 +63,7 @@ def schedules(
         return
     if devices is not None or microbatches is not None:
         raise UnsupportedError(
-            "needs-option", "--devices and --microbatches are those of the picture of one schedule; name it"
+            "needs-option", "--devices and --microbatches set the size of one schedule's picture; name the schedule"
         )
     listed = [each for each in families() if every or each.name not in RESEARCH]
     if as_json:
@@ -113,9 +114,9 @@ def _facts(chosen: Family) -> Iterator[tuple[str, str]]:
     for need in _needs(chosen):
         yield "needs", need
     if chosen.offloads:
-        yield "offload", "activations spend time in host memory"
+        yield "offload", "activations are held in host memory for a time"
     if chosen.slices > 1:
-        yield "slices", f"every sequence runs in {chosen.slices} slices unless -o slices says otherwise"
+        yield "slices", f"every sequence is cut into {chosen.slices} slices; -o slices changes the number"
     for flag, text in _options(chosen):
         yield f"  {flag}", text
     yield "p, m, v", "devices, microbatches, chunks per device; F, I, W, B: seconds of one device's share of the model"

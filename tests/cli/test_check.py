@@ -98,11 +98,11 @@ def test_check_finds_deadlocks(pipemem, csv):
     first, *circle = result.stderr.splitlines()
     check_refusal(first, "deadlock", "device 0 at 0B0", "device 1 at 1F2", "1B0 before 1F2")
     assert circle == [
-        " ┌▶ device 0 stands at 0B0 (line 1, cell 3) and waits for 1B0, which comes (line 2, cell 4) after 1F2, "
-        "where device 1 stands",
-        " │  device 1 stands at 1F2 (line 2, cell 3) and waits for 0F2, which comes (line 1, cell 5) after 0B0, "
-        "where device 0 stands",
-        " └─ device 0 again: a circle, in which nobody ever moves",
+        " ┌▶ device 0 is at 0B0 (line 1, cell 3) and waits for 1B0, which comes (line 2, cell 4) after 1F2, "
+        "where device 1 is",
+        " │  device 1 is at 1F2 (line 2, cell 3) and waits for 0F2, which comes (line 1, cell 5) after 0B0, "
+        "where device 0 is",
+        " └─ device 0 again: each device of this circle waits for the next one",
     ]
     found = json.loads(pipemem("check", csv("0F0,0F1,0B0,0B1,0F2,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n"), "--json").stdout)
     assert found["cycle"] == [
