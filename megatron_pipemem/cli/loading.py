@@ -1,7 +1,6 @@
-"""Turn what was typed about prices into costs, and what was typed about a schedule into the schedule.
+"""Turn the options of a command into costs and a schedule.
 
-A schedule is read from a file, or resolved as a run does. The LM head is placed as it was asked for: on the last stage, or cut
-over all devices.
+A schedule is read from a file or chosen as a run chooses it. The LM head is put on the last stage or cut over all devices.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ from megatron_pipemem.search.result import ResultCache
 
 
 def price_layers(names: Sequence[str], asked: Question) -> Costs:
-    """Return the costs that the user typed, with the channel to the host."""
+    """Return the costs that the options give, with the channel to the host."""
     check_layers(asked.layers, asked.devices or 1)
     costs, ratio = with_channel(parse_costs(asked.costs, asked.p2p), asked.offload_ratio), asked.offload_ratio
     sends = asked.offload != OFF or any(is_file(name) or (name != AUTO and family(name).offloads) for name in names)
     if ratio is not None and not sends:
         raise UnsupportedError(
             "needs-option",
-            f"--offload-ratio {ratio:g} says how fast activations go to the host, and nothing sends any; give --offload too",
+            f"--offload-ratio {ratio:g} prices the way to the host, but no activations are sent there; give --offload too",
         )
     return costs
 
@@ -72,7 +71,7 @@ def _check_price(option: str, price: float, what: str) -> None:
 
 
 def with_channel(costs: Costs, ratio: float | None) -> Costs:
-    """Return the costs with the channel of an offload ratio; without one with their own, or that of ratio 1."""
+    """Return the costs with the channel of an offload ratio. The default is the costs' own channel, or ratio 1."""
     if ratio is None and costs.channel is not None:
         return costs
     if ratio is not None:
@@ -81,7 +80,7 @@ def with_channel(costs: Costs, ratio: float | None) -> Costs:
     try:
         channel = Channel.of_ratio(1.0 if ratio is None else ratio, costs, known.duplex, known.switches)
     except CostsError:
-        if ratio is None:  # nobody asked for it
+        if ratio is None:  # the ratio 1 is only a default
             return costs
         raise
     return replace(costs, channel=channel)
@@ -107,7 +106,7 @@ def parse_costs(text: str, p2p: float | None) -> Costs:
 
 
 def note_uneven_cuts(costs: Costs, placements: Iterable[Placement]) -> None:
-    """Report stages that do not hold as many layers each, although nothing asks for it."""
+    """Report stages with unequal numbers of layers, unless the costs ask for that cut."""
     parts = costs.part_prices
     if parts is None:
         return
@@ -118,11 +117,11 @@ def note_uneven_cuts(costs: Costs, placements: Iterable[Placement]) -> None:
             held = " and ".join(f"{number} of {count}" for count, number in counts.items())
             told.append(f"among {stages} stages ({held})")
     if told:
-        report_note(f"{layers} layers do not divide {', '.join(told)}; --costs FILE may say layers_per_stage")
+        report_note(f"{layers} layers do not divide {', '.join(told)}; --costs FILE may give layers_per_stage")
 
 
 def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | None:
-    """Return the seconds of the whole head, ``None`` if they are neither typed nor in the costs of the layers."""
+    """Return the seconds of the whole head, or ``None`` if neither the options nor the costs give them."""
     if asked.head_cost is None:
         return None if costs.part_prices is None else costs.part_prices.head
     try:
@@ -139,40 +138,41 @@ def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | Non
     layers = asked.layers if costs.part_prices is None else len(costs.part_prices.layers)
     if layers is None:
         raise UnsupportedError(
-            "needs-option", f"--head-cost {asked.head_cost} counts layers; say with --layers how many the model has"
+            "needs-option",
+            f"--head-cost {asked.head_cost} counts layers; give the model's number of layers with --layers",
         )
     seconds = costs.without_ends().seconds(schedule.placement, schedule.slices)
     return amount * sum(map(sum, (seconds[Kind.F], seconds[Kind.B]))) / layers
 
 
 def priced_head(asked: Prices, costs: Costs, schedule: Schedule, barriers: int) -> Costs:
-    """Return the costs of the layers with the LM head cut with so many barriers; 0 leaves it on the last stage."""
+    """Return the costs with the LM head cut by this many barriers; 0 puts it on the last stage."""
     seconds = head_seconds(asked, costs, schedule)
     if seconds is None:
         return costs
     if barriers:
         return costs.with_cut_head(seconds, schedule.num_devices, barriers)
-    if asked.head_cost is None:  # it is in the costs
+    if asked.head_cost is None:  # the costs already include the head
         return costs
     return head_on_last_stage(costs.without_ends(), schedule.placement, seconds, slices=schedule.slices)
 
 
 def named(name: str, chunks: int | None) -> str:
-    """Return the family behind a name: for ``stock``, the order that Megatron itself runs with so many chunks, with a note."""
+    """Return the family of a name. For ``stock`` it is Megatron's own order with so many chunks, and a note says so."""
     if name != STOCK:
         return name
     own = megatrons_own(chunks)
-    report_note(f"{STOCK} is the order of Megatron itself: {own}, with --chunks {chunks or 1}")
+    report_note(f"{STOCK} is Megatron's own order: {own}, with --chunks {chunks or 1}")
     return own
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Hold what a command was asked for, and the schedule that it comes to."""
+    """Hold a command's request and the schedule that was chosen for it."""
 
     request: Request
     shape: Shape
-    knowledge: Knowledge  # costs with the memory that the cap is about: none for activation units
+    knowledge: Knowledge  # its costs have memory only if the cap is in bytes
     chosen: Choice
 
     @property
@@ -181,11 +181,11 @@ class Loaded:
 
     @property
     def memory_cap(self) -> float | tuple[float, ...] | None:
-        """Return a cap in the unit of the costs."""
+        """Return the cap in the unit of the costs."""
         return None if self.request.memory_cap is None else self.request.memory_cap.amount
 
     def again(self, request: Request, costs: Costs) -> Loaded:
-        """Resolve once more, for another request and other costs."""
+        """Return the choice for another request and other costs."""
         knowledge = replace(self.knowledge, costs=replace(costs, memory=self.knowledge.costs.memory))
         return Loaded(request, self.shape, knowledge, choose(request, self.shape, knowledge))
 
@@ -200,9 +200,9 @@ def load_schedule(
 ) -> Loaded:
     """Return the schedule that a user named, proved valid.
 
-    It is built by its family, searched for, or read if ``name`` is a CSV file. Some families fit their order to the cap
-    and to the costs. A file's own messages are left out, and letters that are not ours are reported on stderr. Its numbers
-    may be repeated in ``size``, not changed. With ``auto`` for ``offload`` too, the search is for the order as well.
+    A CSV file is read; other names are built by their family or searched for. A file's own messages are dropped, and its
+    letters are reported on stderr unless they are ours. ``size`` may repeat the file's numbers, but not change them.
+    With ``auto`` for ``name`` and ``offload``, one search finds both.
     """
     devices, microbatches, settings = size.devices, size.microbatches, _settings(size)
     costs = costs or Costs()
@@ -210,7 +210,7 @@ def load_schedule(
     if cap is not None and cap.in_bytes and costs.memory is None:
         raise UnsupportedError(
             "unit-mismatch",
-            f"--memory-cap {size.memory_cap} is in bytes, but the costs say nothing of bytes; give --costs FILE with memory, "
+            f"--memory-cap {size.memory_cap} is in bytes, but the costs have no bytes; give --costs FILE with memory, "
             "or the cap in activation units (1 is the peak of 1F1B)",
         )
     if cap is None or not cap.in_bytes:
@@ -219,7 +219,8 @@ def load_schedule(
     check_recompute(recompute)
     if host_memory is not None and offload == OFF and recompute == "none":
         raise UnsupportedError(
-            "needs-option", f"--host-memory {host_memory} bounds what --offload sends; give --offload too"
+            "needs-option",
+            f"--host-memory {host_memory} limits offload, but nothing is offloaded; give --offload too",
         )
     select = int(offload) if offload.isdecimal() else offload
     file = None
@@ -228,7 +229,7 @@ def load_schedule(
         _check_counts(name, file, devices, microbatches, settings)
         devices, microbatches = file.num_devices, file.num_microbatches
     elif devices is None or microbatches is None:
-        raise UnsupportedError("missing-option", f"how large is {name!r} to be? give --devices and --microbatches")
+        raise UnsupportedError("missing-option", f"the size of {name!r} is missing; give --devices and --microbatches")
     else:
         check_size(devices, microbatches, _likely_chunks(name, settings), size.yes, is_fitted(name))
         if name == AUTO:
@@ -247,7 +248,7 @@ def _settings(size: Size) -> dict[str, Any]:
 
 
 def _proved(path: Path, dialect: Dialect, costs: Costs, cap: MemoryCap | None, yes: bool) -> Schedule:
-    """Return the schedule of a file, proved within the cap; what other programs alone can run of it is said."""
+    """Return the schedule of a file, proved within the cap. Report it if only other programs can run it."""
     table, schedule = _read(path, dialect, None, yes)
     if table.letters != "pipemem":
         report_note(f"{path} is read in the letters of {LETTERS[table.letters]} ({table.reason})")
@@ -269,14 +270,14 @@ def _host_budget(host_memory: str | None, costs: Costs) -> float | None:
 
 
 def read_file(name: str, size: Size, dialect: Dialect) -> tuple[Table, Schedule]:
-    """Return a file's table and the schedule in it, not validated yet, with as many microbatches as were asked for."""
+    """Return a file's table and its schedule, not validated yet, with the microbatches that the options give."""
     table, schedule = _read(Path(name), dialect, size.microbatches, size.yes)
     _check_counts(name, schedule, size.devices, None, _settings(size))
     return table, schedule
 
 
 def _read(path: Path, dialect: Dialect, microbatches: int | None, yes: bool) -> tuple[Table, Schedule]:
-    """Return a file's table and the schedule in it; ``microbatches`` stands for what the table seems to say of a step."""
+    """Return a file's table and its schedule. ``microbatches`` overrides the number that the table suggests."""
     text = read_schedule_file(path)
     try:
         table = read_table(text, dialect)
@@ -289,7 +290,7 @@ def _read(path: Path, dialect: Dialect, microbatches: int | None, yes: bool) -> 
 
 
 def _likely_chunks(name: str, settings: Mapping[str, Any]) -> int:
-    """Return the stages per device, or slices of as many microbatches; told without building anything."""
+    """Return an estimate of the stages per device, or of the slices, without building anything."""
     said = {"chunks": 1, "max_chunks": 1, "slices": 1, "waves": 2}
     if name == AUTO and "slices" in settings:
         settings = {**settings, "slices": max(slice_counts(settings["slices"]))}
@@ -316,7 +317,7 @@ def _check_counts(
 
 
 def load_and_simulate(name: str, asked: Question, prices: Costs) -> tuple[Loaded, Timeline, str]:
-    """Return the schedule that a user named, with its head where the user wants it, its run, and the reason for a choice."""
+    """Return the schedule with its LM head placed, its simulation, and the reason for the placement of the head."""
     loaded = load_schedule(name, asked, costs=prices, offload=asked.offload, host_memory=asked.host_memory)
     note_uneven_cuts(prices, [loaded.schedule.placement])
     loaded, prices, reason = _with_head(loaded, _with_attention(loaded, prices, asked), asked)
@@ -324,13 +325,13 @@ def load_and_simulate(name: str, asked: Question, prices: Costs) -> tuple[Loaded
 
 
 _FINE = 2**20
-"""Tokens of a slice where nobody says how many there are: so many that cuts are where they should be."""
+"""Tokens of a slice if the number is unknown: enough to make rounding of the cuts negligible."""
 
 
 def _with_attention(loaded: Loaded, prices: Costs, asked: Question) -> Costs:
-    """Return prices of every slice, where attention makes later slices take longer."""
+    """Return one price per slice if attention makes later slices take longer."""
     if asked.slice_cut not in SLICE_CUTS:
-        raise UnsupportedError("bad-choice", f"--slice-cut {asked.slice_cut!r} is none of {', '.join(SLICE_CUTS)}")
+        raise UnsupportedError("bad-choice", f"--slice-cut {asked.slice_cut!r} is not one of {', '.join(SLICE_CUTS)}")
     share, slices = asked.attention_share, loaded.schedule.slices
     if share is None or slices == 1:
         return prices
@@ -338,26 +339,24 @@ def _with_attention(loaded: Loaded, prices: Costs, asked: Question) -> Costs:
         what = "auto searches with" if loaded.request.searches else "--vocab-parallel chooses for"
         raise UnsupportedError(
             "conflicting-options",
-            f"--attention-share {share:g} makes slices differ, and {what} slices that are alike; leave one of the two out",
+            f"--attention-share {share:g} makes slices differ, but {what} equal slices; leave one of the two out",
         )
     tokens = slice_tokens(slices * _FINE, slices, asked.slice_cut, share)
     return slice_costs(prices, loaded.schedule.placement, tokens, share)
 
 
 def check_attention(asked: Question, schedules: Iterable[Schedule]) -> None:
-    """Raise an UnsupportedError if none of the schedules has the slices that an attention share is about, or nothing says where
-    they are to be cut.
-    """
+    """Raise an UnsupportedError if no schedule has slices for the attention share, or if a cut has no attention share."""
     if asked.attention_share is not None and all(schedule.slices == 1 for schedule in schedules):
         raise UnsupportedError(
             "needs-option",
-            f"--attention-share {asked.attention_share:g} prices slices of sequences, and nothing is cut into any; add "
-            "-o slices=4 to a schedule that takes it, or leave it out",
+            f"--attention-share {asked.attention_share:g} prices slices of sequences, but no schedule has slices; add "
+            "-o slices=4 to a schedule that takes it, or leave --attention-share out",
         )
     if asked.slice_cut != TOKENS and asked.attention_share is None:
         raise UnsupportedError(
             "needs-option",
-            f"--slice-cut {asked.slice_cut} cuts by what attention takes, and nobody says what that is; add "
+            f"--slice-cut {asked.slice_cut} needs the share of attention in a forward; add "
             "--attention-share .3, for example",
         )
 
@@ -370,9 +369,9 @@ def _with_head(loaded: Loaded, prices: Costs, asked: Question) -> tuple[Loaded, 
         seconds = head_seconds(asked, prices, schedule)
         if seconds is None:
             raise UnsupportedError(
-                "needs-option", "--vocab-parallel auto weighs the head against the layers; give --head-cost"
+                "needs-option", "--vocab-parallel auto compares the head with the layers; give --head-cost"
             )
-        # As in a run, whose model has its placement before anybody can weigh the head.
+        # As in a run: the model is placed before the head is priced.
         loaded = replace(loaded, knowledge=replace(loaded.knowledge, placement=schedule.placement))
 
         def resolved(request: Request) -> Choice:
@@ -388,7 +387,7 @@ def _with_head(loaded: Loaded, prices: Costs, asked: Question) -> tuple[Loaded, 
         algorithm, reason = choice.best.name, choice.reason
         if algorithm == REDISTRIBUTE:
             layout = choice.best.layers
-            assert layout is not None, "what is redistributed are layers"
+            assert layout is not None, "redistribution moves layers"
             moved = head_on_last_stage(alone, schedule.placement, seconds, layout, slices=schedule.slices)
             return loaded, moved, f"{reason}; layers per stage: {', '.join(map(str, layout))}"
     if algorithm == OFF:

@@ -1,4 +1,4 @@
-"""``pipemem simulate``, ``show`` and ``pareto``: what schedules take and hold, before any run."""
+"""``pipemem simulate``, ``show`` and ``pareto``: time and memory of schedules before any run."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ from megatron_pipemem.search.result import ResultCache
 _USUAL = {"slices": 1, "replicas": 1, "weight_versions": 1, "recomputed": {}, "microbatch_weights": {}}
 _USUAL |= dict.fromkeys(("peak_bytes", "share_of_1f1b"))
 _USUAL |= dict.fromkeys(("search_seconds", "host_peak", "stall_seconds", "transfers"), 0)
-"""What nobody needs to be told; of a list, for every device."""
+"""Values that ``simulate`` does not print. A list is left out if all devices have the value."""
 
 _AS_A_RUN = (
-    "placements of {chunks} chunks per device, as a run does whose flags cut the model no other way; --chunks asks for another "
-    f"number, -o max_chunks={MAX_CHUNKS} for the best of up to {MAX_CHUNKS}"
+    "placements of {chunks} chunks per device, as in a run whose flags cut the model no other way; --chunks searches "
+    f"another number, and -o max_chunks={MAX_CHUNKS} finds the best number up to {MAX_CHUNKS}"
 )
 
 
@@ -82,39 +82,39 @@ def simulate(
     asked: Question,
     single_queue: Annotated[
         bool,
-        typer.Option("--single-queue", help="Also in one hardware queue per rank (one CUDA connection)."),
+        typer.Option("--single-queue", help="Simulate also one hardware queue per rank (one CUDA connection)."),
     ] = False,
     steps: Annotated[
-        int, typer.Option(min=1, help="Also so many steps without a barrier between them: their period.")
+        int, typer.Option(min=1, help="Simulate also this many steps without a barrier between them.")
     ] = 1,
     as_json: Json = False,
 ) -> None:
-    """Run a schedule in the simulator: makespan, bubble, peak memory, messages, and how fast any could be.
+    """Simulate a schedule: makespan, bubble, peak memory, messages, and the lower bound of the makespan.
 
-    Costs are for one device's whole share of the model and one microbatch, whatever the number of chunks, so makespans
-    of different placements compare. The lower bound holds for every order of the same placement (for ``auto``: of every
-    placement tried) within the memory cap, or, without one, within this schedule's own peak; with several replicas it
-    is the busiest device's work, as it is with the vocabulary passes of ``--vocab-parallel``. A costs file may weigh
-    microbatches that are not alike; the bound then holds for every order of these, too. It may also price every slice of a
-    schedule with sequence slices: lists of one value per stage and slice, stage by stage. ``--attention-share`` makes such
-    prices of one number.
+    Costs are for one device's whole share of the model and one microbatch, whatever the number of chunks. Makespans of
+    different placements are therefore comparable. The lower bound holds for every order of the same placement within the
+    memory cap. Without a cap, it holds within this schedule's own peak. For ``auto`` it holds for every placement tried.
+    With several replicas, or with ``--vocab-parallel``, it is the busiest device's work.
 
-    With ``--steps``, every device begins a step when it has done the one before, as with an optimizer that is validated
-    later. The period is the time from step to step then, the gain that over steps that end together. A run does so with
-    --pipemem-overlap-steps; else, as in stock Megatron, all devices meet at the end of a step.
+    A costs file may give microbatches different weights, and a price to every slice of a schedule with sequence slices:
+    lists of one value per stage and slice, stage by stage. ``--attention-share`` makes such prices from one number.
+
+    With ``--steps``, every device begins a step as soon as it has finished the step before, as with an optimizer that
+    validates later. The period is then the time from step to step, and the gain compares it with steps that end together.
+    A run does so with --pipemem-overlap-steps. Otherwise, as in stock Megatron, all devices wait at the end of a step.
 
     Examples:
-        # with the seconds of F, I, W and of a message
+        # give the seconds of F, I, W and of a message
         pipemem simulate v-half -p 8 -m 32 --costs 1,1.5,.5 --p2p .05
-        # the fastest order in so much of 1F1B's memory
+        # find the fastest order in 0.625 of 1F1B's memory
         pipemem simulate auto -p 8 -m 24 --memory-cap .625
-        # half of the activations wait on the host
+        # hold half of the activations on the host
         pipemem simulate zbv -p 8 -m 32 --offload half --offload-ratio .4
-        # four slices of every sequence, cut where all take as long
+        # cut every sequence into four slices that take equally long
         pipemem simulate seq1f1b -p 4 -m 8 -o slices=4 --attention-share .3 --slice-cut flops
-        # who gains without a barrier between steps
+        # see the gain without a barrier between steps
         pipemem simulate zbv -p 8 -m 16 --steps 8
-        # a large vocabulary
+        # price a large vocabulary
         pipemem simulate 1f1b -p 8 -m 32 --vocab-parallel auto --head-cost 2.5layers --layers 32
     """
     name = named(name, asked.chunks)
@@ -143,7 +143,7 @@ def simulate(
     if (search := chosen.search) is not None:
         what = "period" if loaded.request.searches_period else "makespan"
         if chosen.offload is not None:
-            gap = f"{1 - facts['lower_bound'] / timeline.makespan:.2%} of the makespan at most; the bound knows no cap"
+            gap = f"{1 - facts['lower_bound'] / timeline.makespan:.2%} of the makespan at most; the bound has no memory cap"
         elif search.is_optimal:
             gap = "0, optimal among the placements tried"
         else:
@@ -156,7 +156,7 @@ def simulate(
 
 
 def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
-    """Prove the order that a run has in single queues, and return what becomes of the schedule in it."""
+    """Prove the program in single queues, and return its makespan and bubble there."""
     program = lower(schedule, single_queue=True, costs=costs)
     validate_program(program, microbatch_order=False)
     run = run_single_queues(program, costs)
@@ -164,7 +164,7 @@ def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
 
 
 def _without_barrier(loaded: Loaded, costs: Costs, steps: int) -> dict[str, Any]:
-    """Return how long steps take that do not wait for each other, and why a run would not have them so, if it would not."""
+    """Return the period of steps without a barrier, and the reason if a run refuses such steps."""
     found = stream(loaded.schedule, costs, steps=steps)
     facts: dict[str, Any] = {
         "steps": steps,
@@ -181,7 +181,7 @@ def _without_barrier(loaded: Loaded, costs: Costs, steps: int) -> dict[str, Any]
 
 
 def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
-    """Return the keys of ``--json``. ``peak_activations`` are in activation units whatever the costs say about bytes."""
+    """Return the keys of ``--json``. ``peak_activations`` are in activation units even if the costs have bytes."""
     schedule, search, weights = timeline.schedule, loaded.chosen.search, timeline.costs.microbatch
     in_units = Costs(microbatch=weights, slice_units=timeline.costs.slice_units)
     activations = peaks(schedule, in_units)
@@ -214,8 +214,8 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
 
 
 def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
-    """Return the bound, which is about whole training steps of one pipeline; a file may also hold forwards only, as
-    evaluation runs them.
+    """Return the lower bound of the makespan. Without backwards, with replicas or with vocabulary passes, it is the busiest
+    device's work.
     """
     schedule = timeline.schedule
     if (
@@ -225,10 +225,10 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
     ):
         return timeline.ideal
     costs, slices = loaded.chosen.costs, schedule.slices
-    if slices > 1:  # of which each may have its own price
+    if slices > 1:  # each slice may have its own price
         costs = replace(timeline.costs, memory=costs.memory)
     if schedule.offloads or schedule.recomputed:
-        # What is away or dropped takes no memory: no cap on what is held bounds the makespan.
+        # Offloaded and recomputed activations leave the device, so a cap on memory does not bound the makespan.
         return lower_bound(schedule.placement, schedule.num_microbatches, costs, None, slices=slices)
     if loaded.chosen.search is not None and loaded.chosen.offload is None:
         return loaded.chosen.search.lower_bound
@@ -237,11 +237,11 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
 
 
 _SHORT = {"single_queue_makespan": "one queue: makespan", "single_queue_bubble_rate": "one queue: bubble"}
-"""What would not fit the column of names."""
+"""Names that are shorter than the keys, for the column of names."""
 
 
 def _told(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Print the facts in words, without those that are what they usually are."""
+    """Yield the facts in words, without those of ``_USUAL``."""
     for key, fact in facts.items():
         if any(each != _USUAL.get(key) for each in (fact if isinstance(fact, list) else [fact])):
             yield _SHORT.get(key, key.replace("_", " ")), _text(key, fact)
@@ -273,18 +273,18 @@ def show(
         ),
     ],
     asked: Question,
-    output: Annotated[Path | None, typer.Option(help=".png, .svg, .html, or .json for ui.perfetto.dev.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Draw so many steps without a barrier between them.")] = 1,
+    output: Annotated[Path | None, typer.Option(help="File: .png, .svg, .html, or .json for ui.perfetto.dev.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Draw this many steps without a barrier between them.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Draw when every action runs and what every device holds: in the terminal, or into a file.
+    """Draw the time of every action and the memory of every device, in the terminal or into a file.
 
     Examples:
-        # in the terminal
+        # draw in the terminal
         pipemem show v-half -p 8 -m 16
-        # several on one time axis, to zoom into
+        # draw several on one time axis, in a page that zooms
         pipemem show 1f1b v-half v-min -p 8 -m 16 --output compared.html
-        # for ui.perfetto.dev
+        # write a file for ui.perfetto.dev
         pipemem show zbv -p 8 -m 16 --output zbv.json
     """
     check_output(output, SUFFIXES, "a picture")
@@ -334,28 +334,30 @@ def pareto(
     microbatches: Annotated[int, MICROBATCHES],
     asked: Prices,
     caps: Annotated[
-        str | None, typer.Option(metavar="X,Y,...", help="Memory caps to search under; 1 is the peak of 1F1B.")
+        str | None,
+        typer.Option(metavar="X,Y,...", help="Memory caps of the searches; 1 is the peak of 1F1B."),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Time of each search at most.")] = 10.0,
-    show_all: Annotated[bool, typer.Option("--all", help="List the dominated schedules too.")] = False,
+    seconds: Annotated[float, typer.Option(help="Longest time of each search.")] = 10.0,
+    show_all: Annotated[bool, typer.Option("--all", help="List also the dominated schedules.")] = False,
     yes: Yes = False,
-    output: Annotated[Path | None, typer.Option(help="Picture: .png or .svg.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Picture file: .png or .svg.")] = None,
     as_json: Json = False,
     _modules: ScheduleModules = None,
 ) -> None:
-    """Compare bubble and peak memory of all families and of searched schedules; only the front is a choice.
+    """Compare bubble and peak memory of all families and of searched schedules, and list the best trade-offs.
 
-    Peaks are shares of 1F1B's bytes for the same model where ``--costs FILE`` has bytes (``pipemem profile``), otherwise in
-    activation units: equal stages, and nothing more held from I to W than from F to I.
+    A schedule is dominated if another one has a smaller bubble in no more memory. Peaks are shares of 1F1B's bytes for the
+    same model if ``--costs FILE`` has bytes (``pipemem profile``). Otherwise they are in activation units, for equal stages
+    that hold nothing more from I to W than from F to I.
 
-    With ``--vocab-parallel auto`` all of them stand there three times: with the head on the last stage, and cut over all
-    devices by either algorithm. Asynchronous families and those with two replicas of the weights are left out: they
-    train, or hold, something else.
+    With ``--vocab-parallel auto`` every schedule is listed three times: with the head on the last stage, and cut over all
+    devices by either algorithm. Asynchronous families and families with two replicas of the weights are left out, because
+    they train differently or hold more weights.
 
     Examples:
-        # which schedules are worth choosing
+        # see which schedules are worth choosing
         pipemem pareto -p 8 -m 24 --costs 1,1.5,.5 --output pareto.png
-        # two short searches
+        # run two short searches
         pipemem pareto -p 8 -m 24 --caps .5,.75 --seconds 2
     """
     check_size(devices, microbatches, MAX_CHUNKS, yes)
@@ -379,7 +381,7 @@ def pareto(
     for cap in wanted:
         if all(choice.peak > loosened(cap) for choice in found):
             report_note(f"no schedule was found that fits a memory cap of {cap:.4g}")
-    # With a head that some cut and others do not, the busiest devices have not the same work: one share for all of them.
+    # Busy times differ if some schedules cut the head and others do not. All bubbles count from the smallest one.
     work = min((choice.makespan * (1 - choice.bubble_rate) for choice in found), default=0.0)
     points = [_point(choice, work) for choice in found]
     front = [choice for choice in found if not choice.dominated]
@@ -398,8 +400,8 @@ def pareto(
         for trade in cheap:
             out.print(str(trade), soft_wrap=True, markup=False)
         if layers is None:
-            allowed = f"up to {most} chunks per device are allowed, since the number of layers is unknown"
-            out.print(f"{allowed}; --layers N allows as many as N layers have", soft_wrap=True, markup=False)
+            allowed = f"up to {most} chunks per device are allowed, because the number of layers is unknown"
+            out.print(f"{allowed}; --layers N allows up to N/p chunks", soft_wrap=True, markup=False)
         hidden = len(found) - len(front)
         if hidden and not show_all:
             out.print(f"{hidden} dominated schedules are not listed; --all lists them", soft_wrap=True, markup=False)
@@ -413,7 +415,7 @@ def pareto(
 
 def _in_shares(costs: Costs, asked: Prices, devices: int, microbatches: int) -> Costs:
     """Return the costs with memory in shares of 1F1B's bytes, or in activation units."""
-    if asked.vocab_parallel != OFF:  # shards of the head hold bytes that no costs say
+    if asked.vocab_parallel != OFF:  # the costs do not hold the bytes of the head's shards
         costs = replace(costs, memory=None)
     return in_shares_of_1f1b(costs, devices, microbatches)
 
@@ -437,7 +439,7 @@ def _name(choice: ParetoPoint) -> str:
 
 
 def _point(choice: ParetoPoint, work: float) -> picture.Point:
-    """Return a choice as a point, with the part of its makespan beyond ``work``."""
+    """Return a choice as a point. Its bubble is the part of its makespan beyond ``work``."""
     return picture.Point(
         _name(choice),
         choice.schedule.placement.name,

@@ -28,7 +28,7 @@ def test_auto_simulates_what_it_found(pipemem, pipemem_json):
     ask = ("simulate", "auto", "-p", 8, "-m", 24, "--costs", "1,1.5,.5", "--memory-cap", 0.625)
     more_chunks = pipemem_json(*ask, "-o", "max_chunks=8")
     found = pipemem_json(*ask)
-    assert "placements of 2 chunks per device, as a run does" in " ".join(pipemem(*ask).stdout.split())
+    assert "placements of 2 chunks per device, as in a run" in " ".join(pipemem(*ask).stdout.split())
     assert more_chunks["chunks"] > 2 == found["chunks"] and more_chunks["makespan"] < found["makespan"]
     assert found["schedule"] == "auto" and found["peak_activation"] <= 0.625
     assert found["makespan"] == pytest.approx(found["lower_bound"])

@@ -275,7 +275,7 @@ def test_search_with_offload_says_how_long_it_took_and_how_far_from_the_bound_it
     found = pipemem_json(*asked)
     assert found["search_seconds"] > 0 and found["lower_bound"] < found["makespan"]
     said = pipemem(*asked).stdout
-    assert "% of the makespan at most; the bound knows no cap" in said
+    assert "% of the makespan at most; the bound has no memory cap" in said
     assert "found by" in said and "uniform repeating" in said
 
 
