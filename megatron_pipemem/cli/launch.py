@@ -1,4 +1,4 @@
-"""``pipemem launch``, ``init`` and ``grid``: write a run file, start a run, or many that differ in a few keys."""
+"""``pipemem launch``, ``init`` and ``grid``: write a run file, start a run, or start a grid of runs."""
 
 from __future__ import annotations
 
@@ -47,25 +47,25 @@ Set = Annotated[
         "--set", "-s", metavar="KEY=VALUE", help="Change a key of the file, as in parallelism.pp=8; repeatable."
     ),
 ]
-PrintOnly = Annotated[bool, typer.Option("--print", help="Print what would be started, and start nothing.")]
+PrintOnly = Annotated[bool, typer.Option("--print", help="Print the commands or jobs, and start nothing.")]
 Sbatch = Annotated[
-    list[str] | None, typer.Option(metavar="OPTION", help="For sbatch, as in --sbatch=--partition=gpu; repeatable.")
+    list[str] | None,
+    typer.Option(metavar="OPTION", help="Option for sbatch, as in --sbatch=--partition=gpu; repeatable."),
 ]
 Srun = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="OPTION", help="For srun, as in --srun=--container-image=IMAGE or --srun=--mpi=pmix; repeatable."
+        metavar="OPTION",
+        help="Option for srun, as in --srun=--container-image=IMAGE or --srun=--mpi=pmix; repeatable.",
     ),
 ]
 BATCH_FILE = "pretrain_gpt.sbatch"
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="A run; see configs/runs.")]
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file; see configs/runs.")]
 
 
 def unfinished(run_file: RunFile, overrides: Set = None) -> None:
-    """Exit with 0 if the run has a checkpoint to go on from, with 1 if it is finished or would start over; batch files
-    ask.
-    """
+    """Exit with 0 if the run can resume from a checkpoint, else with 1. Batch files call this."""
     raise typer.Exit(0 if load(run_file, Run, overrides or ()).unfinished else 1)
 
 
@@ -77,10 +77,11 @@ def launch(
     ] = "local",
     print_only: PrintOnly = False,
     nodes: Annotated[
-        int | None, typer.Option(envvar="NNODES", help="Nodes of the run; by default as few as its ranks fill.")
+        int | None,
+        typer.Option(envvar="NNODES", help="Nodes of the run. Default: as few as its ranks fill."),
     ] = None,
     node_rank: Annotated[
-        int | None, typer.Option(envvar="NODE_RANK", help="Number of this node, from 0; needed for several nodes.")
+        int | None, typer.Option(envvar="NODE_RANK", help="Index of this node, from 0; needed for several nodes.")
     ] = None,
     master_addr: Annotated[
         str | None, typer.Option(envvar="MASTER_ADDR", help="Address of node 0; needed for several nodes.")
@@ -91,19 +92,19 @@ def launch(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Start this node's ranks of a run under torchrun; start the same on every node of it.
+    """Start this node's ranks of a run under torchrun. Call it once on every node.
 
-    What cannot work is refused before anything starts. The command and the run's log go to standard output, its report,
-    timelines and checkpoints to its `output` folder.
+    A run that cannot work is refused before anything starts. The command and the run's log go to standard output. Its
+    report, timelines and checkpoints go to its `output` folder.
 
     Examples:
-        # the command that it stands for
+        # print the command instead of starting it
         pipemem launch configs/runs/tiny-cpu.yaml --print
-        # with other keys
+        # change keys of the file
         pipemem launch run.yaml --set parallelism.pp=8 --set schedule.name=v-half
-        # on each of two nodes
+        # start on each of two nodes
         pipemem launch run.yaml --nodes 2 --node-rank 0 --master-addr node0
-        # as a job, in a container
+        # submit as a job, in a container
         pipemem launch run.yaml --launcher slurm --sbatch=--time=4:00:00 --srun=--container-image=IMAGE.sqsh
     """
     options = slurm_options(launcher, sbatch, srun)
@@ -117,7 +118,8 @@ def launch(
     check_script_flags(run)
     if nodes is not None and nodes < 1:
         raise UnsupportedError(
-            "bad-number", f"--nodes {nodes}: give at least 1, or leave it out for as few as the ranks fill"
+            "bad-number",
+            f"--nodes {nodes}: give at least 1, or leave --nodes out to use as few nodes as the ranks fill",
         )
     count = min_nodes(run) if nodes is None else nodes
     if launcher == "slurm":
@@ -137,7 +139,7 @@ def launch(
     elif print_only:
         typer.echo(started.text())
     else:
-        if not node_rank:  # node 0 writes it, when everything is trained
+        if not node_rank:  # node 0 writes the report when the training is done
             check_writable(run.report)
             typer.echo(started.text())
         sys.stdout.flush()
@@ -145,7 +147,7 @@ def launch(
 
 
 def slurm_options(launcher: str, sbatch: Sequence[str] | None, srun: Sequence[str] | None) -> slurm.Options:
-    """Return the options for Slurm."""
+    """Return the options for Slurm, or raise an ``UnsupportedError`` if the launcher is not Slurm."""
     for flag, given in (("--sbatch", sbatch), ("--srun", srun)):
         if given and launcher != "slurm":
             raise UnsupportedError(
@@ -170,7 +172,7 @@ def _submit(job: Command, print_only: bool, as_json: bool) -> None:
 
 
 def check_script_flags(run: Run) -> None:
-    """Raises ConfigError when Megatron would refuse a run's flags on every rank. A script of the user's own may know more."""
+    """Raise a ConfigError if Megatron would refuse a flag of the run. A user's own script may take more flags."""
     if run.script is None:
         from megatron_pipemem.mcore.known_flags import check_flags
 
@@ -179,44 +181,48 @@ def check_script_flags(run: Run) -> None:
 
 _MICROBATCHES = 8  # per pipeline rank
 _COMMENTS = dict(
-    parallelism="what pipemem plan chooses",
+    parallelism="chosen by pipemem plan",
     schedule=f"see pipemem schedules; {STOCK} is Megatron's own",
     training="data: the prefix of a Megatron dataset (PREFIX.bin and PREFIX.idx), or mock",
     megatron="any other flag of the training script",
-    output="of reports, timelines and checkpoints",
+    output="folder of reports, timelines and checkpoints",
 )
 
 
 def init(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model by name, as llama3-8b, or its YAML file.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model by name, such as llama3-8b, or its YAML file.")
+    ],
     devices: Annotated[
         int, typer.Option("--devices", "-p", callback=at_least_one, help="Pipeline ranks; 1 for no pipeline.")
     ] = 4,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Data-parallel ranks.")] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks, of the data-parallel ones.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks among the data-parallel ones.")] = 1,
     schedule: Annotated[str, typer.Option(help="One of `pipemem schedules`, or `stock`.")] = "v-half",
     cluster: Annotated[str, typer.Option(help="A cluster by name or YAML file.")] = "h100-80g",
-    output: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="By default MODEL.yaml, here.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE.yaml", help="Run file. Default: MODEL.yaml in this folder.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a run file to begin with: a model, cut as asked, on as few nodes as its ranks fill.
+    """Write a first run file: a model, its parallelism, and as few nodes as its ranks fill.
 
-    `pipemem plan` finds better cuts and schedules for it, and `pipemem launch` starts it. A run that does not fit is
-    written too, with a note.
+    `pipemem plan` finds a better parallelism and schedule for it, and `pipemem launch` starts it. A run that does not fit
+    is written too, with a note.
 
     Examples:
-        # 32 devices
+        # use 32 devices
         pipemem init llama3-70b -p 4 --tp 8
-        # a model with experts
+        # use a model with experts
         pipemem init qwen3-30b-a3b -p 4 --dp 4 --ep 4 --output mine.yaml
-        # without a GPU
+        # run without a GPU
         pipemem init tiny-gpt --cluster cpu
     """
     path = output or Path(f"{Path(model).stem if model.endswith(('.yaml', '.yml')) else model}.yaml")
     check_output(path, (".yaml", ".yml"), "a run")
     if path.exists():
-        raise UnsupportedError("exists-already", f"{path} is there already; choose another --output")
+        raise UnsupportedError("exists-already", f"{path} exists already; choose another --output")
     cut: dict[str, Any] = {"tp": tp, "pp": devices, "dp": dp, **({"ep": ep} if ep > 1 else {}), "micro_batch": 1}
     cut |= {"global_batch": _MICROBATCHES * devices * dp, "sequence_parallel": tp > 1}
     flags: dict[str, Any] = {"lr": 1e-4}
@@ -242,12 +248,12 @@ def init(
 
 
 def _name(given: str, path: Path) -> str:
-    """Return the name of a model or cluster as it is written in a file at this path."""
+    """Return the name of a model or cluster, with a path relative to the run file."""
     return os.path.relpath(given, path.parent) if given.endswith((".yaml", ".yml")) else given
 
 
 def _completed(raw: dict[str, Any], flags: dict[str, Any], model: Model, cluster: Cluster) -> Run:
-    """Add the keys and flags that depend on the model and the cluster, and return the run."""
+    """Set the keys and flags that depend on the model and the cluster, and return the run."""
     if cluster.backend == "gloo":
         raw["precision"] = "fp32"
     else:
@@ -258,14 +264,14 @@ def _completed(raw: dict[str, Any], flags: dict[str, Any], model: Model, cluster
         raw["cluster"] = {"base": raw["cluster"], "nodes": nodes}
         run = replace(run, cluster=replace(cluster, nodes=nodes))
     stages = schedule_of(run, request_of(run)).placement.model_stages
-    flags |= layout.flags(model, layout.even(model, stages))  # where Megatron has to be told
+    flags |= layout.flags(model, layout.even(model, stages))  # empty if Megatron cuts the model evenly itself
     return replace(run, megatron=flags)
 
 
 def _text(raw: dict[str, Any], path: Path) -> str:
-    """Return the text of a run file, with comments for its next reader."""
+    """Return the text of a run file, with comments for its readers."""
     lines = [
-        "# To go on (docs/launching.md has all keys):",
+        "# Next steps (docs/launching.md has all keys):",
         f"#     pipemem plan {path}",
         f"#     pipemem launch {path} --print",
         f"#     pipemem launch {path} --launcher slurm --print",
@@ -282,16 +288,17 @@ Launcher = Literal["local", "slurm", "print"]
 def grid(
     context: typer.Context,
     grid_file: Annotated[
-        Path, typer.Argument(metavar="GRID.yaml", help="What to vary of which run; see configs/grids.")
+        Path, typer.Argument(metavar="GRID.yaml", help="File with a run and the keys to vary; see configs/grids.")
     ],
     launcher: Annotated[
-        Launcher, typer.Option(help="Start points here, submit an array job, or print the commands.")
+        Launcher, typer.Option(help="Start the points here, submit them as array jobs, or print the commands.")
     ] = "local",
-    max_parallel: Annotated[int, typer.Option(min=1, help="Points at a time.")] = 1,
+    max_parallel: Annotated[int, typer.Option(min=1, help="Number of points that run at the same time.")] = 1,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the points of the folder that have no result, or failed.")
+        bool,
+        typer.Option("--resume", help="Continue with the points of the folder that have no result or have failed."),
     ] = False,
-    output: Annotated[Path | None, typer.Option(help="Folder; by default out/grids/NAME.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder. Default: out/grids/NAME.")] = None,
     overrides: Set = None,
     sbatch: Sbatch = None,
     srun: Srun = None,
@@ -301,18 +308,18 @@ def grid(
 ) -> None:
     """Train every point of a grid and compare them.
 
-    Points that cannot work are left out before anything starts, with the reason. Every point has a folder with its run,
-    its log and its result; one that fails does not stop the others. The comparison is that of `pipemem report`. The exit
-    code is 1 when some point failed, or none could run.
+    Points that cannot work are left out before anything starts, with the reason. Every point has a folder with its run
+    file, its log and its result. A point that fails does not stop the others. The comparison is that of `pipemem report`.
+    The exit code is 1 if a point failed or no point could run.
 
     Examples:
-        # every point, here
+        # train every point on this machine
         pipemem grid configs/grids/tiny-cpu.yaml
-        # as array jobs
+        # submit the points as array jobs
         pipemem grid grid.yaml --launcher slurm --max-parallel 4 --sbatch=--partition=gpu
-        # what that would submit
+        # print those jobs instead of submitting them
         pipemem grid grid.yaml --launcher slurm --print
-        # what has no result, or failed
+        # train the points that have no result or have failed
         pipemem grid grid.yaml --resume
     """
     options = slurm_options(launcher, sbatch, srun)
@@ -342,12 +349,14 @@ def grid(
         except (KeyboardInterrupt, SystemExit) as stop:
             left = len(store.open_points())
             jobs = "; its jobs stay in Slurm's queue" if launcher == "slurm" else ""
-            report_error(f"interrupted with {left} of {len(points)} points left or failed{jobs}; go on with: {again}")
+            report_error(
+                f"interrupted with {left} of {len(points)} points left or failed{jobs}; continue with: {again}"
+            )
             code = stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else INTERRUPTED
             raise typer.Exit(code) from None
     for index in missing:
         report_note(
-            f"{label(store.settings()[index])}: ended without a result, cancelled or killed; start it again with: {again}"
+            f"{label(store.settings()[index])}: ended without a result, cancelled or killed; restart it with: {again}"
         )
     results = show(store, store.folder / "report.png", as_json)
     statuses = {result.status for result in results if result is not None}
@@ -356,7 +365,7 @@ def grid(
 
 
 def _write_down(store: Store, grid_file: Path, points: Sequence[GridPoint], resume: bool, progress: Console) -> None:
-    """Keep the points in the grid's folder, and say which are left out."""
+    """Write the points to the grid's folder, and print the points that are left out."""
     if not store.exists():
         store.create(grid_file, points)
     elif resume:
@@ -364,7 +373,7 @@ def _write_down(store: Store, grid_file: Path, points: Sequence[GridPoint], resu
     else:
         raise UnsupportedError(
             "exists-already",
-            f"{store.folder} holds a grid already; --resume goes on with it, or choose another --output",
+            f"{store.folder} already holds a grid; continue it with --resume, or choose another --output",
         )
     for result in store.results():
         if result is not None and result.status == "infeasible":
@@ -373,23 +382,24 @@ def _write_down(store: Store, grid_file: Path, points: Sequence[GridPoint], resu
 
 def grid_result(
     place: Annotated[Path, typer.Argument(help="FOLDER/points/007")],
-    exit_code: Annotated[int, typer.Option(help="Of its training.")],
+    exit_code: Annotated[int, typer.Option(help="Exit code of its training.")],
 ) -> None:
-    """Collect the result of a grid's point whose training has ended; grid.sbatch calls this."""
+    """Collect the result of a grid point whose training has ended. grid.sbatch calls this."""
     store, index = store_of_point(place)
     result = store.finish(index, exit_code)
     typer.echo(f"{label(result.settings)}: {result.status}{f', {result.reason}' if result.reason else ''}")
 
 
 def _train(store: Store, launcher: Launcher, max_parallel: int, options: Options, console: Console) -> list[int]:
-    """Start what is open. Returns points without a result."""
+    """Start the points without a result, wait for them, and return those that ended without one."""
     settings = store.settings()
 
     def tell_ending(ending: Sequence[int]) -> None:
         names = "; ".join(label(settings[index]) for index in ending)
-        report_note(f"waiting for Slurm to end {names}; if it never does (squeue shows CG), a node needs attention")
+        report_note(f"waiting for Slurm to end {names}; if squeue keeps showing CG, a node needs attention")
 
-    there = slurm.under_way(store, tell_ending) if launcher == "slurm" else set()  # first: who leaves has a result
+    # Ask Slurm first: a point that leaves its queue later has a result by then.
+    there = slurm.under_way(store, tell_ending) if launcher == "slurm" else set()
     todo = store.open_points()
     with showing("starting points") as show_line:
         standing = _Standing([label(each) for each in settings], len(settings) - len(todo), show_line, console)
@@ -408,7 +418,7 @@ def _train(store: Store, launcher: Launcher, max_parallel: int, options: Options
 
 
 class _Standing:
-    """Tell which points run and what is left, whenever that changes, from any thread; ``done`` had ended before."""
+    """Show the running and the remaining points whenever they change, from any thread. ``done`` counts earlier results."""
 
     def __init__(self, labels: Sequence[str], done: int, show: Listener, console: Console) -> None:
         self._labels, self._done, self._show, self._console = labels, done, show, console
@@ -419,7 +429,7 @@ class _Standing:
         self._show(self._line())
 
     def take(self, index: int, result: Result | None) -> None:
-        """Take note that a point has started, or ended with a result."""
+        """Record that a point has started, or has ended with a result."""
         name = self._labels[index]
         with self._guard:
             if result is None:
@@ -432,17 +442,17 @@ class _Standing:
         if result is not None:
             reached = f"{result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else result.reason
             self._console.print(f"{name}: {result.status}, {reached}", soft_wrap=True, markup=False)
-        elif not self._console.is_terminal:  # there, the line says so
+        elif not self._console.is_terminal:  # on a terminal, the line of progress shows the start
             self._console.print(line, soft_wrap=True, markup=False)
 
     def hear(self, queue: str) -> None:
-        """Take note of what Slurm says of its queue, and show it."""
+        """Record Slurm's description of its queue, and show it."""
         self._queue = queue
         self._show(self._line())
 
     def stop(self, running: int) -> None:
-        """Take note that all is being ended."""
-        self._console.print(f"ending {running} points that run", soft_wrap=True)
+        """Report that the running points are being ended."""
+        self._console.print(f"ending {running} running points", soft_wrap=True)
 
     def _line(self) -> str:
         ended, left = self._done - self._before, len(self._labels) - self._done
@@ -454,7 +464,7 @@ class _Standing:
 
 @contextmanager
 def _terminated_as_interrupt() -> Iterator[None]:
-    """Let a polite kill end the points too, as an interrupt does."""
+    """Make SIGTERM end the points as an interrupt does."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
@@ -463,7 +473,7 @@ def _terminated_as_interrupt() -> Iterator[None]:
 
 
 def _print_commands(points: Sequence[GridPoint], store: Store, as_json: bool) -> None:
-    """Print the commands that would start each point by hand."""
+    """Print the commands that start each point by hand."""
     rows = []
     for point in points:
         changes = point.changes | {"output": os.path.relpath(store.place(point.index))}
@@ -478,7 +488,7 @@ def _print_commands(points: Sequence[GridPoint], store: Store, as_json: bool) ->
 
 
 def _print_jobs(points: Sequence[GridPoint], store: Store, max_parallel: int, options: Options, as_json: bool) -> None:
-    """Print the commands that would submit the points, and the batch file."""
+    """Print the commands that submit the points, and the batch file."""
     runs = {point.index: point.run for point in points if point.run is not None and point.reason is None}
     jobs = slurm.array_jobs(store.folder, runs, max_parallel, options)
     left_out = {label(point.settings): point.reason for point in points if point.reason is not None}
@@ -492,5 +502,5 @@ def _print_jobs(points: Sequence[GridPoint], store: Store, max_parallel: int, op
 
 
 def _yaml(value: object) -> str:
-    """Write a value as JSON, which is YAML too."""
+    """Write a value as JSON, which is valid YAML."""
     return value if isinstance(value, str) else json.dumps(value)

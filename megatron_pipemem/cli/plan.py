@@ -1,4 +1,4 @@
-"""``pipemem plan`` and ``layout``: the way to cut a model for a run, and the layers of every pipeline stage."""
+"""``pipemem plan`` and ``layout``: choose the parallelism of a run, and the layers of every pipeline stage."""
 
 from __future__ import annotations
 
@@ -48,47 +48,47 @@ _REASONS = 12
 
 def plan_command(
     run_file: Annotated[
-        Path, typer.Argument(metavar="RUN.yaml", help="Model, cluster and global batch; see configs/runs.")
+        Path, typer.Argument(metavar="RUN.yaml", help="Run file: model, cluster and global batch; see configs/runs.")
     ],
     overrides: Set = None,
     memory: Annotated[
         str | None,
-        typer.Option(metavar="XGiB", help="Of a device, for everything; by default all that the cluster leaves."),
+        typer.Option(metavar="XGiB", help="Memory of a device, for everything. Default: all that the cluster leaves."),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=A,B", help=f"Leave less to the planner; keys: {', '.join(KEYS)}. Repeatable."),
+        typer.Option(metavar="KEY=A,B", help=f"Allow only these values; keys: {', '.join(KEYS)}. Repeatable."),
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="What `pipemem profile` measured of this model on such a device."),
+        typer.Option(metavar="FILE", help="Profile that `pipemem profile` measured for this model on such a device."),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many to list.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="Number of plans to list.")] = 10,
     search_seconds: Annotated[
-        float, typer.Option(min=0, help="For each of three searches of a better order; 0 for none.")
+        float, typer.Option(min=0, help="Seconds of each of three searches for a better order; 0 for none.")
     ] = 5.0,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE.yaml", help="Write the best as a run for `pipemem launch`.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Choose tensor, pipeline and data parallelism, microbatch, schedule and recompute for a run, and rank what fits.
+    """Choose parallelism, microbatch, schedule and recompute for a run, and rank the plans that fit.
 
-    Expert parallelism, the global batch and all flags stay as the run has them. So do context parallelism and slices of
-    microbatches, unless ``--only cp=1,2`` or ``--only slices=1,2,4`` names some, and ``--only slice_cut=tokens,flops`` how
-    these are cut. If the run has ``--tp-comm-overlap`` or ``--overlap-moe-expert-parallel-comm``, Megatron's own schedules keep
-    them, and ours are priced without. Where the run says
-    ``schedule.overlap_steps: true``, plans are ranked by the time from step to step without a barrier between steps. The
-    gain is how many times as fast that is as with the barrier.
+    Expert parallelism, the global batch and all flags stay as in the run. Context parallelism, slices and the cut of slices
+    stay too, unless ``--only`` lists other values: ``cp=1,2``, ``slices=1,2,4`` or ``slice_cut=tokens,flops``.
+
+    If the run has ``--tp-comm-overlap`` or ``--overlap-moe-expert-parallel-comm``, Megatron's own schedules keep the flag,
+    and ours are priced without it. If the run has ``schedule.overlap_steps: true``, plans are ranked by the time from step
+    to step without a barrier between steps. The gain then says how many times faster that is than with the barrier.
 
     Examples:
-        # ranked, with what binds
+        # rank plans, with the limit of each
         pipemem plan configs/runs/98b-40xa100.yaml
-        # less to choose from
+        # allow fewer choices
         pipemem plan run.yaml --memory 60GiB --only tp=4,8 --only schedule=v-half,1f1b
-        # by the period of steps without a barrier between them
+        # rank by the period of steps without a barrier
         pipemem plan configs/runs/98b-40xa100.yaml --set schedule.overlap_steps=true
-        # by what was measured; written for launch
+        # use a measured profile, and write the best plan for launch
         pipemem plan run.yaml --profile profile.json --output best.yaml
     """
     run = load(run_file, Run, overrides or ())
@@ -148,7 +148,7 @@ def _print_answer(answer: Answer, overlap: str | None) -> None:
     if len(common) > _REASONS:
         reasons.add_row(str(sum(count for _, count in common[_REASONS:])), "other reasons; --json lists all")
     out.print(reasons)
-    out.print(f"{answer.considered} ways considered in {answer.seconds:.1f} s", soft_wrap=True)
+    out.print(f"{answer.considered} combinations considered in {answer.seconds:.1f} s", soft_wrap=True)
 
 
 def _table(plans: Sequence[Plan]) -> FittingTable:
@@ -199,7 +199,7 @@ def _table(plans: Sequence[Plan]) -> FittingTable:
 
 
 def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) -> tuple[Plan | None, Plan | None]:
-    """Return the fastest plan with Megatron's overlap and the fastest without it; no plan without it if the run has none."""
+    """Return the fastest plan with Megatron's overlap and the fastest without it, or no plans if the run has no overlap."""
     if not any(run.flags.get(flag) for flag in STOCK_OVERLAPS.values()):
         return None, None
     kept = next((each for each in answer.plans if each.hides_messages), None)
@@ -208,34 +208,34 @@ def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) 
 
 
 def _worth_of_overlap(kept: Plan | None, other: Plan) -> str:
-    """Return what Megatron's overlap is worth, in words."""
+    """Return the value of Megatron's overlap in words."""
     shown = other.losses["messages within layers"] / other.seconds
     text = f"without Megatron's overlap, messages within layers take {shown:.0%} of a step of {other.schedule}"
     if kept is None:
-        return f"{text}; none of the plans listed keeps it"
+        return f"{text}; no listed plan keeps the overlap"
     if kept.seconds <= other.seconds:
         return f"{text}: stay with stock, which is {other.seconds / kept.seconds - 1:.1%} faster"
-    return f"{text}, which is {kept.seconds / other.seconds - 1:.1%} faster than stock all the same"
+    return f"{text}, which is still {kept.seconds / other.seconds - 1:.1%} faster than stock with the overlap"
 
 
 def _gain(plan: Plan) -> str:
-    """Return what steps without a barrier between them gain, in words."""
+    """Return the gain of steps without a barrier, as text."""
     return "none" if plan.gain is None or plan.gain <= LEAST_GAIN else f"{plan.gain:.3f}"
 
 
 def _advice(rejected: Counter[str]) -> str:
     if not rejected:
-        return "the limits leave no way to fill the cluster's devices"
+        return "the limits leave no combination that fills the cluster's devices"
     return f"most often because: {rejected.most_common(1)[0][0]}"
 
 
-_MICROBATCHES = 8  # per pipeline rank, where nobody says
+_MICROBATCHES = 8  # default per pipeline rank
 _BAR = 16  # columns of the slowest rank
 _SHADES = "\u2588\u2593\u2592\u2591"
-"""Of the chunks of a rank, in turn."""
+"""Shades of a rank's chunks, in turn."""
 _OF_CUT = ("tp", "sequence_parallel", "cp", "ep", "micro_batch", "recompute", "precision")
 if TYPE_CHECKING:
-    _Cut = Execution  # of which it has some fields
+    _Cut = Execution  # the class below has some of its fields
 else:
     _Cut = cut_options(*_OF_CUT)
 
@@ -262,25 +262,25 @@ def layout_command(
     cluster: ClusterName = None,
     sequence: SequenceLength = None,
     dp: Annotated[
-        int | None, typer.Option(min=1, help="Data-parallel ranks of a model: what its memory depends on.")
+        int | None, typer.Option(min=1, help="Data-parallel ranks of a model; its memory depends on them.")
     ] = None,
     beside: Annotated[
-        str | None, typer.Option(metavar="LAYOUT", help="A layout of your own to weigh, as in 'Et*3|(tt|)*29m|L'.")
+        str | None, typer.Option(metavar="LAYOUT", help="A layout of your own to compare, as in 'Et*3|(tt|)*29m|L'.")
     ] = None,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Say which layers each pipeline stage should hold so that a step is shortest, beside the even split.
+    """Choose the layers of each pipeline stage that make a step shortest, and compare with the even split.
 
-    Embedding, head, multi-token prediction and every kind of layer are priced as in `pipemem plan`. Seconds are those of a
-    microbatch, forward and backward.
+    Embedding, head, multi-token prediction and every kind of layer are priced as in `pipemem plan`. Seconds are for forward
+    and backward of one microbatch.
 
     Examples:
-        # for stock Megatron, 1F1B
+        # balance stock Megatron's 1F1B
         pipemem layout llama3-70b --devices 8 --tp 8 --sequence-parallel
-        # for its interleaved schedule, beside a layout by hand
+        # balance its interleaved schedule, and compare with a layout by hand
         pipemem layout deepseek-v3 -p 16 -v 2 --ep 32 --beside 'Et*3|(tt|)*29m|L'
-        # for a run
+        # balance a run
         pipemem layout configs/runs/98b-40xa100.yaml
     """
     run = _run_of(context, of, overrides or (), {
@@ -306,12 +306,12 @@ def layout_command(
 
 
 def _is_run(of: str) -> bool:
-    """Return whether it is a run's file, and no model."""
+    """Return whether the argument is a run file rather than a model."""
     return of.endswith((".yaml", ".yml")) and bool({"model", "cluster", "parallelism"} & set(read_raw(of)))
 
 
 def _of_cut(context: typer.Context, of: str, cut: _Cut) -> dict[str, Any]:
-    """Return what was typed of the cut, by keys of a run; a run says that itself."""
+    """Return the options of the cut by keys of a run. A run file refuses them, because it states them itself."""
     if _is_run(of):
         check_runs_own(context, _OF_CUT)
         return {}
@@ -322,7 +322,7 @@ def _of_cut(context: typer.Context, of: str, cut: _Cut) -> dict[str, Any]:
 def _run_of(
     context: typer.Context, of: str, overrides: Iterable[str], changes: Mapping[str, Any], microbatches: int | None
 ) -> Run:
-    """Return the run that is meant."""
+    """Return the run that the argument and the options describe."""
     is_run = _is_run(of)
     raw = read_raw(of) if is_run else {"model": of, "cluster": DEFAULT_CLUSTER}
     for key, value in (*map(parse_override, overrides), *((k, v) for k, v in changes.items() if v is not None)):
@@ -331,7 +331,9 @@ def _run_of(
     parts = run.parallelism
     if not is_run:
         if changes["parallelism.pp"] is None and parts.pp == 1:
-            raise UnsupportedError("missing-option", "over how many pipeline ranks? give --devices, as in --devices 8")
+            raise UnsupportedError(
+                "missing-option", "the number of pipeline ranks is missing; give --devices, as in --devices 8"
+            )
         microbatches = microbatches or _MICROBATCHES * parts.pp
         if parts.dp * parts.cp > 1:
             run = replace(run, megatron=OF_REPLICAS | run.megatron)
@@ -341,7 +343,7 @@ def _run_of(
 
 
 def _check_stock_groups(run: Run) -> None:
-    """Check that stock Megatron's interleaved schedule takes this number of microbatches, which it takes in groups."""
+    """Check that stock Megatron's interleaved schedule, which runs microbatches in groups, accepts their number."""
     parts = run.parallelism
     if run.schedule.name != STOCK or (parts.chunks or 1) == 1:
         return
@@ -351,13 +353,13 @@ def _check_stock_groups(run: Run) -> None:
         raise UnsupportedError(
             "needs-microbatches",
             f"stock Megatron's interleaved schedule does not take {parts.microbatches} microbatches on {parts.pp} pipeline "
-            f"ranks in groups of {group}; take a multiple of {parts.pp}, as in --microbatches "
+            f"ranks in groups of {group}; give a multiple of {parts.pp}, as in --microbatches "
             f"{parts.pp * max(1, round(parts.microbatches / parts.pp))}, or --schedule interleaved, which takes any number",
         )
 
 
 def _paste(run: Run, each: Layout) -> str:
-    """Return the flags of a training script that cut its model so."""
+    """Return the flags with which a training script cuts its model into this layout."""
     cut, choice = run.parallelism, run.schedule
     flags: dict[str, object] = {"pipeline-model-parallel-size": cut.pp}
     of_layout = layout.flags(run.model, each.layers)
@@ -414,10 +416,10 @@ def _print_layouts(run: Run, found: Balance, of: str, knows_memory: bool) -> Non
 
 
 def _verdict(run: Run, found: Balance, knows_memory: bool) -> str:
-    """Say whether the even split will do."""
+    """Compare the even split with the best layout, in words."""
     stages, room = len(found.best.layers), run.cluster.memory_bytes
     if found.even.layers == found.best.layers:
-        text = "is the best that was found"
+        text = "is the best layout found"
     elif found.even_is_as_good:
         text = f"is as good, within {AS_GOOD:.1%} of a step"
     else:
@@ -425,12 +427,14 @@ def _verdict(run: Run, found: Balance, knows_memory: bool) -> str:
     if knows_memory and max(found.best.held) <= room < max(found.even.held):
         text += f", but does not fit into {gibibytes(room)} GiB"
     if layout.uncut(run.model, stages) is None:
-        text += f"; Megatron wants it in a layout, since {run.model.layers} layers do not divide among {stages} stages"
+        text += (
+            f"; Megatron needs a layout flag for it, because {stages} stages do not divide {run.model.layers} layers"
+        )
     return text
 
 
 def _ranks(run: Run, found: Balance, knows_memory: bool) -> FittingTable:
-    """Return what every rank holds and has to do, with a bar for each layout: one shade for each of its stages."""
+    """Return a table of each rank's layers and work. A bar per layout has one shade for each of the rank's stages."""
     chosen, cut = run.schedule.name, run.parallelism
     name = chosen if chosen != STOCK else "stock 1F1B" if (cut.chunks or 1) == 1 else "stock interleaved"
     columns = ["rank"]
@@ -459,12 +463,12 @@ def _ranks(run: Run, found: Balance, knows_memory: bool) -> FittingTable:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Return them with as many digits as tell ranks of a small model apart."""
+    """Return milliseconds with enough digits to tell the ranks of a small model apart."""
     milliseconds = 1e3 * seconds
     return f"{milliseconds:.1f}" if milliseconds >= 10 else f"{milliseconds:.3g}"
 
 
 def _bar(seconds: Sequence[float], longest: float) -> str:
-    """Return a bar with as many columns of every stage as its part of the longest bar; rounded so that sums are right."""
+    """Return a bar with one shade per stage. Its length is relative to the longest bar, and rounding keeps its total."""
     ends = [round(_BAR * end / longest) for end in accumulate(seconds, initial=0.0)]
     return "".join(_SHADES[at % len(_SHADES)] * (b - a) for at, (a, b) in enumerate(pairwise(ends)))

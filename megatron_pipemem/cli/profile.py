@@ -1,6 +1,6 @@
-"""``pipemem profile``: say what the layers of a model take in seconds and keep in bytes.
+"""``pipemem profile``: seconds and bytes of a model's layers, measured or from formulas.
 
-The options that say how a microbatch runs on one rank serve ``pipemem layout`` too.
+``pipemem layout`` shares the options that describe the model's parallelism.
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ SequenceLength = Annotated[int | None, typer.Option(help="Tokens per sequence, i
 
 _TOLD = {
     "tp": "Tensor-parallel ranks.",
-    "sequence_parallel": "Split norms over them too.",
+    "sequence_parallel": "Cut norms over the tensor-parallel ranks too.",
     "cp": "Context-parallel ranks.",
     "ep": "Expert-parallel ranks.",
     "micro_batch": "Sequences per microbatch.",
-    "recompute": "What runs again before its backward.",
-    "attention": "Which attention the layers have.",
+    "recompute": "Parts of a layer that run again before its backward.",
+    "attention": "Kind of attention of the layers.",
     "precision": "Element type of weights and activations.",
 }
-"""Fields of ``Execution`` that can be typed, in place of a run."""
+"""Fields of ``Execution`` that have an option, with its help."""
 _HINTS = get_type_hints(Execution)
 
 
 def cut_options(*names: str) -> type:
-    """Return a dataclass of options for these fields of ``Execution``."""
+    """Return a dataclass with an option for each of these fields of ``Execution``."""
     return make_dataclass("Cut", [_typed_as(name) for name in names], frozen=True, kw_only=True)
 
 
 def _typed_as(name: str) -> tuple[str, Any, Any]:
-    """Return a field of ``Cut`` for one of ``Execution``: text where that has few values, which ``Execution`` checks."""
+    """Return the name, type and default of an option. ``Execution`` checks the values of a field with few values."""
     hint, values = _HINTS[name], get_args(_HINTS[name])
     flag = typer.Option(f"--{name.replace('_', '-')}", metavar="|".join(values) or None, help=_TOLD[name])
     return name, Annotated[str if values else hint, flag], getattr(Execution, name)
 
 
 def check_runs_own(context: typer.Context, names: Collection[str]) -> None:
-    """Refuse what would change nothing: a run says itself how it is cut and runs."""
+    """Refuse options that a run file already states."""
     for parameter in context.command.params:
         given = context.get_parameter_source(parameter.name)
         if parameter.name in names and given is not None and given.name == "COMMANDLINE":
             raise UnsupportedError(
                 "conflicting-options",
-                f"{parameter.opts[0]} is said by the run; change it there, or give a model in place of the run",
+                f"{parameter.opts[0]} is set by the run; change it there, or give a model in place of the run",
             )
 
 
 MIB = 1 << 20
 _CUT = ("tp", "sequence_parallel", "cp", "ep", "micro_batch", "recompute", "attention", "precision")
 if TYPE_CHECKING:
-    Cut = Execution  # of which it has some fields
+    Cut = Execution  # the class below has some of its fields
 else:
     Cut = cut_options(*_CUT)
 
@@ -79,32 +79,34 @@ else:
 def profile(
     context: typer.Context,
     cut: Cut,
-    run: Annotated[Path | None, typer.Argument(help="A run configuration; it says model, cluster and cut.")] = None,
+    run: Annotated[Path | None, typer.Argument(help="A run file with model, cluster and parallelism.")] = None,
     model: Annotated[str | None, typer.Option(help="A model by name or YAML file, instead of a run.")] = None,
     cluster: ClusterName = None,
     sequence: SequenceLength = None,
-    formulas: Annotated[bool, typer.Option("--formulas", help="Nothing is run, and Megatron is not needed.")] = False,
-    offload: Annotated[bool, typer.Option("--offload", help="Measure the way to the host and back, too.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Microbatches that are timed.")] = 5,
-    output: Annotated[Path | None, typer.Option(help="JSON for --pipemem-costs and the planner.")] = None,
+    formulas: Annotated[
+        bool, typer.Option("--formulas", help="Compute the costs without Megatron, and run nothing.")
+    ] = False,
+    offload: Annotated[bool, typer.Option("--offload", help="Measure also the copies to the host and back.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of timed microbatches.")] = 5,
+    output: Annotated[Path | None, typer.Option(help="JSON file for --pipemem-costs and the planner.")] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show Megatron's warnings about missing GPU packages.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure or compute what one layer, the embedding and the head take and keep.
+    """Measure or compute the seconds and bytes of one layer, of the embedding and of the head.
 
-    The file prices every pipeline of the model: ``simulate``, ``pareto``, ``plan`` and runs make stages of the parts, for
-    the schedule that is asked for.
+    The file prices every pipeline of the model. ``simulate``, ``pareto``, ``plan`` and runs combine the parts into the
+    stages of their schedule.
 
     Examples:
-        # on this device
+        # measure on this device
         pipemem profile run.yaml --output profile.json
-        # without Megatron
+        # compute without Megatron
         pipemem profile --model llama3-8b --tp 2 --formulas
     """
     if (run is None) == (model is None):
-        raise UnsupportedError("missing-option", "what is to be profiled? give a run configuration, or --model NAME")
+        raise UnsupportedError("missing-option", "the model to profile is missing; give a run file, or --model NAME")
     if output is not None:
         check_writable(output)
     if run is not None:
@@ -137,7 +139,7 @@ def _run(model: Model, execution: Execution, repeats: int, verbose: bool) -> Pro
     from megatron_pipemem.mcore import INSTALL, is_installed
 
     if not is_installed():
-        raise UnsupportedError("not-installed", f"{INSTALL}, or give --formulas, which needs none")
+        raise UnsupportedError("not-installed", f"{INSTALL}, or give --formulas, which runs without Megatron")
     import torch
 
     if not torch.cuda.is_available():
@@ -146,7 +148,7 @@ def _run(model: Model, execution: Execution, repeats: int, verbose: bool) -> Pro
         activate(verbose=verbose)
         if not verbose and (said := missing_packages()) is not None:
             report_note(said)
-        report_note("no GPU here: seconds are this CPU's, and its kernels keep other bytes than a GPU's")
+        report_note("no GPU here: the seconds are of this CPU, and its kernels save other bytes than a GPU's")
     from megatron_pipemem.mcore.profiling import profile as profile_stages
 
     return profile_stages(model, execution, None, repeats)
@@ -158,18 +160,18 @@ def _bandwidths() -> Bandwidths | None:
     from megatron_pipemem.cpu import is_active
 
     if is_active() or not torch.cuda.is_available():
-        report_note("no GPU here, so no way from one to its host was measured; k is that of the cluster file")
+        report_note("no GPU here: the link to the host was not measured, and k comes from the cluster file")
         return None
     from megatron_pipemem.features.offload.runtime.channels import CudaChannel
     from megatron_pipemem.features.offload.runtime.host import measure_bandwidths
 
-    with doing("measuring the way to the host and back"):
+    with doing("measuring the link to the host"):
         measured = measure_bandwidths(CudaChannel(torch.device("cuda"), timed=False))
     return Bandwidths(**{name: rate / 1e9 for name, rate in measured.items()})
 
 
 def _ratios(found: Profile, cluster: Cluster) -> dict[str, float]:
-    """Return k as the layer runs, and with what is cheap recomputed: by the cluster file, or by what was measured."""
+    """Return k of the layer as it runs, and with its cheap parts recomputed, from measured or configured bandwidths."""
     executions = {"as_is": found.execution, "cheap_recomputed": cheap_recompute(found.execution)}
     if (measured := found.bandwidths) is None:
         return {name: cluster_offload_ratio(found.model, each, cluster) for name, each in executions.items()}
@@ -206,7 +208,7 @@ def _print(found: Profile, ratios: dict[str, float], name: object) -> None:
         f"message between two stages: {found.message_bytes / MIB:.2f} MiB; optimizer: "
         f"{found.optimizer_seconds * 1e9:.3f} ns per parameter",
         f"k of a layer (arXiv 2503.01328): {ratios['as_is']:.2f}, {ratios['cheap_recomputed']:.2f} with norms and activation "
-        "recomputed; up to 1, computing hides all offload",
+        "recomputed; k up to 1 means that computing hides all offload",
     ]
     if found.bandwidths is not None:
         rates = found.bandwidths

@@ -1,4 +1,4 @@
-"""``pipemem report``, ``explain`` and ``trace``: what came of a run or a grid, where its time went, and the step as it ran."""
+"""``pipemem report``, ``explain`` and ``trace``: results of a run or a grid, causes of idle time, and the measured step."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def report(
         Path,
         typer.Argument(
             metavar="FOLDER|FILE",
-            help="Of a grid, which may still run, or of one run: its `output` folder, or what --pipemem-report wrote.",
+            help="Folder of a grid, which may still run; or of one run, its `output` folder or its report file.",
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option(help="Picture of a grid, .png or .svg; by default report.png in the folder.")
+        Path | None, typer.Option(help="Picture of a grid, .png or .svg. Default: report.png in the folder.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare the runs of a grid: throughput against peak memory, and those that are worth choosing.
+    """Compare the runs of a grid by throughput and peak memory, and mark those worth choosing.
 
-    Of one run: what it did against what was planned.
+    For one run, compare the measured step with the plan.
 
     Examples:
-        # also while it runs
+        # see the results so far of a grid
         pipemem report out/grids/tiny-cpu
-        # the picture elsewhere
+        # write the picture elsewhere
         pipemem report out/grids/tiny-cpu --output report.svg
     """
     check_output(output, IMAGES, "a comparison of runs")
@@ -60,7 +60,9 @@ def report(
             file=folder,
         )
     elif output is not None:
-        raise UnsupportedError("conflicting-options", f"{folder} is of one run, and --output draws grids; leave it out")
+        raise UnsupportedError(
+            "conflicting-options", f"{folder} holds one run, and --output draws grids; leave --output out"
+        )
     else:
         _show_run(one, as_json)
 
@@ -113,7 +115,7 @@ def _show_run(path: Path, as_json: bool) -> None:
 def _print(points: Sequence[Result], results: Sequence[Result | None], missing: Sequence[str]) -> None:
     if points:
         console().print(table(points))
-    by_reason: dict[tuple[str, str | None], list[Settings]] = {}  # those with the same reason together
+    by_reason: dict[tuple[str, str | None], list[Settings]] = {}  # one paragraph per reason
     for result in results:
         if result is not None and result.status != "done":
             by_reason.setdefault((result.status, result.reason), []).append(result.settings)
@@ -127,29 +129,29 @@ def _print(points: Sequence[Result], results: Sequence[Result | None], missing: 
 def explain_command(
     report: Annotated[
         Path,
-        typer.Argument(metavar="FOLDER|FILE", help="What --pipemem-report wrote, or the `output` folder of a run."),
+        typer.Argument(metavar="FOLDER|FILE", help="The file of --pipemem-report, or the `output` folder of a run."),
     ],
     search_seconds: Annotated[
-        float, typer.Option(min=0, help="Seconds for each search of a better order, of two; 0 for none.")
+        float, typer.Option(min=0, help="Seconds of each of two searches for a better order; 0 for none.")
     ] = 2.0,
     as_json: Json = False,
 ) -> None:
-    """Tell where the time of a run's last step went, rank by rank, and the three changes that would win most.
+    """Show where each rank spent the time of the last step, and the three changes that would save most.
 
-    The idle time of every rank is split by cause: what the schedule makes unavoidable (warm-up and drain), uneven stages,
-    unequal microbatches, messages, the host, actions that were late and whose, and the barrier at the step's end. Changes
-    are simulated with the run's own times: other schedules in the same memory, offload, other layers per stage, steps
-    without a barrier, vocabulary parallelism, ordered microbatches. What the run's configuration refuses is left out. Stock
-    Megatron is explained, too: run it with `--pipemem-schedule stock --pipemem-report FILE`.
+    The idle time of every rank is split by cause: warm-up and drain of the schedule, uneven stages, unequal microbatches,
+    messages, the host, late actions of a named rank, and the barrier at the end of the step. Changes are simulated with the
+    measured times: other schedules in the same memory, offload, other layers per stage, steps without a barrier, vocabulary
+    parallelism, ordered microbatches. Changes that the run's configuration refuses are left out. A run of stock Megatron is
+    explained too, if it has the flags `--pipemem-schedule stock --pipemem-report FILE`.
 
     Examples:
-        # a run, by its report
+        # explain a run by its report
         pipemem explain out/runs/tiny-cpu/report.json
-        # for programs
+        # print JSON for other programs
         pipemem explain out/runs/tiny-cpu --json
     """
     case = read_case(report, search_seconds)
-    with showing("simulating what the run could do otherwise"):
+    with showing("simulating possible changes"):
         facts = explain(case)
     if as_json:
         print_json(facts)
@@ -163,7 +165,7 @@ def explain_command(
 
 
 def read_case(path: Path, search_seconds: float) -> Case:
-    """Return the step of a report."""
+    """Return the measured step of a report."""
     path = path / REPORT if path.is_dir() else path
     with report_of(path) as report:
         case = case_of_report(report, search_seconds)
@@ -178,24 +180,24 @@ _DRAWN = (".json", ".html", ".png", ".svg")
 def trace(
     report: Annotated[
         Path,
-        typer.Argument(metavar="FOLDER|FILE", help="What --pipemem-report wrote, or the `output` folder of a run."),
+        typer.Argument(metavar="FOLDER|FILE", help="The file of --pipemem-report, or the `output` folder of a run."),
     ],
     output: Annotated[
         Path | None,
         typer.Option(
-            help="File for plan and run: .json for Perfetto, .html, .png or .svg; trace.json beside the report."
+            help="File for both: .json for Perfetto, .html, .png or .svg. Default: trace.json in the report's folder."
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a step as it ran beside its plan in Perfetto.
+    """Show a measured step and its plan in Perfetto.
 
-    It writes one file with two processes: the run's schedule simulated with the run's own times, and the step as it ran.
-    Open it at https://ui.perfetto.dev. Stock Megatron's own schedule is shown, too, if it ran with
+    The file has two processes: the run's schedule simulated with the measured times, and the measured step. Open it at
+    https://ui.perfetto.dev. Stock Megatron's own schedule is shown too, if the run has the flags
     `--pipemem-schedule stock --pipemem-report FILE`.
 
     Examples:
-        # plan and run in one file
+        # write plan and measured step to one file
         pipemem trace out/runs/tiny-cpu --output trace.json
     """
     check_output(output, _DRAWN, "plan and run")
@@ -211,7 +213,7 @@ def trace(
 
 
 def _save_trace(case: Case, path: Path) -> Path:
-    """Write the run's schedule with its usual times, and the step as it ran."""
+    """Draw the plan, simulated with the run's usual times, and the measured step."""
     plan, run = case.own, case.as_ran
     name = case.schedule.name
     plan, run = (

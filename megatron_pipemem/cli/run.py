@@ -1,4 +1,4 @@
-"""``pipemem run``: start a Megatron script, unchanged, with the plugin on, and on CPU ranks if asked."""
+"""``pipemem run``: start an unchanged Megatron script with the plugin on, and on CPU ranks if asked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPTIONS = ("--cpu", "--verbose", "--help")
 def run_script(
     script: Annotated[Path, typer.Argument(help="A Megatron training script, for example pretrain_gpt.py.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Flags of the script, and the --pipemem-* flags below.")
+        list[str] | None, typer.Argument(help="Flags of the script and the --pipemem-* flags below.")
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Run CUDA-only Megatron on CPU ranks over gloo.")] = False,
     verbose: Annotated[
@@ -37,9 +37,9 @@ def run_script(
     """Run a Megatron script with the plugin on, usually under torchrun.
 
     Examples:
-        # by name
+        # choose a schedule by name
         torchrun --nproc-per-node 8 -m megatron_pipemem run pretrain_gpt.py FLAGS --pipemem-schedule v-half
-        # the fastest that fits
+        # search the fastest schedule within a memory cap
         torchrun ... run pretrain_gpt.py FLAGS --pipemem-schedule auto --pipemem-memory-cap 6GiB
     """
     run(cpu, script, arguments or [], verbose)
@@ -48,15 +48,15 @@ def run_script(
 def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) -> None:
     """Run ``script`` as ``python script arguments`` would, on every rank that torchrun or srun started.
 
-    The plugin is enabled only if some argument starts with ``--pipemem-``; without one the script meets stock Megatron.
-    Imports resolve from the script's folder. Failures end the process, see ``rank_guard``.
+    The plugin is enabled only if an argument starts with ``--pipemem-``. Without one, the script runs on stock Megatron.
+    Imports resolve from the script's folder. A failure ends the process, see ``rank_guard``.
     """
     job = os.environ
     show_log()
     launched, alike = "RANK" in job, job.get("LOCAL_WORLD_SIZE") == job.get("WORLD_SIZE")
     with rank_guard() if not alike else refused_together() if launched else nullcontext():
         request, others = _checked(cpu, script, arguments)
-        if request is not None and (alike or job["RANK"] == "0"):  # which writes them
+        if request is not None and (alike or job["RANK"] == "0"):  # rank 0 writes the outputs
             for path in request.outputs:
                 check_writable(path)
         if cpu:
@@ -70,10 +70,10 @@ def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) ->
 
 
 def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Request | None, list[str]]:
-    """Return what the plugin's flags ask for, and the script's own arguments. Nothing slow is imported."""
+    """Return the request of the plugin's flags, and the script's own arguments, without slow imports."""
     if str(script).startswith("-"):
         near = get_close_matches(str(script), _OPTIONS, n=1)
-        hint = f"did you mean {near[0]}?" if near else "the script comes first, and its flags after it"
+        hint = f"did you mean {near[0]}?" if near else "give the script first, and its flags after it"
         raise UnsupportedError("unknown-flag", f"pipemem run has no option {script}; {hint}")
     if not script.is_file():
         raise UnsupportedError("no-file", f"there is no script {script}; give the path of a Megatron training script")
@@ -87,7 +87,7 @@ def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Request | N
 
 
 def _prepare(cpu: bool, request: Request | None, verbose: bool) -> None:
-    """Activate the CPU lane and enable the plugin, as far as they are asked for."""
+    """Activate the CPU lane and enable the plugin, if asked."""
     if cpu:
         from megatron_pipemem.cpu import activate
 

@@ -144,7 +144,7 @@ def test_an_interrupt_is_one_sentence_and_exit_code_130(pipemem, monkeypatch, mo
     result = pipemem(*arguments.split())
     assert result.exit_code == app.INTERRUPTED == 130 and result.stdout == ""
     name = arguments.split()[0]
-    assert result.stderr.splitlines() == [f"error: pipemem {name} was interrupted and has written nothing"]
+    assert result.stderr.splitlines() == [f"error: pipemem {name} was interrupted and wrote nothing"]
 
 
 def test_an_interrupt_of_a_real_process(tmp_path):
@@ -167,7 +167,7 @@ app({words})
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
     assert process.returncode == 130 and out == ""
-    assert err == "error: pipemem simulate was interrupted and has written nothing\n"
+    assert err == "error: pipemem simulate was interrupted and wrote nothing\n"
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_an_interrupted_grid_says_how_to_go_on(pipemem, monkeypatch, request, gr
     assert "0 of 3 points have ended, now schedule.name=1f1b" in lines
     assert any(line.startswith("1 of 3 points have ended, now schedule.name=v-half, about ") for line in lines)
     assert "ending 1 points that run" in lines
-    first, command = lines[-1].split("; go on with: ")
+    first, command = lines[-1].split("; continue with: ")
     assert first == "error: interrupted with 3 of 3 points left or failed"
     words = shlex.split(command)
     assert words == ["pipemem", "grid", str(grid_file), "--max-parallel", "1", *map(str, options), "--resume"]
