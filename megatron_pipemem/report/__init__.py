@@ -1,4 +1,4 @@
-"""Draw runs: in the terminal, as PNG, SVG and HTML, and as traces for Perfetto. All take the simulator's ``Timeline``."""
+"""Pictures of runs: in the terminal, as PNG, SVG, HTML and Perfetto traces. All draw the simulator's ``Timeline``."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ __all__ = ["SUFFIXES", "TerminalTimeline", "save_comparison", "save_timeline"]
 
 
 def save_timeline(timeline: Timeline, path: str | Path) -> Path:
-    """Draw one run with its held memory; otherwise as ``save_comparison``."""
+    """Draw one run with its memory; otherwise like ``save_comparison``."""
     return save_comparison([timeline], path)
 
 
 def save_comparison(timelines: Sequence[Timeline], path: str | Path) -> Path:
-    """Draw runs under one another on one time axis; the suffix of ``path`` chooses PNG, SVG, HTML or a Perfetto trace
-    (``.json``).
+    """Draw runs below each other on one time axis, and return the path.
 
-    Folders are made as needed. Returns the path.
+    The suffix of ``path`` chooses PNG, SVG, HTML or a Perfetto trace (``.json``). Missing folders are made.
     """
     path = Path(path)
     check_suffix(path, SUFFIXES, "a picture")

@@ -1,6 +1,6 @@
-"""Show runs in a browser: one self-contained HTML page, the frames of a notebook, and traces for Perfetto.
+"""Show runs in a browser: as one self-contained HTML page, in notebooks, and as traces for Perfetto.
 
-The page itself is ``page.html`` beside this file, with its style and script; here they are put together with the data.
+``page.html``, ``page.css`` and ``page.js`` in this folder are the page. This module puts the data into it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def page(timelines: Sequence[Timeline]) -> str:
-    """Return the page as text. It loads nothing from elsewhere."""
+    """Return the text of an HTML page that loads no other file."""
     runs = [DrawnRun(timeline) for timeline in timelines]
     data = {
         "kinds": {kind.value: kind.spec.says for kind in COMPUTE},
@@ -49,7 +49,7 @@ def page(timelines: Sequence[Timeline]) -> str:
         "@TITLE@": escape(", ".join(timeline.schedule.name for timeline in timelines)),
         "@FACTS@": escape("; ".join(run.headline for run in runs)) + ".",
         "@UNITS@": f" Memory is in {UNITS}; 1 is dashed." if in_units else "",
-        "@DATA@": text.replace("</", "<\\/"),  # "</" would end the script element that holds the data
+        "@DATA@": text.replace("</", "<\\/"),  # "</" would end the script element around the data
         "@STYLE@": _part("page.css"),
         "@SCRIPT@": _part("page.js"),
     }
@@ -87,7 +87,7 @@ def _data(run: DrawnRun, top: float) -> dict[str, object]:
                 "name": [str(box.action) for box in row],
                 "mb": [box.action.microbatch for box in row],
                 "chunk": [box.chunk for box in row],
-                # Actions on memory have no width to be coloured.
+                # Actions on memory have no width, so their colour does not matter.
                 "shade": [shade_of.get((box.action.kind, box.chunk), 0) for box in row],
                 "copies": [(_short(copy.start), _short(copy.end), colour(copy.action.kind)) for copy in lane],
                 "start": [_short(box.start) for box in row],
@@ -101,14 +101,12 @@ def _data(run: DrawnRun, top: float) -> dict[str, object]:
 
 
 def _short(value: float) -> float:
-    """Write a number with fewer characters in the page: whole numbers without a point, others to what a picture can
-    tell.
-    """
+    """Shorten a number for the page: no point in whole numbers, and nine digits in others."""
     return int(value) if value == int(value) else float(f"{value:.9g}")
 
 
 def show(shown: Schedule | Timeline | SearchResult) -> None:
-    """Show a picture in a notebook, and coloured letters in a terminal."""
+    """Show a picture in a notebook, or coloured letters in a terminal."""
     console = Console()
     if console.is_jupyter:
         from IPython.display import display
@@ -121,9 +119,9 @@ def show(shown: Schedule | Timeline | SearchResult) -> None:
 
 
 def to_html(shown: Schedule | Timeline | SearchResult) -> str:
-    """Return the page of a run in a frame, below a table of placements where it is the best that a search found.
+    """Return a run's page in a frame. The best schedule of a search has a table of placements above it.
 
-    A schedule is drawn as it runs with F = I = W. One that cannot run is told in words.
+    A schedule is drawn with F = I = W. If it cannot run, the result is its error.
     """
     try:
         run = _run_of(shown)
@@ -139,14 +137,14 @@ def to_html(shown: Schedule | Timeline | SearchResult) -> str:
 
 
 def frame(run: Timeline, content: str) -> str:
-    """Return the HTML element that shows a page of one run, as high as that is."""
+    """Return the HTML element that shows the page of one run at its full height."""
     height = 48 * run.schedule.num_devices + 225  # pixels
     style = f"width:100%;height:{height}px;border:0;background:#fff"
     return f"<iframe title='{escape(DrawnRun(run).headline)}' style='{style}' {content}></iframe>"
 
 
 def to_dataframe(timeline: Timeline) -> Any:
-    """Return a ``pandas.DataFrame`` with a row per action, as ``Timeline.to_dataframe`` says."""
+    """Return a ``pandas.DataFrame`` with a row per action, see ``Timeline.to_dataframe``."""
     try:
         import pandas
     except ModuleNotFoundError as error:
@@ -169,7 +167,7 @@ def to_dataframe(timeline: Timeline) -> Any:
 
 
 def _run_of(shown: Schedule | Timeline | SearchResult) -> Timeline:
-    """Return the run that a picture of it shows."""
+    """Return the run to draw."""
     if isinstance(shown, Timeline):
         return shown
     return simulate(shown) if isinstance(shown, Schedule) else simulate(shown.schedule, shown.costs)
@@ -179,7 +177,7 @@ _MICROSECONDS = 1e6
 
 
 def trace(timelines: Sequence[Timeline]) -> dict[str, object]:
-    """Return the trace as a JSON-ready object. One second of the costs is one second of the trace."""
+    """Return a trace as a JSON-ready object. One second of the costs is one second of the trace."""
     flow_ids = count(1)
     events: list[dict[str, object]] = []
     for process, timeline in enumerate(timelines):
@@ -233,7 +231,7 @@ def _process_events(process: int, timeline: Timeline, flow_ids: count[int]) -> l
         add_slice(2 * len(rows), f"PP:{kind}{microbatch}", "collective", times, microbatch=microbatch)
     for message, flow in zip(run.messages, flow_ids, strict=False):
         for phase, box in (("s", message.producer), ("f", message.consumer)):
-            # An arrow belongs to the slice that encloses its time: the middle is inside for certain.
+            # An arrow belongs to the slice around its time, and the middle is certainly inside.
             middle = (box.start + box.end) / 2 * _MICROSECONDS
             arrow = {"ph": phase, "name": "message", "cat": "message", "id": flow, "pid": process, "tid": box.device}
             events.append({**arrow, "ts": middle, **({"bp": "e"} if phase == "f" else {})})

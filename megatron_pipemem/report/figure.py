@@ -1,4 +1,4 @@
-"""Draw timelines as PNG and SVG with matplotlib, which is imported only when a picture is drawn."""
+"""Draw timelines as PNG and SVG. matplotlib is imported only for drawing."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _STYLE: dict[Any, Any] = {
 }
 _DPI = 150
 _MARKER = 5.0
-"""Half of a marker's side in points; names keep off it."""
+"""Half of a marker's side in points. Names keep this distance."""
 _CHARACTERS = 36
-"""In a line of names that share a point."""
+"""Longest line of names that share a point, in characters."""
 _AROUND: dict[str, Any] = {"bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.3}}
 _NAMES: dict[bool, dict[str, Any]] = {
     True: {"fontsize": 8.5, "color": "#202124", "fontweight": "bold", **_AROUND},
@@ -44,7 +44,7 @@ _NAMES: dict[bool, dict[str, Any]] = {
 }
 type _Spot = tuple[float, float]
 type _Box = tuple[float, float, float, float]
-"""Left, bottom, right and top."""
+"""Left, bottom, right and top edge."""
 
 
 def write_picture(draw: Callable[[], Figure], path: str | Path, what: str, instead: str = "") -> Path:
@@ -67,15 +67,15 @@ def write_picture(draw: Callable[[], Figure], path: str | Path, what: str, inste
 
 
 def figure_of(axes: Axes) -> Figure:
-    """Return the figure that axes stand in."""
+    """Return the figure of the axes."""
     from matplotlib.figure import Figure
 
-    assert isinstance(axes.figure, Figure), "nothing here draws figures within figures"
+    assert isinstance(axes.figure, Figure), "no figure is drawn within a figure"
     return axes.figure
 
 
 def axes_for_points(size: tuple[float, float], title: str, x: str, y: str) -> Axes:
-    """Return the axes of a new figure, empty."""
+    """Return the empty axes of a new figure."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=_DPI, facecolor="white", layout="constrained")
@@ -94,22 +94,21 @@ class Label(NamedTuple):
     x: float
     y: float
     text: str
-    farthest: float = math.inf  # points to the farthest place for it; where there is none, the name is left out
+    farthest: float = math.inf  # largest distance in points; the name is left out if no place is nearer
     is_main: bool = True  # written large
 
 
 def add_labels(axes: Axes, labels: Sequence[Label]) -> int:
-    """Write names beside their points, one for points in one place, so that none covers another.
+    """Write names next to their points without overlaps, and return the number of points that have no name.
 
-    A name takes the first free place beside its point, else, joined to the point by a line, the nearest free one around it.
-    Those that come first choose first. The axes must have their final limits. Returns how many points have no name, for want
-    of room.
+    Points in one place share a name. A name takes the first free place next to its point. Otherwise it takes the nearest
+    free place, with a line to the point. Earlier labels choose first. The axes must have their final limits.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure = figure_of(axes)
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # a name must not move the axes that it was placed in
+    figure.set_layout_engine("none")  # a name must not move its axes
     renderer, points = FigureCanvasAgg(figure).get_renderer(), 72 / figure.dpi
     groups: dict[_Spot, list[Label]] = {}
     for label in labels:
@@ -149,7 +148,7 @@ def add_labels(axes: Axes, labels: Sequence[Label]) -> int:
 
 
 def _places_around(spot: _Spot, width: float, height: float, reach: float) -> Iterator[_Box]:
-    """Yield boxes on rings around a point, the nearest first, in each ring right of it before left of it."""
+    """Yield boxes on rings around a point, the nearest first, and right of it before left of it."""
     ring = _MARKER + 1
     while ring <= reach:
         for turn in sorted(range(-7, 9), key=abs):
@@ -165,7 +164,7 @@ def _overlaps(box: _Box, others: Iterable[_Box]) -> bool:
 
 
 def _is_beside(box: _Box, spot: _Spot, spots: Iterable[_Spot]) -> bool:
-    """Return whether a name in this box needs no line: it is close to its point and closer than to any other."""
+    """Return whether a name in this box needs no line, because it is close to its point and closer than to others."""
 
     def gap(x: float, y: float) -> float:
         return math.hypot(max(box[0] - x, x - box[2], 0), max(box[1] - y, y - box[3], 0))
@@ -177,19 +176,19 @@ def _is_beside(box: _Box, spot: _Spot, spots: Iterable[_Spot]) -> bool:
 TEXT, QUIET = "#202124", "#5f6368"
 HELD, HELD_EDGE, LIMIT = "#c9d3df", "#5b6f86", "#b3261e"
 _LABEL_POINTS = 4.6
-"""The smallest letters that are drawn."""
+"""Smallest size of letters that are drawn, in points."""
 _MOST_NUMBERS = 5000
-"""More would take matplotlib longer than anybody waits."""
+"""Largest number of actions with a number. matplotlib would take very long for more."""
 
-# A device's row, in parts of its height: actions above, memory from _UPPER down to _FLOOR.
+# A row, in parts of its height: actions above, memory from _UPPER down to _FLOOR.
 _ACTIONS, _UPPER, _FLOOR = (0.05, 0.60), 0.64, 0.96
 _ACTION_HEIGHT = _ACTIONS[1] - _ACTIONS[0]
-# Copies to and from the host lie between the two, where there are any.
+# Copies to and from the host are drawn between the two, if there are any.
 _LANE, _UPPER_BELOW_LANE = (0.615, 0.675), 0.70
 
 
 class PicturedRun(DrawnRun):
-    """A timeline with what its picture is made of."""
+    """A timeline with the parts of its matplotlib picture."""
 
     @cached_property
     def shortest(self) -> float:
@@ -201,7 +200,7 @@ class PicturedRun(DrawnRun):
 
     @property
     def upper(self) -> float:
-        """Return where a device's memory begins in its row."""
+        """Return the top of a device's memory within its row."""
         return _UPPER_BELOW_LANE if any(self.host_transfers) else _UPPER
 
     def shade(self, box: Box) -> str:
@@ -214,7 +213,7 @@ class PicturedRun(DrawnRun):
 
 
 def draw_run(run: PicturedRun, axes: Axes, end: float, points: float, top: float) -> set[str]:
-    """Draw one run into its axes, with so many points per second up to ``end``; return what was left out for want of room."""
+    """Draw one run into its axes with ``points`` per second, up to ``end``. Return the parts that had no room."""
     left_out: set[str] = set()
     row_points = axes.get_position().height * figure_of(axes).get_figheight() * 72 / len(run.rows)
     axes.set_xlim(0.0, end)
@@ -238,7 +237,7 @@ def draw_run(run: PicturedRun, axes: Axes, end: float, points: float, top: float
 
 
 def _bars(axes: Axes, spans: Iterable[tuple[int, float, float]], rows: tuple[float, float], **look: Any) -> None:
-    """Draw bars of one look, each of a device from one time to another."""
+    """Draw bars of one look, each with a device, a start and an end."""
     from matplotlib.collections import PolyCollection
 
     low, high = rows
@@ -247,7 +246,7 @@ def _bars(axes: Axes, spans: Iterable[tuple[int, float, float]], rows: tuple[flo
 
 
 def _write(axes: Axes, device: int, times: tuple[float, float], text: str, **look: Any) -> None:
-    """Write text into the middle of a bar of actions."""
+    """Write text in the middle of a bar."""
     place = (sum(times) / 2, device + sum(_ACTIONS) / 2 + 0.01)
     axes.text(*place, text, ha="center", va="center_baseline", clip_on=True, **look)
 
@@ -264,9 +263,7 @@ def _draw_boxes(axes: Axes, run: PicturedRun, points: float) -> None:
 
 
 def _number_size(run: PicturedRun, points: float, row_points: float) -> float:
-    """Return the size in points at which microbatch numbers fit the shortest box; 0 when they would be too small or too
-    many.
-    """
+    """Return the size in points of numbers that fit the shortest box, or 0 if numbers would be too small or too many."""
     boxes = [box for row in run.boxes for box in row]
     digits = len(str(max((box.action.microbatch or 0 for box in boxes), default=0)))
     size = min(8.0, run.shortest * points / (0.62 * digits + 0.25), 0.8 * _ACTION_HEIGHT * row_points)
@@ -274,7 +271,7 @@ def _number_size(run: PicturedRun, points: float, row_points: float) -> float:
 
 
 def _draw_waits(axes: Axes, run: PicturedRun, points: float, row_points: float) -> set[str]:
-    """Write into every bubble what its device waits for, in as many words as fit."""
+    """Write into every bubble the action that its device waits for, in the longest form that fits."""
     left_out: set[str] = set()
     size = min(7.0, 0.62 * _ACTION_HEIGHT * row_points)
     for row in run.bubbles:
@@ -286,7 +283,7 @@ def _draw_waits(axes: Axes, run: PicturedRun, points: float, row_points: float) 
             room = (bubble.end - bubble.start) * points - 3
             text = next((form for form in forms if 0.52 * size * len(form) < room), None)
             if text is None or size < _LABEL_POINTS:
-                left_out.add("what narrow bubbles wait for")
+                left_out.add("waits of narrow bubbles")
                 continue
             _write(axes, bubble.device, (bubble.start, bubble.end), text, fontsize=size, color=QUIET, style="italic")
     return left_out
@@ -304,7 +301,7 @@ def _draw_transfers(axes: Axes, run: PicturedRun) -> None:
 
 
 def _draw_held(axes: Axes, run: PicturedRun, top: float) -> None:
-    """Draw under every device what it holds over time; all devices on one scale from 0 to ``top``."""
+    """Draw the memory of every device over time, on one scale from 0 to ``top``."""
     from matplotlib.collections import LineCollection, PolyCollection
 
     height, curves, areas = _FLOOR - run.upper, [], []
@@ -330,7 +327,7 @@ def _frame(axes: Axes) -> None:
 
 
 def _name_devices(axes: Axes, run: PicturedRun, row_points: float) -> None:
-    """Write names on the left, peaks on the right."""
+    """Write the names of devices on the left and their peaks on the right."""
     size = min(9.0, 0.42 * row_points)
     left: dict[str, Any] = {"xytext": (-5, 0), "ha": "right", "va": "center", "fontsize": size, "color": TEXT}
     right: dict[str, Any] = {"xytext": (4, 0), "ha": "left", "va": "center", "fontsize": size, "color": HELD_EDGE}
@@ -342,17 +339,16 @@ def _name_devices(axes: Axes, run: PicturedRun, row_points: float) -> None:
 
 
 _LEFT, _RIGHT = 0.8, 0.75
-"""Inches beside the time axis, for the devices' names and their peaks."""
+"""Inches left and right of the time axis, for the devices' names and their peaks."""
 _NARROWEST, _WIDEST = 9.0, 24.0
 _COMFORTABLE = 7.5
-"""Points of the shortest action: enough for a two-digit label."""
+"""Points of the shortest action; enough for a two-digit label."""
 
 
 def draw(timelines: Sequence[Timeline]) -> Figure:
-    """Draw for every device its actions, and below them what it holds; several runs under one another, on one scale of time
-    and one of memory.
+    """Draw every device's actions with its memory below. Several runs share one scale of time and one of memory.
 
-    The whole of every run is drawn. Where a page has no room for labels, the picture says which are left out.
+    Every run is drawn whole. If a page has no room for some labels, the picture names them.
     """
     runs = [PicturedRun(timeline) for timeline in timelines]
     longest, shortest = max(run.end for run in runs), min(run.shortest for run in runs)
@@ -374,13 +370,13 @@ def draw(timelines: Sequence[Timeline]) -> Figure:
 
 
 def _row_inches(devices: int, runs: int) -> float:
-    """Return the height of a device's actions and memory together."""
+    """Return the height in inches of one device's actions and memory."""
     return min(0.62, max(0.26, 7.0 / devices)) * (1 if runs == 1 else 0.85)
 
 
 def _panels(width: float, heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
     """Return the axes of every run."""
-    from matplotlib.figure import Figure  # a Figure without pyplot draws with Agg and leaves no global state
+    from matplotlib.figure import Figure  # without pyplot, a Figure draws with Agg and leaves no global state
 
     above, below, space = 0.5, 1.2 if width > 11 else 1.4, 0.5
     height = sum(heights) + space * (len(heights) - 1) + above + below
@@ -421,7 +417,7 @@ def _label_time(figure: Figure, runs: Sequence[PicturedRun], width: float) -> No
 
 
 def _add_legend(figure: Figure, runs: Sequence[PicturedRun]) -> None:
-    """Add a legend with one entry per kind, with a swatch of every chunk's shade."""
+    """Add a legend with one entry per kind and a swatch per chunk."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -462,7 +458,7 @@ def _add_footnotes(figure: Figure, runs: Sequence[PicturedRun], left_out: list[s
         reading += "; paler: the model's other replica"
     lines = [f"{reading}; in a bubble: the action whose result the device waits for."]
     if left_out:
-        lines.append(f"Left out for want of room: {', '.join(left_out)}. The .html page has everything.")
+        lines.append(f"Left out for lack of room: {', '.join(left_out)}. The .html page has everything.")
     for line, text in enumerate(lines):
         place = (0.28 - 0.16 * line) / figure.get_figheight()
         figure.text(0.5, place, text, ha="center", va="center", fontsize=8, color=QUIET)

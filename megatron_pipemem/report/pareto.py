@@ -1,4 +1,4 @@
-"""Draw bubble against peak memory, in the terminal and as PNG or SVG, so that the schedules worth choosing stand out."""
+"""Draw bubble against peak memory, in the terminal and as PNG or SVG, with the best trade-offs marked."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _COLOURS = ("#2662a8", "#c43c4e", "#3aa38f", "#8a5fb0", "#9a6a00", "#5f6368")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _SEARCH = "#d97706"
 _NOTE = 150
-"""Characters in a line under the picture."""
+"""Characters in a line below the picture."""
 _FARTHEST = 60
-"""Points from a dominated point to its name at most."""
+"""Largest distance in points between a dominated point and its name."""
 
 
 @dataclass(frozen=True)
 class Point:
     """One schedule."""
 
-    name: str  # with the options that tell it from others of its family
+    name: str  # with the options that distinguish it from others of its family
     placement: str
-    peak: float  # of the fullest device, as a share of the peak of 1F1B
+    peak: float  # of the fullest device, as a share of 1F1B's peak
     bubble_rate: float
-    """Part of the makespan that the busiest device idles; where points share the work among devices in different ways, that of
-    the most even way for all, so that the faster point is the lower."""
-    dominated: bool = False  # another one is no worse in both and better in one
+    """Idle part of the makespan on the busiest device. If points divide the work among devices in different ways, the most even
+    division counts for all, so that the faster point has the lower bubble."""
+    dominated: bool = False  # another point is at least as good in both and better in one
     is_search: bool = False
 
 
 def table(points: Sequence[Point], in_bytes: bool = False) -> FittingTable:
-    """Return the points by peak, a rich renderable; those on the front are marked, dominated ones dim."""
+    """Return a rich table of the points by peak. Points on the front have a mark, and dominated points are dim."""
     columns = ("front", "schedule", "placement", "peak", "bubble")
     rows = FittingTable(columns, text=("front", "schedule", "placement"), caption=f"peak: in {_unit(in_bytes)}")
     for point in sorted(points, key=_by_peak):
@@ -64,7 +64,7 @@ def save_pareto(
     title: str = "",
     in_bytes: bool = False,
 ) -> Path:
-    """Draw the points with their front; the suffix of ``path`` chooses PNG or SVG. Folders are made as needed."""
+    """Draw the points with their front. The suffix of ``path`` chooses PNG or SVG. Missing folders are made."""
     return write_picture(lambda: draw(points, bound, title, in_bytes), path, "bubble against peak")
 
 
@@ -75,20 +75,20 @@ def _unit(in_bytes: bool) -> str:
 def draw(
     points: Sequence[Point], bound: Sequence[tuple[float, float]] = (), title: str = "", in_bytes: bool = False
 ) -> Figure:
-    """Draw bubble (up) against peak (right): the front as a staircase, dominated points hollow, searched ones as stars.
+    """Draw bubble (up) against peak (right): the front as a staircase, dominated points hollow, searched points as stars.
 
-    ``bound`` has pairs ``(memory, bubble rate)`` by memory: what no schedule with no more memory can beat.
+    ``bound`` has pairs ``(memory, bubble rate)`` by memory. No schedule within the memory has a smaller bubble.
     """
     from matplotlib.lines import Line2D
     from matplotlib.ticker import PercentFormatter
 
     if not points:
-        raise UnsupportedError("nothing-to-draw", "no schedule is left to draw; ask for fewer conditions")
+        raise UnsupportedError("nothing-to-draw", "no schedule is left to draw; give fewer conditions")
     axes = axes_for_points((11, 6.4), title, f"peak of the fullest device, in {_unit(in_bytes)}", "bubble rate")
     figure = figure_of(axes)
     placements = list(dict.fromkeys(point.placement for point in sorted(points, key=_by_peak)))
     if bound:
-        # Up to each memory its own bound, which is the lower one.
+        # Each memory has its own bound, which is lower for more memory.
         axes.step(
             *zip(*bound, strict=True), where="pre", color="#9aa0a6", linewidth=1.1, linestyle="--", zorder=1,
             label="lower bound for all\nplacements shown",
@@ -124,9 +124,7 @@ def draw(
 
 
 def _limits(points: Sequence[Point]) -> tuple[float, float]:
-    """Return up to which memory and bubble rate is drawn: the few that lie far beyond most would squeeze all others
-    together.
-    """
+    """Return the largest memory and bubble rate that are drawn. A few far points would squeeze all others together."""
     rates, fronts = sorted(point.bubble_rate for point in points), [p.peak for p in points if not p.dominated]
     usual = max(2.5 * rates[3 * (len(rates) - 1) // 4], 0.05)
     peak = max(point.peak for point in points if point.peak <= 2 * max(fronts, default=math.inf))
@@ -134,10 +132,10 @@ def _limits(points: Sequence[Point]) -> tuple[float, float]:
 
 
 def _note(points: Sequence[Point], inside: Sequence[Point], unnamed: int) -> str:
-    """Write under the picture what does not stand in it, in as many lines whether or not names are missing."""
+    """Return the text below the picture. Its number of lines does not depend on missing names."""
     beyond = [f"{p.name} ({p.peak:.3g}, {p.bubble_rate:.0%})" for p in sorted(points, key=_by_peak) if p not in inside]
     lines = textwrap.wrap(f"Beyond the picture: {', '.join(beyond)}.", _NOTE) if beyond else []
-    return "\n".join([*lines, f"Dominated points without a name, for want of room: {unnamed}." if unnamed else " "])
+    return "\n".join([*lines, f"Dominated points without a name, for lack of room: {unnamed}." if unnamed else " "])
 
 
 def _by_peak(point: Point) -> tuple[float, float, str]:
@@ -145,7 +143,7 @@ def _by_peak(point: Point) -> tuple[float, float, str]:
 
 
 def _scatter(axes: Axes, points: Sequence[Point], colour: str, marker: str, label: str, size: float = 55) -> None:
-    """Draw points filled on the front, hollow where dominated; one entry in the legend."""
+    """Draw points filled on the front and hollow if dominated, with one entry in the legend."""
     for dominated in (True, False):
         chosen = [point for point in points if point.dominated is dominated]
         if chosen:

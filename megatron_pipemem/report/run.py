@@ -1,4 +1,4 @@
-"""Tell in words and tables what came of a run, and where the time of a step went."""
+"""Results of a run in words and tables: its speed, its memory, and the causes of its idle time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megatron_pipemem.schedule.simulator import Timeline, peaks
 
 _MIB = 1 << 20
 UNITS = "activation units (1 is 1F1B's peak with equal stages, W free)"
-"""What peaks are in if no bytes are known."""
+"""The unit of peaks if no bytes are known."""
 
 
 def peak_activation(schedule: Schedule) -> float:
-    """Return the most that a device holds, in activation units."""
+    """Return the peak of the fullest device in activation units."""
     return max(peaks(schedule))
 
 
 def announcement(timeline: Timeline) -> str:
-    """Return the line that tells which schedule a run is about to follow, and what is expected of it."""
+    """Return the line that a run logs at its start: its schedule, with the planned bubble and peak."""
     schedule, share = timeline.schedule, share_of_1f1b(timeline)
     held = f"{peak_activation(schedule):.4g} {UNITS}" if share is None else f"{share:.3g} of 1F1B's bytes"
     return (
@@ -34,32 +34,32 @@ def announcement(timeline: Timeline) -> str:
 
 
 def typical[T](steps: Sequence[T]) -> Sequence[T]:
-    """Return all steps but the first, which opens channels and fills the allocator's cache."""
+    """Return all steps but the first one, which opens channels and fills the allocator's cache."""
     return steps[1:] or steps
 
 
 def bubble_of_steps(steps: Sequence[tuple[float, float]]) -> float | None:
-    """Return the part of a training step in which a rank computes nothing: the median over all steps but the first.
+    """Return the idle part of a rank's training steps: the median over all steps but the first.
 
-    A step has the seconds of the rank's actions, and those from the first start of an action on any rank of its pipeline to the
-    last end. The bubble rate of a run is that of its busiest rank, see ``busiest``.
+    A step is a pair of seconds: the rank's actions, and the time from the first start to the last end on all ranks of its
+    pipeline. The bubble rate of a run is that of its busiest rank, see ``busiest``.
     """
     rates = [1 - work / makespan for work, makespan in steps if makespan]
     return median(typical(rates)) if rates else None
 
 
 def busiest(rates: Iterable[float | None]) -> float | None:
-    """Return the bubble rate of a run, which is that of the rank that idles least; ``None`` if no rank has one."""
+    """Return the bubble rate of the rank that idles least, or ``None`` if no rank has a rate."""
     return min((rate for rate in rates if rate is not None), default=None)
 
 
 def measured_bubble(report: Mapping[str, Any]) -> float | None:
-    """Return the measured bubble rate of a run: the number in its log, its report, its page and ``pipemem explain``."""
+    """Return the measured bubble rate of a run, as in its log, its report, its page and ``pipemem explain``."""
     return busiest(rank["measured_bubble_rate"] for rank in report["ranks"])
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:
-    """Tell in lines what a run did."""
+    """Return lines of text about a run's results."""
     found = []
     if chosen := report["plans"] and report["plans"][-1]:
         size = _size(chosen["devices"], chosen["chunks"], chosen["microbatches"])
@@ -82,12 +82,14 @@ def lines(report: Mapping[str, Any]) -> list[str]:
             + ("" if seconds is None else f"; a step takes {seconds:.4g} s from its first pass to its last")
         )
     if ahead := _most(ranks, "steps_ahead"):
-        back, state = _most(ranks, "steps_taken_back"), "the state to take a step back to takes"
+        back, state = _most(ranks, "steps_taken_back"), "the state for taking a step back takes"
         held = {
             "rollback_bytes": f"{state} {{}} of the device",
             "waiting_gradient_bytes": "gradients that wait for their step take {} of the device",
         }
-        found.append(f"{ahead} of {report['steps']} steps waited for no gradient norm; {back} of them were taken back")
+        found.append(
+            f"{ahead} of {report['steps']} steps did not wait for a gradient norm; {back} of them were taken back"
+        )
         found += [
             sentence.format(f"{nbytes / _MIB:.4g} MiB") + " on the fullest rank"
             for key, sentence in held.items()
@@ -101,7 +103,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def table(report: Mapping[str, Any]) -> FittingTable:
-    """Return a table of the run, rank by rank."""
+    """Return a table of the run with one row per rank."""
     rows = FittingTable(("rank", "predicted MiB", "counted MiB", "planned bubble", "measured bubble"))
     for rank in report["ranks"]:
         rows.add_row(
@@ -121,7 +123,7 @@ def _size(devices: int, chunks: int, microbatches: int) -> str:
 
 
 def _agreement(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Say how well predicted and counted peaks agree."""
+    """Compare predicted and counted peaks in words."""
     known = [
         (least, most, rank["counted_peak_bytes"], rank["rank"])
         for rank in ranks
@@ -142,7 +144,7 @@ def _agreement(ranks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _predicted(rank: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Return the least and the most that a rank was to hold: they differ where experts get tokens unevenly."""
+    """Return a rank's least and largest predicted peak. They differ if experts get tokens unevenly."""
     most = rank["predicted_peak_bytes"]
     least = rank.get("predicted_least_peak_bytes")  # reports of earlier versions have none
     return most if least is None else least, most
@@ -165,12 +167,12 @@ _NANOSECONDS = 1e9
 
 
 def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Tell what costs most, and how far the simulation can be believed."""
+    """Return the main causes of idle time, and the makespan of the run's own schedule in the simulation."""
     idle, step, devices = facts["idle"], facts["seconds"], facts["devices"]
     total = Counter({cause: sum(each["causes_ns"][cause] for each in idle) for cause in CAUSES})
     found = [
         f"schedule {facts['schedule']}, {facts['microbatches']} microbatches on {devices} pipeline ranks: bubble "
-        f"{facts['bubble_rate']:.1%}, of the rank that idles least; the step that is explained takes {seconds(step)}"
+        f"{facts['bubble_rate']:.1%}, of the rank that idles least; the explained step takes {seconds(step)}"
     ]
     told = [(cause, nanoseconds / devices / _NANOSECONDS) for cause, nanoseconds in total.most_common() if nanoseconds]
     for number, (cause, each) in enumerate(told[:2]):
@@ -181,17 +183,17 @@ def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
     outside = facts["outside_seconds"]
     if outside:
         found.append(
-            f"beside the pipeline a training step takes {seconds(outside)} more: optimizer, reduction of gradients, data, log"
+            f"outside the pipeline a training step takes {seconds(outside)} more: optimizer, reduction of gradients, data, log"
         )
     own = facts["simulated_seconds"]
     found.append(
-        f"simulated with its usual times the run's own schedule takes {seconds(own)}: changes are compared with that"
+        f"simulated with its usual times, the run's own schedule takes {seconds(own)}; changes are compared with that"
     )
     return found
 
 
 def idle_table(facts: Mapping[str, Any]) -> FittingTable:
-    """Return a table of every device's idle time by its causes; they add up to it."""
+    """Return a table of every device's idle time and its causes, which add up to it."""
     causes = [cause for cause in CAUSES if any(each["causes_ns"][cause] for each in facts["idle"])]
     unit, scale = _unit(facts["seconds"])
     rows = FittingTable(
@@ -212,11 +214,11 @@ def idle_table(facts: Mapping[str, Any]) -> FittingTable:
 
 
 def change_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Tell the changes that would win most, each with what it saves and takes, or that none is worth it."""
+    """Return the changes that would save most, with their saving and their memory, or a line that none is worth it."""
     own = facts["simulated_seconds"]
     if not facts["changes"]:
         why = next(iter(facts["refused"].values()), "")
-        return [f"nothing that was simulated saves as much as 1% of the step{f'; not tried: {why}' if why else ''}"]
+        return [f"no simulated change saves as much as 1% of the step{f'; not tried: {why}' if why else ''}"]
     found = []
     for number, each in enumerate(facts["changes"], start=1):
         found.append(
@@ -228,7 +230,7 @@ def change_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def seconds(amount: float) -> str:
-    """Return a time with a unit that fits it."""
+    """Return a time in seconds or milliseconds."""
     unit, scale = _unit(amount)
     return f"{amount * scale:.4g} {unit}"
 
@@ -238,7 +240,7 @@ def _unit(amount: float) -> tuple[str, float]:
 
 
 def _change_in_memory(peak: float, facts: Mapping[str, Any]) -> str:
-    """Say what the fullest rank holds with a change, and what it holds now."""
+    """Compare the fullest rank's memory after a change with its present memory."""
     now = facts["peak"]
     if peak == now:
         return "same activation memory"
@@ -251,11 +253,11 @@ def _change_in_memory(peak: float, facts: Mapping[str, Any]) -> str:
 
 
 def _why(cause: str, facts: Mapping[str, Any]) -> str:
-    """Say of a cause where to look."""
+    """Return advice about a cause of idle time."""
     if cause == SCHEDULE:
         return (
-            f"{facts['schedule']} makes it unavoidable with {facts['microbatches']} microbatches, however even the stages; "
-            "another schedule or more microbatches make it less"
+            f"{facts['schedule']} has it with {facts['microbatches']} microbatches even if all stages are equal; "
+            "another schedule or more microbatches reduce it"
         )
     if cause == IMBALANCE:
         stages: Sequence[float] = facts["stages"]
@@ -266,15 +268,15 @@ def _why(cause: str, facts: Mapping[str, Any]) -> str:
     if cause == MESSAGES:
         links: Mapping[str, float] = facts["links"]
         if not links:
-            return "they come late"
+            return "they arrive late"
         link = max(links, key=links.__getitem__)
         return f"one from rank {link.replace('-', ' to ')} takes {seconds(links[link])}"
     if cause == LATE:
         ranks: Counter[str] = Counter()
         for each in facts["idle"]:
             ranks.update(each["late_ns"])
-        return f"actions of rank {ranks.most_common(1)[0][0]} took longer than they usually do, most of all ranks"
+        return f"actions of rank {ranks.most_common(1)[0][0]} took longer than usual, more so than on other ranks"
     return {
-        HOST: "the host was not done with what comes before and between actions (data, Python, launches)",
-        BARRIER: "ranks that are done wait for the others before the next step begins",
+        HOST: "the host was late with its work before and between actions (data, Python, launches)",
+        BARRIER: "finished ranks wait for the others before the next step begins",
     }[cause]

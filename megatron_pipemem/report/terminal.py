@@ -1,4 +1,4 @@
-"""Print in the terminal: tables that fit any width, timelines, and what a search found of every placement."""
+"""Print in the terminal: tables that fit any width, timelines, and the best schedule of every placement in a search."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 _EMPTY = ("", "-")
 _EDGES = 2
 _PADDINGS: dict[int, PaddingDimensions] = {3: (0, 1), 2: (0, 1, 0, 0), 1: 0}
-"""What rich is to pad cells with, by the columns of the terminal between two cells."""
+"""Padding that rich gives each cell, by the number of columns between two cells."""
 _INDENT = 4
 
 
 @dataclass
 class FittingTable:
-    """A rich renderable. Columns that are empty in every row are left out."""
+    """A rich table that fits the console's width. Columns that are empty in every row are left out."""
 
     columns: Sequence[str]
-    text: Collection[str] = ()  # columns that wrap, aligned left; all others are aligned right and never wrapped
+    text: Collection[str] = ()  # columns that wrap and align left; others align right and do not wrap
     title: str = ""
     caption: str = ""
     _rows: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
 
     def add_row(self, *cells: str, style: str = "") -> None:
-        """Add a row with one cell per column; ``style`` is rich's."""
+        """Add a row with one cell per column. ``style`` is a style of rich."""
         if len(cells) != len(self.columns):
             raise ValueError(f"{len(cells)} cells for {len(self.columns)} columns")
         self._rows.append((cells, style))
@@ -85,7 +85,7 @@ class _Column:
         self.least = max(_widest((self.heading,), str.split), parts, 1)
 
     def told(self, row: int) -> str:
-        """Return a cell with its heading, in one line."""
+        """Return a cell with its heading in one line."""
         return " ".join(f"{self.heading} {'; '.join(self.cells[row].splitlines())}".split())
 
 
@@ -94,7 +94,7 @@ def _widest(texts: Iterable[str], parts: Callable[[str], Sequence[str]]) -> int:
 
 
 def _layout(columns: Sequence[_Column], width: int) -> tuple[int, list[int]] | None:
-    """Return the columns between cells, and those of every cell; ``None`` where whole words do not fit."""
+    """Return the gap between cells and the width of every column, or ``None`` if whole words do not fit."""
     for gap in _PADDINGS:
         room = width - _EDGES - gap * (len(columns) - 1)
         enough = sum(column.natural for column in columns) if gap == max(_PADDINGS) else 0
@@ -104,7 +104,7 @@ def _layout(columns: Sequence[_Column], width: int) -> tuple[int, list[int]] | N
 
 
 def _shared(columns: Sequence[_Column], room: int) -> list[int]:
-    """Return what every column gets: its least, and of the rest as much as the others as long as it has a use for it."""
+    """Return the width of every column: its least, and an equal part of the rest up to its natural width."""
     widths = [column.least for column in columns]
     spare = room - sum(widths)
     while spare > 0:
@@ -117,7 +117,7 @@ def _shared(columns: Sequence[_Column], room: int) -> list[int]:
 
 
 def _filled(parts: Iterable[str], width: int) -> list[str]:
-    """Return the parts in as few lines as whole parts allow; only one that is wider than a line will be wrapped."""
+    """Return the parts in as few lines as possible. Only a part that is wider than a line is wrapped later."""
     lines: list[str] = []
     for part in parts:
         if lines and cell_len(f"{lines[-1]}, {part}") <= width:
@@ -128,21 +128,20 @@ def _filled(parts: Iterable[str], width: int) -> list[str]:
 
 
 _MAX_CELL = 4
-"""Columns of the shortest action when there is room: ``F12`` and a gap."""
+"""Most columns of the shortest action: ``F12`` and a gap."""
 
 
 @dataclass(frozen=True)
 class TerminalTimeline:
-    """A rich renderable, as wide as the console at most.
+    """A rich renderable of a timeline that fits the console's width.
 
-    Without colour the letter tells the kind, upper case the first chunk and lower case the later ones; dashes continue
-    an action and blanks are idle. A run too long for the width is squeezed: every column then shows only the letter of
-    what fills most of it.
+    Letters give the kind of an action: upper case for the first chunk, lower case for later ones. Dashes continue an action,
+    and blanks are idle. If a run is too long for the width, every column shows only the letter of its longest action.
     """
 
     timeline: Timeline
     beside: Sequence[Timeline] = ()
-    """The runs it is compared with, on one time axis; a run of more than twice the length of most has its own and says so."""
+    """Runs to compare with, on one time axis. A run of more than twice the usual length gets its own axis and a note."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         timeline, drawn = self.timeline, DrawnRun(self.timeline)
@@ -172,18 +171,14 @@ class TerminalTimeline:
         yield Text(" " * (margin + 1) + "0" + end.rjust(width - 1), style="dim", no_wrap=True, overflow="crop")
         yield _legend(drawn)
         if scale != common:
-            yield Text(f"own time axis: a column is as long as {common / scale:.3g} of the others", style="dim")
+            yield Text(f"own time axis: one column here is {common / scale:.3g} columns of the others", style="dim")
         if squeezed:
-            left_out = (
-                "squeezed: a letter stands for several actions; widen the terminal or write a picture with --output"
-            )
+            left_out = "squeezed: one letter shows several actions; widen the terminal or write a picture with --output"
             yield Text(left_out, style="dim")
 
 
 def _columns_per_second(timelines: Sequence[Timeline], room: int) -> tuple[float, bool]:
-    """Return whole columns per shortest action as long as one fits, otherwise the runs squeezed into ``room``, and
-    which.
-    """
+    """Return the columns per second, and whether runs are squeezed because the shortest action has less than one column."""
     seconds = [end - start for timeline in timelines for spans in timeline.spans for start, end in spans]
     shortest = min((length for length in seconds if length > 0), default=1.0)
     longest = max(timeline.makespan for timeline in timelines)
@@ -210,11 +205,11 @@ def _cells(drawn: DrawnRun, row: tuple[Box, ...], scale: float, width: int, sque
 
 
 def _lane(lane: Sequence[HostTransfer], scale: float, width: int, margin: int) -> Text:
-    """Return copies to the host and back, under the actions of their device."""
+    """Return the line with a device's copies to and from the host."""
     signs = {Kind.OFFLOAD: ">", Kind.RELOAD: "<"}
     cells = [" "] * width
     for copy in lane:
-        # At least one column, or else short copies would be lost.
+        # At least one column, so that short copies are visible.
         for column in range(int(copy.start * scale), max(int(copy.start * scale) + 1, round(copy.end * scale))):
             if column < width:
                 cells[column] = signs[copy.action.kind]
@@ -222,7 +217,7 @@ def _lane(lane: Sequence[HostTransfer], scale: float, width: int, margin: int) -
 
 
 def _owners(row: tuple[Box, ...], scale: float, width: int) -> list[Box | None]:
-    """Return, for every column, the box that fills most of it, ``None`` where that is idle time."""
+    """Return the box that fills most of every column, or ``None`` if the column is mostly idle."""
     filled: list[list[tuple[float, Box]]] = [[] for _ in range(width)]
     for box in row:
         start, end = box.start * scale, box.end * scale
@@ -261,7 +256,7 @@ HEADINGS = ("placement", "chunks", "makespan", "bound", "peak", "found by")
 
 
 def placements_table(candidates: Iterable[Candidate], seconds: str = HEADINGS[2]) -> FittingTable:
-    """Return the best of every placement, for a terminal; ``seconds`` says what their makespan is of."""
+    """Return a table of the best schedule of every placement. ``seconds`` is the heading of the makespan."""
     table = FittingTable((*HEADINGS[:2], seconds, *HEADINGS[3:]), text=("placement", "found by"))
     for each in candidates:
         table.add_row(*cells(each))

@@ -1,6 +1,6 @@
-"""Derive from a ``Timeline`` what every picture shares: boxes, held memory, messages, colours and words.
+"""The parts of a ``Timeline`` that all pictures share: boxes, held memory, messages, colours and words.
 
-A measured run is a ``Timeline``, too: the same schedule with the spans of its trace.
+A measured run is a ``Timeline`` too, with the times of its trace.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megatron_pipemem.schedule.simulator import Timeline
 
 IDLE = "#f1f3f4"
 _PALEST = 0.58
-"""How far the last of many chunks is blended towards white."""
+"""Share of white in the colour of the last of many chunks."""
 
 
 class Box(NamedTuple):
-    """One action as drawn. Times count from the first start of the run; ``held`` is what the device holds after it. Actions
-    on memory take no time and have nothing to draw but what they change of it."""
+    """One action as drawn. Times count from the first start of the run, and ``held`` is the device's memory after the action.
+    Actions on memory take no time and only change ``held``."""
 
     action: Action
     device: int
@@ -38,7 +38,7 @@ class Box(NamedTuple):
 
 
 class HostTransfer(NamedTuple):
-    """Activations on their way between a device and the host. Times count from the first start of the run."""
+    """A copy of activations between a device and the host. Times count from the first start of the run."""
 
     action: Action
     device: int
@@ -47,15 +47,15 @@ class HostTransfer(NamedTuple):
 
 
 class DrawnMessage(NamedTuple):
-    """Say what ``consumer`` needs from ``producer``, which runs on another device."""
+    """A result of ``producer`` that ``consumer`` on another device needs."""
 
     producer: Box
     consumer: Box
 
 
 class Bubble(NamedTuple):
-    """Idle time of a device. ``consumer`` runs next, as soon as ``producer``'s message has come; None where nothing more
-    runs, or where it waits for no other device."""
+    """Idle time of a device. ``consumer`` runs next, after the message of ``producer``. ``consumer`` is None at the end, and
+    ``producer`` if no other device is the cause."""
 
     device: int
     start: float
@@ -65,21 +65,19 @@ class Bubble(NamedTuple):
 
 
 def common_end(timelines: Sequence[Timeline]) -> float:
-    """Return up to when runs that are compared share a time axis: a run of more than twice the length of most would
-    squeeze them.
-    """
+    """Return the end of the time axis that compared runs share. Runs of more than twice the usual length are left out."""
     ends = sorted(timeline.makespan for timeline in timelines)
     return max(end for end in ends if end <= 2 * ends[(len(ends) - 1) // 2])
 
 
 def bytes_text(held: float) -> str:
-    """Write bytes in GiB or MiB."""
+    """Write a number of bytes in GiB or MiB."""
     return f"{held / 2**30:.3g} GiB" if held >= 2**30 else f"{held / 2**20:.3g} MiB"
 
 
 def held_steps(row: tuple[Box, ...]) -> list[tuple[float, float]]:
-    """``(time, held)`` wherever a device's held memory changes: what an action takes counts from its start, what it
-    gives back from its end. Memory handed straight on from one action to the next makes no step."""
+    """Return ``(time, held)`` for each change of a device's held memory. Memory is taken at an action's start and freed at
+    its end. Memory that passes directly from one action to the next makes no step."""
     steps = [(0.0, 0.0)]
     for box in row:
         before = steps[-1][1]
@@ -94,20 +92,20 @@ def held_steps(row: tuple[Box, ...]) -> list[tuple[float, float]]:
 
 
 def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
-    """Return ``#rrggbb``: the hue tells the kind, the shade the chunk (paler towards the last)."""
+    """Return the colour ``#rrggbb``: the hue shows the kind, and a paler shade a later chunk."""
     pale = _PALEST * chunk / (num_chunks - 1) * min(1.0, (num_chunks + 1) / 4) if num_chunks > 1 else 0.0
     return "#" + "".join(f"{round(part + (255 - part) * pale):02x}" for part in kind.spec.colour)
 
 
 def ink(background: str) -> str:
-    """Return black or white, whichever reads better on ``background``."""
+    """Return black or white, depending on which is easier to read on ``background``."""
     red, green, blue = (int(background[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return "#000000" if 0.30 * red + 0.59 * green + 0.11 * blue > 0.52 else "#ffffff"
 
 
 @dataclass(frozen=True)
 class DrawnRun:
-    """A timeline with what pictures of it are made of."""
+    """A timeline with the parts of its pictures."""
 
     timeline: Timeline
 
@@ -117,7 +115,7 @@ class DrawnRun:
 
     @property
     def in_units(self) -> bool:
-        """Whether memory is in activation units, and not in bytes."""
+        """Whether memory is in activation units rather than bytes."""
         return self.timeline.costs.memory is None and self.timeline.measured.held is None
 
     @cached_property
@@ -127,8 +125,8 @@ class DrawnRun:
 
     @cached_property
     def rows(self) -> tuple[tuple[Box, ...], ...]:
-        """One row of boxes per device, in order. What vocabulary parallelism does in no time has none; what it takes or gives
-        back shows in the box that follows.
+        """One row of boxes per device, in order. Vocabulary actions without duration have no box; their memory shows in the
+        next box.
         """
         schedule, origin = self.timeline.schedule, self.origin
         placement = schedule.placement
@@ -150,7 +148,7 @@ class DrawnRun:
 
     @property
     def _held(self) -> Sequence[Sequence[float]]:
-        """Return what every device holds after every action of its order: as counted, or by the costs."""
+        """Return every device's memory after every action of its order: counted, or computed from the costs."""
         schedule, costs = self.timeline.schedule, self.timeline.costs
         if self.timeline.measured.held is not None:
             return self.timeline.measured.held
@@ -161,7 +159,7 @@ class DrawnRun:
 
     @cached_property
     def host_transfers(self) -> tuple[tuple[HostTransfer, ...], ...]:
-        """Per device its copies that take time, in the order in which they were issued."""
+        """The copies of every device that take time, in order of issue."""
         return tuple(
             tuple(
                 HostTransfer(action, device, start - self.origin, end - self.origin)
@@ -173,7 +171,7 @@ class DrawnRun:
 
     @property
     def messages(self) -> Iterator[DrawnMessage]:
-        """Every message between two devices, collectives left out, by its consumer's place in ``rows``."""
+        """Every message between two devices except collectives, by its consumer's place in ``rows``."""
         found = Dependencies.of_schedule(self.timeline.schedule)
         by_action = {box.action: box for row in self.rows for box in row}
         for action, waits in zip(found.actions, found.graph.waits, strict=True):
@@ -181,14 +179,14 @@ class DrawnRun:
             if consumer is None or action.kind in VOCABULARY:
                 continue
             for needed, _ in waits:
-                # What a window shows may need what ran before it.
+                # An action in a window may need a result from before the window.
                 producer = None if needed == NEVER else by_action.get(found.actions[needed])
                 if producer is not None:
                     yield DrawnMessage(producer, consumer)
 
     @cached_property
     def awaited(self) -> dict[Action, Box]:
-        """For every action that needs another device's result, whose it is, and of several the one that ends last."""
+        """For every action that needs results of other devices, the box of the last result."""
         latest: dict[Action, Box] = {}
         for producer, consumer in self.messages:
             known = latest.get(consumer.action)
@@ -220,24 +218,24 @@ class DrawnRun:
         return [pair for kind in COMPUTE for pair in sorted(pair for pair in used if pair[0] is kind)]
 
     def legend_name(self, kind: Kind, chunk: int) -> str:
-        """Return what a legend calls a kind of action, for example ``F forward, chunk 1``."""
+        """Return the name of a kind of action in a legend, for example ``F forward, chunk 1``."""
         has_chunks = self.num_chunks > 1 and kind not in VOCABULARY
         return f"{kind} {kind.spec.says}" + (f", chunk {chunk}" if has_chunks else "")
 
     def colour(self, kind: Kind, chunk: int) -> str:
-        """Return ``#rrggbb`` of a chunk's action."""
+        """Return the colour of a chunk's action."""
         return colour(kind, chunk, self.num_chunks)
 
     def memory_scale(self, runs: Sequence[DrawnRun]) -> float:
-        """Return the most memory that the run's scale shows beside others: runs in bytes share one scale, and those in units
-        another, on which 1 is seen.
+        """Return the top of the run's memory axis. Compared runs in bytes share one axis, and runs in units another one that
+        contains 1.
         """
         tops = [max(run.timeline.peak, float(run.in_units)) for run in runs if run.in_units == self.in_units]
         return 1.12 * (max(tops) or 1.0)
 
     @cached_property
     def peak_text(self) -> str:
-        """The peak, and in bytes its share of 1F1B's if that is known."""
+        """The peak, with its share of 1F1B's bytes if that is known."""
         timeline, peak = self.timeline, self.memory_text(self.timeline.peak)
         if timeline.measured.held is None:
             share = share_of_1f1b(timeline)
@@ -258,5 +256,5 @@ class DrawnRun:
         )
 
     def memory_text(self, held: float) -> str:
-        """Write activation units as they are (1F1B's first device peaks at 1), bytes in GiB or MiB."""
+        """Write activation units as a number, and bytes in GiB or MiB."""
         return f"{held:.4g}" if self.in_units else bytes_text(held)

@@ -56,7 +56,7 @@ def test_what_costs_most_comes_first(pipemem, run):
     assert "bubble 25.0%" in lines[0] and lines[0].endswith(" 570 ms")
     assert "uneven stages: " in lines[1]
     assert lines[1].endswith("; stage 3 takes 1.60 times as long as the mean of all stages")
-    assert lines[3].startswith("beside the pipeline a training step takes 100 ms more")
+    assert lines[3].startswith("outside the pipeline a training step takes 100 ms more")
     assert any(line.startswith("1. ") and "saves" in line for line in lines)
     assert any(line.startswith("2. ") and "MiB on the fullest rank" in line for line in lines)
     assert told.stdout == pipemem("explain", run() / "report.json", *FAST).stdout
@@ -100,7 +100,7 @@ def test_a_step_of_slices_is_read_with_bytes_of_each(pipemem, pipemem_json, run)
 def test_nothing_that_helps_is_said(pipemem, run):
     told = pipemem("explain", run(layers=None, refused={"schedules": "CUDA graphs freeze the order"}), *FAST).stdout
     assert told.splitlines()[-1] == (
-        "nothing that was simulated saves as much as 1% of the step; not tried: CUDA graphs freeze the order"
+        "no simulated change saves as much as 1% of the step; not tried: CUDA graphs freeze the order"
     )
 
 

@@ -66,8 +66,8 @@ def test_steps_without_a_barrier_are_counted(pipemem, run):
     overlap = {"steps_ahead": 2, "steps_taken_back": 1, "rollback_bytes": 3 << 20}
     others = {"rank": 1, "rollback_bytes": 0, "waiting_gradient_bytes": 1 << 20}
     told = pipemem("report", run(ranks=[RANK | overlap, RANK | overlap | others])).stdout.splitlines()
-    assert "2 of 3 steps waited for no gradient norm; 1 of them were taken back" in told
-    assert "the state to take a step back to takes 3 MiB of the device on the fullest rank" in told
+    assert "2 of 3 steps did not wait for a gradient norm; 1 of them were taken back" in told
+    assert "the state for taking a step back takes 3 MiB of the device on the fullest rank" in told
     assert "gradients that wait for their step take 1 MiB of the device on the fullest rank" in told
 
 

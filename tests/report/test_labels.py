@@ -51,7 +51,7 @@ def check_pareto(points: list[Point]) -> None:
     (axes,) = figure.axes
     named = ", ".join(check_names(axes))
     inside = [p for p in points if p.peak <= axes.get_xlim()[1] and p.bubble_rate <= axes.get_ylim()[1]]
-    said = re.search(r"without a name, for want of room: (\d+)", figure.get_supxlabel())
+    said = re.search(r"without a name, for lack of room: (\d+)", figure.get_supxlabel())
     missing = [p for p in inside if p.name not in named]
     assert len(missing) == (int(said[1]) if said else 0)
     assert all(p.dominated for p in missing)

@@ -78,8 +78,8 @@ def test_bubbles_say_what_their_device_waits_for(run, tmp_path):
 
 def test_labels_are_left_out_where_a_step_is_crowded_and_time_is_not(run, tmp_path):
     texts = texts_of(save_timeline(run("zb-h1", 8, 512), tmp_path / "run.svg"))
-    (note,) = [text for text in texts if text.startswith("Left out for want of room")]
-    assert "microbatch numbers" in note and "what narrow bubbles wait for" in note
+    (note,) = [text for text in texts if text.startswith("Left out for lack of room")]
+    assert "microbatch numbers" in note and "waits of narrow bubbles" in note
     ticks = sorted(float(text) for text in texts if re.fullmatch(r"\d+", text))
     end = run("zb-h1", 8, 512).makespan
     assert ticks[0] == 0 and ticks[-1] > 0.8 * end
