@@ -1,11 +1,11 @@
-"""Runs CUDA-only Megatron-Core on CPU ranks over gloo: for the quickstart, the tests and teaching.
+"""Run CUDA-only Megatron-Core on CPU ranks over gloo: for the quickstart, the tests and teaching.
 
 Megatron asks ``torch.cuda`` for devices, streams and random generators, and NCCL for its process groups. `activate`
-puts stand-ins in those places, for this process and until it ends:
+replaces them by stand-ins in this process, until it ends:
 
-* ``cuda``            ``torch.cuda`` itself: one device per local rank, streams and events that never wait, and CPU tensors;
-* ``process_groups``  NCCL process groups become gloo process groups;
-* ``upstream``        what Megatron-Core insists on beyond PyTorch: compiled helpers and fused CUDA extensions.
+* ``cuda``            ``torch.cuda``: one device per local rank, streams and events that never wait, and CPU tensors;
+* ``process_groups``  gloo process groups in place of NCCL's;
+* ``upstream``        compiled helpers and fused CUDA extensions that Megatron-Core needs.
 
 The arithmetic is PyTorch's own on CPU tensors, so losses are those of a real training run. Memory and speed of a GPU
 are not imitated.
@@ -28,9 +28,9 @@ _MISSING = ".*(Apex|Transformer Engine|transformer-engine|absl.logging|no accele
 _RANDOM = "megatron.core.tensor_parallel.random"
 _ABOUT_EVERY_RANK = ("megatron.core.distributed", "megatron.core.datasets")
 _ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # ranks share the cores; one thread each also keeps the order of sums fixed
-    "TORCHDYNAMO_DISABLE": "1",  # nothing to compile for; the import alone costs each rank seconds
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron demands it for tensor parallelism
+    "OMP_NUM_THREADS": "1",  # ranks share the cores, and one thread each keeps the order of sums fixed
+    "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled, and the import alone takes seconds per rank
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron requires it for tensor parallelism
 }
 
 _active = False
@@ -42,10 +42,11 @@ def is_active() -> bool:
 
 
 def activate(*, emulate_fused_gradients: bool = True, verbose: bool = False) -> None:
-    """Make CUDA-only Megatron-Core run on this process's CPU. Calling it again changes nothing.
+    """Make CUDA-only Megatron-Core run on this process's CPU. A second call changes nothing.
 
-    It cannot be undone: run it in processes that train on CPU and nowhere else. Apex's ``fused_weight_gradient_mlp_cuda`` is
-    emulated for Megatron's default ``--gradient-accumulation-fusion``; ``verbose`` shows warnings about missing GPU packages.
+    It cannot be undone, so call it only in processes that train on CPU. ``emulate_fused_gradients`` emulates Apex's
+    ``fused_weight_gradient_mlp_cuda`` for Megatron's default ``--gradient-accumulation-fusion``. ``verbose`` shows warnings
+    about missing GPU packages.
     """
     global _active
     if _active:
@@ -53,7 +54,7 @@ def activate(*, emulate_fused_gradients: bool = True, verbose: bool = False) -> 
     if "megatron.core" in sys.modules:
         raise UnsupportedError(
             "enabled-too-late",
-            "megatron_pipemem.cpu.activate() came after `import megatron.core`, which keeps CUDA functions by name; "
+            "megatron_pipemem.cpu.activate() came after `import megatron.core`, which binds CUDA functions by name; "
             "call it first, or start the script with `pipemem run --cpu`",
         )
     if not verbose:
@@ -68,7 +69,7 @@ def activate(*, emulate_fused_gradients: bool = True, verbose: bool = False) -> 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     cuda.install()
     process_groups.install()
-    if "transformer_engine_torch" not in sys.modules:  # it needs a GPU: Megatron is not to find the rest of its package
+    if "transformer_engine_torch" not in sys.modules:  # it needs a GPU, so Megatron must not import its package
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     upstream.install(emulate_fused_gradients)
     _active = True
@@ -81,20 +82,22 @@ def ignore_missing_packages() -> None:
 
 
 def missing_packages() -> str | None:
-    """Return one line in the place of the warnings that are ignored, ``None`` if Megatron has no cause for them."""
+    """Return one line that replaces the ignored warnings, or ``None`` if no package is missing."""
     missing = [name for name in ("apex", "transformer_engine") if importlib.util.find_spec(name) is None]
     if not missing:
         return None
-    return f"{' and '.join(missing)} not used, nor needed here; --verbose shows Megatron's warnings about it"
+    return (
+        f"{' and '.join(missing)} are not installed and not needed here; --verbose shows Megatron's warnings about it"
+    )
 
 
 def _is_about_a_gpu(record: logging.LogRecord) -> bool:
-    """Return False for the warning that CUDA's random numbers are the CPU's, which they are here."""
+    """Return False for the warning that CUDA's random state is the CPU's, which is intended here."""
     return not record.getMessage().startswith("CPU RNG state changed")
 
 
 def shorten_log() -> None:
-    """Shorten the log of this rank: Megatron's INFO lines come from rank 0, and its list of arguments is one line."""
+    """Shorten this rank's log: Megatron's INFO lines only from rank 0, and its list of arguments in one line."""
     if (said := missing_packages()) is not None:
         logger.info("CPU ranks: %s", said)
     if os.environ.get("RANK", "0") != "0":

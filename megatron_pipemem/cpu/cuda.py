@@ -1,11 +1,11 @@
-"""Provide a ``torch.cuda`` that needs no GPU, and answer requests for CUDA tensors with CPU tensors.
+"""A ``torch.cuda`` that needs no GPU and answers requests for CUDA tensors with CPU tensors.
 
-There is one device per local rank, and streams and events are always done: CPU tensors are ready when the call that makes
-them returns, so waiting is a no-op and order is program order. What is not listed here (CUDA graphs, memory pools,
-profilers) keeps PyTorch's own behaviour and says that CUDA is missing.
+There is one device per local rank. Streams and events are always complete, because CPU tensors are ready when the call that
+makes them returns. Functions that are not listed here (CUDA graphs, memory pools, profilers) keep PyTorch's own behaviour
+and report that CUDA is missing.
 
-Functions are replaced one by one. PyTorch's own means, a TorchFunctionMode, holds for one thread and is suspended while
-the engine runs a backward pass, so that recomputation and custom gradients would still meet CUDA.
+Functions are replaced one by one. PyTorch's TorchFunctionMode would not do: it holds for one thread and is suspended during
+a backward pass, so recomputation and custom gradients would still reach CUDA.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-CAPABILITY = (8, 0)  # the oldest generation with bfloat16; newer ones switch on kernels that have no CPU form
+CAPABILITY = (8, 0)  # the oldest generation with bfloat16; newer ones switch on kernels without a CPU form
 
 
 class HostStream:
-    """Stands in for ``torch.cuda.Stream``: work on it is done as soon as it is issued."""
+    """Replace ``torch.cuda.Stream``: its work is done as soon as it is issued."""
 
     cuda_stream = 0
 
@@ -54,7 +54,7 @@ class HostStream:
 
 
 class Event:
-    """Stands in for ``torch.cuda.Event``: a wall-clock time stamp that is always complete."""
+    """Replace ``torch.cuda.Event`` by a wall-clock time stamp that is always complete."""
 
     def __init__(self, *_: Any, **__: Any):
         self._seconds = 0.0
@@ -70,12 +70,12 @@ class Event:
     def wait(self, stream: HostStream | None = None) -> None: ...
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Return milliseconds from this event to ``end_event``."""
+        """Return the milliseconds from this event to ``end_event``."""
         return 1000.0 * (end_event._seconds - self._seconds)
 
 
 class _Device:
-    """State behind ``current_device`` and ``current_stream``."""
+    """The state of ``current_device`` and ``current_stream``."""
 
     def __init__(self) -> None:
         self.index = 0
@@ -84,7 +84,7 @@ class _Device:
 
     @property
     def count(self) -> int:
-        """Local ranks; looked up anew, because processes may be forked after `_install_surface`."""
+        """The number of local ranks, read each time, because processes may be forked after `_install_surface`."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
     def set_index(self, device: Any) -> None:
@@ -123,7 +123,7 @@ def _zero(*_: Any, **__: Any) -> int:
 
 
 class _Generators(Sequence[torch.Generator]):
-    """The one random generator there is, for every device."""
+    """The sequence of generators, which has the CPU's generator for every device."""
 
     def __init__(self, generator: torch.Generator, device: _Device):
         self._generator = generator
@@ -139,7 +139,7 @@ class _Generators(Sequence[torch.Generator]):
 def _install_surface() -> None:
     """Replace the functions and classes of ``torch.cuda`` and ``torch.accelerator`` that Megatron-Core touches."""
     device = _Device()
-    generator = torch.default_generator  # CUDA's random state is the CPU's: kernels here draw from that one
+    generator = torch.default_generator  # CUDA's random state is the CPU's, because kernels here draw from it
     functions = {
         # devices
         "is_available": lambda: True,
@@ -169,11 +169,11 @@ def _install_surface() -> None:
         "default_generators": _Generators(generator, device),
         "get_rng_state": lambda *_, **__: generator.get_state(),
         "set_rng_state": lambda state, *_, **__: generator.set_state(state),
-        # Functions of their own: TorchDynamo's table of torch functions refuses one object under two names.
+        # Lambdas, because TorchDynamo's table of torch functions refuses one object under two names.
         "manual_seed": lambda seed: generator.manual_seed(seed),
         "manual_seed_all": lambda seed: generator.manual_seed(seed),
         "initial_seed": lambda: generator.initial_seed(),
-        # memory: the CPU lane keeps no statistics of an allocator
+        # memory: the CPU lane has no allocator statistics
         "empty_cache": _nothing,
         "reset_peak_memory_stats": _nothing,
         "memory_stats": lambda *_, **__: defaultdict(int),
@@ -193,22 +193,22 @@ def _install_surface() -> None:
         for name, function in functions.items():
             if module is torch.cuda or hasattr(module, name):
                 setattr(module, name, function)
-    nvtx: Any = torch.cuda.nvtx  # a module that gets other functions
+    nvtx: Any = torch.cuda.nvtx  # a module whose functions are replaced
     for name in ("range_push", "range_pop", "mark"):
         setattr(nvtx, name, _nothing)
     nvtx.range = contextlib.nullcontext
 
-    # PyTorch's own code asks here (data loaders, process groups), and gets the truth.
+    # PyTorch's own code (data loaders, process groups) must know that there is no accelerator.
     torch.accelerator.is_available = lambda: False
     torch.accelerator.device_count = lambda: 0
     torch.accelerator.current_accelerator = lambda check_available=False: None
 
-    # Eager on purpose: torch.compile pulls in its compiler stack at decoration time, seconds per rank.
+    # Eager, because torch.compile imports its compiler stack when it decorates, which takes seconds per rank.
     torch.compile = _eager
 
 
 def _eager(model: Any = None, **_: Any) -> Any:
-    """``torch.compile`` that compiles nothing, as a function and as a decorator with options."""
+    """Replace ``torch.compile``, as a function or as a decorator with options, without compiling anything."""
     return model if model is not None else lambda function: function
 
 
@@ -227,7 +227,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``create`` that makes pageable CPU tensors for CUDA devices and for pinned memory."""
+    """Wrap ``create`` to make pageable CPU tensors for CUDA devices and for pinned memory."""
 
     @functools.wraps(create)
     def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -249,7 +249,7 @@ def _to(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _type(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's optimizers sort parameters by the names ``torch.cuda.FloatTensor`` and the like."""
+    """Wrap ``type`` to return names like ``torch.cuda.FloatTensor``, by which Megatron's optimizers sort parameters."""
 
     @functools.wraps(type_of)
     def wrapper(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -268,11 +268,11 @@ def _itself(tensor: Any, *_: Any, **__: Any) -> Any:
 
 def _install_redirections() -> None:
     """Redirect tensor factories, tensor methods and ``Module.cuda``, in all threads until the process ends."""
-    factories = _device_constructors()  # cached by PyTorch, which keeps knowing the originals
+    factories = _device_constructors()  # cached by PyTorch, which keeps the originals
     for name, function in list(vars(torch).items()):
         if name in _LIKE or (callable(function) and function in factories):
             setattr(torch, name, _on_cpu(function))
-    tensors: Any = torch.Tensor  # classes that get other methods
+    tensors: Any = torch.Tensor  # classes whose methods are replaced
     modules: Any = torch.nn.Module
     for name in _METHODS:
         setattr(tensors, name, _on_cpu(getattr(tensors, name)))

@@ -1,9 +1,8 @@
-"""Layers of a HybridModel that need neither Transformer Engine nor a GPU: Megatron-Core's own "local" ones.
+"""Layers of a HybridModel that need neither Transformer Engine nor a GPU, made of Megatron-Core's own "local" layers.
 
-Name them to a training script by ``--spec megatron_pipemem.cpu.hybrid_layers hybrid_stack_spec``. Megatron-Core ships such a
-specification for its GPTModel only. Checkpoints have the keys that those of Megatron's own ``hybrid_stack_spec`` have.
-Mamba layers need the packages ``mamba_ssm`` and ``einops``. Gated delta nets (``G``) and sparse attention (``D``) are left to
-Megatron's specification.
+A training script uses them with ``--spec megatron_pipemem.cpu.hybrid_layers hybrid_stack_spec``. Megatron-Core has such a
+specification only for its GPTModel. Checkpoints have the keys of Megatron's own ``hybrid_stack_spec``. Mamba layers need the
+packages ``mamba_ssm`` and ``einops``. Gated delta nets (``G``) and sparse attention (``D``) are not supported.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from megatron_pipemem.errors import UnsupportedError
 
 
 class _NoLocalLayer:
-    """Stand where Megatron would build an identity without a word."""
+    """Raise an error in the place of a layer that Megatron would silently replace by an identity."""
 
     def __init__(self, *args: object, **kwargs: object):
         raise UnsupportedError(
             "not-on-cpu",
-            "there are no local layers for G (gated delta net) and D (sparse attention) in --hybrid-layer-pattern; pass "
+            "G (gated delta net) and D (sparse attention) in --hybrid-layer-pattern have no local layers; pass "
             "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec, which needs Transformer Engine",
         )
 
@@ -69,7 +68,7 @@ def _mlp(module: type, keys: dict[str, str], **sizes: Any) -> ModuleSpec:
     )
 
 
-# Megatron's own specification has the norms that stand in front of a linear layer within it; hence the keys.
+# Megatron's own specification puts a norm before a linear layer into that layer, hence the keys.
 hybrid_stack_spec = ModuleSpec(
     module=HybridStack,
     submodules=HybridStackSubmodules(
@@ -90,7 +89,7 @@ hybrid_stack_spec = ModuleSpec(
         gdn_layer=_NoLocalLayer,
         dsa_layer=_NoLocalLayer,
         mlp_layer=_mlp(MLPLayer, {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}),
-        # Any positive number: the configuration says how many there are.
+        # Any positive number; the configuration sets the real one.
         moe_layer=_mlp(MoETransformerLayer, {}, num_experts=1),
         mtp_block_spec=ModuleSpec(
             module=MultiTokenPredictionBlock,
@@ -102,7 +101,7 @@ hybrid_stack_spec = ModuleSpec(
                             enorm=WrappedTorchNorm,
                             hnorm=WrappedTorchNorm,
                             eh_proj=ColumnParallelLinear,
-                            mtp_model_layer=None,  # the pattern says of which layers it is
+                            mtp_model_layer=None,  # the pattern sets it
                             layer_norm=WrappedTorchNorm,
                         ),
                     )

@@ -1,4 +1,4 @@
-"""Process groups over gloo wherever NCCL is asked for, which take no more of a rank's processor and memory than they need."""
+"""Process groups over gloo in place of NCCL's, with little load on a rank's processor and memory."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _RELEASE_SECONDS = 1.0
 
 
 def _on_one_device(create: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of gloo's groups, which now share the device of the process's first one.
+    """Wrap the constructor of gloo's groups so that all groups share the device of the first one.
 
-    A device has a thread that wakes up a hundred times per second, and PyTorch gives every group a device of its own. Megatron
-    makes dozens of groups: with 60 of them, four idle ranks keep a quarter of a core busy.
+    PyTorch gives every group its own device, whose thread wakes up a hundred times per second. Megatron makes dozens of
+    groups. With 60 of them, four idle ranks keep a quarter of a core busy.
     """
     devices: list = []
 
     @functools.wraps(create)
     def wrapper(group: Any, *args: Any, **kwargs: Any) -> None:
-        if not devices or kwargs.keys() != {"timeout"}:  # PyTorch itself makes all groups with that keyword
+        if not devices or kwargs.keys() != {"timeout"}:  # PyTorch itself makes all groups with this keyword
             create(group, *args, **kwargs)
             if not devices:
                 devices.extend(group.options._devices)
@@ -42,7 +42,7 @@ def _on_one_device(create: Callable[..., None]) -> Callable[..., None]:
 
 
 def _over_gloo(create: Callable[..., Any]) -> Callable[..., Any]:
-    """``create`` with gloo for NCCL, without the keyword arguments that gloo does not know."""
+    """Wrap ``create`` so that NCCL becomes gloo, without the keyword arguments that gloo does not take."""
 
     @functools.wraps(create)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -59,17 +59,17 @@ def _gloo(backend: Any) -> Any:
 
 
 def _releasing(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """``collective`` whose tensors are its caller's alone again when it has been waited for.
+    """Wrap ``collective`` so that gloo holds no tensor after the wait.
 
-    The thread that carries out a collective of gloo drops its tensors some time after it has told that it is done: it needs
-    the interpreter's lock for that. Until then memory is held that the program has let go, and counts of it differ from run to
-    run. Here that thread gets tensors of its own, with the same storage, which can be waited for. They are not dropped here
-    before that thread has dropped them: PyTorch then hands the Python object over to it without a lock, which corrupts memory.
+    A thread of gloo drops its tensors some time after a collective is complete, because it needs the interpreter's lock.
+    Until then it holds memory that the program has freed, and byte counts differ from run to run. Here the thread gets
+    tensors of its own with the same storage, and ``wait`` waits until the thread has dropped them. Dropping them here
+    earlier would make PyTorch hand the Python object to the thread without a lock, which corrupts memory.
     """
 
     @functools.wraps(collective)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if distributed_c10d._world.pg_coalesce_state:  # it only begins when others have been added to it
+        if distributed_c10d._world.pg_coalesce_state:  # it starts only when others have joined it
             return collective(*args, **kwargs)
         lent: list[torch.Tensor] = []
         work = collective(*_lend(args, lent), **dict(zip(kwargs, _lend(tuple(kwargs.values()), lent), strict=True)))
@@ -82,7 +82,7 @@ def _releasing(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lend(values: Sequence[Any], lent: list[torch.Tensor]) -> list[Any]:
-    """Return the values, every dense tensor among them and in lists of theirs as another one that is noted in ``lent``."""
+    """Return the values with a new tensor object for every dense tensor, also in lists. The new objects go to ``lent``."""
     found = []
     for value in values:
         if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided:
@@ -95,10 +95,10 @@ def _lend(values: Sequence[Any], lent: list[torch.Tensor]) -> list[Any]:
 
 
 def _await_release(lent: list[torch.Tensor]) -> None:
-    """Wait until these tensors have no other references, or for a second: a caller may want to keep one."""
+    """Wait until these tensors have no other references, but at most a second, because a caller may keep one."""
     patience = time.monotonic() + _RELEASE_SECONDS
     while lent:
-        # In Python there are the list's reference and that of the call, in C++ the one of Python.
+        # Python has the references of the list and of the call, and C++ has the one of Python.
         is_ours = sys.getrefcount(lent[-1]) == 2 and _held_by_python_alone(lent[-1])
         if is_ours:
             del lent[-1]
@@ -109,7 +109,7 @@ def _await_release(lent: list[torch.Tensor]) -> None:
 
 
 _late: list[torch.Tensor] = []
-"""Tensors that gloo's threads may still hold, although the collective has been waited for."""
+"""Tensors that gloo's threads may still hold although their collective is complete."""
 
 
 def _keep(lent: list[torch.Tensor]) -> None:
@@ -123,7 +123,7 @@ def _held_by_python_alone(tensor: torch.Tensor) -> bool:
 
 
 class _ReleasingWork(Work):
-    """A collective that is under way. When it has been waited for, it holds neither its tensors nor its result."""
+    """A running collective. After the wait it holds neither its tensors nor its result."""
 
     def __init__(self, work: Work, lent: list[torch.Tensor]):
         super().__init__()
@@ -131,7 +131,7 @@ class _ReleasingWork(Work):
         self._lent = lent
 
     def __del__(self) -> None:
-        _keep(self._lent)  # of a collective that is not waited for
+        _keep(self._lent)  # if the collective was never waited for
 
     def wait(self, *timeout: timedelta) -> bool:
         if self._work is not None:
@@ -162,11 +162,11 @@ class _ReleasingWork(Work):
 
 
 def install() -> None:
-    """Wrap what makes groups, and collectives, in both places that export them; share gloo's device."""
+    """Wrap the makers of groups and the collectives in both modules that export them, and share gloo's device."""
     gloo: Any = distributed_c10d.ProcessGroupGloo
     gloo.__init__ = _on_one_device(gloo.__init__)
     makers = ("init_process_group", "new_group")
-    collectives = [name for name in _COLLECTIVES if hasattr(distributed_c10d, name)]  # not every version has all
+    collectives = [name for name in _COLLECTIVES if hasattr(distributed_c10d, name)]  # older versions lack some
     for names, wrap in ((makers, _over_gloo), (collectives, _releasing)):
         for name in names:
             wrapped = wrap(getattr(distributed_c10d, name))

@@ -1,7 +1,7 @@
-"""Start ranks on this machine at once: fork them from a process that has imported Megatron.
+"""Start ranks on this machine quickly, by forking a process that has imported Megatron.
 
-Importing Megatron takes ten seconds of a core, and torchrun pays that for every rank of every run. Here it is paid once, by
-`multiprocessing`'s fork server, which neither trains nor starts threads. Every run gets new processes all the same.
+The import of Megatron takes ten seconds of a core, and with torchrun every rank of every run repeats it. The fork server of
+`multiprocessing` does it once. That server neither trains nor starts threads, and every run still gets new processes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NEW = multiprocessing.get_context("spawn")
 def start_ranks(
     target: Callable[..., object], arguments: Sequence[tuple], logs: Sequence[Path], *, forked: bool = True
 ) -> list[BaseProcess]:
-    """Start one process per rank, with the environment that torchrun gives its ranks and what it prints appended to its log.
+    """Start one process per rank, with the environment of torchrun's ranks and its output appended to a log.
 
-    ``target`` is a function of a module, not of a script. Forked ranks have Megatron imported and the CPU lane active, others
-    are new interpreters. Each process leads a session of its own: `end_ranks` ends what it started, too.
+    ``target`` must be a function of a module, not of a script. Forked ranks have Megatron imported and the CPU lane active;
+    others are new interpreters. Each process leads its own session, so `end_ranks` also ends the processes that it started.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -52,9 +52,9 @@ def start_ranks(
 
 
 def end_ranks(processes: Sequence[BaseProcess]) -> None:
-    """Kill what still runs, with everything that it started: Megatron's checkpoint writer is a process of its own."""
+    """Kill the running ranks and the processes that they started, such as Megatron's checkpoint writer."""
     for process in processes:
-        assert process.pid is not None, "it has been started"
+        assert process.pid is not None, "the process has been started"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     for process in processes:

@@ -1,4 +1,4 @@
-"""Supply for the CPU what Megatron-Core itself insists on beyond PyTorch: extensions, an optimizer, a writer."""
+"""Parts that Megatron-Core needs on the CPU besides PyTorch: extensions, an optimizer, a checkpoint writer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 class FusedAdam(torch.optim.Adam):
-    """Stands in for Apex's ``FusedAdam``: PyTorch's arithmetic to the bit, with ``group["step"]`` as the only step."""
+    """Replace Apex's ``FusedAdam`` by PyTorch's Adam, bit for bit, with ``group["step"]`` as the only step."""
 
     def __init__(self, params, adam_w_mode: bool = True, **options):
         super().__init__(params, decoupled_weight_decay=adam_w_mode, **options)
@@ -29,13 +29,13 @@ class FusedAdam(torch.optim.Adam):
         return loss
 
     def __setstate__(self, state) -> None:
-        super(torch.optim.Adam, self).__setstate__(state)  # Adam's own looks for steps where there are none
+        super(torch.optim.Adam, self).__setstate__(state)  # Adam's own method requires a step per parameter
         for group, state in self._states():
-            if "step" in state:  # of a checkpoint that PyTorch's Adam has left
+            if "step" in state:  # from a checkpoint of PyTorch's Adam
                 group["step"] = int(state.pop("step"))
 
     def _states(self) -> Iterator[tuple[dict, dict]]:
-        """Yield the states of parameters that have any, each behind its group."""
+        """Yield the group and the state of each parameter that has a state."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if self.state.get(parameter):
@@ -43,7 +43,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 def _install_adam() -> None:
-    """Let Megatron take this optimizer where it found neither Apex's nor Transformer Engine's."""
+    """Make Megatron use this optimizer if it found neither Apex's nor Transformer Engine's."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -52,13 +52,13 @@ def _install_adam() -> None:
     optimizer.USING_PYTORCH_OPTIMIZER = False
     optimizer.Adam = distrib_optimizer.Adam = FusedAdam
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
-    # In fp32 the main parameters are views of the model's, which autograd does not let anybody write to.
+    # In fp32 the main parameters are views of the model's, which autograd does not allow to be overwritten.
     loading = distrib_optimizer.DistributedOptimizer
     loading.load_state_dict = torch.no_grad()(loading.load_state_dict)
 
 
 def _copied(write_buckets: list, non_blocking: bool = True) -> list:
-    """Copy a plan's tensors, which training would go on to change, in the place of Megatron's ``preload_tensors``."""
+    """Return a plan with copied tensors, because training would change them. Replaces Megatron's ``preload_tensors``."""
     return [
         (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
         for file, key, (data, tensors) in write_buckets
@@ -66,7 +66,7 @@ def _copied(write_buckets: list, non_blocking: bool = True) -> list:
 
 
 def _install_writer() -> None:
-    """Replace how Megatron starts its persistent writer, and how the writer takes its tensors."""
+    """Replace the start of Megatron's persistent checkpoint writer, and its way to copy tensors."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
@@ -80,8 +80,8 @@ def _install_writer() -> None:
 def _build_norm(cls: Any, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """Build PyTorch's own norm for configurations that Megatron leaves to Apex or Transformer Engine.
 
-    Sequence parallelism asks nothing of the norm but a mark on its parameters, whose gradients Megatron then sums over
-    the tensor-parallel ranks. Persistent and memory-efficient norms are other kernels for the same formula.
+    Sequence parallelism only needs a mark on the norm's parameters. Megatron then sums their gradients over the
+    tensor-parallel ranks. Persistent and memory-efficient norms are other kernels for the same formula.
     """
     plain = copy.copy(config)
     plain.sequence_parallel = plain.persist_layer_norm = plain.memory_efficient_layer_norm = False
@@ -92,7 +92,7 @@ def _build_norm(cls: Any, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Mo
 
 
 def _accumulate_weight_gradient(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """Compute ``main_grad += grad_output^T @ total_input`` of (tokens, features), as Apex's ``wgrad_gemm_accum_fp32`` does."""
+    """Compute ``main_grad += grad_output^T @ total_input`` for (tokens, features), like Apex's ``wgrad_gemm_accum_fp32``."""
     main_grad.add_(grad_output.t().matmul(total_input))
 
 
@@ -104,8 +104,8 @@ def _fused_gradients() -> ModuleType:
 
 
 def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Give what Megatron's ``maybe_move_tensor_to_cpu`` gives for a tensor on a GPU: that one leaves CPU tensors as they are,
-    and an all-to-all takes no tensors for its split sizes.
+    """Return the result that Megatron's ``maybe_move_tensor_to_cpu`` has for a GPU tensor. It leaves CPU tensors unchanged,
+    but an all-to-all takes no tensors as split sizes.
     """
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -117,9 +117,9 @@ def _build_attention(
     v_channels: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Build the local attention also for keys and values of different widths, which only Transformer Engine's knows.
+    """Build the local attention also for values whose width differs from the keys'. Upstream, only Transformer Engine can.
 
-    Nothing depends on the keys' width, since the scale of latent attention is given; the values' is that of the output.
+    The width of keys does not matter, because latent attention sets its scale. The width of values sets that of the output.
     """
     type(self).build_for_one_width(self, *args, **kwargs)
     if v_channels is not None:
@@ -127,7 +127,7 @@ def _build_attention(
 
 
 def install(emulate_fused_gradients: bool) -> None:
-    """Import and prepare Megatron-Core."""
+    """Prepare and import Megatron-Core."""
     if emulate_fused_gradients:
         sys.modules.setdefault("fused_weight_gradient_mlp_cuda", _fused_gradients())
 
@@ -138,9 +138,9 @@ def install(emulate_fused_gradients: bool) -> None:
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    # The wheel carries the compiled helpers and no Makefile.
+    # The wheel contains the compiled helpers but no Makefile.
     dataset_utils.compile_helpers = lambda: None
-    # Megatron falls back to PyTorch's softmax by shape, never because the kernels are missing.
+    # Megatron chooses PyTorch's softmax by shape, and does not check whether its own kernels exist.
     FusedScaleMaskSoftmax.is_kernel_available = lambda *_: False
     WrappedTorchNorm.build_on_cuda = WrappedTorchNorm.__new__
     WrappedTorchNorm.__new__ = _build_norm
@@ -148,7 +148,7 @@ def install(emulate_fused_gradients: bool) -> None:
     DotProductAttention.build_for_one_width = DotProductAttention.__init__
     DotProductAttention.__init__ = _build_attention
     if importlib.util.find_spec("transformer_engine") is None:
-        # The final norm of a HybridModel is no part of its specification.
+        # The final norm of a HybridModel is not in its specification.
         hybrid_block.TENorm = WrappedTorchNorm
     _install_adam()
     _install_writer()

@@ -1,4 +1,4 @@
-"""Importing this imports Megatron on the CPU lane, for processes that others are forked from (see ``ranks``)."""
+"""Import Megatron on the CPU lane when this module is imported, in the process that ranks are forked from (see ``ranks``)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ WHAT_RUNS_IMPORT = (
     "megatron.training.training",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.tokenizers.text",
-    "torch._dynamo",  # every optimizer does
+    "torch._dynamo",  # every optimizer imports it
     "megatron_pipemem.mcore.launch",
     "megatron_pipemem.report.figure",
 )
 
 activate()
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Megatron warns of every optional package that it misses
+    warnings.simplefilter("ignore")  # Megatron warns about every missing optional package
     for name in WHAT_RUNS_IMPORT:
         importlib.import_module(name)
-gc.freeze()  # what is here by now is never garbage, and pages that the collector does not touch stay shared
+gc.freeze()  # these objects are never garbage, and pages that the collector does not touch stay shared

@@ -61,13 +61,13 @@ def test_cuts() -> None:
     [
         (
             (10, 4),
-            "10 tokens cannot be cut into 4 slices, equal multiples of 1; take another number of slices, or cut by flops",
+            "10 tokens cannot be cut into 4 slices, equal multiples of 1; give another number of slices, or cut by flops",
         ),
         (
             (8, 2, "tokens", 0, 3),
-            "8 tokens cannot be cut into 2 slices, equal multiples of 3; take another number of slices$",
+            "8 tokens cannot be cut into 2 slices, equal multiples of 3; give another number of slices$",
         ),
-        ((3, 4, "flops"), "3 tokens cannot be cut into 4 slices, multiples of 1; take another number of slices$"),
+        ((3, 4, "flops"), "3 tokens cannot be cut into 4 slices, multiples of 1; give another number of slices$"),
         ((8, 2, "time"), "by 'time' with an attention share of 0; give at least 1 slice, tokens or flops"),
         ((8, 0), "cannot be cut into 0 slices"),
         ((8, 2, "flops", 1.5), "with an attention share of 1.5"),
@@ -178,7 +178,7 @@ def test_inputs_attention_has_twice_the_products() -> None:
         ((LINEAR, (1, 1), 0, 1.5), "share of keys and values is 1.5; give"),
         (
             (Placement.from_devices((0, 1, 1, 0), 2), (1, 1)),
-            "2 replicas of the model run on 2 devices; slices have prices",
+            "2 replicas of the model run on 2 devices, but only a pipeline",
         ),
     ],
 )

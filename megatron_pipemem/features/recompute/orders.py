@@ -1,4 +1,4 @@
-"""Choose stages whose forwards run again before their backwards: which, how much of them, and when."""
+"""Choose the stages whose forwards run again before their backwards, and when and how much of each runs again."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.schedule import Order, Schedule
 
 KIND_OF_MODE = {"selective": Kind.RS, "full": Kind.R}
-"""How every stage runs again in those of ``options.RECOMPUTE`` that leave no choice."""
+"""The kind that runs every stage again, by mode of ``options.RECOMPUTE``, except ``none`` and ``auto``."""
 
-# So many actions ahead of its place, at most, may something run again.
+# A recompute may move ahead by at most so many actions.
 _AHEAD = (1, 2, 4, 8)
 
 
 def with_recompute(schedule: Schedule, stages: Mapping[int, Kind]) -> Schedule:
-    """Run the forwards of ``stages`` again, by R or RS, each right before its I or B, and of no other stage.
+    """Return the schedule with R or RS right before each I or B of ``stages``, and without earlier recomputes.
 
-    Actions on memory are dropped: they were planned for other activations.
+    Actions on memory are dropped, because they were planned for other activations.
     """
 
     def orders(order: Order) -> Order:
@@ -40,7 +40,7 @@ def with_recompute(schedule: Schedule, stages: Mapping[int, Kind]) -> Schedule:
 
 
 def recomputed_by_mode(schedule: Schedule) -> dict[str, list[int]]:
-    """Return the stages that run again, in part (``selective``) and wholly (``full``)."""
+    """Return the recomputed stages by mode: ``selective`` and ``full``."""
     return {
         mode: stages
         for mode, kind in KIND_OF_MODE.items()
@@ -51,14 +51,9 @@ def recomputed_by_mode(schedule: Schedule) -> dict[str, list[int]]:
 def recompute_plans[T](
     base: Schedule, costs: Costs, mode: str, plan: Callable[[Schedule], T], over: Callable[[Schedule], Collection[int]]
 ) -> Iterator[T]:
-    """Plans of one order: for ``auto``, with nothing run again, and with ever more of it on the devices that need it.
+    """Yield plans of one order. ``auto`` begins without recompute, and adds some on the devices in ``over`` for each next plan.
 
-    Args:
-        base: the order.
-        costs: choose what is run again first, see ``recompute_steps``.
-        mode: one of ``options.RECOMPUTE``.
-        plan: what else is to be done for a schedule.
-        over: the devices of a schedule that need more room.
+    ``plan`` completes a schedule, and ``over`` returns its devices that need more memory.
     """
     again = dict.fromkeys(range(base.num_stages), KIND_OF_MODE[mode]) if mode in KIND_OF_MODE else {}
     steps = [recompute_steps(base, costs, device) if mode == AUTO else [] for device in range(base.num_devices)]
@@ -74,15 +69,10 @@ def recompute_plans[T](
 
 
 def recompute_steps(schedule: Schedule, costs: Costs, device: int) -> list[tuple[int, Kind]]:
-    """Return what to run again on a device, one stage more or one stage wholly instead of in part at a time.
+    """Return the recomputes of a device, in the order in which to add them.
 
-    First comes what takes the fewest seconds for the memory that it spares, which counts for every microbatch in
-    flight.
-
-    Args:
-        schedule: that is changed.
-        costs: what actions take, in seconds, and hold.
-        device: number of the device.
+    Each step recomputes one more stage, or a stage fully instead of in part. Steps with the fewest seconds per byte saved
+    come first. The saving counts for every microbatch in flight.
     """
     placement = schedule.placement
     seconds, plain = costs.seconds(placement), costs.memory_changes(placement)[Kind.F]
@@ -96,7 +86,7 @@ def recompute_steps(schedule: Schedule, costs: Costs, device: int) -> list[tuple
         in_flight = max(accumulate(passes), default=0)
         part, whole = ((seconds[kind][stage], spared[kind][stage]) for kind in (Kind.RS, Kind.R))
         before = (0.0, 0.0)
-        # In part first, unless its memory costs more time than all of it does.
+        # Partial recompute first, unless it takes more seconds per byte saved than full recompute.
         ways = [(Kind.RS, part), (Kind.R, whole)]
         for kind, way in ways if part[0] * whole[1] < whole[0] * part[1] else ways[1:]:
             takes, spares = way[0] - before[0], way[1] - before[1]
@@ -110,12 +100,10 @@ _IN_FLIGHT = {Kind.F: 1, Kind.I: -1, Kind.B: -1}
 
 
 def with_early_recompute(plan: OffloadPlan, fits: Callable[[OffloadPlan], bool]) -> OffloadPlan:
-    """Let what runs again do so earlier, while its device waits for something else, where the step ends sooner so.
+    """Move recomputes earlier, into waits of their device, if the step gets shorter.
 
-    Args:
-        plan: with R or RS where they are due, right before their backwards; they stay there if nothing is gained.
-        fits: whether a plan keeps what caps there are: what has run again is held until its backward. Without a cap, the
-            peak does not rise.
+    ``fits`` returns whether a plan keeps the memory caps, because a recomputed activation is held until its backward.
+    Without a cap, the peak does not rise.
     """
     if not plan.schedule.recomputed:
         return plan
@@ -132,14 +120,14 @@ def with_early_recompute(plan: OffloadPlan, fits: Callable[[OffloadPlan], bool])
 
 
 def _earlier(order: Order, spans: Sequence[tuple[float, float]], ahead: int) -> Order:
-    """Move what runs again in front of the longest wait, if there is any, among up to ``ahead`` actions before it."""
+    """Move each recompute before the longest wait, if any, among the ``ahead`` actions before it."""
     waits = [start - end for (start, _), (_, end) in zip(spans, [(0.0, 0.0), *spans], strict=False)]
     moved: list[list[Action]] = [[] for _ in order]
     stays: list[list[Action]] = [[action] for action in order]
     for at, action in enumerate(order):
         if action.kind in RECOMPUTE:
             first = max(0, at - ahead)
-            # Behind what makes its inputs, and behind what brings them back.
+            # After the action that makes or reloads its inputs.
             while any(other[1:] == action[1:] for other in order[first:at]):
                 first += 1
             place = max(range(first, at), key=lambda each: (waits[each], each), default=at)
@@ -151,7 +139,7 @@ def _earlier(order: Order, spans: Sequence[tuple[float, float]], ahead: int) -> 
 
 
 def in_words(plan: OffloadPlan) -> str:
-    """Say what moves and why the rest stays."""
+    """Return a sentence with the offloaded activations, and the reasons of those that stay."""
     counts: dict[str, int] = {}
     for why in plan.kept.values():
         counts[why] = counts.get(why, 0) + 1

@@ -1,7 +1,7 @@
-"""Cut microbatches into sequence slices, and price these where attention is causal.
+"""Cut microbatches into sequence slices, and price the slices if attention is causal.
 
-A slice attends to all tokens before it: of equal slices, later ones take longer (arXiv 2406.03488, section 3.3; arXiv
-2504.14519). Its keys and values wait for the backward of the slices behind it.
+A slice attends to all tokens before it, so of equal slices, later ones take longer (arXiv 2406.03488, section 3.3; arXiv
+2504.14519). Its keys and values are held for the backward of the later slices.
 """
 
 from __future__ import annotations
@@ -24,18 +24,11 @@ from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 def slice_tokens(
     tokens: int, slices: int, cut: str = TOKENS, attention: float = 0.0, multiple: int = 1
 ) -> tuple[int, ...]:
-    """Return how many tokens every slice of a sequence has.
+    """Return the number of tokens of every slice of a sequence.
 
-    Args:
-        tokens: of the sequence.
-        slices: into how many it is cut.
-        cut: ``tokens``: all have as many; ``flops``: F takes as long for all, as nearly as whole multiples allow. A part
-            ``x`` of the sequence from its beginning then takes ``(1 - attention) x + attention x^2`` of F's seconds.
-        attention: the part of F's seconds of the whole sequence that is causal attention between tokens.
-        multiple: what the tokens of every slice are a multiple of.
-
-    Raises:
-        UnsupportedError: the sequence cannot be cut so, or a number is out of its range.
+    With ``cut="tokens"`` all slices have equally many. With ``"flops"`` the F of all slices takes equally long, as nearly as
+    ``multiple`` allows. The first part ``x`` of the sequence then takes ``(1 - attention) x + attention x^2`` of F's seconds.
+    ``attention`` is the share of causal attention in F's seconds. A cut that is impossible raises an UnsupportedError.
     """
     units, rest = divmod(tokens, multiple)
     wanted = f"{tokens} tokens cannot be cut into {slices} slices"
@@ -49,7 +42,7 @@ def slice_tokens(
         equal = "equal " if cut == TOKENS else ""
         raise UnsupportedError(
             "slices-do-not-fit",
-            f"{wanted}, {equal}multiples of {multiple}; take another number of slices"
+            f"{wanted}, {equal}multiples of {multiple}; give another number of slices"
             + (f", or cut by {FLOPS}" if cut == TOKENS and not rest and units >= slices else ""),
         )
     if cut == TOKENS:
@@ -57,7 +50,7 @@ def slice_tokens(
     edges = [0]
     for done in range(1, slices):
         share, linear = done / slices, 1 - attention
-        # Where this share of the seconds ends: the root of (1-a) x + a x^2 = share, without a difference of near numbers.
+        # The end of this share: the root of (1-a) x + a x^2 = share, in a form without a difference of close numbers.
         end = 2 * share / (linear + math.sqrt(linear**2 + 4 * attention * share))
         edges.append(min(max(math.floor(end * units + 0.5), edges[-1] + 1), units - slices + done))
     return tuple((after - before) * multiple for before, after in pairwise([*edges, units]))
@@ -70,28 +63,23 @@ def slice_costs(
     attention: float | Mapping[Kind, float] = 0.0,
     keys_and_values: float = 0.0,
 ) -> Costs:
-    """Return costs with prices per stage and slice, made of those of whole microbatches.
+    """Return costs per stage and slice, computed from those of whole microbatches.
 
-    The slice of the prefix from ``x0`` to ``x1``, parts of the sequence, takes ``(1-a)(x1-x0) + a(x1^2-x0^2)`` of the
-    seconds of a kind whose causal attention takes the part ``a``. W, transfers to the host and the passes of vocabulary
-    parallelism go by tokens. Every message of a slice takes ``1/n`` of the microbatch's.
+    A slice from ``x0`` to ``x1``, parts of the sequence, takes ``(1-a)(x1-x0) + a(x1^2-x0^2)`` of a kind's seconds, with the
+    share ``a`` of causal attention. W, transfers to the host and the passes of vocabulary parallelism are in proportion to
+    tokens. A message of a slice takes ``1/n`` of the microbatch's.
 
-    What F keeps goes by tokens, but for keys and values. Their caches are of the whole microbatch: F of its first slice
-    allocates them, and I of that slice frees them, the last to run backward. Their gradients, as many bytes, live from I of
-    the last slice to I of the first. They stay where a stage is recomputed or its activations leave.
+    Memory of F is in proportion to tokens, except for keys and values. Their caches are of the whole microbatch: F of its
+    first slice allocates them, and I of that slice, which runs backward last, frees them. Their gradients have as many bytes
+    and live from I of the last slice to I of the first. Neither recompute nor offload moves the caches or these gradients.
 
     Args:
-        costs: of whole microbatches, one number or one per stage.
-        placement: which device holds which stage.
-        tokens: of every slice.
-        attention: the part of a kind's seconds that is causal attention, for F and I; R and RS take that of F where they have
-            none of their own. One number ``a`` is that of F, and ``2a / (1+a)`` is that of I, where attention has twice the
-            matrix products of F's.
-        keys_and_values: of what F keeps, the part that is keys and values.
-
-    Raises:
-        CostsError: the costs do not fit the placement, or have prices per slice already.
-        UnsupportedError: a slice has no tokens, a share is not from 0 to 1, or the placement has several replicas.
+        costs: costs of whole microbatches, one number or one per stage.
+        placement: the stages of every device. Several replicas raise an UnsupportedError.
+        tokens: tokens of every slice.
+        attention: share of causal attention in the seconds of F and I. R and RS take that of F by default. One number ``a``
+            is the share of F. The share of I is then ``2a / (1+a)``, because its attention has twice the matrix products.
+        keys_and_values: share of keys and values in the memory of F.
     """
     slices, shares = len(tokens), _shares(attention, keys_and_values)
     if not tokens or min(tokens) < 1:
@@ -101,8 +89,8 @@ def slice_costs(
     if placement.replicas > 1:
         raise UnsupportedError(
             "unsupported-placement",
-            f"{placement.replicas} replicas of the model run on {placement.num_devices} devices; slices have prices of their "
-            "own only in a pipeline with one, so cut no microbatches there, or price the slices alike",
+            f"{placement.replicas} replicas of the model run on {placement.num_devices} devices, but only a pipeline with one "
+            "replica can price slices differently; use no slices there, or give all slices the same price",
         )
     whole = costs.seconds(placement)
     if slices == 1:
@@ -117,7 +105,7 @@ def slice_costs(
 
     memory, slice_units = _memory(costs, placement, by_tokens, keys_and_values), None
     if costs.memory is None:
-        # Stages are alike in activation units.
+        # In activation units all stages are equal.
         slice_units = {kind: changes[:slices] for kind, changes in memory.items()}
         if not keys_and_values and len(set(tokens)) == 1:
             slice_units = None
@@ -136,7 +124,7 @@ def slice_costs(
 
 
 def _shares(attention: float | Mapping[Kind, float], keys_and_values: float) -> dict[Kind, float]:
-    """Return the part of attention in every kind's seconds."""
+    """Return the share of attention in the seconds of every kind."""
     if isinstance(attention, Mapping):
         shares = {Kind(kind): number(f"attention.{kind}", share) for kind, share in attention.items()}
         shares = {Kind.F: 0.0, Kind.I: 0.0, **shares}
@@ -157,7 +145,7 @@ def _spread(values: Sequence[float], shares: Sequence[float]) -> tuple[float, ..
 def _memory(
     costs: Costs, placement: Placement, by_tokens: Sequence[float], keys_and_values: float
 ) -> dict[Kind, tuple[float, ...]]:
-    """Return by how much every kind changes what is held, per stage and slice, in the unit of ``Costs.memory_changes``."""
+    """Return the memory that every kind takes or frees, per stage and slice, in the unit of ``Costs.memory_changes``."""
     stages, last = range(placement.num_stages), len(by_tokens) - 1
     whole = costs.memory_changes(placement)
     dropped = costs.memory_changes(placement, dict.fromkeys(stages, Kind.R))
@@ -173,7 +161,7 @@ def _memory(
             memory[kind] = _spread([(1 - keys_and_values) * value for value in values], by_tokens)
         else:
             memory[kind] = _spread(values, by_tokens)
-    # What is made again is neither keys nor values.
+    # Selective recompute makes neither keys nor values again.
     again = [min(part, taken - cache) for part, taken, cache in zip(selective, whole[Kind.F], caches, strict=True)]
     memory[Kind.RS] = _spread(again, by_tokens)
     for kind, allocates in ((Kind.F, {0: 1}), (Kind.I, {last: 1, 0: -2}), (Kind.B, {last: 1, 0: -2})):
@@ -184,7 +172,7 @@ def _memory(
 
 
 _ACTIVATIONS = frozenset((Kind.F, Kind.R, Kind.I, Kind.W, Kind.B, Kind.WAIT_OFFLOAD, Kind.RELOAD))
-"""What leaves keys and values where they are."""
+"""Kinds that do not move keys and values."""
 
 
 def _channel(
