@@ -1,4 +1,4 @@
-"""Interprets one rank's part of a program. Every schedule runs through this loop; none has a loop of its own."""
+"""The loop that runs one rank's part of a program. All schedules share it; features add handlers for their own actions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Program
 
 Key = tuple[int, int]
-"""Stage and microbatch: what belongs to one forward of one stage."""
+"""Stage and microbatch of a forward."""
 
 _FORWARDS = frozenset((Kind.F, Kind.R, Kind.RS))
 _BACKWARDS = frozenset((Kind.I, Kind.B))
@@ -35,68 +35,48 @@ _COUNTERPARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One action, with where its tensors come from and go to.
-
-    Args:
-        action: what to do.
-        key: its stage and microbatch.
-        receive: for a forward or backward, the message that it waits for; ``None`` if nothing is sent to it.
-        from_here: for a forward or backward, whether its tensor is made on this device, by a neighbouring stage or, at the ends
-            of a model whose vocabulary is cut, by the embedding or the head.
-        send: for a forward or backward, the message that takes its result away; ``None`` if none does.
-        to_here: the key of the neighbour's forward or backward on this device that takes the result, or ``None``. Embedding and
-            head stand before the first stage and behind the last one.
-        settles: the messages from here that the sender of ``receive`` had used when it sent it.
-        split: whether the backward of this forward is split.
-        again: by which action the forward runs again, ``None`` if it does not.
-        offloaded: whether activations of the stage leave the device.
+    """One action, with the sources and destinations of its tensors. The fields from ``receive`` on are for forwards and
+    backwards.
     """
 
     action: Action
     key: Key
-    receive: Action | None = None
+    receive: Action | None = None  # the message that it waits for
+    # A stage of this device makes its tensor. With a cut vocabulary, the embedding and the head count as such stages.
     from_here: bool = False
-    send: Action | None = None
-    to_here: Key | None = None
-    settles: tuple[Action, ...] = ()
-    split: bool = False
-    again: Kind | None = None
-    offloaded: bool = False
+    send: Action | None = None  # the message with its result
+    to_here: Key | None = None  # the forward or backward of this device that takes its result
+    settles: tuple[Action, ...] = ()  # messages from here that the sender of ``receive`` had used before it sent
+    split: bool = False  # its backward is split into I and W
+    again: Kind | None = None  # the action that runs its forward again
+    offloaded: bool = False  # activations of its stage leave the device
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One device's part of a program.
-
-    Args:
-        instructions: one for every action, in order.
-        has_backward: whether anything is kept for a backward.
-        kinds: of its actions.
-    """
+    """One device's part of a program."""
 
     instructions: tuple[Instruction, ...]
     has_backward: bool
     kinds: frozenset[Kind]
 
     def check_handlers(self, handlers: Collection[Kind]) -> None:
-        """Raise an UnsupportedError if some kind has no handler."""
+        """Raise an UnsupportedError if a kind of action has no handler."""
         if unknown := sorted(self.kinds.difference(handlers)):
             raise UnsupportedError(
                 "no-handler",
-                f"nothing here performs {', '.join(unknown)}: give the executor a StepFeature whose handlers do",
+                f"the executor has no handler for {', '.join(unknown)}; give it a StepFeature that returns one",
             )
 
 
-@lru_cache(
-    maxsize=32
-)  # a run has a few programs: training, evaluation, and what they were before they were planned again
+@lru_cache(maxsize=32)  # a run has few programs: training, evaluation, and their versions before a new plan
 def settle(program: Program, device: int) -> RankProgram:
-    """Return what this device runs. Programs are told apart by identity."""
+    """Return a device's instructions. The cache compares programs by identity."""
     answers = _answers(program, device)
     instructions = []
     for each in _instructions(program, device):
         answer = answers.get(each.receive) if each.receive is not None else None
-        # Messages ahead of an answer on its edge have been taken in, too.
+        # The messages before an answer on its edge have arrived, too.
         settled = () if answer is None else tuple(sent for earlier in answer.take() for sent in earlier)
         instructions.append(replace(each, settles=settled) if settled else each)
     kinds = frozenset(each.action.kind for each in instructions)
@@ -105,13 +85,13 @@ def settle(program: Program, device: int) -> RankProgram:
 
 @dataclass
 class _Answer:
-    """The messages from here that a peer has used before it sends one of its own, which is number ``number`` on its edge."""
+    """The messages from here that a peer has used before it sends message ``number`` of its edge."""
 
     number: int
     of_edge: list[tuple[Action, ...]]
 
     def take(self) -> list[tuple[Action, ...]]:
-        """Return what this message and those ahead of it answer, once."""
+        """Return the messages that this message and those before it answer, each only once."""
         taken = self.of_edge[: self.number + 1]
         self.of_edge[: self.number + 1] = [()] * len(taken)
         return taken
@@ -120,7 +100,7 @@ class _Answer:
 def _answers(program: Program, device: int) -> dict[Action, _Answer]:
     """Return, for every message to this device, the messages from here that its sender has used before.
 
-    Their memory can go when that message has arrived, and no host has to ask a device whether they have left.
+    Their memory can be freed when the answer arrives, and the host need not ask the device whether they have left.
     """
     placement, found = program.placement, dict[Action, _Answer]()
     neighbours = (
@@ -142,7 +122,7 @@ def _answers(program: Program, device: int) -> dict[Action, _Answer]:
 
 
 def _end(placement: Placement, message: Action) -> tuple[int, Action]:
-    """Return the device at the other end of a message, and the action there."""
+    """Return the peer of a message, and the peer's action for it."""
     upward = message.kind in (Kind.SEND_F, Kind.RECV_I)
     other = (placement.next_stage if upward else placement.previous_stage)(message.stage)
     assert other is not None, f"{message} has no neighbour"
@@ -154,7 +134,7 @@ def _instructions(program: Program, device: int) -> tuple[Instruction, ...]:
     actions = program.actions[device]
     split = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.I}
     again = {(a.stage, a.microbatch): a.kind for a in actions if a.kind in RECOMPUTE}
-    # Whole stages, because its microbatches may share tensors: those leave with the last that is offloaded.
+    # Whole stages, because microbatches may share tensors. A shared tensor leaves with the last microbatch offloaded.
     offloaded = {a.stage for a in actions if a.kind is Kind.OFFLOAD}
     placement, cut = program.placement, bool(program.schedule.vocabulary_barriers)
     instructions = []
@@ -187,7 +167,7 @@ def _instructions(program: Program, device: int) -> tuple[Instruction, ...]:
 
 
 Handler = Callable[[Instruction], None]
-"""Performs one action."""
+"""A function that performs one action."""
 
 Handlers = Mapping[Kind, Handler]
 
@@ -195,32 +175,50 @@ _NOTHING = nullcontext()
 
 
 class StageRunner(Protocol):
-    """Define what runs one stage of the model on this rank."""
+    """A model stage on this rank, as the executor calls it.
+
+    Example: a stage that is one module, with a loss at the end of the model.
+
+        class ModuleRunner:
+            def __init__(self, module, targets=None):
+                self.module, self.targets = module, targets
+
+            def forward(self, microbatch, input, will_recompute=False):
+                output = self.module(input)
+                return output if self.targets is None else loss(output, self.targets[microbatch])
+
+            def recompute(self, microbatch, input):
+                return self.forward(microbatch, input)
+
+            def release_output(self, output):
+                output.data = torch.empty(1)
+
+            def backward(self, microbatch, input, output, output_gradient):
+                output.backward(output_gradient)
+                return None if input is None else input.grad
+
+            def reduce_gradients(self):
+                pass
+    """
 
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
-        """Run the stage, and return its output; the last stage returns its loss.
+        """Run the stage, and return its output. The last stage returns its loss.
 
-        In a schedule of sequence slices, these are numbered through and stand where microbatches do. The last stage then
-        returns what it must run backward through.
-
-        What of it is cheap runs in regions of ``runtime.selective``, which drop what they make if the caller records.
-        With vocabulary passes, the first stage gets the embedding's output, and the last one returns the head's input.
+        If a schedule cuts sequences into slices, ``microbatch`` counts slices, and the last stage returns the tensor to
+        run backward from. With vocabulary passes, the first stage gets the embedding's output, and the last stage returns
+        the head's input. Cheap parts of a stage run in regions of ``runtime.selective``, which can drop their results.
 
         Args:
             microbatch: its number within the step.
-            input: the earlier stage's output; ``None`` on the stage that reads the data.
-            will_recompute: whether ``recompute`` will run this microbatch once more: the stage must be able to do so
-                exactly.
+            input: the output of the stage before; ``None`` on the stage that reads the data.
+            will_recompute: whether ``recompute`` will run this microbatch again, and must reproduce it exactly.
         """
 
     def recompute(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
-        """Run the stage as its ``forward`` of this microbatch ran, with the same data and random numbers.
-
-        What a forward reports, it has reported.
-        """
+        """Run the forward of this microbatch again with the same data and random numbers, without reporting it again."""
 
     def release_output(self, output: torch.Tensor) -> None:
-        """Let the memory of an output go that has been passed on; its graph stays."""
+        """Free the memory of an output that has been passed on, but keep its graph."""
 
     def backward(
         self,
@@ -229,47 +227,53 @@ class StageRunner(Protocol):
         output: torch.Tensor,
         output_gradient: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Backpropagate and return the input's gradient.
+        """Backpropagate, and return the input's gradient.
 
-        Weight gradients of layers that split go to the queue that is being collected.
+        Layers that split their backward put their weight gradients into the current queue of ``collecting``.
 
         Args:
             microbatch: its number within the step.
-            input: of the forward; ``None`` on the stage that reads the data.
-            output: of the forward.
+            input: the input of the forward; ``None`` on the stage that reads the data.
+            output: the output of the forward.
             output_gradient: gradient of the output; ``None`` for a loss.
         """
 
     def reduce_gradients(self) -> None:
-        """Start to sum the stage's gradients over the data-parallel ranks: all are complete, and summed over the
-        replicas.
-        """
+        """Start to sum the stage's gradients over the data-parallel ranks. They are complete, replicas included."""
 
 
 class StepFeature(Protocol):
-    """Define what a feature adds to the executor of one step: offload, vocabulary passes, replicas, weight versions."""
+    """Handlers that a feature adds to the executor of one step.
+
+    Example: perform CHECKSUM actions, and count forwards.
+
+        class Checksums:
+            def extend(self, executor):
+                run_forward = executor.handlers[Kind.F]
+
+                def forward(each):
+                    self.forwards += 1
+                    run_forward(each)
+
+                return {Kind.CHECKSUM: self.check, Kind.F: forward}
+    """
 
     def extend(self, executor: Executor) -> Handlers:
-        """Return who performs the feature's own kinds of actions, and others that it does something before or after.
+        """Return handlers for the feature's own kinds of actions, and replacements of earlier handlers.
 
         Args:
-            executor: about to run. Its ``handlers`` are those so far.
+            executor: the executor before its run. ``executor.handlers`` holds the earlier handlers.
         """
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """Hold what one call leaves for the next one.
+    """The tensors that one call leaves for the next one."""
 
-    Args:
-        inputs: of microbatches that have run forward and not backward, by stage and number.
-        outputs: of the same microbatches, by stage and number.
-        arrived: messages that have been received and not used, by their receive.
-    """
-
+    # The inputs and outputs of microbatches whose forward has run and whose backward has not.
     inputs: dict[Key, torch.Tensor | None] = field(default_factory=dict)
     outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
-    arrived: dict[Action, torch.Tensor] = field(default_factory=dict)
+    arrived: dict[Action, torch.Tensor] = field(default_factory=dict)  # received but unused, by their receive
 
     def renumbered(self, by: int) -> InFlight:
         """Return the same with ``by`` added to the numbers of all microbatches."""
@@ -281,27 +285,17 @@ class InFlight:
 
 
 class Executor:
-    """Runs one step of a validated program on one rank.
+    """Run one step of a validated program on one rank.
 
-    The object lives for one step, so an exception leaves nothing behind but what it was holding itself.
-
-    Args:
-        program: lowered and validated.
-        device: this rank's place in the pipeline.
-        stages: the runner of every stage this device holds.
-        transport: carries its messages.
-        features: extend it, in this order.
-        ledger: counts held bytes after every action, if given.
-        trace: times every compute action, if given.
+    An executor lives for one step, so an exception leaves no state for the next step.
 
     Attributes:
-        handlers: who performs the actions of every kind.
-        ledger: as given.
-        handed_inputs: inputs of stages that have been made on this device, by the stage and microbatch that take them.
-        handed_gradients: gradients of outputs, likewise.
-        queues: weight gradients that wait for their W, by its stage and microbatch.
-        host_bytes: returns how many bytes of activations are away on the host.
-        at_end: called when all actions have run and all messages have left.
+        handlers: the function that performs each kind of action.
+        handed_inputs: inputs that a stage of this device has made, by the stage and microbatch that take them.
+        handed_gradients: gradients of outputs that a stage of this device has made, likewise.
+        queues: the weight gradients of each W that has not run, by stage and microbatch.
+        host_bytes: a function that returns the bytes of activations that are on the host.
+        at_end: functions to call when all actions have run and all messages have left.
     """
 
     def __init__(
@@ -332,7 +326,7 @@ class Executor:
         self.handed_gradients: dict[Key, torch.Tensor] = {}
         self.queues: dict[Key, WeightGradientQueue] = {}
         self._recorders: dict[Key, Recorder] = {}
-        # With every result that has not been sent yet, whether only that makes the ledger count it.
+        # The results that have not been sent yet, and whether the ledger counts them only because of that.
         self._outbox: dict[Action, tuple[torch.Tensor, bool]] = {}
         self.host_bytes: Callable[[], int] = lambda: 0
         self.at_end: list[Callable[[], None]] = []
@@ -352,13 +346,10 @@ class Executor:
         settled.check_handlers(self.handlers)
 
     def run(self, until: int | None = None) -> None:
-        """Run every action of this device in order, or go on where an earlier call has stopped.
+        """Run every action of this device in order, from the end of an earlier call.
 
-        Args:
-            until: how many of them to have run in all; ``None`` for all, and for all messages to have left.
-
-        Raises:
-            Exception: whatever an action raises, with a note that names the rank, the position and the action.
+        ``until`` is the number of actions to run in all. The default runs all and waits until all messages have left. An
+        exception of an action gets a note with the rank, the position and the action.
         """
         handlers, ledger = self.handlers, self.ledger
         self._is_profiled = torch.autograd._profiler_enabled()
@@ -382,10 +373,10 @@ class Executor:
             finish()
 
     def drop(self, drain: Sequence[Action]) -> None:
-        """Forget everything that has run, and leave no message in flight.
+        """Drop everything that has run, and leave no message in flight.
 
-        Args:
-            drain: receives of messages that others have sent, and sends, of no matter what, that others wait for.
+        ``drain`` holds receives of messages that other ranks have sent, and sends, with any content, that other ranks
+        wait for.
         """
         for action in drain:
             if action.kind in RECEIVES:
@@ -396,27 +387,27 @@ class Executor:
         self._transport.finish()
 
     def take_in(self, left: InFlight) -> None:
-        """Go on with what an earlier step has left in flight. Called before ``run``."""
+        """Continue with the tensors that an earlier step has left in flight. Call this before ``run``."""
         self._inputs |= left.inputs
         self._outputs |= left.outputs
         if left.arrived:
             self._transport.arrived(left.arrived)
 
     def in_flight(self) -> InFlight:
-        """What has run forward and not backward, handed over. Everything that was sent to this rank has then arrived."""
+        """Hand over the tensors of forwards without a backward. Wait for all messages to this rank first."""
         left = InFlight(self._inputs, self._outputs, self._transport.take_in())
         self._inputs, self._outputs = {}, {}
         return left
 
     def kept(self, each: Instruction) -> list[torch.Tensor]:
-        """Return the input and the output of a forward that has run, as far as they are kept for others than autograd."""
+        """Return the input and output of a forward that the executor or the transport keeps, besides autograd."""
         sent = self._outbox.get(each.send, (None,))[0] if each.send is not None else None
         handed = self.handed_inputs.get(each.to_here) if each.to_here is not None else None
         tensors = (self._inputs.get(each.key), sent, handed)
         return [tensor for tensor in tensors if tensor is not None]
 
     def measured(self, action: Action) -> AbstractContextManager:
-        """Return what times the action while it runs."""
+        """Return a context that times the action."""
         if self._is_profiled:
             return self._profiled(action)
         return _NOTHING if self._trace is None else self._trace.measure(action)
@@ -470,13 +461,13 @@ class Executor:
         forward: Callable[[int, torch.Tensor | None], torch.Tensor],
         input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run a stage, and keep what its backward needs if there is one."""
+        """Run a stage, and keep its input and output for the backward, if there is one."""
         key, selective = each.key, each.again is Kind.RS
         queue = None
         if each.split:
             queue = self.queues[key] = WeightGradientQueue()
         elif each.offloaded or selective:
-            # Stock's linear layers hand their weight to autograd beside their input, and it must come back as it is.
+            # Stock linear layers save their weight with autograd, and it must come back unchanged.
             queue = ImmediateWeightGradients()
         if queue is None and self.ledger is None:
             with self.measured(each.action):
@@ -515,8 +506,8 @@ class Executor:
             return
         if gradient is None:
             raise RuntimeError(
-                f"stage {key[0]} gave no gradient for its input; a frozen stage or one that ignores its input "
-                "cannot stand behind a stage that trains"
+                f"stage {key[0]} gave no gradient for its input; a frozen stage, or one that ignores its input, "
+                "cannot come after a stage that trains"
             )
         if each.send is not None:
             self._put_out(each.send, gradient)
@@ -526,7 +517,7 @@ class Executor:
     def _weight_gradients(self, each: Instruction) -> None:
         queue = self.queues.pop(each.key)
         if self.ledger is not None:
-            # Gone when this action ends, but the threads of a backend that gathers them let go a moment later.
+            # They are freed when this action ends, but a backend that gathers them lets go a moment later.
             for tensor in queue.tensors():
                 self.ledger.release(tensor)
         with self.measured(each.action):
@@ -538,7 +529,7 @@ class Executor:
     def _send(self, each: Instruction) -> None:
         tensor, is_counted_here = self._outbox.pop(each.action)
         self._transport.post_send(each.action, tensor)
-        # An output that autograd keeps goes on counting; of a gradient, nobody but the transport has anything left.
+        # The ledger goes on counting an output that autograd keeps. Only the transport keeps a gradient.
         if self.ledger is not None and (is_counted_here or each.action.kind is Kind.SEND_I):
             self.ledger.release(tensor)
 
@@ -553,7 +544,9 @@ class Executor:
         return tensor
 
     def _watched(self, each: Instruction) -> AbstractContextManager:
-        """Hooks for saved tensors do not nest: who captures a stage to move it tells the ledger."""
+        """Return a context in which the ledger counts saved tensors. An offloaded stage counts its own, as hooks do not
+        nest.
+        """
         if each.offloaded or self.ledger is None or not self._has_backward:
             return _NOTHING
         return self.ledger.watch_saved()

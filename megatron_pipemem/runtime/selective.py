@@ -1,12 +1,11 @@
-"""Recompute selectively: drop results of cheap parts of a stage, and make them again before their backward needs them.
+"""Recompute selectively: drop the results of cheap parts of a stage, and compute them again before the backward.
 
-A *region* is a function of the stage that is cheap to run again. While a ``Recorder`` records a forward, neither what autograd
-saves inside a region nor what a region returns is kept for the backward: saved tensors of both are empty places, which
-``Recorder.run_again`` fills by running all regions once more, from their inputs. The graph is that of the forward itself, so
-that gradients flow, and hooks fire, as without it.
+A *region* is a function of the stage that is cheap to run again. While a ``Recorder`` records a forward, the backward keeps
+neither the tensors that autograd saves in a region nor the results of a region. Empty places stand for them.
+``Recorder.run_again`` fills the places by running all regions again from their inputs. The graph is that of the first
+forward, so gradients flow and hooks fire as without recompute.
 
-Hooks for saved tensors stand in the place of whatever hooks there are, because whoever takes them off for a moment
-(``saved_as_is``) means all.
+The hooks for saved tensors replace any other hooks instead of nesting, because ``saved_as_is`` takes off only the top ones.
 """
 
 from __future__ import annotations
@@ -23,15 +22,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_pipemem.runtime.activation_ledger import saved_as_is, storage_key
 
 Replay = Callable[[], AbstractContextManager]
-"""Within what it returns, random numbers are those that a region met first."""
+"""Return a context in which random numbers repeat those of a region's first run."""
 
 
 class Recorder:
-    """Drop parts of what one forward of one stage makes, and make them again.
-
-    Args:
-        made: told of every tensor that has been made again.
-    """
+    """Drop cheap results of one forward of one stage, and compute them again. ``made`` is called with each such tensor."""
 
     def __init__(self, made: Callable[[torch.Tensor], object]):
         self._made = made
@@ -42,7 +37,7 @@ class Recorder:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record a forward, within the hooks for saved tensors that watch or move what is kept."""
+        """Record a forward, inside the hooks that watch or move saved tensors."""
         global _recording
         outer, _recording = _recording, self
         self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (
@@ -57,23 +52,15 @@ class Recorder:
             self._results.clear()
 
     def run_again(self) -> None:
-        """Fill all empty places. Called once, before the backward.
-
-        Raises:
-            RuntimeError: a region did not save what it saved before.
+        """Fill all empty places. Call this once, before the backward. A region that saves other tensors than before raises a
+        RuntimeError.
         """
         regions, self._regions = self._regions, []
         for region in regions:
             region.run_again(self._load, self._made)
 
     def run(self, function: Callable, replay: Replay, arguments: tuple) -> object:
-        """Run a region, and note what it takes and gives.
-
-        Args:
-            function: the region.
-            replay: runs it again.
-            arguments: of the function; tensors among them are its inputs.
-        """
+        """Run a region, and record its inputs and results. ``replay`` repeats its random numbers."""
         region = _Region(function, replay, [self._input(each) for each in arguments])
         with saved_as_is(), saved_tensors_hooks(region.save, _filled):
             output = function(*arguments)
@@ -90,7 +77,7 @@ class Recorder:
 
     def _save(self, tensor: torch.Tensor) -> object:
         result = self._results.get(storage_key(tensor))
-        # The storage of a result that is gone, or was overwritten, holds something else.
+        # If a result was freed or overwritten, its storage holds another value.
         if (
             result is None
             or result.alive.expired()
@@ -108,12 +95,12 @@ class Recorder:
 
 
 def region(function: Callable, replay: Callable[[], Replay]) -> Callable:
-    """Return the function as a region of whatever forward is being recorded while it runs; in all others, as it is.
+    """Return the function as a region of the forward that is being recorded. Without a recording it runs as it is.
 
     Args:
-        function: of tensors and other things, all positional, with a tensor or a tuple as its result; run again, it makes the
-            same of the same tensors.
-        replay: called when a region begins; keeps the state of the random number generators.
+        function: a function that gives the same result for the same tensors. All its arguments are positional, and it
+            returns a tensor or a tuple.
+        replay: keeps the state of the random number generators when a region begins.
     """
 
     def run(*arguments):
@@ -125,16 +112,16 @@ def region(function: Callable, replay: Callable[[], Replay]) -> Callable:
 
 
 def is_recording() -> bool:
-    """Return whether the forward that is running drops what its regions make."""
+    """Return whether the running forward drops the results of its regions."""
     return _recording is not None
 
 
-# Process-wide like the queue of weight gradients; set only while a forward runs.
+# Global like the queue of weight gradients, and set only while a forward runs.
 _recording: Recorder | None = None
 
 
 class _Place:
-    """Stands for a saved tensor; empty until it has been made again."""
+    """A place for a saved tensor; empty until the tensor is computed again."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -148,7 +135,7 @@ class _Input(NamedTuple):
 
 
 class _Region:
-    """One run of a region. Holds its inputs, and of the places only those that autograd still has."""
+    """One run of a region, with its inputs and the places that autograd still keeps."""
 
     def __init__(self, function: Callable, replay: Replay, arguments: list):
         self._function, self._replay, self._arguments = function, replay, arguments
@@ -175,8 +162,8 @@ class _Region:
             results = _listed(self._function(*arguments))
         if len(again) != len(self._saved):
             raise RuntimeError(
-                f"a part of the model saved {len(self._saved)} tensors for its backward, and {len(again)} when it ran again: "
-                "it does not do the same every time; recompute its stage fully (--pipemem-recompute full) or not at all"
+                f"a part of the model saved {len(self._saved)} tensors for its backward, but {len(again)} when it ran again; "
+                "it is not deterministic, so recompute its stage fully (--pipemem-recompute full) or not at all"
             )
         for saved, tensor in zip(self._saved, again, strict=True):
             _fill(saved, tensor, made)
@@ -192,7 +179,7 @@ def _fill(saved: ref[_Place], tensor: torch.Tensor, made: Callable[[torch.Tensor
 
 
 class _Result(NamedTuple):
-    """A tensor that a region has returned, by its storage."""
+    """A tensor that a region has returned, identified by its storage."""
 
     alive: StorageWeakRef
     region: _Region
@@ -203,7 +190,7 @@ class _Result(NamedTuple):
 
 def _filled(place: _Place) -> torch.Tensor:
     if place.tensor is None:
-        raise RuntimeError("a backward began before its RS has run")
+        raise RuntimeError("a backward began before its RS ran")
     return place.tensor
 
 

@@ -1,9 +1,9 @@
 """Carry messages between pipeline ranks: one first-in-first-out channel per directed edge.
 
-NCCL has no tags. It serves what two ranks exchange within one process group in the order in which they posted it, and once
-``init_process_group(device_id=...)`` has bound the default group to a device, everything that one rank posts to a group,
-whoever the peers are. Edges that share a device thus never share a group here. That leaves every edge its own order, which
-both ends share and the validator has proved, and which replaces the tags.
+NCCL has no tags. It matches the messages of two ranks in one process group in the order in which they were posted. After
+``init_process_group(device_id=...)`` it even serializes all that one rank posts to a group, whoever the peers are. Edges
+that share a device therefore never share a group here. Both ends of an edge then have one order, which the validator has
+proved, and which replaces the tags.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Program
 
 MESSAGE_CTAS = 4
-"""Thread blocks that NCCL may take for one group of messages. Receives are posted ahead, and a kernel that waits for its
-message keeps its multiprocessors from the computation: NCCL's default is up to 32 of them."""
+"""Thread blocks that NCCL may use for one group of messages. A posted receive occupies multiprocessors while it waits. NCCL's
+default is up to 32 thread blocks, which would slow the computation."""
 
 
 @functools.cache
 def within_node(group: dist.ProcessGroup) -> bool:
-    """Return whether all ranks of a group are of one node, where nodes have consecutive ranks."""
+    """Return whether all ranks of a group are on one node, if nodes have consecutive ranks."""
     ranks, size = (
         dist.get_process_group_ranks(group),
         int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count())),
@@ -51,28 +51,25 @@ def new_groups(
     messages: bool = False,
     backend: str | None = None,
 ) -> list[dist.ProcessGroup]:
-    """Open process groups that wait as long as another one does. Every rank of the job must call this at the same time.
+    """Open process groups with the timeout of ``parent``. Every rank of the job must call this at the same time.
 
-    Torch has every rank take part in the creation of every group, in one order, so the ranks first tell each other what
-    they want.
+    Every rank takes part in the creation of every group, in one order, so the ranks first exchange their wishes. A rank
+    gets its own wishes, in order, with ``GroupMember.NON_GROUP_MEMBER`` for groups without it. NCCL groups run on streams
+    of high priority and keep the parent's limits on thread blocks (``--nccl-communicator-config-path``).
 
     Args:
         wanted: global ranks of every group; the same on all ranks of ``parent``.
-        parent: whose timeout the groups get, instead of torch's default. Of NCCL, ours run on streams of high priority, and
-            with the limits on thread blocks that the parent has (``--nccl-communicator-config-path``).
-        description: shown in torch's logs.
-        backend: of the groups; by default the default group's.
-        messages: the groups carry messages; NCCL may take ``MESSAGE_CTAS`` thread blocks for them if the parent sets no limit.
-            While the default group is bound to no device, NCCL connects pairs of ranks when they exchange a first message, so
-            the groups of all parents with one number are one group then: a job of many pipelines opens no more than one.
-
-    Returns:
-        The groups in the order of ``wanted``; ``GroupMember.NON_GROUP_MEMBER`` for those without this rank.
+        parent: the process group whose timeout the new groups get.
+        description: name in torch's logs.
+        backend: backend of the groups; by default that of the default group.
+        messages: whether the groups carry messages. NCCL may then use ``MESSAGE_CTAS`` thread blocks if the parent sets no
+            limit. If the default group is bound to no device, NCCL connects pairs of ranks at their first message. Groups
+            of all parents with the same number are then one group, so many pipelines open no more groups than one.
     """
     ours = tuple(tuple(ranks) for ranks in wanted)
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, ours)
-    theirs: Any = parent._get_backend(parent._device_types[0])  # its options are those of its kind
+    theirs: Any = parent._get_backend(parent._device_types[0])  # its options have the backend's own class
     timeout = None if theirs.options is None else theirs.options._timeout  # not every backend has options
 
     def create(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -93,7 +90,7 @@ def _joined(everyones: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
 
 
 def nccl_options(parent: dist.ProcessGroupNCCL.Options, messages: bool) -> dist.ProcessGroupNCCL.Options:
-    """Return what a group of ours asks of NCCL; see ``new_groups``. Every group needs an object of its own."""
+    """Return the NCCL options of a new group; see ``new_groups``. Every group needs its own object."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = parent._timeout
     unset = options.config.max_ctas
@@ -105,7 +102,7 @@ def nccl_options(parent: dist.ProcessGroupNCCL.Options, messages: bool) -> dist.
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Close groups on which nothing is under way. Those that went with the default group are skipped."""
+    """Close groups without running operations. Skip groups that the default group has already closed."""
     for group in groups:
         if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
@@ -116,21 +113,13 @@ _MAX_DIMS = 8
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """A pipeline as one of its ranks sees it, connected.
-
-    Args:
-        group: its process group.
-        placement: of the stages on its devices.
-        device: this rank's place in it.
-        ranks: of the world, of every device.
-        channels: the process group that carries each directed edge of this rank.
-    """
+    """A connected pipeline, seen from one of its ranks."""
 
     group: dist.ProcessGroup
     placement: Placement
-    device: int
-    ranks: Sequence[int]
-    channels: Mapping[Edge, dist.ProcessGroup]
+    device: int  # this rank's number in the pipeline
+    ranks: Sequence[int]  # the global rank of every device
+    channels: Mapping[Edge, dist.ProcessGroup]  # the process group of each directed edge of this rank
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -139,14 +128,14 @@ class Pipeline:
 
 
 def edges(placement: Placement) -> list[Edge]:
-    """Return all directed edges that messages of this placement use, in one order that every rank shares."""
+    """Return the directed edges that messages of a placement use, in the same order on every rank."""
     return sorted(Router(placement).edges, key=lambda edge: (min(edge), max(edge), edge))
 
 
 def colour(directed: Iterable[Edge]) -> dict[Edge, int]:
-    """Number edges so that those of one number share no device: each gets the smallest number free at both its ends.
+    """Number edges so that edges with the same number share no device: each gets the smallest number free at both ends.
 
-    Neighbours in a line or an even ring take 4 numbers, an odd ring 6.
+    A line or an even ring of devices takes 4 numbers, an odd ring 6.
     """
     taken: dict[int, set[int]] = defaultdict(set)
     colours: dict[Edge, int] = {}
@@ -161,13 +150,13 @@ def colour(directed: Iterable[Edge]) -> dict[Edge, int]:
 def connect(placement: Placement, group: dist.ProcessGroup, device: torch.device | int | str) -> Pipeline:
     """Open the channels of one pipeline. Every rank of the job must call this at the same time.
 
-    Backends open a connection at its first message and block until the other end does the same, so all are opened here, in
-    one order that every rank shares.
+    Backends open a connection at its first message and block until the other end does the same. So all connections are
+    opened here, in one order that every rank shares.
 
     Args:
-        placement: says which devices are neighbours.
-        group: the pipeline's process group; its ranks are the devices, in order.
-        device: where the messages are, which decides the backend that carries them.
+        placement: the stages of every device, which decide the edges.
+        group: the pipeline's process group. Its ranks are the devices, in order.
+        device: the device of the messages, which decides their backend.
     """
     ranks = dist.get_process_group_ranks(group)
     colours = colour(edges(placement))
@@ -193,40 +182,32 @@ def connect(placement: Placement, group: dist.ProcessGroup, device: torch.device
 
 @dataclass(frozen=True)
 class MessageFormat:
-    """Describe the tensors between two stages.
+    """Describe the tensors between two stages."""
 
-    Args:
-        shape: shape of every message, or ``None`` when it changes from microbatch to microbatch.
-        dtype: element type.
-        device: where received tensors are allocated.
-        shapes: if it changes, the shape of every microbatch's messages, alike on all ranks. Without them a header with the
-            shape goes before every payload, and receives are no longer posted ahead.
-    """
-
-    shape: tuple[int, ...] | None
+    shape: tuple[int, ...] | None  # shape of every message; ``None`` if microbatches differ
     dtype: torch.dtype
     device: torch.device | int
+    # The shape of every microbatch's messages, the same on all ranks. If unknown, a header with the shape goes before every
+    # message, and receives are not posted ahead.
     shapes: Sequence[tuple[int, ...]] | None = None
 
     def shape_of(self, microbatch: int) -> tuple[int, ...] | None:
-        """Return the shape of a microbatch's messages; ``None`` if the receiver cannot know it."""
+        """Return the shape of a microbatch's messages, or ``None`` if the receiver cannot know it."""
         return self.shape if self.shapes is None else self.shapes[microbatch]
 
     @property
     def typical(self) -> tuple[int, ...] | None:
-        """The shape that stands for all when one message is timed: that of the middle one by size."""
+        """The shape with which a message is timed: the median by size."""
         return self.shape if self.shapes is None else sorted(self.shapes, key=prod)[len(self.shapes) // 2]
 
     def check(self, action: Action, tensor: torch.Tensor) -> None:
-        """Raises:
-        UnsupportedError: the tensor that ``action`` sends is not of the shape that its receiver knows.
-        """
+        """Raise an UnsupportedError if the tensor that ``action`` sends has not the shape that its receiver knows."""
         known = self.shape_of(action.microbatch)
         if known is not None and tensor.shape != known:
             way_out = (
-                "set variable_seq_lengths=True in the model's configuration where microbatches differ"
+                "set variable_seq_lengths=True in the model's configuration if microbatches differ"
                 if self.shapes is None
-                else "pass --pipemem-message-shapes message where they do not follow from the tokens that the model gets"
+                else "pass --pipemem-message-shapes message if shapes do not follow from the tokens that the model gets"
             )
             raise UnsupportedError(
                 "message-shape",
@@ -238,12 +219,8 @@ SHAPES, DEPARTURES, TRANSFERS = "shapes of messages", "departures of messages", 
 
 
 def host_queries(program: Program, message: MessageFormat) -> frozenset[str]:
-    """Return the questions to its device for which a host stops in the middle of a step; none on a linear placement that trains
-    with messages of one shape.
-
-    Args:
-        program: of the step.
-        message: format of its messages.
+    """Return the queries for which a host waits for its device within a step. A linear placement that trains with messages
+    of one shape has none.
     """
     placement, schedule = program.placement, program.schedule
     is_linear = placement.num_chunks == 1 and not schedule.vocabulary_barriers
@@ -251,7 +228,7 @@ def host_queries(program: Program, message: MessageFormat) -> frozenset[str]:
     asked = {TRANSFERS} if schedule.offloads else set()
     if message.shape is None and message.shapes is None:
         asked.add(SHAPES)
-    # Messages of an evaluation, and those of one stage of a device, may never be answered: their memory would pile up.
+    # Messages of an evaluation, or within a device, may have no answer that frees their memory.
     return frozenset(asked if is_linear and trains else asked | {DEPARTURES})
 
 
@@ -264,11 +241,11 @@ class _Receive:
 
 @dataclass(slots=True)
 class _Channel:
-    """One directed edge of this rank: who carries it, and what is under way on it, in order."""
+    """One directed edge of this rank: its process group, and the messages in flight, in order."""
 
     group: dist.ProcessGroup
     peer: int
-    """the other end's rank within the group"""
+    """The other end's rank within the group."""
     leaving: deque[Action] = field(default_factory=deque)
     receives: deque[_Receive] = field(default_factory=deque)
 
@@ -278,12 +255,12 @@ class Transport:
     """The messages of one step on one rank.
 
     Args:
-        pipeline: from ``connect``.
+        pipeline: the channels, from ``connect``.
         message: format of all messages.
-        in_sequence: learn shapes that headers tell where receives are posted and not where their tensors are needed, for
-            programs whose order is one for everything.
-        polls: ask the device after every send which messages have left, and let go of their memory. Otherwise a message is let
-            go when ``settle`` or ``finish`` says so, without a question.
+        in_sequence: read the header with a shape when its receive is posted, and not when the tensor is needed. Programs
+            with one order for everything need this.
+        polls: ask the device after every send which messages have left, and free them. Otherwise ``settle`` and ``finish``
+            free them without asking.
     """
 
     pipeline: Pipeline
@@ -303,7 +280,7 @@ class Transport:
         }
 
     def post_send(self, action: Action, tensor: torch.Tensor) -> None:
-        """Start sending; the tensor's memory is kept until the backend is done with it."""
+        """Start sending. The tensor's memory is kept until the backend has sent it."""
         channel = self._channel(action)
         group, peer = channel.group, channel.peer
         tensor = tensor.contiguous()
@@ -322,17 +299,17 @@ class Transport:
             self._reap()  # last: the receiver is waiting
 
     def blank(self, action: Action) -> torch.Tensor:
-        """Return what can be sent as that message where nobody will look at it."""
+        """Return a tensor to send as a message whose content is not used."""
         shape = self.message.shape_of(action.microbatch) or (1,)
         return torch.zeros(shape, dtype=self.message.dtype, device=self.message.device)
 
     def settle(self, action: Action) -> None:
-        """Let go now of the memory of a send whose consequences have come back: it has been received."""
+        """Free the memory of a send that its receiver has used."""
         for work, _ in self._sends.pop(action, ()):
             work.wait()
 
     def post_receive(self, action: Action) -> torch.Tensor | None:
-        """Start receiving. Returns the buffer, or ``None`` when its shape is not known yet."""
+        """Start receiving. Return the buffer, or ``None`` if its shape is not known yet."""
         channel = self._channel(action)
         receive = _Receive(None, None, action)
         if self.in_sequence or self.message.shape_of(action.microbatch) is not None:
@@ -341,17 +318,17 @@ class Transport:
         return receive.tensor
 
     def wait(self, action: Action) -> torch.Tensor:
-        """Return the tensor of a receive that was posted. Messages ahead of it on its edge are taken in first."""
+        """Return the tensor of a posted receive. Earlier messages of its edge are received first."""
         while action not in self._arrived:
             self._take_next(self._channel(action))
         return self._arrived.pop(action)
 
     def arrived(self, tensors: Mapping[Action, torch.Tensor]) -> None:
-        """Take over what ``take_in`` of an earlier step gave: these messages wait here for their consumers."""
+        """Keep the tensors of an earlier step's ``take_in`` for their consumers."""
         self._arrived.update(tensors)
 
     def take_in(self) -> dict[Action, torch.Tensor]:
-        """Wait for all receives that were posted, and return their tensors. Nothing stays in the channels."""
+        """Wait for all posted receives, and return their tensors. The channels are then empty."""
         for channel in self._channels.values():
             while channel.receives:
                 self._take_next(channel)
@@ -359,7 +336,7 @@ class Transport:
         return taken
 
     def finish(self) -> None:
-        """Wait until every send has left. The next step starts with empty channels."""
+        """Wait until every send has left, so that the next step starts with empty channels."""
         for action in list(self._sends):
             self.settle(action)
 
@@ -372,7 +349,7 @@ class Transport:
         self._arrived[receive.action] = receive.tensor
 
     def _reap(self) -> None:
-        # Messages of one edge leave in order, a payload behind its header: what stands behind one that waits need not be asked.
+        # Messages of one edge leave in order, each after its header, so the first one that waits ends the search.
         for channel in self._channels.values():
             actions = channel.leaving
             while actions:
@@ -392,7 +369,7 @@ class Transport:
         receive.work = channel.group.recv([receive.tensor], channel.peer, 0)
 
     def _channel(self, action: Action) -> _Channel:
-        """Return which way the message goes: outputs go up and come from below, gradients the other way."""
+        """Return the channel of a message: outputs go to the next stage, gradients to the previous one."""
         known = self._channel_of.get(action[:2])
         if known is not None:
             return known
@@ -412,18 +389,11 @@ _ROUND_TRIPS = 5
 
 
 def measure_links(pipeline: Pipeline, message: MessageFormat) -> dict[Edge, float]:
-    """Return the seconds of a message in either direction: half a round trip while nothing else runs in this pipeline.
+    """Return the seconds of a message to every higher device of this rank: half a round trip in an idle pipeline.
 
-    Every rank of the pipeline must call this at the same time, between steps.
-
-    Args:
-        pipeline: from ``connect``.
-        message: format of the messages; of known shapes.
-
-    Returns:
-        The links that this rank has timed: those to higher devices.
+    Every rank of the pipeline must call this at the same time, between steps. The shapes of messages must be known.
     """
-    assert message.typical is not None, "messages of unknown shapes have no cost"
+    assert message.typical is not None, "messages of unknown shape have no cost"
     payload = torch.zeros(message.typical, dtype=message.dtype, device=message.device)
     seconds: dict[Edge, float] = {}
     device, ranks, groups = pipeline.device, pipeline.ranks, pipeline.channels
