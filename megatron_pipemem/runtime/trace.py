@@ -1,5 +1,4 @@
-"""Record when every action of a step really ran on one rank, make costs of it, and tell when they have moved away from what
-was planned for."""
+"""Times of the actions of a step on one rank: record them, turn them into costs, and compare those with the plan's."""
 
 from __future__ import annotations
 
@@ -19,12 +18,8 @@ from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 @dataclass(frozen=True)
 class TracedAction:
-    """Say when an action ran, in seconds since the step began on this rank.
-
-    Args:
-        action: that ran.
-        start: when it began; waiting for a message ends before.
-        end: when it had ended.
+    """The start and end of an action, in seconds since the step began on this rank. Waiting for a message is not part of
+    the action.
     """
 
     action: Action
@@ -33,7 +28,7 @@ class TracedAction:
 
 
 class _Measured:
-    """Notes when an action begins and ends, unless it fails.
+    """Record the begin and end of an action, unless it fails.
 
     A class, because every forward and backward enters one and a generator would take three times as long.
     """
@@ -52,12 +47,9 @@ class _Measured:
 
 
 class Trace:
-    """Times of actions: on the compute stream of a GPU, or on the host's clock, where actions run synchronously.
+    """Times of actions, on the compute stream of a GPU or on the host's clock.
 
-    Reading times of a GPU waits for the step's last action: read them a step later, and the GPU never runs dry.
-
-    Args:
-        on_cuda: whether the actions run on a GPU.
+    Reading the times of a GPU waits for the step's last action. Read them a step later, so that the GPU stays busy.
     """
 
     def __init__(self, on_cuda: bool = False):
@@ -72,7 +64,7 @@ class Trace:
         return _Measured(action, self._now, self._times)
 
     def actions(self) -> list[TracedAction]:
-        """Return what has been measured; call it when everything has."""
+        """Return the measured actions. Call this when all have run."""
         if self._read is None:
             if self._on_cuda and self._times:
                 self._times[-1][2].synchronize()
@@ -91,26 +83,22 @@ def _event() -> torch.cuda.Event:
 
 
 Medians = dict[tuple[Kind, int], float]
-"""Seconds of a kind of action by its stage and slice (``action.place``)."""
+"""Median seconds of a kind of action, by stage and slice (``action.place``)."""
 
 TOLERANCE = 0.2
-_NOISE = 0.02  # of what a device computes per microbatch: the times of empty stages say nothing
+_NOISE = 0.02  # share of a device's seconds per microbatch; shorter times, as of empty stages, are noise
 
 
 @dataclass
 class Stopwatch:
-    """The durations of one rank's actions over a few steps.
-
-    Args:
-        slices: sequence slices of a microbatch, which the actions count.
-    """
+    """The durations of one rank's actions over a few steps. With ``slices``, the actions count slices of sequences."""
 
     slices: int = 1
     steps: int = 0
     _durations: dict[tuple[Kind, int], list[float]] = field(default_factory=dict)
 
     def add(self, actions: Iterable[TracedAction]) -> None:
-        """Note one step."""
+        """Add the actions of one step."""
         self.steps += 1
         for traced in actions:
             key = (traced.action.kind, place(traced.action, self.slices))
@@ -125,7 +113,7 @@ class Stopwatch:
 
 
 def average[Key](reports: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
-    """Return one value per kind and stage: ranks that hold the same stage in other replicas count alike."""
+    """Return the mean value of each key. Ranks that hold the same stage in other replicas have equal weight."""
     found: dict[Key, list[float]] = {}
     for report in reports:
         for key, seconds in report.items():
@@ -139,10 +127,10 @@ def costs_from(
     """Return the costs in seconds per stage and slice, stage by stage.
 
     Args:
-        medians: of all stages. Where a backward ran fused, its time is split as ``before`` splits it.
+        medians: seconds of all stages. The time of a fused backward is split in the proportion of ``before``.
         links: seconds of a message (of a slice) between two devices; links left out cost nothing.
-        placement: which device holds which stage.
-        before: the costs so far.
+        placement: the stages of every device.
+        before: the costs so far, used where a time is missing.
         slices: sequence slices of a microbatch.
     """
     known = before.seconds(placement, slices)
@@ -186,14 +174,7 @@ def costs_from(
 
 
 def _passes(medians: Medians, placement: Placement, before: Costs, slices: int) -> VocabularyCosts | None:
-    """Return the costs of the vocabulary passes, if any have run. Their collectives are not timed.
-
-    Args:
-        medians: of the seconds of actions, by kind and place.
-        placement: of the stages.
-        before: what was known.
-        slices: sequence slices of a microbatch.
-    """
+    """Return the costs of the vocabulary passes, or ``before``'s if none has run. Their collectives are not timed."""
     if (Kind.S, 0) not in medians:
         return before.vocabulary
     score, gradient, embed, embed_gradient = (
@@ -205,14 +186,7 @@ def _passes(medians: Medians, placement: Placement, before: Costs, slices: int) 
 
 
 def drift(planned: Costs, measured: Costs, placement: Placement, slices: int = 1) -> str | None:
-    """Say which action moved furthest from what was planned for; ``None`` if none moved by more than a fifth.
-
-    Args:
-        planned: costs of the plan, in seconds.
-        measured: costs of the run, in seconds.
-        placement: of the stages.
-        slices: sequence slices of a microbatch.
-    """
+    """Return a sentence about the action that differs most from the plan, or ``None`` if all are within a fifth of it."""
     old, new = planned.seconds(placement, slices), measured.seconds(placement, slices)
     noise = _NOISE * max(
         sum(sum(new[kind][stage * slices : (stage + 1) * slices]) for stage in stages for kind in (Kind.F, Kind.B))
@@ -229,4 +203,4 @@ def drift(planned: Costs, measured: Costs, placement: Placement, slices: int = 1
     _, kind, at = max(moved)
     stage, number = divmod(at, slices)
     what = f"stage {stage}" if slices == 1 else f"slice {number} on stage {stage}"
-    return f"{kind} of {what} takes {new[kind][at] * 1e3:.3g} ms, planned for {old[kind][at] * 1e3:.3g} ms"
+    return f"{kind} of {what} takes {new[kind][at] * 1e3:.3g} ms, planned with {old[kind][at] * 1e3:.3g} ms"

@@ -1,11 +1,11 @@
-"""Hold weight gradients that wait for their W.
+"""Weight gradients that wait for their W.
 
-A linear layer that splits its backward computes the input gradient when autograd reaches it and leaves the
-weight-gradient GEMM in the queue of its stage and microbatch. Splitting at the layer keeps no graph alive, unlike
-running autograd twice over a retained graph.
+A linear layer that splits its backward computes the input gradient when autograd reaches it. It puts the weight-gradient
+GEMM into the queue of its stage and microbatch. A split at the layer keeps no graph alive, unlike two runs of autograd over
+a retained graph.
 
-Sequence parallelism gathers what a linear layer multiplies along the sequence. A layer that gathers calls ``remember``. A
-queue that has to keep the gathered tensor asks ``shard_of``, keeps the shard, which exists anyway, and gathers it again.
+With sequence parallelism, a linear layer gathers its input along the sequence. The layer then calls ``remember``. A queue
+that must keep the gathered tensor calls ``shard_of``, keeps only the shard, which exists anyway, and gathers it again.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 GRADIENT_READY = "_pipemem_gradient_ready"
-"""Set on a weight to what wants to be told when a microbatch's gradient of it is complete."""
+"""Attribute of a weight: the function to call when a microbatch's gradient of the weight is complete."""
 EARLY = "_pipemem_early"
-"""Set on a weight whose gradient is computed in I."""
+"""Attribute of a weight whose gradient is computed in I."""
 
 _AHEAD = 2
-"""How many GEMMs before its own a gather starts. A projection's GEMM is shorter than the gather for the next layer, and the
-long GEMMs of the MLP hide both."""
+"""Number of GEMMs between the start of a gather and its own GEMM. A projection's GEMM is shorter than the next layer's gather,
+but together with a long GEMM of the MLP it hides that gather."""
 
 
 def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return where the gradient of a parameter accumulates: Megatron's ``main_grad``, or ``grad``, which is made if there is
-    none.
-    """
+    """Return the tensor in which a parameter's gradient accumulates: Megatron's ``main_grad``, or else ``grad``."""
     main = getattr(parameter, "main_grad", None)
     if main is not None:
         return main
@@ -45,7 +43,7 @@ class DeferredWeightGradient(Protocol):
     """One weight-gradient GEMM, ready to run."""
 
     weight: torch.Tensor | None = None
-    """Whose ``grad`` the GEMM adds to, when others may follow; ``None`` when the work is complete by itself."""
+    """The weight whose gradient other works may add to; ``None`` if this work alone completes the gradient."""
 
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:
@@ -54,14 +52,14 @@ class DeferredWeightGradient(Protocol):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return what the work keeps alive, for the activation ledger."""
+        """Return the tensors that the work keeps alive, for the activation ledger."""
 
     def begin(self) -> None:
-        """Start what has to be communicated, to run beside other GEMMs. Called once, before ``run``."""
-        return  # nothing, for most
+        """Start the work's communication, if any, so that it overlaps other GEMMs. Called once, before ``run``."""
+        return
 
     def run(self) -> None:
-        """Compute the gradient and hand it to whatever accumulates it. Called once, without grad mode."""
+        """Compute the gradient and add it to the accumulated one. Called once, without grad mode."""
 
 
 class WeightGradientQueue:
@@ -82,9 +80,9 @@ class WeightGradientQueue:
         return {parameter for work in self._pending for parameter in work.parameters}
 
     def run(self) -> None:
-        """Run and drop everything pending. Saved inputs carry ``requires_grad``, hence no grad mode.
+        """Run and drop all pending works, without grad mode because saved inputs have ``requires_grad``.
 
-        A weight that the forward used several times is reported once, with the sum of its gradients, as autograd does.
+        A weight that the forward used several times is reported once, with the sum of its gradients, as in autograd.
         """
         pending, self._pending = self._pending, []
         pending.reverse()
@@ -100,13 +98,13 @@ class WeightGradientQueue:
                 uses[id(work.weight)] -= 1
                 if work.weight is not None and not uses[id(work.weight)]:
                     _report(work.weight)
-                del work  # and what it has gathered, before the next gather
+                del work  # frees its gathered tensor before the next gather
 
 
 class ImmediateWeightGradients(WeightGradientQueue):
-    """Runs what it is given at once, within the backward: no split, but layers that save nothing but their input.
+    """Run each work at once, within the backward, so that layers save only their input although nothing is split.
 
-    Layers that can give autograd their weight's gradient do that instead.
+    Layers that can return their weight's gradient to autograd do that instead.
     """
 
     def put(self, work: DeferredWeightGradient) -> None:
@@ -116,19 +114,19 @@ class ImmediateWeightGradients(WeightGradientQueue):
 
 
 def _report(weight: torch.Tensor) -> None:
-    """Say, as the hook behind AccumulateGrad would have done, that ``grad`` is complete."""
+    """Report a complete ``grad``, as the hook after AccumulateGrad would."""
     ready = getattr(weight, GRADIENT_READY, None)
     if ready is not None:
         ready()
 
 
-# The queue that split layers should feed. Process-wide and not thread-local on purpose: autograd runs recomputed forwards
-# on its own threads. Set only while an action runs.
+# The queue that split layers use while an action runs. It is global and not thread-local, because autograd runs recomputed
+# forwards on its own threads.
 _collecting: WeightGradientQueue | None = None
 
 
 class collecting:
-    """Make ``queue`` the one that layers run within this context split their backward into; ``None`` for no split.
+    """Make ``queue`` the queue of layers that run within this block; ``None`` for no split.
 
     A class, because every forward and backward enters one and a generator would take three times as long.
     """
@@ -148,7 +146,7 @@ class collecting:
 
 
 def current_queue() -> WeightGradientQueue | None:
-    """Return the queue of the action that is running, or ``None`` when its backward is not split."""
+    """Return the queue of the running action, or ``None`` if its backward is not split."""
     return _collecting
 
 
@@ -158,23 +156,17 @@ def is_early(weight: torch.Tensor) -> bool:
 
 
 def defers() -> bool:
-    """Return whether the weight gradients of the action that is running wait for a W."""
+    """Return whether the weight gradients of the running action wait for a W."""
     return _collecting is not None and not isinstance(_collecting, ImmediateWeightGradients)
 
 
 @dataclass(frozen=True)
 class Arriving:
-    """A tensor that may still be arriving.
-
-    Args:
-        tensor: complete after ``wait``.
-        work: the communication, or ``None`` if the tensor is complete.
-        source: what the communication reads, which must stay alive until it ends.
-    """
+    """A tensor that may still be arriving. It is complete after ``wait``."""
 
     tensor: Any
-    work: dist.Work | None = None
-    source: Any = None
+    work: dist.Work | None = None  # the communication; ``None`` if the tensor is complete
+    source: Any = None  # the input of the communication, kept alive until the communication ends
 
     def wait(self) -> Any:
         if self.work is not None:
@@ -184,36 +176,33 @@ class Arriving:
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of a tensor.
+    """This rank's part of a tensor."""
 
-    Args:
-        tensor: the part. Transformer Engine's quantised tensors are no torch tensors.
-        gather: starts to gather the parts of all ranks. ``Arriving`` itself for a tensor that is whole.
-    """
-
-    tensor: Any
-    gather: Callable[[Any], Arriving]
+    tensor: Any  # Transformer Engine's quantised tensors have a type of their own
+    gather: Callable[
+        [Any], Arriving
+    ]  # starts to gather the parts of all ranks; ``Arriving`` itself if the tensor is whole
 
     def begin(self) -> Arriving:
         return self.gather(self.tensor)
 
 
 def gather_rows(shard: torch.Tensor, group: dist.ProcessGroup) -> Arriving:
-    """Start to gather ``[s/t, ...]`` of the ``t`` ranks of a group into ``[s, ...]``."""
+    """Start to gather the shards ``[s/t, ...]`` of a group's ``t`` ranks into ``[s, ...]``."""
     shard = shard.contiguous()
     whole = torch.empty((shard.size(0) * group.size(), *shard.shape[1:]), dtype=shard.dtype, device=shard.device)
     return Arriving(whole, dist.all_gather_into_tensor(whole, shard, group=group, async_op=True), shard)
 
 
-# A shard is kept no longer than the tensor that was gathered from it.
+# A shard is kept only as long as the tensor that was gathered from it.
 _shards: Any = WeakIdKeyDictionary()
 
 
 def remember(whole: Any, shard: Shard) -> None:
-    """Remember which shard a tensor was gathered from, as long as the tensor lives."""
+    """Remember the shard of a gathered tensor, as long as the tensor lives."""
     _shards[whole] = shard
 
 
 def shard_of(whole: Any) -> Shard | None:
-    """Return the shard that a tensor was gathered from, or ``None`` if it is not known."""
+    """Return the shard of a gathered tensor, or ``None`` if it is unknown."""
     return None if whole is None else _shards.get(whole)
