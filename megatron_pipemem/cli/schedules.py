@@ -116,7 +116,7 @@ def _facts(chosen: Family) -> Iterator[tuple[str, str]]:
     if chosen.offloads:
         yield "offload", "activations are held in host memory for a time"
     if chosen.slices > 1:
-        yield "slices", f"every sequence is cut into {chosen.slices} slices; -o slices changes the number"
+        yield "slices", f"every sequence runs in {chosen.slices} slices; -o slices changes the number"
     for flag, text in _options(chosen):
         yield f"  {flag}", text
     yield "p, m, v", "devices, microbatches, chunks per device; F, I, W, B: seconds of one device's share of the model"

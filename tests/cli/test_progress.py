@@ -195,7 +195,7 @@ def test_an_interrupted_grid_says_how_to_go_on(pipemem, monkeypatch, request, gr
     lines = result.stderr.splitlines()
     assert "0 of 3 points have ended, now schedule.name=1f1b" in lines
     assert any(line.startswith("1 of 3 points have ended, now schedule.name=v-half, about ") for line in lines)
-    assert "ending 1 points that run" in lines
+    assert "ending 1 running points" in lines
     first, command = lines[-1].split("; continue with: ")
     assert first == "error: interrupted with 3 of 3 points left or failed"
     words = shlex.split(command)

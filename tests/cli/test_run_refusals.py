@@ -93,7 +93,7 @@ def test_what_is_wrong_is_the_last_line_and_nothing_slow_is_imported(script: Pat
     ("options", "says"),
     [
         (("--cpuu", "train.py"), "did you mean --cpu?"),
-        (("--pipemem-schedule", "zbv", "train.py"), "the script comes first"),
+        (("--pipemem-schedule", "zbv", "train.py"), "give the script first"),
     ],
 )
 def test_an_option_before_the_script_is_no_script(pipemem, options, says):
