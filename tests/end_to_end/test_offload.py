@@ -218,7 +218,7 @@ def test_ways_to_keep_a_cap_are_mixed(train, assert_same_training, schedule, rat
             "1f1b",
             "copies are wrong",
             (*FULL, "--pipemem-offload-option", "guard=1"),
-            "came back from the host with other bytes",
+            "returned from the host with other bytes",
         ),
         ("po-f", None, (*SMALL, "--pipemem-host-memory", "512KiB"), "the host pool has no room"),
     ],

@@ -1,4 +1,4 @@
-"""Choose which activations of a schedule leave their devices, and when."""
+"""Choose the activations of a schedule that go to the host, and the places of their transfers in the order."""
 
 from __future__ import annotations
 
@@ -26,32 +26,23 @@ Select = str | int | Collection[int]
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """A schedule with its activations' round trips to the host. Memory in activation units, or in that of the costs.
+    """A schedule with round trips of activations to the host. Memory is in activation units or in the unit of the costs."""
 
-    Args:
-        schedule: with actions on memory.
-        base: the same without them.
-        base_timeline: the simulated run of ``base``.
-        kept: per ``(stage, microbatch)`` that does not leave its device, why: ``lifespan too short``, ``channel full``,
-            ``host memory``, ``not needed``, or ``recomputed``.
-        memory_cap: what was asked for, per device.
-    """
-
-    schedule: Schedule
-    base: Schedule
-    base_timeline: Timeline
-    kept: Mapping[Key, str]
-    memory_cap: tuple[float, ...] | None = None
+    schedule: Schedule  # with actions on memory
+    base: Schedule  # without them
+    base_timeline: Timeline  # simulation of ``base``
+    kept: Mapping[Key, str]  # by ``(stage, microbatch)`` that stays, a reason of ``transfers``
+    memory_cap: tuple[float, ...] | None = None  # one cap per device
 
     def __repr__(self) -> str:
-        """Without what would have to be simulated first."""
+        """Return a text that needs no simulation."""
         size = f"{self.base.num_devices} devices, {self.base.num_microbatches} microbatches"
         moved = f"{len(self.offloaded)} activations leave, {len(self.kept)} stay"
         return f"<OffloadPlan of {brief(self.base.name)}: {size}, {moved}>"
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The simulated run of ``schedule``."""
+        """The simulation of ``schedule``."""
         return simulate(self.schedule, self.base_timeline.costs)
 
     @property
@@ -64,12 +55,12 @@ class OffloadPlan:
 
     @property
     def delay(self) -> float:
-        """Seconds by which the transfers make the step longer."""
+        """Seconds that the transfers add to the step."""
         return max(0.0, self.timeline.makespan - self.base_timeline.makespan)
 
     @cached_property
     def offloaded(self) -> tuple[Key, ...]:
-        """Return what leaves its device."""
+        """Return the activations that leave their device."""
         return tuple(
             (action.stage, action.microbatch)
             for order in self.schedule.orders
@@ -85,8 +76,10 @@ class OffloadPlan:
 
     @cached_property
     def obstacles(self) -> Counter[str]:
-        """Return why, and how many, activations stay that would have to leave for a lower peak: on the devices that
-        exceed their cap or, without one, on the fullest. Empty when the cap is kept or nothing stays for want of room.
+        """Count, by reason, the activations that stay but would have to leave for a lower peak.
+
+        They are on the devices above their cap, or on the fullest device if there is no cap. The result is empty if the cap
+        is kept or nothing stays for lack of room.
         """
         if self.memory_cap is None:
             limits = (max(self.peaks) * (1 - 1e-9),) * len(self.peaks)
@@ -115,27 +108,25 @@ def plan_offload(
     pace: bool = False,
     slow_down: bool = True,
 ) -> OffloadPlan:
-    """Send activations to the host while nobody uses them, without making the step longer if that can be.
+    """Send activations to the host between their uses, without a longer step if possible.
 
-    Every device is planned for itself, or together with those that share its channel. What does not fit the channel, the
-    host's memory or the time between forward and backward stays, the shortest-lived first: there is always a plan.
+    Every device is planned alone, or together with those that share its channel. An activation stays if it does not fit the
+    channel, the host's memory or the time between forward and backward. The shortest-lived ones stay first, so there is
+    always a plan.
 
     Args:
-        schedule: any; actions on memory that it has are planned afresh.
-        costs: with a channel; without one, transfers take no time.
-        select: what may leave: ``auto`` or ``full`` everything, ``half`` the longer-lived half of every device's chunks,
-            ``off`` nothing, a number that many chunks of every device, a collection these stages.
-        memory_cap: the most a device may hold, one number or one per device, in activation units or the unit of
-            ``costs.memory``. With it, as little moves as keeps it, and the step becomes longer only where it must. Without,
-            the peak is made as low as it gets for free, and all leaves that does not raise it.
-        host_budget: the most host memory of a device, one number or one per device, in the same unit.
-        pace: also try warm-ups whose forwards run no faster than those of the steady state, which may take longer. With a
-            cap, they are tried in any case before anything that slows the steady state.
-        slow_down: whether the steady state may become slower where only that keeps the cap.
-
-    Raises:
-        UnsupportedError: ``select`` means nothing, or caps or budgets are not as many as devices.
-        CostsError: the costs do not fit the schedule.
+        schedule: any schedule; its own actions on memory are planned anew.
+        costs: costs with a channel; without one, transfers take no time.
+        select: activations that may leave. ``auto`` or ``full``: all. ``half``: those of the longer-lived half of every
+            device's chunks. ``off``: none. A number: those of so many chunks per device. A collection: those of these stages.
+        memory_cap: highest memory of a device, one number or one per device, in activation units or the unit of
+            ``costs.memory``. With a cap, as few activations as possible leave, and the step gets longer only if it must.
+            Without one, the peak is made as low as possible without a longer step, and all others leave too that do not
+            raise it.
+        host_budget: highest host memory of a device, one number or one per device, in the same unit.
+        pace: try also warm-ups whose forwards run no faster than in the steady state, which may take longer. With a cap,
+            they are tried in any case before a slower steady state.
+        slow_down: whether the steady state may become slower if only that keeps the cap.
     """
     base = replace(schedule, orders=tuple(tuple(a for a in order if a.kind in COMPUTE) for order in schedule.orders))
     caps, budgets = (
@@ -159,7 +150,7 @@ def _selected(schedule: Schedule, timeline: Timeline, select: Select) -> frozens
     if isinstance(select, str):
         if select not in OFFLOAD:
             raise UnsupportedError(
-                "bad-choice", f"cannot offload {select!r}; take {', '.join(OFFLOAD)}, or a number of chunks"
+                "bad-choice", f"cannot offload {select!r}; give {', '.join(OFFLOAD)}, or a number of chunks"
             )
         number = {OFF: 0, "half": -1}.get(select)
     elif isinstance(select, int):
@@ -196,16 +187,11 @@ _EXACT = 1 + 1e-9
 
 
 def in_time(plan: OffloadPlan, timetable: PassTimes) -> OffloadPlan:
-    """Return the plan without round trips that make the step longer than the timetable, or the schedule without
-    transfers, is.
+    """Drop round trips until the step is no longer than the timetable or the schedule without transfers.
 
-    Whatever first runs late does so because its device waits for a transfer: everything else was in time. So the round trips
-    go whose transfers are late first, until the step is no longer; at the latest when nothing leaves any more. With a cap,
-    as many go as keep it.
-
-    Args:
-        plan: of any schedule.
-        timetable: when the plan has everything run at the latest.
+    The first late action is late because its device waits for a transfer, as all else was in time. So the transfers that are
+    late first are dropped first. With a cap, only as many are dropped as keep it. ``timetable`` has the latest times of the
+    plan's actions.
     """
     latest = max((float(ends[-1]) for ends in timetable.ends if len(ends)), default=0.0)
     allowed = max(latest, plan.base_timeline.makespan) * _EXACT
@@ -219,7 +205,7 @@ def in_time(plan: OffloadPlan, timetable: PassTimes) -> OffloadPlan:
 
 
 def _late(plan: OffloadPlan, timetable: PassTimes, exact: float) -> list[Key]:
-    """Return the round trips that some device has waited for beyond the timetable, the earliest first."""
+    """Return the round trips that a device waited for beyond the timetable, the earliest first."""
     late: list[tuple[float, Key]] = []
     for device, (order, spans) in enumerate(zip(plan.schedule.orders, plan.timeline.spans, strict=True)):
         starts, position = timetable.starts[device], 0

@@ -1,7 +1,7 @@
-"""Plan which activations of a schedule go to the host, when they leave and when they return.
+"""Plan the activations of a schedule that go to the host, and when they leave and return.
 
-Devices run as soon as they can, but nothing is gained by a forward that ends long before its output is used. A plan is made
-for a timetable in which such actions are late: waits for transfers that end before these times delay nothing.
+Devices run actions as soon as they can, but a forward gains nothing if it ends long before its output is used. A plan uses a
+timetable in which such actions are late. Transfers that end before these times delay nothing.
 """
 
 from __future__ import annotations
@@ -47,18 +47,14 @@ class PassTimes(NamedTuple):
         return cls(*(tuple(np.array(device, dtype=float) for device in times) for times in (starts, ends)))
 
     def stretched(self, factor: float) -> PassTimes:
-        """Return the same with all times multiplied, as if everything but transfers were slower."""
+        """Return the times multiplied by a factor, as if all actions except transfers were slower."""
         return PassTimes(*(tuple(device * factor for device in times) for times in self))
 
 
 def paced(schedule: Schedule, costs: Costs, share: float) -> PassTimes:
-    """Return an order with the forwards of every stage no closer together than a share of the busiest device's work for
-    one microbatch, which makes a warm-up longer that runs many forwards in a row.
+    """Return the times of an order whose warm-up is slower: the forwards of each stage keep a distance.
 
-    Args:
-        schedule: compute actions only.
-        costs: what they take.
-        share: at most 1.
+    The distance is ``share``, at most 1, of the busiest device's work for one microbatch.
     """
     found = Dependencies.of_schedule(schedule)
     graph, seconds, lags = ActionPrices(schedule, costs).of_graph(found)
@@ -78,11 +74,7 @@ def paced(schedule: Schedule, costs: Costs, share: float) -> PassTimes:
 
 
 def timetables(timeline: Timeline) -> tuple[PassTimes, ...]:
-    """Return timetables within the makespan of the schedule: the forwards of the warm-up late, and everything late.
-
-    Args:
-        timeline: of a schedule of compute actions only.
-    """
+    """Return two timetables within the makespan: with the forwards of the warm-up late, and with every action late."""
     found = Dependencies.of_schedule(timeline.schedule)
     warm_up = {
         node for nodes in found.graph.lanes for node in takewhile(lambda n: found.actions[n].kind is Kind.F, nodes)
@@ -91,7 +83,7 @@ def timetables(timeline: Timeline) -> tuple[PassTimes, ...]:
 
 
 def _late(timeline: Timeline, found: Dependencies, movable: Container[int]) -> PassTimes:
-    """Return the same run with every movable node as late as its followers and consumers allow."""
+    """Return the run with every movable action as late as its followers and consumers allow."""
     spans = timeline.spans
     graph, _, lags = ActionPrices(timeline.schedule, timeline.costs).of_graph(found)
     end_of_run = max((device[-1][1] for device in spans if device), default=0.0)
@@ -115,32 +107,18 @@ _DEVICE_MEMORY, _HOST_MEMORY = slice(1, 3), slice(0, 4, 3)
 
 
 class PlacedTrips(NamedTuple):
-    """Say where in a device's order the four actions of its round trips go, by their columns in ``ROUND_TRIP``.
+    """Where the four actions of a device's round trips go in its order, by their columns in ``ROUND_TRIP``."""
 
-    Args:
-        trips: one row each.
-        places: positions in the order that they go before.
-        times: when they are; decides between those that go before the same position.
-        ranks: decide between those of the same time.
-    """
-
-    trips: Sequence[RoundTrip]
-    places: np.ndarray
-    times: np.ndarray
-    ranks: np.ndarray
+    trips: Sequence[RoundTrip]  # one row each
+    places: np.ndarray  # positions of the order that they go before
+    times: np.ndarray  # their times, which order actions before the same position
+    ranks: np.ndarray  # order actions of the same time
 
     @classmethod
     def of(
         cls, device: int, timetable: PassTimes, trips: Sequence[RoundTrip], lives: Mapping[Key, tuple[int, int]]
     ) -> PlacedTrips:
-        """Place every transfer where the device stands when its channel gets to it.
-
-        Args:
-            device: whose order it is.
-            timetable: when its actions run.
-            trips: those of other devices are left out.
-            lives: see ``lives`` below.
-        """
+        """Place each transfer at the position that the device has reached when its channel starts the transfer."""
         own = _of(device, trips)
         starts, ends = timetable.starts[device], timetable.ends[device]
         exact = _exact(ends)
@@ -149,22 +127,22 @@ class PlacedTrips(NamedTuple):
             -1, len(ROUND_TRIP)
         )
         out, left, back, _ = times.T
-        # Where passes take no time, many positions have the same time; a round trip's four actions stay in their order.
+        # If passes take no time, many positions have the same time; the four actions of a round trip keep their order.
         at_out = np.minimum(used, np.maximum(made + 1, ends.searchsorted(out + exact, "right")))
         at_left = np.maximum(at_out, starts.searchsorted(left - exact))
         at_back = np.minimum(used, np.maximum(at_left, ends.searchsorted(back + exact, "right")))
-        # Of what happens at one time: what has ended gives room to what begins. A transfer that takes no time is both.
+        # At one time, actions that free memory come before actions that take it. A transfer without duration does both.
         ranks = [(2 if item.out else -1, 0, 2 if item.back else 0.5, 1) for item, _, _ in own]
         places = np.stack([at_out, at_left, at_back, used], axis=1)
         return cls(own, places, times, np.array(ranks, dtype=float).reshape(places.shape))
 
     def peak(self, changes: Mapping[Kind, Sequence[float]], base: np.ndarray) -> float:
-        """Return the most that the device holds, where the order alone changes what it holds by ``base``."""
+        """Return the device's peak, where ``base`` has the changes in memory of its order."""
         every = np.append(self._changes(changes, _DEVICE_MEMORY), base)
         return float(every[self._merged(_DEVICE_MEMORY, len(base))].cumsum().max(initial=0.0))
 
     def host_peak(self, changes: Mapping[Kind, Sequence[float]]) -> float:
-        """Return the most host memory that the device uses."""
+        """Return the peak of host memory that the device uses."""
         every = self._changes(changes, _HOST_MEMORY)
         return float(every[self._merged(_HOST_MEMORY, 0)].cumsum().max(initial=0.0))
 
@@ -175,15 +153,13 @@ class PlacedTrips(NamedTuple):
         return tuple(actions[at] for at in self._merged(slice(None), len(base)))
 
     def _merged(self, columns: slice, length: int) -> np.ndarray:
-        """Return the sequence of these columns, counted row by row, and of an order of some length, counted behind
-        them.
-        """
+        """Return the merged sequence of these columns, numbered row by row, and of an order, numbered after them."""
         chosen = (np.asarray(each)[:, columns].ravel() for each in (self.ranks, self.times, self.places))
         own = (np.zeros(length), np.full(length, np.inf), np.arange(length))
         return np.lexsort([np.append(*each) for each in zip(chosen, own, strict=True)])
 
     def _changes(self, changes: Mapping[Kind, Sequence[float]], columns: slice) -> np.ndarray:
-        """Return what these columns change, row by row."""
+        """Return the changes in memory of these columns, row by row."""
         places = [trip.item.place for trip in self.trips]
         weights = np.array([trip.item.weight for trip in self.trips])
         by_kind = [np.array(changes[kind], dtype=np.float64)[places] * weights for kind in ROUND_TRIP[columns]]
@@ -191,7 +167,7 @@ class PlacedTrips(NamedTuple):
 
 
 def lives(order: Order) -> dict[Key, tuple[int, int]]:
-    """Return the positions between which activations may be away: of their F, and of what needs them first."""
+    """Return the positions between which activations may be away: of their F, and of the first action that needs them."""
     made: dict[Key, int] = {}
     found: dict[Key, tuple[int, int]] = {}
     for at, action in enumerate(order):
@@ -204,13 +180,7 @@ def lives(order: Order) -> dict[Key, tuple[int, int]]:
 
 
 def useless(device: int, timetable: PassTimes, trips: Sequence[RoundTrip]) -> list[Item]:
-    """Return those of a device's items in whose absence nothing runs.
-
-    Args:
-        device: number of the device.
-        timetable: when compute actions run.
-        trips: round trips of all devices.
-    """
+    """Return the items of a device during whose absence no action runs. ``trips`` has those of all devices."""
     own = _of(device, trips)
     starts, ends = timetable.starts[device], timetable.ends[device]
     exact = _exact(ends)
@@ -224,23 +194,23 @@ def _of(device: int, trips: Sequence[RoundTrip]) -> list[RoundTrip]:
 
 
 def _exact(ends: np.ndarray) -> float:
-    """Return what times may be off by."""
+    """Return the tolerance of times."""
     return 1e-9 * ends[-1] if len(ends) else 0.0
 
 
-# Shares of the longest-lived activations that are tried.
+# Number of shares of the longest-lived activations that are tried.
 _SHARES = 4
 _GOLDEN = 0.6180339887498949
-# By how much a plan may pretend that computing is slower, where only stalls keep a cap.
+# Factors by which a plan may assume slower computing, if only stalls keep a cap.
 _STRETCHES = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
-# Shares of the steady state's interval that the forwards of a warm-up are apart.
+# Distances between the forwards of a warm-up, as shares of the interval in the steady state.
 _PACES = (0.5, 0.75, 1.0)
-# Transfers as they are, and slower ones: their plans hold as well, and are at times the better.
+# Factors for the seconds of transfers. A plan for slower ones is valid too, and sometimes better.
 _SLOWER = (1.0, 1.2)
 
 
 class _Part(NamedTuple):
-    """Devices that share a channel, and when their actions run."""
+    """Devices that share a channel, with their timetable."""
 
     devices: tuple[int, ...]
     timetable: PassTimes
@@ -248,37 +218,21 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _TripGroup:
-    """A plan of the devices that share a channel.
-
-    Args:
-        part: these.
-        trips: round trips.
-        kept: why the others of the items stay.
-        over: by how much the devices exceed their caps, all together; 0 without caps.
-        peak: the most that any of them holds.
-    """
+    """A plan of the devices that share a channel."""
 
     part: _Part
     trips: Sequence[RoundTrip]
-    kept: dict[Key, str]
-    over: float
-    peak: float
+    kept: dict[Key, str]  # reasons of the items that stay
+    over: float  # sum of the devices' memory above their caps; 0 without caps
+    peak: float  # of the fullest device
 
 
 Proposal = tuple[tuple[Order, ...], dict[Key, str], PassTimes]
-"""Orders with round trips, why everything else stays, and when all of it runs at the latest."""
+"""Orders with round trips, the reasons of activations that stay, and the latest times of all actions."""
 
 
 class Planner:
-    """Plan which activations leave, when, and when they return; see ``plan_offload``.
-
-    Args:
-        timeline: the simulated run of a schedule without actions on memory.
-        caps: the most every device may hold.
-        budgets: the most host memory of every device.
-        pace: see ``plan_offload``.
-        slow_down: see ``plan_offload``.
-    """
+    """Plan the activations that leave, and when they leave and return; see ``plan_offload``."""
 
     def __init__(
         self,
@@ -313,7 +267,7 @@ class Planner:
             for order in base.orders
         ]
         prices = costs.transfer_seconds(placement, base.recomputed, slices)
-        # Per stage and microbatch (or slice of one), seconds of a copy to the host, and of one back.
+        # By stage and microbatch (or slice), the seconds of a copy to the host, and of one back.
         self._out, self._back = (
             (np.tile(np.reshape(prices[kind], (-1, slices)), base.num_microbatches) * each).tolist()
             for kind, each in zip((Kind.OFFLOAD, Kind.RELOAD), times, strict=True)
@@ -327,10 +281,10 @@ class Planner:
         self._groups = [*shared, *((device,) for device in sorted(alone))]
 
     def run(self, stages: frozenset[int]) -> list[Proposal]:
-        """Plans to choose from: one where no device waits for the transfers of another."""
+        """Return plans to choose from. There is only one if no device waits for the transfers of another."""
         whole = {stage for stage, kind in self._base.recomputed.items() if kind is Kind.R}
         stages -= whole
-        # Devices wait for one another: only plans for one timetable hold nobody up together.
+        # Devices wait for each other, so all of them are planned for one timetable.
         plans = [self._plan_all(stages, timetable, 1.0) for timetable in self._timetables]
         slower = [(timetable, 1.0) for timetable in self._paced]
         slower += [(self._paced[-1], stretch) for stretch in self._stretches]
@@ -347,13 +301,13 @@ class Planner:
         return [self._proposal(plan, whole)]
 
     def _proposal(self, plan: Sequence[_TripGroup], whole: set[int]) -> Proposal:
-        """Return the orders of a plan of all devices, and why what stays does."""
+        """Return the orders of a plan of all devices, and the reasons of activations that stay."""
         orders = {
             device: self._placed(device, group.part.timetable, group.trips).order(self._base.orders[device])
             for group in plan
             for device in group.part.devices
         }
-        # Stages that were not selected are in no group's plan.
+        # No group's plan has the stages that were not selected.
         kept = {
             (action.stage, action.microbatch): RECOMPUTED if action.stage in whole else NOT_NEEDED
             for order in self._base.orders
@@ -374,12 +328,12 @@ class Planner:
         return over, max(peaks) if over else 0.0, sum(peaks) if over else 0.0, trips
 
     def _plan_all(self, stages: frozenset[int], timetable: PassTimes, stretch: float) -> list[_TripGroup]:
-        """Return the best plan of every device when all but transfers takes ``stretch`` times as long."""
+        """Return the best plan of every device if all actions except transfers take ``stretch`` times as long."""
         timetable = timetable.stretched(stretch)
         return [self._best(_Part(devices, timetable), stages) for devices in self._groups]
 
     def _best(self, part: _Part, stages: frozenset[int]) -> _TripGroup:
-        """Return the plan of some devices: within the caps with the fewest round trips, or else with the lowest peak."""
+        """Return a plan of some devices: with the fewest round trips within the caps, or else with the lowest peak."""
         items = self._items(part, stages, 1.0)
         if self._caps is None:
             best = self._lowest(part, stages)
@@ -395,13 +349,13 @@ class Planner:
         return replace(best, kept=kept)
 
     def _why(self, item: Item) -> str:
-        """Return why an item stays that would only be in the way of others."""
+        """Return the reason of an item that stays because others need its room."""
         if self._budgets is not None and item.size * self._unit > self._budgets[item.device]:
             return NO_HOST_MEMORY
         return TOO_SHORT if item.lifespan < item.out + item.back else CHANNEL_FULL
 
     def _lowest(self, part: _Part, stages: frozenset[int]) -> _TripGroup:
-        """Try, without caps, the longest-lived items, ever fewer of them, until no fewer can be better."""
+        """Return the best plan without caps: try fewer and fewer of the longest-lived items until no fewer can help."""
         found: list[tuple[tuple[float, ...], float, int, _TripGroup]] = []
         for factor in _SLOWER:
             items = self._items(part, stages, factor)
@@ -413,13 +367,13 @@ class Planner:
         return min(found)[-1]
 
     def _at_best(self, part: _Part, items: Sequence[Item]) -> tuple[float, ...]:
-        """Return the rank of these items if each had a channel to itself: no plan of them, or of fewer, is better."""
+        """Return the rank of these items with a channel each. No plan of them, or of fewer, is better."""
         trips = [RoundTrip(item, item.made, item.used - item.back) for item in items]
         trips = [trip for trip in trips if trip.out + trip.item.out <= trip.back]
         return self._rank([self._group(part, trips, ())])
 
     def _with_fewer(self, part: _Part, stages: frozenset[int], factor: float, best: _TripGroup) -> _TripGroup:
-        """Try, with caps, the longest-lived items, ever more of them, and then no more than it takes."""
+        """Return the best plan with caps: try more and more of the longest-lived items, then reduce their number."""
         items = self._items(part, stages, factor)
         too_few, enough = 0, None
         for count in _counts(items):
@@ -440,7 +394,7 @@ class Planner:
         return best
 
     def _items(self, part: _Part, stages: frozenset[int], factor: float) -> list[Item]:
-        """Return what may leave, the longest-lived first."""
+        """Return the items that may leave, the longest-lived first."""
         items = []
         for device in part.devices:
             starts, ends = part.timetable.starts[device].tolist(), part.timetable.ends[device].tolist()
@@ -448,15 +402,15 @@ class Planner:
                 weight = float(self._weights[microbatch])
                 at = place(Action(Kind.F, stage, microbatch), self._slices)
                 size = -self._changes[Kind.WAIT_OFFLOAD][at] * weight
-                if stage in stages and size:  # a stage without layers has nothing to send
+                if stage in stages and size:  # a stage without layers has no activations
                     out, back = self._out[stage][microbatch] * factor, self._back[stage][microbatch] * factor
                     items.append(Item(device, stage, microbatch, ends[made], starts[used], out, back, size, at, weight))
-        # Where not all of equally long-lived items have room, those that leave are spread evenly over the step.
+        # If only some of equally long-lived items have room, those that leave are spread evenly over the step.
         tick = 1e-6 * max((item.lifespan for item in items), default=1.0) or 1.0
         return sorted(items, key=lambda item: (-round(item.lifespan / tick), item.microbatch * _GOLDEN % 1, item.stage))
 
     def _plan(self, part: _Part, chosen: Sequence[Item], others: Sequence[Item]) -> _TripGroup:
-        """Plan round trips of as many of ``chosen`` as have room in the channel and in host memory."""
+        """Plan round trips of as many of ``chosen`` as fit the channel and host memory."""
         if self._budgets is None:
             return self._plan_within(part, chosen, others, None)
         budgets = [budget / self._unit for budget in self._budgets]
@@ -470,7 +424,7 @@ class Planner:
             ]
             if not over:
                 return group
-            # An order issues transfers a little ahead of their time: where that is too much, plan with a little less room.
+            # An order issues transfers a little early. If that takes too much memory, plan with a little less room.
             for device in over:
                 own = [item for item in chosen if item.device == device]
                 budgets[device] -= min(item.size / item.weight for item in own) * fmean(item.weight for item in own)
@@ -482,7 +436,7 @@ class Planner:
         others: Sequence[Item],
         budgets: Sequence[float] | None,
     ) -> _TripGroup:
-        """Plan round trips without those that nothing runs in the absence of."""
+        """Plan round trips, without those during which no action runs."""
         idle: list[Item] = []
         for _ in range(2):
             trips, kept = plan_round_trips(chosen, self._channel.duplex, budgets)
@@ -497,7 +451,7 @@ class Planner:
         return replace(group, kept={**group.kept, **reasons})
 
     def _group(self, part: _Part, trips: Sequence[RoundTrip], others: Sequence[Item]) -> _TripGroup:
-        """Return what these round trips come to."""
+        """Return the group with these round trips and their effect on memory."""
         placed = {device: self._placed(device, part.timetable, trips) for device in part.devices}
         held = {d: each.peak(self._changes, self._base_changes[d]) * self._unit for d, each in placed.items()}
         over = 0.0
@@ -512,7 +466,7 @@ class Planner:
 
 
 def _counts(items: Sequence[Item]) -> list[int]:
-    """Return how many of the longest-lived items are tried to send away: shares of all, and what the channel can take."""
+    """Return the numbers of longest-lived items to try: shares of all, and the number that fits the channel."""
     shares = {-(-len(items) * share // _SHARES) for share in range(1, _SHARES + 1)}
     span = max((item.used for item in items), default=0.0) - min((item.made for item in items), default=0.0)
     capacity = bisect_right(list(accumulate(item.out + item.back for item in items)), span)

@@ -1,7 +1,7 @@
-"""Choose which activations leave a device and when their transfers run, one channel at a time.
+"""Choose the activations that leave a device, and the times of their transfers, for one channel.
 
-A forward's activations leave as soon as the channel is free, those first that are used last, and return as late as the
-channel allows. What no longer fits between a forward and its backward stays.
+Activations leave as soon as the channel is free, the last used first, and return as late as the channel allows. An activation
+stays if its round trip does not fit between its forward and its backward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_pipemem.schedule.memory_cap import loosened
 
 TOO_SHORT, CHANNEL_FULL, NO_HOST_MEMORY = "lifespan too short", "channel full", "host memory"
 NOT_NEEDED, RECOMPUTED = "not needed", "recomputed"
-"""Why activations stay on their device."""
+"""Reasons why activations stay on their device."""
 
 
 Key = tuple[int, int]
@@ -26,40 +26,27 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class HostLink:
-    """A device's way to its host: bytes per second of a transfer to the host, and of one back, alone."""
+    """A device's link to its host: bytes per second of a single transfer to the host, and of one back."""
 
     out: float
     back: float
     duplex: bool
-    """Whether both ways at once take hardly longer than the slower one."""
+    """Whether two transfers at once, one each way, take hardly longer than the slower one."""
 
 
 class Item(NamedTuple):
-    """The activations of one forward.
-
-    Args:
-        device: whose they are.
-        stage: with ``microbatch``, which forward.
-        microbatch: see ``stage``.
-        made: when the forward ends.
-        used: when the backward starts.
-        out: seconds of the transfer to the host.
-        back: seconds of the transfer back.
-        size: what leaves the device.
-        place: where its stage and slice stand in what has one value of each (``action.place``).
-        weight: how many times what the costs price it holds, where microbatches are not alike; ``size`` has it already.
-    """
+    """The activations of one forward."""
 
     device: int
     stage: int
     microbatch: int
-    made: float
-    used: float
-    out: float
-    back: float
-    size: float
-    place: int
-    weight: float = 1.0
+    made: float  # end of the forward
+    used: float  # start of the backward
+    out: float  # seconds of the transfer to the host
+    back: float  # seconds of the transfer back
+    size: float  # memory that leaves the device, ``weight`` included
+    place: int  # index of its stage and slice in lists of prices (``action.place``)
+    weight: float = 1.0  # its memory relative to the costs, if microbatches differ
 
     @property
     def key(self) -> Key:
@@ -72,7 +59,7 @@ class Item(NamedTuple):
 
 
 class RoundTrip(NamedTuple):
-    """Say when the two transfers of an item start."""
+    """The start times of an item's two transfers."""
 
     item: Item
     out: float
@@ -82,18 +69,15 @@ class RoundTrip(NamedTuple):
 def plan_round_trips(
     items: Sequence[Item], duplex: bool = False, host_budget: Sequence[float] | None = None
 ) -> tuple[list[RoundTrip], dict[Item, str]]:
-    """Run a channel through time.
+    """Simulate a channel, and return its round trips, by the start of their transfers out, and the reasons of other items.
 
-    Whenever it is free it takes the transfer back that would otherwise come too late; failing that, a transfer out of what is
-    used last, as long as everything still comes back in time; failing that, it waits.
+    Whenever the channel is free, it starts the transfer back that would otherwise be late. If none would be, it starts a
+    transfer out of the last used item, as long as all items can return in time. Otherwise it waits.
 
     Args:
-        items: of all devices of the channel.
+        items: activations of all devices of the channel.
         duplex: whether transfers of different directions run at the same time.
-        host_budget: per device, the host memory it may use.
-
-    Returns:
-        The round trips, by the start of their transfers out, and for every other item why it stays.
+        host_budget: host memory that each device may use.
     """
     return _TransferPlan(items, duplex, host_budget).run()
 
@@ -102,12 +86,12 @@ class _TransferPlan:
     def __init__(self, items: Sequence[Item], duplex: bool, host_budget: Sequence[float] | None) -> None:
         self._items, self._duplex = items, duplex
         self._coming = sorted(items, key=lambda item: item.made, reverse=True)
-        self._resident: list[tuple[float, int, Item]] = []  # those used last first
-        self._away: list[tuple[float, int, Item]] = []  # those used first first
+        self._resident: list[tuple[float, int, Item]] = []  # the last used first
+        self._away: list[tuple[float, int, Item]] = []  # the first used first
         self._out_start: dict[Item, float] = {}
         self._trips: list[RoundTrip] = []
         self._free = {False: 0.0, True: 0.0}  # per direction; a half duplex channel uses both at once
-        # When the transfer back of every item that is away must start for it and all later ones to be in time.
+        # Latest start of each transfer back for which it and all later ones are in time.
         self._due = [inf]
         self._exact = 1e-9 * max((item.used for item in items), default=0.0)
         self._reasons: dict[Item, str] = {}
@@ -164,7 +148,7 @@ class _TransferPlan:
         at = bisect_left(away, entry)
         away.insert(at, entry)
         due.insert(at, min(due[at], item.used) - item.back)
-        while at:  # those before it must come back sooner, up to where there is time enough
+        while at:  # items before it must return sooner, until there is enough time
             at -= 1
             used, _, other = away[at]
             start = min(due[at + 1], used) - other.back
@@ -173,7 +157,7 @@ class _TransferPlan:
             due[at] = start
 
     def _with_another(self, item: Item) -> tuple[float, float]:
-        """Return, if ``item`` left too, when the first transfer back would have to start, and when its own."""
+        """Return the latest start of the first transfer back, and of the item's own, if ``item`` left too."""
         at = bisect_left(self._away, (item.used,))
         start = own = min(self._due[at], item.used) - item.back
         while at:
@@ -185,7 +169,7 @@ class _TransferPlan:
         return start, own
 
     def _leaving(self, now: float) -> Item | None:
-        """Return the item used last that can leave now and all be back in time."""
+        """Return the last used item that can leave now such that all items return in time."""
         stay: list[tuple[float, int, Item]] = []
         chosen = None
         while self._resident and chosen is None:
@@ -193,14 +177,14 @@ class _TransferPlan:
             item = entry[2]
             arrived = now + item.out
             if arrived + item.back > item.used + self._exact:
-                continue  # it never can: time only goes on
+                continue  # it never can, because time only advances
             if not self._host_has_room(item):
                 self._reasons[item] = NO_HOST_MEMORY
                 stay.append(entry)
             elif not self._returns_in_time(item, now):
                 stay.append(entry)
                 if self._are_alike:
-                    break  # those behind it are used sooner, which leaves the channel less time still
+                    break  # later entries are used sooner, which leaves the channel even less time
             else:
                 chosen = item
         self._resident = stay + self._resident
@@ -210,7 +194,7 @@ class _TransferPlan:
         return chosen
 
     def _returns_in_time(self, item: Item, now: float) -> bool:
-        """Return whether it, and all that is away already, can still come back in time when it leaves now."""
+        """Return whether the item and all that are away return in time if it leaves now."""
         arrived = now + item.out
         first, own = self._with_another(item)
         vacant = max(now, self._free[True]) if self._duplex else arrived
@@ -223,7 +207,7 @@ class _TransferPlan:
         return held <= loosened(self._host_budget[item.device])
 
     def _next_time(self, now: float, due: float) -> float:
-        """Return when something changes: a forward ends, a transfer ends or must start, host memory is given back."""
+        """Return the next time of a change: a forward or transfer ends, a transfer must start, or host memory is freed."""
         times = [due, *self._free.values()]
         if self._coming:
             times.append(self._coming[-1].made)
@@ -231,6 +215,6 @@ class _TransferPlan:
             times.append(self._host_uses[0][0])
         later = [time for time in times if time > now + self._exact]
         if not later or (not self._coming and not self._away and not self._host_uses):
-            self._resident.clear()  # what is left can never leave
+            self._resident.clear()  # the remaining items can never leave
             return now
         return min(later)

@@ -1,4 +1,4 @@
-"""Carry bytes between a device and its host: on two streams of a GPU, or by threads where the device is host memory itself."""
+"""Copy bytes between a device and its host: on two streams of a GPU, or by threads if the device is the CPU."""
 
 from __future__ import annotations
 
@@ -22,61 +22,54 @@ class Direction(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """One copy of a contiguous run of bytes; both tensors are one-dimensional ``uint8`` of one size."""
+    """One copy of a run of bytes. Both tensors are one-dimensional ``uint8`` of the same size."""
 
     destination: torch.Tensor
     source: torch.Tensor
 
 
 class Ticket(Protocol):
-    """A transfer under way."""
+    """A running transfer."""
 
     def done(self) -> bool:
-        """Return whether the transfer has ended. Never blocks."""
+        """Return whether the transfer has ended, without blocking."""
 
 
 class CopyChannel[Own: Ticket](Protocol):
     """One device's way to its host, with a lane for each direction. Transfers of a direction run in the order started.
 
-    It takes the tickets that it gave, and no others.
+    A channel takes only tickets that it has returned.
     """
 
     device: torch.device
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Allocate host memory that this channel can copy from and to: ``uint8``, one-dimensional."""
+        """Allocate one-dimensional ``uint8`` host memory that this channel can copy from and to."""
 
     def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[Own]) -> Own:
-        """Start transfers, to run when everything computed so far and every transfer in ``after`` has ended.
+        """Start copies after all computing so far and after the transfers in ``after``, without waiting.
 
-        The call does not wait. Both tensors of every pair must be kept until ``join``.
-
-        Args:
-            direction: to the host or back.
-            copies: runs of bytes with their source and destination.
-            after: tickets of earlier transfers.
+        Keep both tensors of every copy until ``join``.
         """
 
     def join(self, ticket: Own, on_stall: Callable[[float], None]) -> None:
-        """Order all later computing after the transfer. From here on its tensors may be read, and its source freed.
+        """Order later computing after the transfer. Then its tensors may be read, and its source freed.
 
-        ``on_stall`` gets the seconds that computing stood still, at once or when the stalls are read.
-
-        Raises:
-            OffloadError: the transfer failed.
+        ``on_stall`` gets the seconds that computing waited, now or when the stalls are read. A failed transfer raises an
+        OffloadError.
         """
 
     def use(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of a reloaded tensor until the current stream has used it, whichever stream that is."""
+        """Keep the memory of a reloaded tensor until the current stream has used it."""
 
     def take_stalls(self) -> Callable[[], None]:
-        """Return a function that reports the stalls so far that are not yet reported. Calling it may wait for the device."""
+        """Return a function that reports the stalls so far that are unreported. That function may wait for the device."""
 
     def forget_stalls(self) -> None:
-        """Never report the stalls that are not yet reported."""
+        """Drop the unreported stalls."""
 
     def close(self) -> None:
-        """Give up threads and streams."""
+        """Close threads and streams."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,15 +81,12 @@ class CudaTicket:
 
 
 class CudaChannel:
-    """A stream per direction, since current GPUs copy both ways at once.
+    """A stream per direction, because current GPUs copy both ways at once.
 
-    The compute stream is the stream that is current at ``start``, where memory for reloads comes from too. Its tensors are not
-    handed to ``record_stream``, because no plan can count on memory that an allocator frees some time later. Only a reloaded
-    tensor that another stream uses is, as Megatron's shared experts do with --moe-shared-expert-overlap.
-
-    Args:
-        device: the GPU.
-        timed: measure stalls, with two timing events around every wait.
+    The compute stream is the current stream at ``start``, and memory for reloads comes from it. Its tensors do not go through
+    ``record_stream``, because no plan can use memory that an allocator frees some time later. Only a reloaded tensor that
+    another stream uses does so, as in Megatron's shared experts with --moe-shared-expert-overlap. ``timed`` measures stalls
+    with two timing events around every wait.
     """
 
     def __init__(self, device: torch.device, timed: bool = True):
@@ -111,15 +101,9 @@ class CudaChannel:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[CudaTicket]) -> CudaTicket:
-        """Start transfers on the stream of their direction, as ``CopyChannel.start`` says.
-
-        Args:
-            direction: to the host or back.
-            copies: runs of bytes with their source and destination.
-            after: tickets of earlier transfers.
-        """
+        """Start copies on the stream of their direction, see ``CopyChannel.start``."""
         lane = self._lanes[direction]
-        # Computing so far wrote the sources, and perhaps last used what is now the destinations' memory.
+        # Computing so far wrote the sources, and may have used the memory of the destinations.
         self._compute = torch.cuda.current_stream(self.device)
         computed = torch.cuda.Event()
         computed.record(self._compute)
@@ -169,38 +153,25 @@ class CudaChannel:
 
 
 _LOOK_AFTER_SECONDS = 0.05
-"""How often a waiting thread looks whether the thread it waits for is still alive."""
+"""Seconds between two checks of a waiting thread that the other thread is alive."""
 
 
 @dataclass(eq=False)
 class HostTicket:
-    """Stand for a transfer that a thread runs.
-
-    Args:
-        direction: to the host or back.
-        thread: that runs it.
-        copies: runs of bytes with their source and destination.
-        after: transfers that it waits for.
-        ended: is set when it has ended, well or not.
-        error: why it failed, or ``None``.
-    """
+    """A transfer that a thread runs."""
 
     direction: Direction
     thread: threading.Thread
     copies: Sequence[Copy]
-    after: Sequence[HostTicket]
-    ended: threading.Event = field(default_factory=threading.Event)
+    after: Sequence[HostTicket]  # transfers that it waits for
+    ended: threading.Event = field(default_factory=threading.Event)  # set at its end, even if it failed
     error: BaseException | None = None
 
     def done(self) -> bool:
         return self.ended.is_set() and self.error is None
 
     def wait(self) -> None:
-        """Block until the transfer has ended, whatever became of its thread.
-
-        Raises:
-            OffloadError: it failed, or its thread is gone.
-        """
+        """Block until the transfer has ended. Raise an OffloadError if it failed or its thread has died."""
         while not self.ended.wait(_LOOK_AFTER_SECONDS):
             if not self.thread.is_alive() and not self.ended.is_set():
                 raise _lost(self.direction, None)
@@ -209,11 +180,7 @@ class HostTicket:
 
 
 class ThreadChannel:
-    """One thread per direction.
-
-    Args:
-        bandwidth: bytes per second of either direction; ``None`` for as fast as memory is.
-    """
+    """A thread per direction, at ``bandwidth`` bytes per second each way if given."""
 
     device = torch.device("cpu")
 
@@ -231,13 +198,7 @@ class ThreadChannel:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[HostTicket]) -> HostTicket:
-        """Start transfers in a thread, as ``CopyChannel.start`` says.
-
-        Args:
-            direction: to the host or back.
-            copies: runs of bytes with their source and destination.
-            after: tickets of earlier transfers.
-        """
+        """Start copies in a thread, see ``CopyChannel.start``."""
         ticket = HostTicket(direction, self._threads[direction], tuple(copies), tuple(after))
         self._queues[direction].put(ticket)
         return ticket
@@ -250,14 +211,14 @@ class ThreadChannel:
         on_stall(time.perf_counter() - begin)
 
     def use(self, tensor: torch.Tensor) -> None:
-        """Do nothing: a host has no streams."""
+        """Do nothing, because a CPU has no streams."""
 
     def take_stalls(self) -> Callable[[], None]:
-        """Return a function that does nothing: no stall is ever left, because ``join`` blocks, and reports at once."""
+        """Return a function that does nothing, because ``join`` blocks and reports stalls at once."""
         return lambda: None
 
     def forget_stalls(self) -> None:
-        """Forget the stalls so far."""
+        """Do nothing, because ``join`` reports stalls at once."""
 
     def close(self) -> None:
         for lane, thread in self._threads.items():
@@ -265,7 +226,7 @@ class ThreadChannel:
             thread.join()
 
     def pace(self, direction: Direction, nbytes: int) -> None:
-        """Take the time the link would. The bytes move afterwards, at the last possible moment."""
+        """Sleep as long as the link would take. The bytes move afterwards, at the last possible moment."""
         if self._bandwidth is not None:
             time.sleep(nbytes / self._bandwidth)
 
@@ -277,7 +238,7 @@ class ThreadChannel:
                     self._carry(ticket)
                 except BaseException as error:
                     failure = error.with_traceback(None)  # its frames would keep the tensors
-            # After one failure nothing that follows is in order any more.
+            # After a failure, later transfers are out of order.
             ticket.error = failure
             ticket.copies = ticket.after = ()
             ticket.ended.set()
@@ -295,5 +256,5 @@ def _lost(direction: Direction, error: BaseException | None) -> OffloadError:
     return OffloadError(
         "offload-thread",
         f"the thread that carries every {direction.value} of activations failed ({reason}); "
-        "this step cannot be saved: restart from the last checkpoint, without activation offload if it happens again",
+        "this step cannot be completed; restart from the last checkpoint, and without activation offload if it fails again",
     )

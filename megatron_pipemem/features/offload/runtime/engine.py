@@ -1,15 +1,15 @@
-"""Move what a forward saved for its backward to the host and back, when told to.
+"""Move the tensors that a forward saved to the host and back, at times that the caller chooses.
 
-The caller decides when, because it knows the schedule; for every key, which is one forward:
+The caller knows the schedule. It calls these methods for every key, which names one forward:
 
     with engine.capture(key): ...forward...
-    engine.offload(key)     # starts the copy to the host
-    engine.wait(key)        # computing goes on after that copy, and the device memory is free
-    engine.reload(key)      # allocates device memory and starts the copy back
-    engine.wait(key)        # computing goes on after that copy
+    engine.offload(key)     # start the copy to the host
+    engine.wait(key)        # order computing after that copy, and free the device memory
+    engine.reload(key)      # allocate device memory, and start the copy back
+    engine.wait(key)        # order computing after that copy
     ...backward...
 
-No call blocks the host on a GPU; between these calls the caller computes whatever hides the copies.
+On a GPU no call blocks the host. Between these calls the caller computes, which hides the copies.
 """
 
 from __future__ import annotations
@@ -55,16 +55,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stall:
-    """Say how long computing stood still for one transfer.
+    """The time that computing waited for one transfer."""
 
-    Args:
-        key: of the forward whose activations moved.
-        direction: to the host or back.
-        nbytes: of the transfer.
-        seconds: of standing still.
-    """
-
-    key: Hashable
+    key: Hashable  # the forward whose activations moved
     direction: Direction
     nbytes: int
     seconds: float
@@ -72,28 +65,18 @@ class Stall:
 
 @dataclass(frozen=True)
 class OffloadStatistics:
-    """Hold bytes and seconds since the step began.
+    """Bytes and seconds since the step began."""
 
-    Args:
-        bytes_out: moved to the host.
-        bytes_in: moved back.
-        device_peak_bytes: the most that captured storages took on the device at once, reloads included from the moment
-            their memory is allocated. What deferred weight gradients keep longer than the graph is not in it.
-        host_peak_bytes: payload, from its offload until its reload was waited for.
-        host_reserved_bytes: host memory behind it. It stays for later steps, and may be less, because a block is lent
-            again while it is being read.
-        held_elsewhere_bytes: moved in vain: somebody else still held the storage when the engine let go of it.
-        stayed_bytes: saved tensors that were never candidates, per reason.
-        stalls: every time that computing stood still.
-    """
-
-    bytes_out: int
-    bytes_in: int
+    bytes_out: int  # moved to the host
+    bytes_in: int  # moved back
+    # The peak of captured storages on the device. A reload counts from the allocation of its memory. Tensors that deferred
+    # weight gradients keep longer than the graph are not counted.
     device_peak_bytes: int
-    host_peak_bytes: int
+    host_peak_bytes: int  # counted from each offload to the wait for its reload
+    # Host memory of the pool, which keeps it for later steps. Less than the peak if blocks are reused while they are read.
     host_reserved_bytes: int
-    held_elsewhere_bytes: int
-    stayed_bytes: Mapping[str, int]
+    held_elsewhere_bytes: int  # moved in vain, because other code still held the storage
+    stayed_bytes: Mapping[str, int]  # saved tensors that cannot move, by reason
     stalls: tuple[Stall, ...]
 
     @property
@@ -103,23 +86,16 @@ class OffloadStatistics:
 
 @dataclass(eq=False)
 class StartedTransfer:
-    """Hold copies under way, and their tensors until computing has been ordered after them.
+    """Running copies, with their tensors until computing is ordered after them.
 
-    The memory of a tensor freed earlier could go to the next kernel while it is still being read.
-
-    Args:
-        key: of the forward whose activations move.
-        direction: to the host or back.
-        ticket: of the channel.
-        copies: runs of bytes with their source and destination.
-        moving: storages that move.
+    A tensor that is freed earlier could give its memory to the next kernel while a copy still reads it.
     """
 
-    key: Hashable
+    key: Hashable  # the forward whose activations move
     direction: Direction
     ticket: Ticket
     copies: tuple[Copy, ...]
-    moving: WeakSet[SavedStorage]
+    moving: WeakSet[SavedStorage]  # the storages of the copies
 
     @property
     def nbytes(self) -> int:
@@ -127,17 +103,7 @@ class StartedTransfer:
 
 
 class Traffic:
-    """The transfers of one device.
-
-    Args:
-        channel: carries them.
-
-    Attributes:
-        transfers: that nobody has joined.
-        bytes_out: moved to the host since the step began.
-        bytes_in: moved back.
-        stalls: every time that computing stood still for one.
-    """
+    """The transfers of one device, over a channel."""
 
     def __init__(self, channel: CopyChannel[Any]):
         self._channel = channel
@@ -145,13 +111,13 @@ class Traffic:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Count anew."""
+        """Reset the counts."""
         self._channel.forget_stalls()
         self.bytes_out = self.bytes_in = 0
         self.stalls: list[Stall] = []
 
     def take_stalls(self) -> Callable[[], tuple[Stall, ...]]:
-        """Return a function that reads the stalls of the step so far. Calling it may wait for the device."""
+        """Return a function that returns the stalls of the step so far. That function may wait for the device."""
         read, stalls = self._channel.take_stalls(), self.stalls
         return lambda: (read(), tuple(stalls))[1]
 
@@ -163,15 +129,7 @@ class Traffic:
         after: Sequence[Ticket],
         moving: Sequence[SavedStorage],
     ) -> Ticket | None:
-        """Start a transfer, and return what tells its end; ``None`` if there is nothing to move.
-
-        Args:
-            key: of the forward whose activations move.
-            direction: to the host or back.
-            copies: runs of bytes.
-            after: tickets of transfers that must have ended before.
-            moving: the storages that the runs belong to.
-        """
+        """Start a transfer after those in ``after``. Return its ticket, or ``None`` if there is nothing to move."""
         if not copies:
             return None
         ticket = self._channel.start(direction, copies, after)
@@ -186,10 +144,9 @@ class Traffic:
         return ticket
 
     def join(self, transfer: StartedTransfer) -> list[SavedStorage]:
-        """Order computing after the transfer, and return the storages that no later transfer has taken over.
+        """Order computing after the transfer, and return the storages that no later transfer moves.
 
-        Raises:
-            OffloadError: the copy failed.
+        A failed copy raises an OffloadError.
         """
         nbytes = transfer.nbytes
 
@@ -205,7 +162,7 @@ class Traffic:
         return arrived
 
     def drop(self) -> None:
-        """Wait for all transfers, and forget them, whatever has become of them."""
+        """Wait for all transfers, and drop them even if they fail."""
         transfers, self.transfers = self.transfers, []
         for transfer in transfers:
             try:
@@ -217,30 +174,27 @@ class Traffic:
 
 
 POISON = 0xFF
-"""In every byte: a NaN in all floating-point formats of 16 bits and more."""
+"""A byte value that makes NaN in all floating-point formats of 16 bits and more."""
 
 
 class OffloadEngine:
-    """Captured activations of one device. All methods are called from one thread; backwards may run on others.
+    """Captured activations of one device. One thread calls all methods; backwards may run on other threads.
 
-    What stays on the device: parameters and ``permanent`` tensors, storages below ``min_bytes``, tensors of another device,
-    tensor subclasses, and what a caller names in ``keep``. A storage that several saved tensors view moves once, as the one
-    run of bytes that spans them, and every view comes back as a view of it. One that several keys share leaves with the last
-    of them and returns with the first.
+    These tensors stay on the device: parameters and ``permanent`` tensors, storages below ``min_bytes``, tensors of another
+    device, tensor subclasses, and the tensors in ``keep``. A storage that several saved tensors view moves once, as one run of
+    bytes, and every view returns as a view of it. A storage of several keys leaves with the last key and returns with the
+    first.
 
-    A deferred weight gradient takes its input from the graph during I, when everything is back, and then owns it until
-    its W: such inputs are away between F and I like the rest, and on the device between I and W.
+    A deferred weight gradient takes its input from the graph during I, after the reload, and holds it until its W. Such
+    inputs are on the host between F and I like others, and on the device between I and W.
 
     Args:
-        channel: to the host.
+        channel: the way to the host.
         pool: host memory.
-        permanent: tensors that are no activations: parameters, gradient buffers, module buffers.
-        min_bytes: storages below this stay; a copy costs the host a few microseconds however small it is.
-        guard: overwrite device memory with NaN when it is let go, and again when it is allocated for a reload, and compare
-            checksums of what left and what returned. Finds users of memory that is away; waits for the device.
-
-    Attributes:
-        channel: as given.
+        permanent: tensors that are not activations: parameters, gradient buffers, module buffers.
+        min_bytes: storages below this stay, because even a small copy costs the host a few microseconds.
+        guard: find code that uses memory while it is on the host. Freed and newly allocated device memory is filled with
+            NaN, and checksums before and after are compared. This waits for the device.
     """
 
     def __init__(
@@ -268,16 +222,9 @@ class OffloadEngine:
 
     @classmethod
     def on(cls, device: torch.device, host_memory: int, *, bandwidth: float | None = None, **options) -> OffloadEngine:
-        """Return an engine for ``device`` with at most ``host_memory`` bytes on its host.
+        """Return an engine for a GPU or the ``cpu``, with at most ``host_memory`` bytes on the host.
 
-        Args:
-            device: a GPU, or ``cpu`` to copy within host memory by threads.
-            host_memory: budget in bytes.
-            bandwidth: bytes per second to pretend on ``cpu``, each way.
-            options: those of the class.
-
-        Raises:
-            OffloadError: a device or budget that cannot work.
+        On ``cpu``, threads copy within host memory, at ``bandwidth`` bytes per second each way if given.
         """
         if device.type not in ("cuda", "cpu"):
             raise OffloadError(
@@ -290,14 +237,11 @@ class OffloadEngine:
     def step(
         self, permanent: Iterable[torch.Tensor] = (), on_device: Callable[[torch.Tensor], object] | None = None
     ) -> Iterator[OffloadEngine]:
-        """Enclose one training step. Whatever happens within, nothing captured survives it, and statistics begin anew.
+        """Enclose one training step. Its captures are dropped at the end in any case, and statistics begin anew.
 
         Args:
-            permanent: of this step, beside those of the engine.
-            on_device: called with whatever takes device memory: every saved tensor and every reloaded run of bytes.
-
-        Raises:
-            OffloadError: a copy failed that nobody had waited for.
+            permanent: tensors of this step that are not activations, in addition to the engine's.
+            on_device: called with each tensor that takes device memory: saved tensors and reloaded runs of bytes.
         """
         self._begin_step(permanent)
         self._on_device = on_device
@@ -310,11 +254,7 @@ class OffloadEngine:
 
     @contextmanager
     def capture(self, key: Hashable) -> Iterator[None]:
-        """Hold what autograd saves within this context under ``key``, which must not be in use.
-
-        Raises:
-            OffloadError: activations of this key are still alive.
-        """
+        """Hold the tensors that autograd saves within this block under ``key``, which must not be in use."""
         known = self._captures.get(key)
         if known is not None and known.storages:
             raise OffloadError(
@@ -335,28 +275,19 @@ class OffloadEngine:
             raise
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let these stay for the rest of the step: the batch, which somebody else keeps anyway."""
+        """Keep these tensors on the device for the rest of the step, for example the batch, which is held anyway."""
         self._residents.exclude(tensors)
 
     def stay(self, key: Hashable, tensors: Iterable[torch.Tensor]) -> None:
-        """Let storages that ``key`` captured stay wherever the key goes: somebody goes on using them.
-
-        Raises:
-            OffloadError: unknown key.
-        """
+        """Keep these tensors of ``key`` on the device, because other code goes on using them."""
         if key not in self._captures:
             raise _unknown(key)
         self._captures[key].staying.update(self._saved(tensors))
 
     def offload(self, key: Hashable, keep: Iterable[torch.Tensor] = ()) -> None:
-        """Start moving what ``key`` captured to the host.
+        """Start moving the tensors that ``key`` captured to the host, except ``keep`` and those of ``stay``.
 
-        Args:
-            key: captured and on the device.
-            keep: as for ``stay``, known this late.
-
-        Raises:
-            OffloadError: unknown key, or one that is away; or the pool is exhausted, and then nothing has changed.
+        If the pool has no room, nothing changes and an OffloadError is raised.
         """
         captured = self._known(key, away=False)
         staying = {*captured.staying, *self._saved(keep)}
@@ -382,7 +313,7 @@ class OffloadEngine:
         copies = []
         for storage, block in zip(leaving, blocks, strict=True):
             source = storage.bytes()
-            # Somebody may save another part of the same memory while this part is away: that is a new storage then.
+            # If another part of the same memory is saved while this part is away, it is a new storage.
             self._by_storage.pop(storage.memory._cdata, None)
             if self._guard:
                 storage.checksum = checksum(source)
@@ -397,11 +328,7 @@ class OffloadEngine:
             storage.departure = ticket
 
     def reload(self, key: Hashable) -> None:
-        """Start moving what ``key`` captured back. Its device memory is taken now, its host memory is free for others.
-
-        Raises:
-            OffloadError: unknown key, or one that is not away.
-        """
+        """Start moving the tensors of ``key`` back. This takes device memory and frees host memory at once."""
         captured = self._known(key, away=True)
         captured.away = False
         captured.claim()
@@ -409,7 +336,7 @@ class OffloadEngine:
         coming, copies = [], []
         for storage in list(captured.storages.values()):
             if storage.place is Place.LEAVING:
-                # Nobody has waited for it to be gone, so it never left.
+                # No wait has freed its device memory, so it never left.
                 self.pool.give(storage.host_block, (storage.left,))
                 storage.place, storage.block, storage.transfer = Place.DEVICE, None, None
                 self._returned(storage)
@@ -424,45 +351,41 @@ class OffloadEngine:
                 self._arrived(destination, storage.device_bytes)
         departures = list(dict.fromkeys(storage.left for storage in coming))
         ticket = self._traffic.start(key, Direction.IN, copies, departures, coming)
-        if ticket is not None:  # something comes
+        if ticket is not None:  # some storages come back
             for storage in coming:
                 self.pool.give(storage.host_block, (ticket,))
                 storage.block = None
 
     def wait(self, key: Hashable) -> None:
-        """Order computing after what moves for ``key``: frees the memory of an offload, makes a reload usable.
-
-        Raises:
-            OffloadError: unknown key, or the copy failed.
-        """
+        """Order computing after the transfers of ``key``. Then an offload's memory is free and a reload is usable."""
         if key not in self._captures:
             raise _unknown(key)
         moving = {id(storage.transfer) for storage in list(self._captures[key].storages.values())}
-        # Transfers that another key has started move some of its storages too.
+        # Some of its storages may move in a transfer of another key.
         for transfer in [each for each in self._traffic.transfers if each.key == key or id(each) in moving]:
             self._settle(transfer)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the storages that captures hold on the device now."""
+        """Bytes of the captured storages on the device."""
         self._collect_ended()
         return self._device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that are away now, from their ``offload`` until the ``wait`` for their reload.
+        """Bytes on the host, from their ``offload`` until the ``wait`` for their reload.
 
-        The pool may already have lent a block again while its reload is read from it.
+        The pool may already have lent a block again while the reload reads it.
         """
         self._collect_ended()
         return self._host_bytes
 
     def statistics(self) -> OffloadStatistics:
-        """Return the statistics since the step began. On a GPU the call waits until computing has got here."""
+        """Return the statistics since the step began. On a GPU this waits for all computing so far."""
         return self.statistics_for_later()()
 
     def statistics_for_later(self) -> Callable[[], OffloadStatistics]:
-        """Return a function that returns the statistics of the step so far. It waits for the device; this call does not."""
+        """Return a function that returns the statistics so far. That function waits for the device; this call does not."""
         stalls = self._traffic.take_stalls()
         counted = partial(
             OffloadStatistics,
@@ -477,7 +400,7 @@ class OffloadEngine:
         return lambda: counted(stalls=stalls())
 
     def close(self) -> None:
-        """Drop everything and give up threads and streams."""
+        """Drop all captures, and close threads and streams."""
         self._drop_everything()
         self.channel.close()
 
@@ -492,7 +415,7 @@ class OffloadEngine:
         if self._residents.stays(tensor):
             if tensor.layout is torch.strided and self._on_device is not None:
                 self._on_device(tensor)
-            # Never an output itself: saved by its own node it would keep itself alive for ever.
+            # Not the tensor itself: an output that its own node saves would keep itself alive.
             return tensor if tensor.is_leaf else tensor.detach()
         storage = tensor.untyped_storage()
         saved = self._by_storage.get(storage._cdata)
@@ -505,7 +428,7 @@ class OffloadEngine:
         return saved.view(tensor, hold)
 
     def _saved(self, tensors: Iterable[torch.Tensor]) -> list[SavedStorage]:
-        """Return those of the tensors' storages that some capture knows."""
+        """Return the captured storages among those of the tensors."""
         known = (self._by_storage.get(storage_key(tensor)) for tensor in tensors)
         return [saved for saved in known if saved is not None]
 
@@ -516,7 +439,8 @@ class OffloadEngine:
         if captured.away != away:
             raise OffloadError(
                 "offload-order",
-                f"activations of {key} are to be {'reloaded, but were not offloaded' if away else 'offloaded twice'}",
+                f"activations of {key} cannot be "
+                f"{'reloaded, because they were not' if away else 'offloaded, because they already are'} offloaded",
             )
         return captured
 
@@ -531,8 +455,8 @@ class OffloadEngine:
             if self._guard and not (written is not None and torch.equal(checksum(storage.bytes()), written)):
                 raise OffloadError(
                     "changed-while-away",
-                    f"activations of {storage.key} came back from the host with other bytes than they left with; "
-                    "something wrote into memory that was away",
+                    f"activations of {storage.key} returned from the host with other bytes; some code wrote into their memory "
+                    "while they were away",
                 )
 
     def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
@@ -546,7 +470,9 @@ class OffloadEngine:
         storage.drop(Place.HOST)
         if not reference.expired():
             self._held_elsewhere += nbytes
-            _log.debug("%d bytes of activations of %s were offloaded while somebody holds them", nbytes, storage.key)
+            _log.debug(
+                "%d bytes of activations of %s were offloaded in vain: other code holds them", nbytes, storage.key
+            )
 
     def _returned(self, storage: SavedStorage) -> None:
         self._host_bytes -= storage.host_bytes
@@ -559,7 +485,7 @@ class OffloadEngine:
             self._on_device(tensor)
 
     def _collect_ended(self) -> None:
-        """Book what saved storages left behind when their graph went."""
+        """Account for saved storages whose graph has been freed."""
         while self._ended:
             nbytes, away, block, departure = self._ended.popleft()
             self._device_bytes -= nbytes
@@ -582,15 +508,11 @@ class OffloadEngine:
 
 
 def _unknown(key: Hashable) -> OffloadError:
-    return OffloadError("offload-order", f"nothing was captured under {key} in this step")
+    return OffloadError("offload-order", f"this step has captured no activations of {key}")
 
 
 class OffloadActions:
-    """Captures what the forwards of stages that move keep, and moves it when the program says so.
-
-    Args:
-        engine: within its ``step()`` while the executor runs.
-    """
+    """A step feature that captures the activations of stages that move, and moves them when the program says so."""
 
     def __init__(self, engine: OffloadEngine):
         self._engine = engine
@@ -602,7 +524,7 @@ class OffloadActions:
 
         def captured(each: Instruction) -> None:
             run = others[each.action.kind]
-            # A forward that is run again keeps nothing but its input; what moves is made by the R.
+            # A forward that runs again saves only its input; the R makes the tensors that move.
             if not each.offloaded or (each.again is Kind.R and each.action.kind is Kind.F):
                 run(each)
                 return

@@ -1,4 +1,4 @@
-"""Host memory for activations: its pool, how much of it a process may take, and how fast the link to it is."""
+"""Host memory for activations: its pool, the amount that a process may take, and the speed of the link to it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron_pipemem.features.offload.runtime.channels import Copy, CopyChannel
 from megatron_pipemem.features.offload.transfers import HostLink
 
 ALIGNMENT = 256
-"""Bytes. Every block begins and ends on a multiple of it."""
+"""Bytes. Every block begins and ends on a multiple."""
 
 
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """A run of bytes of one segment, and the transfers that may still be reading or writing it."""
+    """A run of bytes of one segment, with the transfers that may still read or write it."""
 
     segment: int
     start: int
@@ -36,7 +36,7 @@ class _Piece:
 
 @dataclass(frozen=True, eq=False)
 class HostBlock:
-    """``nbytes`` of host memory, to be written only when the transfers in ``after`` have ended."""
+    """``nbytes`` of host memory. Write to it only after the transfers in ``after``."""
 
     data: torch.Tensor
     after: tuple[Ticket, ...]
@@ -48,14 +48,14 @@ class HostBlock:
 
 
 class HostPool:
-    """Best fit with merging of neighbours, in segments that are allocated when first needed and then kept.
+    """Blocks of host memory, by best fit with merging of neighbours. Segments are allocated when needed, and then kept.
 
-    Segments are powers of two, because that is what pinned allocators round to: the budget then is what they really take.
+    Segments are powers of two, because pinned allocators round to these. The budget is then the memory really taken.
 
     Args:
-        budget: bytes this pool may ever take from the host.
-        allocate: makes host memory; ``CopyChannel.host_memory``.
-        segment: bytes to take from the host at a time, rounded up to a power of two.
+        budget: most bytes that this pool may take from the host.
+        allocate: makes host memory, as ``CopyChannel.host_memory`` does.
+        segment: bytes of a segment, rounded up to a power of two.
     """
 
     def __init__(self, budget: int, allocate: Callable[[int], torch.Tensor], segment: int = 1 << 28):
@@ -75,19 +75,15 @@ class HostPool:
         return sum(segment.numel() for segment in self._segments)
 
     def reserve(self, nbytes: int) -> None:
-        """Take memory from the host until the pool has ``nbytes`` or its whole budget, to the power of two below."""
+        """Take memory from the host until the pool has ``nbytes`` or its budget, rounded down to a power of two."""
         while (missing := min(nbytes, self.budget) - self.reserved_bytes) >= ALIGNMENT:
             self._add_segment(1 << (missing.bit_length() - 1))
 
     def take(self, nbytes: int, purpose: str) -> HostBlock:
-        """Return a block for ``nbytes``.
-
-        Raises:
-            OffloadError: the budget does not allow it. ``purpose`` says in the message what the block was for.
-        """
+        """Return a block of ``nbytes``, or raise an OffloadError with the ``purpose`` if the budget is too small."""
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         fitting = [piece for piece in self._free if piece.size >= size]
-        # Of equal pieces, one that no copy uses any more: nothing has to wait for it.
+        # Among equal pieces, prefer one that no copy uses, so that no transfer has to wait.
         piece = min(fitting, key=lambda p: (p.size, len(p.pending()))) if fitting else self._grow(size, purpose)
         self._free.remove(piece)
         if piece.size > size:
@@ -98,7 +94,7 @@ class HostPool:
         return HostBlock(data, piece.pending(), piece)
 
     def give(self, block: HostBlock, after: Iterable[Ticket]) -> None:
-        """Take a block back at once; its next user will wait for the transfers in ``after``."""
+        """Take a block back at once. Its next user waits for the transfers in ``after``."""
         self.used_bytes -= block.nbytes
         piece = block._piece
         merged = _Piece(piece.segment, piece.start, piece.size, tuple(after))
@@ -136,8 +132,8 @@ def _power_of_two_above(nbytes: int) -> int:
     return 1 << max(nbytes - 1, ALIGNMENT - 1).bit_length()
 
 
-# By controller in /proc/self/cgroup, which is empty for version 2: the folder of its groups, and the names of a group's limit,
-# of what it uses, and of the part of that which is cached files and given up on demand.
+# By controller in /proc/self/cgroup (empty for version 2): the folder of its groups, and the names of three values: the limit,
+# the usage, and the cached files in the usage, which the kernel frees on demand.
 _LIMITS = {
     "": ("", "memory.max", "memory.current", "inactive_file"),
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -145,12 +141,11 @@ _LIMITS = {
 
 
 def available_memory(groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the least of what the machine has available and what the limits of all control groups around this process
-    leave.
+    """Return the available memory in bytes: the least that the machine and the limits of all control groups leave.
 
     Args:
-        groups: lists them, as proc(5) and cgroups(7) say.
-        mounted: where their files are, in version 1 or 2.
+        groups: the list of this process's control groups, see proc(5) and cgroups(7).
+        mounted: the folder of the groups' files, in version 1 or 2.
     """
     return max(0, min([psutil.virtual_memory().available, *_left_by_limits(groups, mounted)]))
 
@@ -162,7 +157,7 @@ def _left_by_limits(groups: Path, mounted: Path) -> Iterator[int]:
         for controller in set(controllers.split(",")) & set(_LIMITS):
             folder, *names = _LIMITS[controller]
             group = mounted / folder
-            # In a container the path may be one outside of it, which is not there; the limit is then at the root.
+            # In a container the path may lie outside and be missing; then the limit is at the root.
             for part in ("", *(part for part in path.split("/") if part)):
                 group /= part
                 if (left := _left_in(group, *names)) is not None:
@@ -170,7 +165,7 @@ def _left_by_limits(groups: Path, mounted: Path) -> Iterator[int]:
 
 
 def _left_in(group: Path, limit: str, usage: str, cached: str) -> int | None:
-    """Return what a group may still take; ``None`` where it has no limit."""
+    """Return the bytes that a group may still take, or ``None`` if it has no limit."""
     try:
         most = (group / limit).read_text(encoding="utf-8").strip()
         used = int((group / usage).read_text(encoding="utf-8"))
@@ -182,17 +177,14 @@ def _left_in(group: Path, limit: str, usage: str, cached: str) -> int | None:
 
 _BYTES = 1 << 23
 _REPETITIONS = 3
-_DUPLEX_FACTOR = 1.5  # one direction at a time would take 2
-_MATRIX = 8192  # large enough that products, and not their launches, take the time
+_DUPLEX_FACTOR = 1.5  # the factor is 2 if only one direction runs at a time
+_MATRIX = 8192  # large enough that products take longer than their launches
 
 
 def measure_host_link(channel: CopyChannel, nbytes: int = _BYTES) -> HostLink:
-    """Time transfers of ``nbytes`` each way and both ways at once, as a run does once at its start.
+    """Time transfers of ``nbytes`` each way and both ways at once. A run does so once at its start.
 
-    Whoever shares a link should measure at the same time: then contention is in the result.
-
-    Raises:
-        OffloadError: the channel fails.
+    Ranks that share a link should measure at the same time, so that contention is in the result.
     """
     ends = copy_ends(channel, nbytes)
 
@@ -206,13 +198,12 @@ def measure_host_link(channel: CopyChannel, nbytes: int = _BYTES) -> HostLink:
 def measure_bandwidths(
     channel: CopyChannel, nbytes: int = 256 << 20, repeats: int = 5, matrix: int = _MATRIX
 ) -> dict[str, float]:
-    """Return the bytes per second: ``d2h``, ``h2d`` and ``both`` (each way), and the same with ``_computing`` beside
-    matrix products.
+    """Return bytes per second: ``d2h``, ``h2d`` and ``both`` (each way), and the same during matrix products (``_computing``).
 
     Args:
-        channel: of the device that is measured.
-        nbytes: of one copy; pinned host memory of twice as much is taken.
-        repeats: copies of which the median counts, after one that does not.
+        channel: the channel to measure.
+        nbytes: size of one copy; twice as much pinned host memory is taken.
+        repeats: number of copies for the median, after one that does not count.
         matrix: rows and columns of the products.
     """
     ends = copy_ends(channel, nbytes)
@@ -230,7 +221,7 @@ def measure_bandwidths(
     for name, directions in ways.items():
         copies = [(direction, ends[direction]) for direction in directions]
         alone = transfer_seconds(channel, copies, repeats)
-        # Products for longer than the copies take, so that none of them runs beside nothing.
+        # The products take longer than the copies, so that every copy overlaps one.
         beside = partial(multiply, int(2 * alone / one) + 1)
         found[name] = nbytes / alone
         found[f"{name}_computing"] = nbytes / transfer_seconds(channel, copies, repeats, beside)
@@ -246,7 +237,7 @@ def _seconds(channel: CopyChannel, work: Callable[[], object]) -> float:
 
 
 def copy_ends(channel: CopyChannel, nbytes: int) -> dict[Direction, Copy]:
-    """Return a copy of ``nbytes`` each way, between memory of their own."""
+    """Return a copy of ``nbytes`` each way, with separate memory."""
     ends = {}
     for direction in Direction:
         on_device = torch.ones(nbytes, dtype=torch.uint8, device=channel.device)
@@ -261,17 +252,10 @@ def transfer_seconds(
     repeats: int,
     beside: Callable[[], object] = lambda: None,
 ) -> float:
-    """Return the seconds until all transfers, started at once, are done: the median of ``repeats``, after one that pays
-    for lazily mapped memory.
+    """Return the seconds until all transfers, started at the same time, are done.
 
-    Args:
-        channel: that makes the copies.
-        copies: at most one each way.
-        repeats: how often.
-        beside: starts other work of the device when the copies have started; it is not waited for.
-
-    Raises:
-        OffloadError: the channel fails.
+    The result is the median of ``repeats``, after one that maps memory. ``copies`` has at most one copy each way, and
+    ``beside`` starts other work of the device after the copies.
     """
     took = []
     for _ in range(1 + repeats):

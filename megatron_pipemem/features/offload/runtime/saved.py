@@ -1,4 +1,4 @@
-"""Keep the storages of which autograd saved views, wherever they are, and tell which saved tensors stay on the device."""
+"""The storages of tensors that autograd saved, on the device or on the host, and the choice of those that stay."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megatron_pipemem.features.offload.runtime.host import HostBlock
 from megatron_pipemem.runtime.activation_ledger import data_of, is_quantised, storage_key
 
 ALIGNMENT = 512
-"""Bytes. What moves begins on a multiple, so that views come back as well aligned as they left and kernels choose alike. It
-ends on one too, or with its storage: a slice of every row leaves out the end of the last, and would come back a little smaller.
+"""Bytes. A moving run begins on a multiple, so that views return with equal alignment and kernels choose alike. It ends on one
+too, or with its storage: a slice of every row lacks the end of the last row, and would return a little smaller.
 """
 
 
@@ -32,9 +32,7 @@ class Place(Enum):
 
 
 class Remains(NamedTuple):
-    """Hold what a saved storage leaves behind: bytes that it counted for, and a host block with the transfer that wrote
-    it.
-    """
+    """Bytes that a freed storage was counted with, and its host block with the transfer that wrote it."""
 
     device_bytes: int
     host_bytes: int
@@ -43,19 +41,14 @@ class Remains(NamedTuple):
 
 
 class Hold:
-    """One capture's claim on storages, alive as long as any tensor the capture saved."""
+    """One capture's claim on storages. It lives as long as a tensor that the capture saved."""
 
 
 class SavedStorage:
     """The part of one storage that autograd's saved tensors span.
 
-    Alive as long as a saved tensor refers to it; the engine knows it by weak references only, so that a backward frees its
-    memory as it goes, as without offload.
-
-    Args:
-        storage: on the device.
-        key: the capture that met it first.
-        ended: gets what this object leaves behind.
+    It lives as long as a saved tensor refers to it. The engine holds only weak references, so a backward frees its memory as
+    without offload. ``key`` is the first capture that saved it, and ``ended`` gets its ``Remains``.
     """
 
     def __init__(self, storage: torch.UntypedStorage, key: Hashable, ended: deque[Remains]):
@@ -77,34 +70,34 @@ class SavedStorage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that move."""
+        """The number of bytes that move."""
         return self.end - self.begin
 
     @property
     def memory(self) -> torch.UntypedStorage:
-        """The storage, of what is on the device."""
+        """The storage, which must be on the device."""
         assert self.storage is not None, f"activations of {self.key} are {self.place.value}"
         return self.storage
 
     @property
     def host_block(self) -> HostBlock:
-        """The memory on the host, of what is away."""
+        """The memory on the host, of a storage that is away."""
         assert self.block is not None, f"activations of {self.key} are {self.place.value}"
         return self.block
 
     @property
     def left(self) -> Ticket:
-        """The transfer to the host, of what has left."""
+        """The transfer to the host, of a storage that has left."""
         assert self.departure is not None, f"activations of {self.key} are {self.place.value}"
         return self.departure
 
     @property
     def emptied(self) -> bool:
-        """Return whether its owner has taken the memory back, as recomputation does that refills storages in place."""
+        """Return whether other code has freed its memory. Recomputation does so, and refills storages in place."""
         return self.storage is not None and self.storage.nbytes() < self.end - self._origin
 
     def view(self, tensor: torch.Tensor, hold: Hold) -> SavedView:
-        """Return a stand-in for a tensor of this storage; what moves will include it."""
+        """Return a stand-in for a tensor of this storage, whose bytes will move with it."""
         start = int(tensor.storage_offset()) * tensor.element_size()
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         self.begin = min(self.begin, start // ALIGNMENT * ALIGNMENT)
@@ -113,38 +106,30 @@ class SavedStorage:
         return SavedView(self, hold, tensor.dtype, tensor.shape, tensor.stride(), start)
 
     def bytes(self) -> torch.Tensor:
-        """Return the bytes that move, on the device."""
+        """Return the moving bytes on the device."""
         run = torch.empty(0, dtype=torch.uint8, device=self.memory.device)
         return run.set_(self.memory, self.begin - self._origin, (self.nbytes,), (1,))
 
     def move_to(self, destination: torch.Tensor) -> None:
-        """Make this ``destination``, which holds the moving bytes alone."""
+        """Use ``destination``, which holds only the moving bytes, as this storage."""
         self.storage = destination.untyped_storage()
         self.device_bytes = self.storage.nbytes()
         self._origin = self.begin
         self.reloaded = True
 
     def drop(self, place: Place) -> None:
-        """Let go of the device memory."""
+        """Free the device memory."""
         self.storage, self.device_bytes, self.place = None, 0, place
 
     def remains(self) -> Remains:
         return Remains(self.device_bytes, self.host_bytes, self.block, self.departure)
 
     def restore(self, view: SavedView, channel: CopyChannel[Any]) -> torch.Tensor:
-        """Return the saved tensor, on the device.
-
-        Args:
-            view: of this storage.
-            channel: brought the storage back, if it was away.
-
-        Raises:
-            OffloadError: it is away.
-        """
+        """Return the saved tensor, or raise an OffloadError if it is away. ``channel`` brought its storage back."""
         if self.place is not Place.DEVICE:
             raise OffloadError(
                 "used-while-away",
-                f"activations of {self.key} are used while {self.place.value}: reload them and wait for the reload before "
+                f"activations of {self.key} are used while {self.place.value}; reload them and wait for the reload before "
                 "their backward",
             )
         offset = (view.start - self._origin) // view.dtype.itemsize
@@ -155,33 +140,24 @@ class SavedStorage:
         return tensor
 
     def __del__(self) -> None:
-        # Runs on whichever thread drops the graph, hence only appends.
+        # This runs on any thread that drops the graph, so it only appends.
         self._ended.append(self.remains())
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SavedView:
-    """Stand for a saved tensor in autograd's graph.
-
-    Args:
-        home: the storage it is a view of.
-        hold: which keeps that storage alive.
-        dtype: of its elements.
-        shape: of the tensor.
-        stride: in elements.
-        start: bytes from the beginning of the first storage.
-    """
+    """A stand-in for a saved tensor in autograd's graph."""
 
     home: SavedStorage
-    hold: Hold
+    hold: Hold  # keeps the storage alive
     dtype: torch.dtype
     shape: torch.Size
-    stride: tuple[int, ...]
-    start: int
+    stride: tuple[int, ...]  # in elements
+    start: int  # bytes from the beginning of the first storage
 
 
 class Capture:
-    """Hold what one forward saved. Nothing here keeps any of it alive."""
+    """The storages that one forward saved, by weak references only."""
 
     def __init__(self, hold: Hold):
         self.storages: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
@@ -206,21 +182,13 @@ class Capture:
 
 
 def checksum(run: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bytes' 64-bit words, and of what is left over."""
+    """Return the sum of the 64-bit words and the sum of the remaining bytes."""
     whole = run.numel() // 8 * 8
     return torch.stack((run[:whole].view(torch.int64).sum(), run[whole:].sum(dtype=torch.int64)))
 
 
 class Residents:
-    """Tells the saved tensors that stay on the device from those that may leave it.
-
-    Args:
-        device: whose activations may leave.
-        min_bytes: storages below this stay.
-
-    Attributes:
-        stayed: bytes of the tensors that stay, per reason, since the step began.
-    """
+    """Decide which saved tensors stay on the device. ``stayed`` has their bytes since the step began, by reason."""
 
     def __init__(self, device: torch.device, min_bytes: int):
         self._device = device
@@ -228,17 +196,13 @@ class Residents:
         self.begin_step(())
 
     def begin_step(self, permanent: Iterable[torch.Tensor]) -> None:
-        """Forget the step before.
-
-        Args:
-            permanent: tensors that are no activations.
-        """
+        """Start a new step with these tensors that are not activations."""
         self._permanent = {storage_key(part) for tensor in permanent for part in data_of(tensor)}
         self._excluded: dict[int, StorageWeakRef] = {}
         self.stayed: Counter[str] = Counter()
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These stay for the rest of the step, as long as they live."""
+        """Keep these tensors on the device for the rest of the step, as long as they live."""
         for part in (part for tensor in tensors for part in data_of(tensor)):
             self._excluded[storage_key(part)] = StorageWeakRef(part.untyped_storage())
 
