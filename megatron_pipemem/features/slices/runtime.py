@@ -1,8 +1,8 @@
-"""Keep the keys or the values of a sequence that runs in slices, and gather their gradients.
+"""Keep the keys or the values of a sequence that runs in slices, and add up their gradients.
 
-Slices run forward from the first to the last, and backward from the last to the first (arXiv 2406.03488, section 3.2). Keys and
-values of earlier slices stand in one tensor with those of the slice that runs, so attention reads them without a copy, and what
-it saves for the backward is a view of it.
+Slices run forward from the first to the last, and backward from the last to the first (arXiv 2406.03488, section 3.2). Keys
+and values of all slices are in one tensor. Attention therefore reads those of earlier slices without a copy, and saves views
+of the tensor for its backward.
 """
 
 from __future__ import annotations
@@ -13,12 +13,7 @@ import torch
 
 
 class KeyValueCache:
-    """The keys, or the values, of one layer for one sequence.
-
-    Args:
-        tokens: of the whole sequence.
-        hold: told of every tensor that is kept, to count it.
-    """
+    """The keys, or the values, of one layer for one sequence of so many tokens. ``hold`` is called with each tensor kept."""
 
     def __init__(self, tokens: int, hold: Callable[[torch.Tensor], object]):
         self._tokens, self._hold = tokens, hold
@@ -26,38 +21,29 @@ class KeyValueCache:
         self._gradient: torch.Tensor | None = None
 
     def append(self, part: torch.Tensor, begin: int) -> torch.Tensor:
-        """Keep a slice, and return it behind all earlier ones, ``[begin + its tokens, ...]``.
+        """Write a slice, and return it after all earlier ones, ``[begin + its tokens, ...]``.
 
-        Running a slice again writes what stands there already. In the backward, the gradients that later slices have for this
-        one are added to its own.
-
-        Args:
-            part: of the slice, ``[its tokens, ...]``.
-            begin: tokens of all earlier slices.
+        A slice that runs again writes the same values. The backward adds the gradients of later slices to its own.
+        ``part`` is ``[its tokens, ...]``, and ``begin`` counts the tokens of all earlier slices.
         """
         grown: torch.Tensor = _Append.apply(part, self, begin)
         return grown
 
     def write(self, part: torch.Tensor, begin: int) -> torch.Tensor:
-        """Keep a slice, and return it behind all earlier ones; autograd has no part in it."""
+        """Write a slice, and return it after all earlier ones, without autograd."""
         if self._whole is None:
             self._whole = part.new_empty(self._tokens, *part.shape[1:])
             self._hold(self._whole)
         end = begin + part.size(0)
-        # A new alias each time. Autograd keeps a version per alias, and views of earlier slices must not look overwritten.
+        # A new alias each time: autograd has a version per alias, and views of earlier slices must not seem overwritten.
         whole = self._whole.data
         whole[begin:end].copy_(part)
         return whole[:end]
 
     def add_gradient(self, gradient: torch.Tensor, begin: int) -> torch.Tensor:
-        """Keep the gradients that a slice has for earlier ones, and return all of its own.
-
-        Args:
-            gradient: of what ``append`` returned to the slice.
-            begin: as of ``append``.
-        """
+        """Keep the gradients of a slice's output for earlier slices, and return the whole gradient of the slice itself."""
         own, end = gradient[begin:], gradient.size(0)
-        if self._gradient is None:  # the last slice, whose keys no other has seen
+        if self._gradient is None:  # the last slice, whose keys only it has read
             if begin:
                 self._gradient = gradient[:begin].clone()
                 self._hold(self._gradient)

@@ -1,6 +1,4 @@
-"""Choose whether vocabulary parallelism is worth it, against doing nothing and against moving layers away from the last
-stage.
-"""
+"""Compare vocabulary parallelism with no change and with layers moved away from the last stage, and choose."""
 
 from __future__ import annotations
 
@@ -26,15 +24,12 @@ def head_on_last_stage(
     """Return the costs of a model whose head is a part of its last stage.
 
     Args:
-        costs: of the layers alone, evenly cut where they are single numbers.
-        placement: one model copy.
+        costs: costs of the layers alone; single numbers mean an even cut.
+        placement: a placement of one model copy.
         head: seconds of forward and backward of the whole head; a third each goes to F, I and W.
-        layers: layers of every stage, where they are not evenly cut: ``costs`` are then single numbers and every layer
-            takes the same. In activation units their stages are held to take the same memory all the same.
-        slices: sequence slices of a microbatch, of which each has an equal part of the head; the costs may be theirs.
-
-    Raises:
-        UnsupportedError: ``layers`` are given for costs per stage, or not one number per stage, or there are none at all.
+        layers: layers of every stage, if the cut is not even. ``costs`` must then be single numbers, and every layer takes
+            equally long. In activation units, such stages still count as equal in memory.
+        slices: sequence slices of a microbatch. Each has an equal part of the head, and ``costs`` may be per slice.
     """
     seconds = costs.seconds(placement, slices)
     if layers is not None:
@@ -47,7 +42,7 @@ def head_on_last_stage(
         if min(layers) < 0 or not sum(layers):
             raise UnsupportedError(
                 "bad-layout",
-                f"layers of the stages {', '.join(map(str, layers))} make no model; give 0 or more for each, at least 1 in all",
+                f"layers of the stages {', '.join(map(str, layers))}: give 0 or more for each stage, and at least 1 in all",
             )
         model = {kind: sum(prices) for kind, prices in seconds.items()}
         seconds = {kind: shared([model[kind] * n / sum(layers) for n in layers], slices) for kind in seconds}
@@ -59,15 +54,9 @@ def head_on_last_stage(
 
 
 def redistribute(layers: int, placement: Placement, head: float) -> tuple[int, ...]:
-    """Return the layers of every stage such that the slowest device is as fast as whole layers allow.
+    """Return the layers of every stage for which the slowest device is as fast as possible.
 
-    Args:
-        layers: of the model.
-        placement: one model copy.
-        head: the head's cost in layers; it stays on the last stage.
-
-    Raises:
-        UnsupportedError: a number is negative, or there is more than one model copy.
+    ``head`` is the cost of the head in layers. It stays on the last stage of the one model copy.
     """
     if layers < 0 or head < 0:
         raise UnsupportedError(
@@ -87,7 +76,7 @@ def redistribute(layers: int, placement: Placement, head: float) -> tuple[int, .
         held[device] += 1
     found = [0] * placement.num_stages
     for device, stages in enumerate(placement.stages):
-        # A device's earlier stages take what does not divide: the last one has the head already.
+        # Earlier stages of a device take the rest of the division, because the last stage has the head.
         for index, stage in enumerate(stages):
             found[stage] = held[device] // len(stages) + (index < held[device] % len(stages))
     return tuple(found)
@@ -96,22 +85,16 @@ def redistribute(layers: int, placement: Placement, head: float) -> tuple[int, .
 REDISTRIBUTE = "redistribute"
 _NAMES = {OFF: "the head on the last stage", REDISTRIBUTE: "moving layers away from the last stage"}
 _LEAST_GAIN = 0.01
-"""Part of the makespan: for less nobody changes the model's layout, or keeps another microbatch in flight."""
+"""Least gain, as a part of the makespan, for another layout of the model or one more microbatch in flight."""
 
 
 @dataclass(frozen=True)
 class VocabularyOption:
-    """One way to deal with a large vocabulary.
+    """One way to run a large vocabulary."""
 
-    Args:
-        name: ``off``, ``redistribute``, or the paper's algorithm, ``1`` or ``2``.
-        timeline: of a step.
-        layers: per stage, where layers are whole.
-    """
-
-    name: str
+    name: str  # ``off``, ``redistribute``, or the paper's algorithm, ``1`` or ``2``
     timeline: Timeline
-    layers: tuple[int, ...] | None
+    layers: tuple[int, ...] | None  # per stage, if whole layers are known
 
     def __repr__(self) -> str:
         return f"<VocabularyOption {self.name}: {self.timeline!r}>"
@@ -123,13 +106,7 @@ class VocabularyOption:
 
 @dataclass(frozen=True)
 class VocabularyChoice:
-    """Say which option to take and why, and keep all that were compared.
-
-    Args:
-        best: the option to take.
-        reason: one sentence.
-        options: all that were compared, by name.
-    """
+    """The best option, with the reason in one sentence and all options by name."""
 
     best: VocabularyOption
     reason: str
@@ -152,28 +129,24 @@ def choose_vocabulary(
     layout: Sequence[int] | None = None,
     with_passes: Mapping[int, Schedule] | None = None,
 ) -> VocabularyChoice:
-    """Return the fastest option; the simplest of those that are about as fast.
+    """Return the fastest option, or the simplest one if several are about as fast.
 
     Args:
-        schedule: without vocabulary passes.
-        costs: of the layers alone. Prices of passes in them hold for both algorithms; by default shards are equal, at the
-            head's own speed.
+        schedule: a schedule without vocabulary passes.
+        costs: costs of the layers alone. Prices of passes in them hold for both algorithms. By default shards are equal and
+            run at the head's own speed.
         head: seconds of forward and backward of the whole head on one device.
-        layers: how many the model has, to compare with moving them; ``None`` when they cannot be moved.
-        layout: layers of every stage as they are, for costs in single numbers; by default evenly cut.
-        with_passes: per number of barriers what would run, where it may; by default what ``with_vocabulary`` makes of the
-            schedule, both ways.
-
-    Raises:
-        CostsError: the costs do not fit the schedule, or its layers take no time.
-        UnsupportedError: layers or a layout for costs per stage, or no layers at all.
+        layers: number of layers, to compare with moving them; ``None`` if they cannot be moved.
+        layout: present layers of every stage, for costs in single numbers; by default an even cut.
+        with_passes: schedule with passes by number of barriers, for each number that is allowed. By default
+            ``with_vocabulary`` makes both.
     """
     placement, slices = schedule.placement, schedule.slices
     seconds = costs.seconds(placement, slices)
     whole = sum(map(sum, (seconds[kind] for kind in (Kind.F, Kind.B))))
     if not whole:
         raise CostsError(
-            "no-time", "F, I and W of the layers take no time, so there is nothing to compare the head with; give costs"
+            "no-time", "F, I and W of the layers take no time, so the head has no relative cost; give costs"
         )
     options: dict[str, VocabularyOption] = {}
 
@@ -201,7 +174,7 @@ def choose_vocabulary(
 def _choose(options: Mapping[str, VocabularyOption]) -> VocabularyChoice:
     fastest = min(option.makespan for option in options.values())
     near = [option for option in options.values() if option.makespan <= fastest * (1 + _LEAST_GAIN)]
-    # The layout of the model first; of the two algorithms, the one that holds less.
+    # Options that keep the model whole come first. Of the two algorithms, the one that holds less comes first.
     rank = {OFF: 0, REDISTRIBUTE: 1, "2": 2, "1": 3}
     best = min(near, key=lambda option: rank[option.name])
     return VocabularyChoice(best, _reason(best, options), options)
@@ -210,7 +183,7 @@ def _choose(options: Mapping[str, VocabularyOption]) -> VocabularyChoice:
 def _reason(best: VocabularyOption, options: Mapping[str, VocabularyOption]) -> str:
     others = [option for option in options.values() if (option.name in _NAMES) != (best.name in _NAMES)]
     if not others:
-        return f"{_named(best)}: nothing else was allowed"
+        return f"{_named(best)}: no other way was allowed"
     other = min(others, key=lambda option: option.makespan)
     gain = other.makespan / best.makespan - 1
     if best.name in _NAMES:

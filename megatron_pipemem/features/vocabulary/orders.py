@@ -1,16 +1,19 @@
-"""Give any schedule of one pipeline its vocabulary passes and collectives.
+"""Add vocabulary passes and collectives to any schedule of one pipeline.
 
-A barrier is an exchange between the last stage's forward and backward that every device takes part in at some end of an
-action. So all backwards of a microbatch are put off by one interval per barrier (the time in which a device works one
-microbatch off), which every device then has for its part. That is the order; in a run of all devices in time it is then
-filled with the passes: S as soon as X is there, T at the latest before the next S, so that one softmax is alive at a time,
-the embedding's where a device would idle, or when they are due. Every collective is posted by all devices at the one
-moment of that run when its data are there, by a device that is busy then before what it is busy with, since posting waits
-for nobody: with one barrier a device's part of the input gradient, which needs the statistics, is there when the device next
-is between two actions. The lists are thus cut from one sequence, and cannot wait for one another in a circle.
+A barrier is an exchange of all devices between the last stage's forward and its backward. All backwards of a microbatch are
+therefore delayed by one interval per barrier. An interval is a device's work for one microbatch, which gives every device time
+for its part.
 
-Of sequences in slices, every slice has passes and collectives of its own, and all slices of a microbatch one LOSS, behind the
-statistics of the last one. So as many softmaxes are alive at a time as a microbatch has slices.
+The delayed orders are then run in a simulation of all devices, which adds the passes. S runs as soon as X has arrived. T runs
+at the latest before the next S, so that only one softmax is alive at a time. The embedding's passes run when a device would
+idle, or when they are due.
+
+All devices post a collective at the moment when its data are complete. A busy device posts it before its present action,
+because posting does not wait. With one barrier, a device's part of the input gradient needs the statistics. It is computed when
+the device is next between two actions. All lists therefore come from one sequence, and cannot deadlock.
+
+If sequences are cut into slices, every slice has its own passes and collectives. All slices of a microbatch share one LOSS,
+after the statistics of the last slice. The number of softmaxes alive is then the number of slices.
 """
 
 from __future__ import annotations
@@ -41,22 +44,15 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS, check_placement
 
 BACKWARD = frozenset((Kind.I, Kind.W, Kind.B))
 _AHEAD = 2
-"""Embedding outputs, and gradients of them, that wait on a device at most."""
+"""Most embedding outputs, or gradients of them, that wait on a device."""
 _TICKS = 12 * 10**6
-"""Of the longest action: what happens at one moment must be equal, not nearly equal."""
+"""Ticks of the longest action. Times are whole ticks, so that equal times compare as equal."""
 
 Collective = tuple[Kind, int]
 
 
 class PassRun:
-    """Every device runs the most urgent of what is ready: its own order, and the passes that the collectives allow.
-
-    Args:
-        schedule: supplies placement, microbatches and their slices.
-        orders: of F, I, W and B, to be kept.
-        barriers: 1 or 2.
-        costs: seconds of everything.
-    """
+    """Simulate all devices. Each runs the most urgent ready action: of its own order, or a pass whose collectives are done."""
 
     def __init__(self, schedule: Schedule, orders: tuple[Order, ...], barriers: int, costs: Costs) -> None:
         placement = schedule.placement
@@ -87,11 +83,7 @@ class PassRun:
         self._serial = 0
 
     def lists(self) -> tuple[Order, ...]:
-        """Return the orders with all passes and posts.
-
-        Raises:
-            ScheduleError: an order waits for ever.
-        """
+        """Return the orders with all passes and posts, or raise a ScheduleError if an order deadlocks."""
         self._start_idle(0)
         while self._events:
             now = self._events[0][0]
@@ -106,7 +98,7 @@ class PassRun:
             if self._at[device] < len(order):
                 action = order[self._at[device]]
                 raise ScheduleError(
-                    "unmet-need", "waits for ever; validate() shows why", at=(device, self._at[device], action)
+                    "unmet-need", "deadlocks; validate() shows why", at=(device, self._at[device], action)
                 )
         return tuple(map(tuple, self._lists))
 
@@ -115,9 +107,7 @@ class PassRun:
         heappush(self._events, (time, self._serial, device, collective))
 
     def _start_idle(self, now: int) -> None:
-        """Start on idle devices what takes no time first: others may prefer what comes of it to what they would start
-        now.
-        """
+        """Start actions on idle devices, those without duration first, because their results may change other choices."""
         chosen = {d: action for d in range(self._p) if self._running[d] is None and (action := self._choose(d, now))}
         at_once = {device: action for device, action in chosen.items() if not self._ticks_of(action)}
         for device, action in (at_once or chosen).items():
@@ -154,13 +144,13 @@ class PassRun:
         self._forming[device].clear()
 
     def _bring(self, collective: Collective, now: int) -> None:
-        """Take note that one device has its part of what a collective sums or gathers."""
+        """Record that one device has its part of a collective."""
         self._brought[collective] += 1
         if self._brought[collective] == self._p:
             self._post(collective, now)
 
     def _post(self, collective: Collective, now: int) -> None:
-        """Post on all devices at this moment; a device that is busy gets it before what it is busy with."""
+        """Post a collective on all devices now. A busy device gets it before its present action."""
         kind, microbatch = collective
         for device, actions in enumerate(self._lists):
             actions.append(Action(kind, device, microbatch))
@@ -171,8 +161,8 @@ class PassRun:
         self._done.add(collective)
         kind, microbatch = collective
         if kind is Kind.STATS and self._barriers == 1 and self._trains:
-            # A device forms its part between two actions, and must not wait for the statistics before one that has begun
-            # without them.
+            # A device computes its part between two actions. It must not wait for the statistics before an action that has
+            # already begun without them.
             for device, running in enumerate(self._running):
                 if running is None:
                     self._bring((Kind.REDUCE_X, microbatch), now)
@@ -180,7 +170,7 @@ class PassRun:
                     self._forming[device].append(microbatch)
 
     def _choose(self, device: int, now: int) -> Action | None:
-        """Return what an idle device runs now, if anything."""
+        """Return the action that an idle device runs now, or None."""
         ready = {kind: Action(kind, device, self._next(device, kind)) for kind in self._ready(device)}
         waits = _URGENT if self._hurries(device) else _NOT_T
         for kind in waits:
@@ -190,29 +180,29 @@ class PassRun:
         return following or next((ready[kind] for kind in _FILL if kind in ready), None)
 
     def _hurries(self, device: int) -> bool:
-        """Return whether the next T of a device is urgent: the next S waits for it, or, with two barriers, the last stage's
-        next backward. After the loss of a microbatch all its slices are ready for T, and most of them have time.
+        """Return whether the next T of a device is urgent, because the next S or, with two barriers, the last stage's next
+        backward waits for it. After a loss all slices are ready for T, and most of them have time.
         """
         count = self._count[device]
         awaited = self._barriers == 2 and (self._slices == 1 or count[Kind.T] <= self._returned)
         return awaited or (Kind.BCAST_X, count[Kind.S]) in self._done
 
     def _next(self, device: int, kind: Kind) -> int:
-        """Return the microbatch, or slice of one, of the next pass of a kind on a device."""
+        """Return the microbatch, or slice, of the next pass of a kind on a device."""
         count = self._count[device][kind]
         if kind is Kind.LOSS:
             return last_slice(count * self._slices, self._slices)
         return mirrored(count, self._slices) if kind in (Kind.T, Kind.EMBED_B) else count
 
     def _ready(self, device: int) -> Iterator[Kind]:
-        """Yield the passes whose next microbatch can run on a device."""
+        """Yield the kinds of passes whose next microbatch can run on a device."""
         count, done = self._count[device], self._done
         if count[Kind.EMBED_F] < min(self._units, self._begun + _AHEAD):
             yield Kind.EMBED_F
         final = self._next(device, Kind.LOSS)
         if device == self._last and all((Kind.STATS, final - behind) in done for behind in range(self._slices)):
             yield Kind.LOSS
-        # The softmax of one microbatch alive at a time.
+        # Only the softmax of one microbatch is alive at a time.
         if (Kind.BCAST_X, count[Kind.S]) in done and (not self._trains or count[Kind.S] < count[Kind.T] + self._slices):
             yield Kind.S
         if (Kind.BCAST_G, self._next(device, Kind.T)) in done:
@@ -221,14 +211,14 @@ class PassRun:
             yield Kind.EMBED_B
 
     def _is_due(self, action: Action) -> bool:
-        """Return whether an embedding's pass goes before the device's own order."""
+        """Return whether a pass of the embedding goes before the device's own order."""
         if action.kind is Kind.EMBED_F:
             return action.microbatch <= self._begun
         after = mirrored(action.microbatch, self._slices) + _AHEAD - 1
         return (Kind.BCAST_E, mirrored(after, self._slices)) in self._done
 
     def _following(self, device: int, now: int) -> Action | None:
-        """Return the next action of the device's own order, if it can start; else the device is woken when it can."""
+        """Return the next action of the device's own order if it can start now; otherwise schedule a wake-up."""
         order = self._orders[device]
         if self._at[device] == len(order):
             return None
@@ -257,16 +247,7 @@ _FILL = (Kind.T, Kind.EMBED_B, Kind.EMBED_F)
 
 
 def with_barriers(schedule: Schedule, barriers: int, costs: Costs | None = None) -> Schedule:
-    """Return the schedule with so many barriers, as it is where it has them already or none are asked for.
-
-    Args:
-        schedule: as ``with_vocabulary`` takes it, or with that many barriers.
-        barriers: 0, 1 or 2.
-        costs: what to fit the order to.
-
-    Raises:
-        PipememError: as ``with_vocabulary``.
-    """
+    """Return the schedule with this number of barriers; without change if it has them or the number is 0."""
     if not barriers or schedule.vocabulary_barriers == barriers:
         return schedule
     return with_vocabulary(schedule, barriers, costs)
@@ -275,34 +256,31 @@ def with_barriers(schedule: Schedule, barriers: int, costs: Costs | None = None)
 def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = None) -> Schedule:
     """Return the schedule with head and embedding cut over all devices.
 
-    In flight come ``barriers`` microbatches more, or slices of them: on 1F1B device r holds ``p - r + barriers``.
+    It has ``barriers`` more microbatches, or slices, in flight: on 1F1B, device r holds ``p - r + barriers``.
 
     Args:
-        schedule: valid, of one pipeline and one model copy, without vocabulary passes; forwards alone are taken too.
+        schedule: a valid schedule of one pipeline and one model copy, without vocabulary passes. It may have forwards only.
         barriers: 1 (Algorithm 2 of the paper) or 2 (Algorithm 1), see ``Schedule.vocabulary_barriers``.
-        costs: what to fit the order to.
-
-    Raises:
-        UnsupportedError: the schedule is not of that sort.
-        ScheduleError: the schedule waits for ever.
+        costs: costs for which the order is made.
     """
     if barriers not in BARRIERS:
         raise UnsupportedError("bad-choice", f"vocabulary parallelism has 1 or 2 barriers, not {barriers!r}")
     if schedule.vocabulary_barriers:
         raise UnsupportedError(
-            "conflicting-features", f"schedule {schedule.name!r} has vocabulary passes already; take the one without"
+            "conflicting-features",
+            f"schedule {schedule.name!r} already has vocabulary passes; give the schedule without them",
         )
     if schedule.updates is not None:
         raise UnsupportedError(
             "conflicting-features",
-            f"schedule {schedule.name!r} changes weights within the step, which does not go with vocabulary passes; take a "
+            f"schedule {schedule.name!r} changes weights within the step, which vocabulary passes do not allow; take a "
             "synchronous schedule, or leave the vocabulary whole",
         )
     if schedule.offloads or schedule.recomputed:
         raise UnsupportedError(
             "conflicting-features",
-            f"schedule {schedule.name!r} moves or recomputes activations, which is not planned together with vocabulary "
-            "passes; take one that does neither",
+            f"schedule {schedule.name!r} offloads or recomputes activations, which vocabulary passes do not allow; take a "
+            "schedule that does neither",
         )
     check_placement(schedule.placement)
     costs = costs or Costs()
@@ -311,12 +289,10 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
 
 
 def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ...]:
-    """Return the orders with every backward ``barriers`` intervals later. Whatever came after something it needs still
-    does.
-    """
+    """Return the orders with every backward ``barriers`` intervals later. Every action stays after the ones it needs."""
     timeline = simulate(schedule, _without_zeros(costs, schedule.placement, schedule.slices))
     later = barriers * timeline.ideal / schedule.num_units
-    # Rounded, so that what differs by rounding only is a tie, in which backwards go first: they give memory back.
+    # Rounded, so that nearly equal times are ties. Then backwards go first, because they free memory.
     unit = timeline.makespan * 1e-9
     orders = []
     for order, spans in zip(schedule.orders, timeline.spans, strict=True):
@@ -329,7 +305,7 @@ def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ..
 
 
 def _without_zeros(costs: Costs, placement: Placement, slices: int) -> Costs:
-    """Let what takes no time take a little, so that start times tell the order of everything."""
+    """Give actions without duration a short one, so that start times determine the order."""
     seconds = costs.seconds(placement, slices)
     longest = max(max(prices) for prices in seconds.values()) or 1.0
     forward, inputs, weights = (
@@ -341,16 +317,7 @@ def _without_zeros(costs: Costs, placement: Placement, slices: int) -> Costs:
 def families_with_passes(
     num_devices: int, num_microbatches: int, costs: Costs, barriers: int, max_chunks: int | None = None
 ) -> list[Schedule]:
-    """Return the schedules of all synchronous families that the costs are for, with their passes; see
-    ``synchronous_schedules``.
-
-    Args:
-        num_devices: pipeline ranks.
-        num_microbatches: of one step.
-        costs: what actions take, in seconds, and hold.
-        barriers: 1 or 2.
-        max_chunks: the most stages per device; ``None`` takes the families' own.
-    """
+    """Return the synchronous families' schedules for these costs, with their passes; see ``synchronous_schedules``."""
     found = []
     for schedule in synchronous_schedules(num_devices, num_microbatches, costs, max_chunks):
         with suppress(CostsError):

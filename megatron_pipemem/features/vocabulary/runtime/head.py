@@ -1,4 +1,4 @@
-"""Compute the LM head with its cross entropy: one rank's rows, phase by phase.
+"""Compute the LM head with its cross entropy, for one rank's rows and phase by phase.
 
 One microbatch goes through a chain of objects, one per phase:
 
@@ -6,8 +6,8 @@ One microbatch goes through a chain of objects, one per phase:
     gathered = gather_statistics(scored.statistics).wait()
     done = combine(scored, gathered)                        # done.losses, then the gradients
 
-Nothing here communicates, and nothing is recorded by autograd. With logits y (scaled and capped), their maximum M over the
-whole vocabulary, S = sum exp(y - M), Z = log S + M:
+This module does not communicate, and autograd does not record it. y are the logits (scaled and capped), M is their maximum
+over the whole vocabulary, S = sum exp(y - M), and Z = log S + M:
 
     loss = log S - (y_label - M) + z Z^2            dloss/dy = (1 + 2zZ) exp(y - M) / S - onehot(label)
 
@@ -29,20 +29,20 @@ from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """Say what the head computes, and how.
+    """Options of the head's computation, the same on every rank.
 
     Args:
-        barriers: collectives that the last stage's backward waits for one after another. 1 forms the input gradient from
+        barriers: collectives in sequence that the last stage's backward waits for. 1 computes the input gradient from
             statistics before the loss is known (the paper's Algorithm 2), 2 after it (its Algorithm 1).
-        piece_tokens: tokens whose logits are in fp32 at a time; ``None`` for the whole microbatch. Pieces change results only
-            where matrix products of other sizes round differently.
-        keep_logits: keep the logits until their gradient is taken, in the parameter's dtype, ``[tokens, rows]``. ``False``
-            computes them again, piece by piece: one more matrix product for each use, and nothing of that size is ever held.
+        piece_tokens: number of tokens whose logits are in fp32 at a time; ``None`` for the whole microbatch. Pieces change
+            results only if matrix products of other sizes round differently.
+        keep_logits: keep the logits, ``[tokens, rows]`` in the parameter's dtype, until their gradient is taken. ``False``
+            computes them again, piece by piece. That takes one more matrix product per use, but no memory of that size.
         scale: factor of the logits.
         softcap: ``c`` of ``c * tanh(logits / c)``, applied after ``scale``; ``None`` for none.
         z_loss: factor of the square of the log-partition function, added to every token's loss.
-        message_dtype: of the partial input gradients that are summed over the ranks. 16 bit halves the message and rounds
-            once per rank.
+        message_dtype: type of the partial input gradients that are summed over the ranks. 16 bit halves the message and
+            rounds once per rank.
         compiled: compile the passes over logits on CUDA, see ``kernels.Compiler``. ``False`` runs one operation at a time.
     """
 
@@ -72,30 +72,30 @@ class HeadOptions:
                 raise VocabularyError("bad-number", what)
 
     def pieces(self, tokens: int) -> Iterator[slice]:
-        """Return the tokens of a microbatch, piece by piece."""
+        """Return the slices of a microbatch's tokens, piece by piece."""
         size = self.piece_tokens or max(tokens, 1)
         return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 
 @dataclass(eq=False)
 class HeadMicrobatch:
-    """State of the head, per token of one microbatch.
+    """State of the head for one microbatch.
 
     Args:
-        shard: of the head's matrix, this rank's.
-        options: of the head.
+        shard: this rank's rows of the head's matrix.
+        options: options of the head.
         x: input, ``[tokens, h]``.
-        shape: of the labels as they were given.
-        local: the label's row within this shard, 0 where it is another's.
+        shape: original shape of the labels.
+        local: the label's row within this shard, or 0 if another shard has it.
         owned: whether the label's row is in this shard.
-        valid: whether the label is in the vocabulary at all.
-        statistics: fp32, ``[3, tokens]``: the largest logit of this shard (``own_maximum``), the sum of the exponentials of its
-            logits but the label's (``own_sum``), relative to ``own_maximum`` and later to the maximum of all ranks, and the
-            label's logit where ``owned``, else 0 (``target_logit``).
-        for_backward: whether gradients will be asked for.
-        logits: what the matrix product gave, ``[tokens, rows]``; its gradient once that has been taken. ``None`` if not kept.
-        average: rows of the weights averaged by the local softmax (times ``SOFTMAX_SUM``), the label's row left out,
-            ``[tokens, h]``: the input gradient of the one-barrier algorithm but for factors per token.
+        valid: whether the label is in the vocabulary.
+        statistics: fp32, ``[3, tokens]``. ``own_maximum`` is the largest logit of this shard. ``own_sum`` is the sum of the
+            exponentials of its logits except the label's, relative to ``own_maximum`` and later to the maximum of all ranks.
+            ``target_logit`` is the label's logit if ``owned``, else 0.
+        for_backward: whether gradients will be computed.
+        logits: result of the matrix product, ``[tokens, rows]``, replaced later by its gradient. ``None`` if not kept.
+        average: rows of the weights averaged by the local softmax (times ``SOFTMAX_SUM``) without the label's row,
+            ``[tokens, h]``. Up to factors per token, it is the input gradient of the one-barrier algorithm.
     """
 
     shard: WeightShard
@@ -112,7 +112,7 @@ class HeadMicrobatch:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return what is kept, for the activation ledger."""
+        """Return the tensors that it holds, for the activation ledger."""
         kept = (self.x, self.local, self.owned, self.valid, self.statistics, self.logits, self.average)
         return tuple(tensor for tensor in kept if tensor is not None)
 
@@ -121,11 +121,11 @@ class HeadMicrobatch:
 
     @property
     def no_rows(self) -> bool:
-        """Return whether this shard is empty: more ranks than rows."""
+        """Return whether this shard is empty, because there are more ranks than rows."""
         return not self.shard.rows
 
     def score(self, piece: slice, raw: torch.Tensor) -> None:
-        """Compute the statistics of a piece of the tokens, from its logits."""
+        """Compute the statistics of a piece of the tokens from its logits."""
         if self.no_rows:
             self.own_maximum[piece] = torch.finfo(torch.float32).min
             self.own_sum[piece] = self.target_logit[piece] = 0
@@ -140,15 +140,7 @@ class HeadMicrobatch:
             torch.mm(softmax, self.shard.weight, out=self.average[piece])
 
     def over_logits(self, function: Callable, piece: slice, raw: torch.Tensor, *per_token: torch.Tensor, **constants):
-        """Run a pass of ``kernels`` over the logits of a piece of the tokens, compiled where that is asked for.
-
-        Args:
-            function: the pass.
-            piece: of the tokens.
-            raw: logits of the piece as the matrix product gave them, ``[tokens, rows]``.
-            per_token: numbers per token of the piece, ``[tokens]`` each.
-            constants: of the pass, by name.
-        """
+        """Run a pass of ``kernels`` over the logits of a piece of the tokens, compiled if the options say so."""
         options = self.options
         tensors = raw, self.local[piece], self.owned[piece], *per_token
         constants |= {"scale": options.scale, "softcap": options.softcap}
@@ -159,30 +151,25 @@ class HeadMicrobatch:
 
 @dataclass(frozen=True)
 class VocabularyHead:
-    """One rank's share of the LM head. Bias, label smoothing and fp8 are not supported.
-
-    Args:
-        shard: of the head's matrix; the embedding's very shard when tied.
-        options: the same on every rank.
-    """
+    """One rank's share of the LM head. Bias, label smoothing and fp8 are not supported. A tied head shares the embedding's."""
 
     shard: WeightShard
     options: HeadOptions = field(default_factory=HeadOptions)
 
     @torch.no_grad()
     def score(self, x: torch.Tensor, labels: torch.Tensor, *, for_backward: bool = True) -> HeadMicrobatch:
-        """Run S: the logits of this rank's rows, and what the loss needs to know of them.
+        """Run S: compute the logits of this rank's rows and their statistics for the loss.
 
         Args:
-            x: input of the head, ``[..., h]`` in the parameter's dtype, the same on every rank. Not modified, and must not be
+            x: input of the head, ``[..., h]`` in the parameter's dtype, the same on every rank. It must not be modified
                 until the weight gradient has run.
             labels: ``[...]``. A label outside the vocabulary, for example -100, is ignored: loss 0, no gradient.
-            for_backward: ``False`` for evaluation: nothing is kept for gradients.
+            for_backward: ``False`` for evaluation, which keeps nothing for gradients.
         """
         if labels.shape != x.shape[:-1]:
             raise VocabularyError(
                 "wrong-shape",
-                f"labels of shape {tuple(labels.shape)} for an input of shape {tuple(x.shape)}: they need all of its "
+                f"labels of shape {tuple(labels.shape)} for an input of shape {tuple(x.shape)}: labels need all of its "
                 "dimensions but the last, in its order",
             )
         options, weight = self.options, self.shard.weight
@@ -205,7 +192,7 @@ class VocabularyHead:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return scaled and capped logits of this rank's rows, ``[..., rows]`` in the parameter's dtype, for inference.
 
-        ``collectives.gather_logits`` makes the whole vocabulary's of them.
+        ``collectives.gather_logits`` turns them into those of the whole vocabulary.
         """
         rows = self._rows_of(x)
         logits = rows.new_empty(rows.size(0), len(self.shard.rows))
@@ -215,7 +202,7 @@ class VocabularyHead:
         return logits.view(*x.shape[:-1], logits.size(1))
 
     def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
-        """``[tokens, h]``, without a graph."""
+        """Return ``x`` as ``[tokens, h]`` without a graph."""
         parameter = self.shard.parameter
         if x.size(-1) != parameter.size(1) or x.dtype != parameter.dtype:
             raise VocabularyError(
@@ -227,37 +214,34 @@ class VocabularyHead:
 
 
 _TIE = 1e-5
-"""Logits this close are taken for equal."""
+"""Logits this close count as equal."""
 
 
 @torch.no_grad()
 def finish_input_gradient(
     total: torch.Tensor, dtype: torch.dtype, loss_gradient: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the gradient of the training loss by the head's input, ``[..., h]``, on the rank that has the sum over the
-    ranks.
+    """Return the gradient of the training loss with respect to the head's input, ``[..., h]``, on the rank with the sum.
 
-    Args:
-        total: sum of all ranks' parts, ``[..., h]``.
-        dtype: of the head's input.
-        loss_gradient: ``Normalised.without_ignored``, ``[...]``, for the parts of one barrier, which lack it.
+    ``total`` is the sum of all ranks' parts. With one barrier the parts lack the gradient of the loss, which is then
+    ``loss_gradient``, made by ``Normalised.without_ignored``.
     """
     return (total if loss_gradient is None else total * loss_gradient.unsqueeze(-1)).to(dtype)
 
 
 class Normalised:
-    """Hold the losses of one microbatch, which are the same on every rank.
+    """The losses of one microbatch, which are the same on every rank.
 
     Args:
-        batch: what this rank keeps of the microbatch.
-        maximum: of the logits over the whole vocabulary, ``[tokens]``.
-        others: sum of exp(logit - maximum) over all rows but the label's, ``[tokens]``.
+        batch: the state of the microbatch on this rank.
+        maximum: maximum of the logits over the whole vocabulary, ``[tokens]``.
+        others: sum of exp(logit - maximum) over all rows except the label's, ``[tokens]``.
         label: the label's logit minus the maximum, ``[tokens]``.
-        into: fp32 ``[NUMBERS, tokens]``, memory for what is kept per token; ``None`` takes new memory.
+        into: memory for the numbers per token, fp32 ``[NUMBERS, tokens]``; ``None`` takes new memory.
     """
 
     NUMBERS = 5
-    """Kept per token."""
+    """Numbers kept per token."""
 
     def __init__(
         self,
@@ -270,10 +254,10 @@ class Normalised:
         self._batch = batch
         self._gradients_left = batch.for_backward
         total = others + torch.exp(label)
-        # log(1 + others / exp(label)): a label that is almost certain keeps a small but precise loss.
+        # log(1 + others / exp(label)): precise even if the label is almost certain.
         nll = torch.nn.functional.softplus(torch.log(others) - label)
         z = self.options.z_loss
-        # The label's entry, without the cancellation of a probability near 1, and the factor of all others.
+        # The label's entry, without the cancellation near probability 1, and the factor of all others.
         label_factor = torch.expm1(-nll)
         factor = torch.ones_like(nll)
         if z:
@@ -288,18 +272,18 @@ class Normalised:
 
     @property
     def losses(self) -> torch.Tensor:
-        """fp32, in the labels' shape."""
+        """The losses in fp32, in the labels' shape."""
         return self._losses.view(self._batch.shape)
 
     @property
     def hits(self) -> torch.Tensor:
-        """Return which labels are the likeliest tokens, in the labels' shape; a tie within rounding counts."""
-        # exp(label - maximum), from what is kept.
+        """Whether each label is the likeliest token, in the labels' shape. A tie within rounding counts."""
+        # exp(label - maximum), from the kept numbers.
         return (self._total * torch.exp(-self._losses) >= 1 - _TIE).view(self._batch.shape)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return what is kept until the gradients have been taken, for the activation ledger."""
+        """Return the tensors held until the gradients are computed, for the activation ledger."""
         return (*self._batch.tensors, self._kept)
 
     @property
@@ -322,7 +306,7 @@ class Normalised:
         return rows.view(*self._batch.shape, rows.size(-1))
 
     def _flat(self, loss_gradient: torch.Tensor) -> torch.Tensor:
-        """Return the loss gradient, one per token in fp32, without ignored tokens."""
+        """Return the loss gradient, one number per token in fp32, with zeros for ignored tokens."""
         batch = self._batch
         if loss_gradient.numel() != batch.valid.numel():
             raise VocabularyError(
@@ -333,15 +317,13 @@ class Normalised:
         return loss_gradient.detach().reshape(-1).to(torch.float32).masked_fill(~batch.valid, 0)
 
     def _spend_logits(self) -> None:
-        """Mark the logits as spent: their gradient takes their place, so it can be taken once."""
+        """Mark the logits as used. Their gradient replaces them, so it can be computed only once."""
         if not self._gradients_left:
             raise _taken_already()
         self._gradients_left = False
 
     def _logit_gradient(self, piece: slice, g: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of what the matrix product gave, for one piece, in the parameter's dtype; replaces kept
-        logits.
-        """
+        """Return the gradient of the logits of one piece, in the parameter's dtype. It replaces kept logits."""
         batch, options = self._batch, self.options
         raw = batch.x[piece] @ batch.shard.weight.t() if batch.logits is None else batch.logits[piece]
         if batch.no_rows:
@@ -355,24 +337,23 @@ class Normalised:
 def _taken_already() -> VocabularyError:
     return VocabularyError(
         "taken-twice",
-        "this gradient of the microbatch was taken already, or score() was told for_backward=False: take each gradient once",
+        "this gradient of the microbatch was computed already, or score() had for_backward=False; take each gradient once",
     )
 
 
 class OneBarrier(Normalised):
-    """Input gradient from statistics alone, before ``g`` is known; the weight gradient at any time when it is."""
+    """Compute the input gradient from statistics alone, before ``g`` is known, and the weight gradient at any later time."""
 
     @property
     def owes_input_gradient(self) -> bool:
-        """Return whether the input gradient has not been taken yet."""
+        """Return whether the input gradient has not been computed yet."""
         return self._batch.average is not None
 
     @torch.no_grad()
     def input_gradient(self) -> torch.Tensor:
-        """Return this rank's part of the gradient of the losses by the head's input, ``[..., h]``, to be summed over
-        the ranks.
+        """Return this rank's part of the gradient with respect to the head's input, ``[..., h]``, to be summed over the ranks.
 
-        It lacks ``g``: ``finish_input_gradient`` turns the sum into the gradient of the training loss.
+        It lacks ``g``. ``finish_input_gradient`` turns the sum into the gradient of the training loss.
         """
         batch, options = self._batch, self.options
         average, batch.average = batch.average, None
@@ -391,25 +372,21 @@ class OneBarrier(Normalised):
         return self._shaped(message)
 
     def weight_gradient(self, loss_gradient: torch.Tensor) -> HeadWeightGradient:
-        """Return T: the weight gradient, to run now or later; nothing depends on it but the optimizer."""
+        """Return T: the weight gradient, to run now or later. Only the optimizer depends on it."""
         g = self._flat(loss_gradient)
         self._spend_logits()
         return HeadWeightGradient(self, g, logits_differentiated=False)
 
 
 class TwoBarriers(Normalised):
-    """Both gradients from the loss's: exactly what an unsharded backward computes, and the second barrier is the sum of dX."""
+    """Compute both gradients from the loss's, exactly as an unsharded backward. The second barrier is the sum of dX."""
 
     @torch.no_grad()
     def input_gradient(self, loss_gradient: torch.Tensor) -> tuple[torch.Tensor, HeadWeightGradient]:
-        """Run T: return this rank's part of the gradient of the training loss by the head's input, and the weight
-        gradient.
+        """Run T: return this rank's part of the input gradient, ``[..., h]``, to be summed over the ranks, and the weight
+        gradient, to run now or later.
 
-        Args:
-            loss_gradient: gradient of the training loss by ``losses``, the loss scale included.
-
-        Returns:
-            ``[..., h]``, to be summed over the ranks, and the weight gradient, to run now or later.
+        ``loss_gradient`` is the gradient of the training loss with respect to ``losses``, loss scale included.
         """
         g = self._flat(loss_gradient)
         self._spend_logits()
@@ -422,21 +399,15 @@ class TwoBarriers(Normalised):
 
 @dataclass(frozen=True, eq=False)
 class HeadWeightGradient(DeferredWeightGradient):
-    """``logit gradient^T @ x`` of one microbatch: a ``DeferredWeightGradient``.
-
-    Args:
-        normalised: the microbatch.
-        loss_gradient: one per token, fp32.
-        logits_differentiated: whether what is kept as logits is their gradient by now.
-    """
+    """The product ``logit gradient^T @ x`` of one microbatch, as a ``DeferredWeightGradient``."""
 
     normalised: Normalised
-    loss_gradient: torch.Tensor
-    logits_differentiated: bool
+    loss_gradient: torch.Tensor  # one number per token, fp32
+    logits_differentiated: bool  # the kept logits have been replaced by their gradient
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return what waits with it, for the activation ledger."""
+        """Return the tensors that it holds, for the activation ledger."""
         return (*self.normalised.tensors, self.loss_gradient)
 
     @torch.no_grad()
@@ -456,21 +427,16 @@ class HeadWeightGradient(DeferredWeightGradient):
         if gradient.dtype == batch.x.dtype or gradient.device.type == "cuda":
             add_product(gradient, batch.logits, batch.x)
             return
-        # Copies in fp32 are of one piece at a time, as all of that size are.
+        # fp32 copies hold one piece at a time, like all fp32 tensors of that size.
         for piece in normalised.pieces:
             add_product(gradient, batch.logits[piece], batch.x[piece])
 
 
 def add_product(gradient: torch.Tensor, output_gradient: torch.Tensor, input: torch.Tensor) -> None:
-    """Add ``output_gradient^T @ input`` to a gradient. An fp32 gradient gets the product of 16-bit factors unrounded.
+    """Add ``output_gradient^T @ input`` to a gradient in place. An fp32 gradient gets the product of 16-bit factors unrounded.
 
-    Only CUDA has such a product, from torch 2.8. Elsewhere it is that of fp32 copies; with an older torch on CUDA,
-    where that takes many times as long, it is rounded to the factors' dtype.
-
-    Args:
-        gradient: ``[rows, h]``, changed in place.
-        output_gradient: of the logits, ``[tokens, rows]``.
-        input: of the head, ``[tokens, h]``.
+    Only CUDA has such a product, from torch 2.8. Other devices multiply fp32 copies. That would be many times slower on
+    CUDA, so with an older torch the product there is rounded to the factors' dtype.
     """
     transposed = output_gradient.t()
     if gradient.dtype == input.dtype:
@@ -487,17 +453,15 @@ def add_product(gradient: torch.Tensor, output_gradient: torch.Tensor, input: to
 def combine(
     batch: HeadMicrobatch, gathered: torch.Tensor, into: torch.Tensor | None = None
 ) -> OneBarrier | TwoBarriers:
-    """Return the losses, and the way to the gradients: a ``OneBarrier`` or a ``TwoBarriers``, as the options say.
+    """Return the losses of a microbatch, in an object that computes its gradients.
 
-    Args:
-        batch: what this rank has scored.
-        gathered: the ``statistics`` of all ranks, ``[ranks, 3, tokens]``, in the same order on every rank.
-        into: fp32, ``[Normalised.NUMBERS, tokens]``: memory for what is kept per token, new by default.
+    ``gathered`` has the ``statistics`` of all ranks, ``[ranks, 3, tokens]``, in the same order on every rank. ``into`` is
+    memory for ``Normalised``.
     """
     maxima, sums, labels = gathered.unbind(1)
     maximum = maxima.amax(0)
     others = (sums * torch.exp(maxima - maximum)).sum(0)
-    # One rank owns a token's label, the others say 0; nobody owns a label outside the vocabulary.
+    # One rank owns a token's label and the others have 0. No rank owns a label outside the vocabulary.
     label = torch.where(batch.valid, labels.sum(0) - maximum, 0.0)
     batch.own_sum.mul_(torch.exp(batch.own_maximum - maximum))
     kind = OneBarrier if batch.options.barriers == 1 else TwoBarriers

@@ -1,7 +1,7 @@
-"""Run the vocabulary passes of a program on one rank, and keep what they hold in between.
+"""Run the vocabulary passes of a program on one rank, and hold their tensors in between.
 
-Collectives are posted where the program says, and waited for by the pass that uses the result, as messages are. Labels and
-everything between the head's input and its gradient have the head's layout, ``[s, b]``; tokens have the batch's, ``[b, s]``.
+The program says when a collective is posted. The pass that uses the result waits for it, as with messages. Labels and all
+tensors between the head's input and its gradient have the head's layout, ``[s, b]``. Tokens have the batch's, ``[b, s]``.
 """
 
 from __future__ import annotations
@@ -33,22 +33,17 @@ from megatron_pipemem.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class Batch:
-    """Hold tokens and labels of all microbatches of a step, which may differ in ``b`` and ``s``, or of all their slices.
+    """Tokens and labels of all microbatches of a step, which may differ in ``b`` and ``s``, or of all their slices."""
 
-    Args:
-        tokens: ``[b, s]`` of every microbatch.
-        labels: likewise; ``None`` if logits are wanted and no losses.
-        looks_ahead: whether the last stage wants embeddings as well, of the tokens that follow: multi-token prediction.
-        depths: how many tokens behind the next one the head predicts as well.
-    """
-
-    tokens: Sequence[torch.Tensor]
-    labels: Sequence[torch.Tensor] | None
-    looks_ahead: bool = False
-    depths: int = 0
+    tokens: Sequence[torch.Tensor]  # ``[b, s]`` of every microbatch
+    labels: Sequence[torch.Tensor] | None  # likewise; ``None`` to get logits instead of losses
+    looks_ahead: bool = (
+        False  # the last stage also needs the embeddings of the following tokens (multi-token prediction)
+    )
+    depths: int = 0  # number of tokens after the next one that the head predicts too
 
     def cut(self, bounds: Sequence[tuple[int, int]]) -> Batch:
-        """Return the batch with every sequence in slices; ``bounds`` has the first token, and the one behind, of each."""
+        """Return the batch with every sequence in slices. ``bounds`` has each slice's first token and its end."""
 
         def slices(of: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             return [whole[:, begin:end] for whole in of for begin, end in bounds]
@@ -56,27 +51,20 @@ class Batch:
         return replace(self, tokens=slices(self.tokens), labels=None if self.labels is None else slices(self.labels))
 
     def empty_for_head(self, microbatch: int, *further: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an empty tensor of a head's layout, ``[(1 + depths) * s, b, *further]``, those of all depths one behind the
-        other.
-
-        Args:
-            microbatch: its number.
-            further: sizes behind the tokens'.
-            dtype: of the tensor.
-        """
+        """Return an empty tensor of the head's layout, ``[(1 + depths) * s, b, *further]``, one depth after the other."""
         tokens = self.tokens[microbatch]
         b, s = tokens.shape
         return torch.empty((1 + self.depths) * s, b, *further, dtype=dtype, device=tokens.device)
 
     def tokens_of(self, microbatch: int) -> torch.Tensor:
-        """Return the tokens to look up, ``[b, s]``; with a last column of zeros, ``[b, s + 1]``, where the last stage looks
-        ahead: Megatron reads token 0 behind the end.
+        """Return the tokens to look up, ``[b, s]``. If the last stage looks ahead, a column of zeros follows, because Megatron
+        reads token 0 after the end.
         """
         tokens = self.tokens[microbatch]
         return torch.nn.functional.pad(tokens, (0, 1)) if self.looks_ahead else tokens
 
     def labels_of(self, microbatch: int) -> torch.Tensor:
-        """Return the labels of all depths in the head's layout; what is behind the end is 0, as Megatron masks its loss."""
+        """Return the labels of all depths in the head's layout. Labels after the end are 0, as Megatron masks their loss."""
         assert self.labels is not None
         labels = self.labels[microbatch]
         rolled = [torch.nn.functional.pad(labels[:, depth:], (0, depth)) for depth in range(1 + self.depths)]
@@ -84,13 +72,13 @@ class Batch:
 
 
 class ShardedLayers(Protocol):
-    """This rank's shards of embedding and head."""
+    """This rank's shards of embedding and head, as the passes use them."""
 
     partition: VocabularyPartition
 
     @property
     def hidden_size(self) -> int:
-        """Return the channels of the model."""
+        """Return the hidden size of the model."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,39 +91,32 @@ class ShardedLayers(Protocol):
         """See ``VocabularyEmbedding.weight_gradient``."""
 
     def score(self, x: torch.Tensor, labels: torch.Tensor | None, for_backward: bool) -> HeadMicrobatch | torch.Tensor:
-        """Score a microbatch, as ``VocabularyHead.score`` does; without labels, return its logits.
+        """Score a microbatch as ``VocabularyHead.score`` does, or return its logits if there are no labels.
 
-        Args:
-            x: the head's input, ``[s, b, h]``.
-            labels: ``[s, b]``, or ``None``.
-            for_backward: whether gradients will be asked for.
+        ``x`` is the head's input, ``[s, b, h]``, and ``labels`` are ``[s, b]``.
         """
 
 
 class HeadStage(Protocol):
-    """Define what the stage before the head does for it."""
+    """The last stage of the model, as the head uses it."""
 
     def gather_head_input(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the head's input, ``[s, b, h]``, from what this tensor-parallel rank has of it."""
+        """Return the head's input, ``[s, b, h]``, from this tensor-parallel rank's part of the stage's output."""
 
     def scatter_head_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the stage's output, from this pipeline's part of the gradient of the head's input."""
 
     def look_ahead(self, microbatch: int, embeddings: torch.Tensor) -> None:
-        """Take the embeddings of a microbatch that is about to run forward, ``[b, s + 1, h]``, where it looks ahead."""
+        """Take the embeddings, ``[b, s + 1, h]``, of a microbatch that will run forward next, if the stage looks ahead."""
 
     def ahead_gradient(self, microbatch: int) -> torch.Tensor:
-        """Return the gradient of what ``look_ahead`` was given, when the stage has run backward."""
+        """Return the gradient of the embeddings of ``look_ahead``, after the stage has run backward."""
 
     def loss(self, microbatch: int, scored: Sequence[Normalised]) -> torch.Tensor | None:
-        """Take the token losses of a microbatch, fp32 as ``Batch.labels_of``.
+        """Take the token losses of a microbatch, fp32 like ``Batch.labels_of``, and return their gradients if it trains.
 
-        Args:
-            microbatch: its number, or that of its last slice.
-            scored: the microbatch, or all slices of it in order.
-
-        Returns:
-            The training loss's gradient by the losses, those of slices one behind the other, if it trains.
+        ``scored`` has the microbatch, or all its slices in order; ``microbatch`` is then the last slice. The gradients of
+        slices follow each other.
         """
 
     def take_logits(self, microbatch: int, logits: Sequence[torch.Tensor]) -> None:
@@ -144,48 +125,37 @@ class HeadStage(Protocol):
 
 @dataclass(frozen=True)
 class Channels:
-    """Process groups that carry nothing else.
+    """Process groups without other traffic."""
 
-    Args:
-        pipeline: the pipeline's ranks, which are its devices, in order.
-        shards: the ranks of all shards, in the shards' order; with tensor parallelism more than the pipeline's.
-    """
-
-    pipeline: dist.ProcessGroup
-    shards: dist.ProcessGroup
+    pipeline: dist.ProcessGroup  # the pipeline's ranks, in the order of its devices
+    shards: (
+        dist.ProcessGroup
+    )  # the ranks of all shards, in their order; tensor parallelism adds ranks to the pipeline's
 
 
 @dataclass(eq=False)
 class VocabularyPasses:
-    """One step. Holds nothing when it has ended.
+    """The vocabulary passes of one step on one rank, as a step feature.
 
-    Args:
-        placement: the head's input comes from the device of its last stage, the embedding's output goes to that of its first.
-        device: this rank's place in the pipeline.
-        layers: this rank's shards.
-        channels: opened by every rank at the same time.
-        batch: the same on every rank.
-        last_stage: on the device of the last stage.
-        trains: whether gradients will be asked for.
-        ledger: counts held bytes, if given.
-        slices: sequence slices of a microbatch: they have passes of their own, and one loss.
+    The head's input comes from the device of the last stage, and the embedding's output goes to that of the first. Slices of a
+    microbatch have their own passes and one loss.
     """
 
     placement: Placement
-    device: int
+    device: int  # this rank's number in the pipeline
     layers: ShardedLayers
-    channels: Channels
-    batch: Batch
-    last_stage: HeadStage | None
+    channels: Channels  # opened by every rank at the same time
+    batch: Batch  # the same on every rank
+    last_stage: HeadStage | None  # on the device of the last stage only
     trains: bool
     ledger: ActivationLedger | None = None
     slices: int = 1
 
     def __post_init__(self) -> None:
         self._first, self._last = self.placement.devices[0], self.placement.devices[-1]
-        # Two stages look tokens up, and both have a gradient of them.
+        # Two stages look up tokens, and both have gradients of the embeddings.
         self._sums_for_both = self.batch.looks_ahead and self._first != self._last
-        # Everything is keyed by microbatch, or slice of one.
+        # All keys are microbatches, or slices of microbatches.
         self._partial_embeddings: dict[int, torch.Tensor] = {}
         self._embeddings: dict[int, Pending[torch.Tensor | None]] = {}
         self._head_inputs: dict[int, torch.Tensor] = {}
@@ -228,13 +198,13 @@ class VocabularyPasses:
         return self.last_stage
 
     def extend(self, executor: Executor) -> Handlers:
-        """See ``StepFeature``: the passes, and the tensors of the model's ends, which come from them and go to them."""
+        """Return handlers of the passes, and of the first and last stage, whose tensors come from and go to passes."""
         others, first, last = dict(executor.handlers), 0, self.placement.num_stages - 1
         looks_ahead = self.batch.looks_ahead
 
         def run_pass(each: Instruction) -> None:
             action = each.action
-            # Waited for here, so that the pass's own time can be told from that of the collectives that it needs.
+            # Wait here, so that the measured time of the pass excludes its collectives.
             for waiting in self._needed.get(action.kind, ()):
                 for number in self._joined(action.microbatch) if action.kind is Kind.LOSS else (action.microbatch,):
                     if number in waiting:
@@ -276,17 +246,17 @@ class VocabularyPasses:
         self._perform[action.kind](action.microbatch)
 
     def finish(self) -> None:
-        """Wait for what nobody has waited for, so that buffers may be used again."""
+        """Wait for the collectives without a consumer, so that their buffers can be reused."""
         while self._nobody_waits:
             self._nobody_waits.pop().work.wait()
 
     # Between the passes and the stages of this device
 
     def embedded(self, microbatch: int) -> torch.Tensor:
-        """Return the embedding's output, summed over the pipeline, ``[b, s, h]``: the first stage's input."""
+        """Return the embedding's output, summed over the pipeline, ``[b, s, h]``, as input of the first stage."""
         if not self.batch.looks_ahead:
             return _sum(self._embeddings.pop(microbatch))
-        # Where the last stage is on this device too, it comes for them later.
+        # If the last stage is on this device too, it needs them later.
         waiting = self._embeddings[microbatch] if self._first == self._last else self._embeddings.pop(microbatch)
         return _sum(waiting)[:, :-1]
 
@@ -294,29 +264,29 @@ class VocabularyPasses:
         """Take the last stage's output, without its graph."""
         whole = self._held(self._own_last_stage.gather_head_input(output))
         if whole is not output:
-            self._released(output)  # the backend that gathered it may let go a moment later
+            self._released(output)  # the backend that gathered it may free it a moment later
         self._head_inputs[microbatch] = whole
 
     def head_gradient(self, microbatch: int) -> torch.Tensor:
         """Return the gradient of the last stage's output."""
         total = _sum(self._input_gradients.pop(microbatch))
-        # With one barrier the sum was under way before the loss was known.
+        # With one barrier, the sum began before the loss was known.
         gradient = finish_input_gradient(total, self.layers.dtype, self._factors.pop(microbatch, None))
         self._released(total)
         return self._own_last_stage.scatter_head_gradient(gradient)
 
     def take_embedding_gradient(self, microbatch: int, gradient: torch.Tensor) -> None:
-        """Take the gradient of what ``embedded`` gave, ``[b, s, h]``."""
+        """Take the gradient of the result of ``embedded``, ``[b, s, h]``."""
         looks_ahead = self.batch.looks_ahead
         ahead = self._embedding_gradients.get(microbatch) if looks_ahead else None
-        if ahead is not None:  # the last stage's, on this device too
+        if ahead is not None:  # the gradient of the last stage, which is on this device too
             ahead[:, :-1] += gradient
             self._released(gradient)
             return
         whole = torch.nn.functional.pad(gradient, (0, 0, 0, 1)) if looks_ahead else gradient.contiguous()
         self._embedding_gradients[microbatch] = self._held(whole)
         if whole is not gradient:
-            self._released(gradient)  # the backend that gathered it may let go a moment later
+            self._released(gradient)  # the backend that gathered it may free it a moment later
 
     # Embedding
 
@@ -378,8 +348,8 @@ class VocabularyPasses:
             assert isinstance(scored, HeadMicrobatch)
             statistics = scored.statistics
             ranks, results = self.channels.shards.size(), Normalised.NUMBERS
-            # In one piece, because loss and input gradient come in either order, and the first to come combines: what it
-            # takes and gives back would be now the one's bytes and now the other's.
+            # One buffer for both, because the first of loss and input gradient combines. Its change in bytes would otherwise
+            # depend on which comes first.
             buffer = self._held(statistics.new_empty(ranks * statistics.size(0) + results, statistics.size(1)))
             everyones = buffer[:-results].unflatten(0, (ranks, -1))
             pending = collectives.gather_statistics(statistics, everyones, self.channels.shards)
@@ -402,7 +372,7 @@ class VocabularyPasses:
             for each in joined:
                 del self._normalised[each]
             return
-        assert gradient is not None, "a step that trains has a gradient of its loss"
+        assert gradient is not None, "a training step has a gradient of its loss"
         parts = gradient.split([scored.losses.size(0) for scored in done.values()])
         for (each, scored), part in zip(done.items(), parts, strict=True):
             self._loss_gradients[each] = own = self._held(scored.without_ignored(part))
@@ -410,7 +380,7 @@ class VocabularyPasses:
                 self._factors[each] = own
 
     def _joined(self, microbatch: int) -> range:
-        """Return what a microbatch's loss is of, which stands with the last of its slices."""
+        """Return the microbatch, or its slices, whose loss is computed with its last slice."""
         return range(microbatch - self.slices + 1, microbatch + 1)
 
     def _broadcast_loss_gradient(self, microbatch: int) -> None:
@@ -424,14 +394,14 @@ class VocabularyPasses:
         del self._normalised[microbatch]
         gradient = self._sent_loss_gradients.pop(microbatch).wait()
         if isinstance(done, OneBarrier):
-            if done.owes_input_gradient:  # its reduction comes later on this device, and nothing is kept so long
+            if done.owes_input_gradient:  # its reduction comes later on this device, and its inputs are freed before
                 self._partial_input_gradients[microbatch] = self._held(done.input_gradient())
             work = done.weight_gradient(gradient)
         else:
             partial, work = done.input_gradient(gradient)
             self._partial_input_gradients[microbatch] = self._held(partial)
         work.run()
-        # What is left of their life is the collectives' business, and theirs depends on timing.
+        # Only the collectives still hold these tensors, for a time that varies.
         for tensor in (*done.tensors, gradient):
             self._released(tensor)
 
@@ -439,7 +409,7 @@ class VocabularyPasses:
         partial = self._partial_input_gradients.pop(microbatch, None)
         if partial is None:
             done = self._normalise(microbatch)
-            assert isinstance(done, OneBarrier), "with two barriers T has made it"
+            assert isinstance(done, OneBarrier), "with two barriers, T has computed it"
             partial = self._held(done.input_gradient())
         pending = collectives.reduce_sum(partial, self._last, self.channels.pipeline)
         self._await(self._input_gradients, microbatch, pending, partial, self.device == self._last)
@@ -462,7 +432,7 @@ class VocabularyPasses:
         buffer: torch.Tensor,
         wanted: bool,
     ) -> None:
-        """Keep a reduction where its result is wanted; elsewhere its buffer is the backend's from now on."""
+        """Keep a reduction if this rank needs its result. Otherwise only the backend holds its buffer from now on."""
         if wanted:
             waiting[microbatch] = pending
         else:
@@ -484,7 +454,7 @@ class VocabularyPasses:
 
 
 def _sum(pending: Pending[torch.Tensor | None]) -> torch.Tensor:
-    """Wait for a reduction whose result this rank gets."""
+    """Wait for a reduction, and return its result, which this rank gets."""
     total = pending.wait()
     assert total is not None
     return total

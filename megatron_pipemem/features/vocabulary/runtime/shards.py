@@ -1,8 +1,8 @@
-"""Cut the embedding matrix into shards of rows, one per rank, and look tokens up where their rows are.
+"""Cut the embedding matrix into shards of rows, one per rank, and look up each token on the rank with its row.
 
-Embedding and head share one partition, which is all that tying takes. Forward: ``partial = embedding.forward(tokens)`` on every
-rank, then ``collectives.reduce_sum`` to the rank of the first stage. Backward: ``collectives.broadcast`` of the gradient of
-the output from there, then ``embedding.weight_gradient(...)``.
+Embedding and head share one partition, which is enough for tied weights. Forward: ``partial = embedding.forward(tokens)`` on
+every rank, then ``collectives.reduce_sum`` to the rank of the first stage. Backward: that rank sends the gradient of the
+output with ``collectives.broadcast``, then every rank calls ``embedding.weight_gradient(...)``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,13 @@ from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, gr
 
 @dataclass(frozen=True)
 class VocabularyPartition:
-    """A vocabulary cut into contiguous shards, one per rank of a process group, in rank order: ``torch.tensor_split``.
+    """A vocabulary cut into contiguous shards, one per rank of a process group, in rank order, as ``torch.tensor_split``.
 
-    The first shards own one row more than the others where the ranks do not divide the rows.
-
-    Args:
-        vocab_size: rows of the whole embedding matrix. Rows that a model has added to a tokenizer's vocabulary count as any
-            others: an unsharded softmax includes them too.
-        shards: number of ranks; no divisor of anything. With fewer rows than ranks some shards are empty.
+    If the number of ranks does not divide the rows, the first shards have one row more than the others.
     """
 
-    vocab_size: int
-    shards: int
+    vocab_size: int  # rows of the whole matrix, padding rows included, as in an unsharded softmax
+    shards: int  # number of ranks; with fewer rows than ranks, some shards are empty
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1 or self.shards < 1:
@@ -55,26 +50,19 @@ class VocabularyPartition:
 
 @dataclass(frozen=True, eq=False)
 class WeightShard:
-    """One rank's rows of the embedding matrix.
+    """One rank's rows of the embedding matrix. Tied layers share the parameter."""
 
-    Args:
-        parameter: ``[rows, h]``. Its gradient goes to ``main_grad`` if it has that, else to ``grad``; a parameter that
-            does not require a gradient gets none. Tied layers are given the same parameter.
-        partition: of the whole matrix.
-        index: this rank's place in the group.
-    """
-
-    parameter: torch.nn.Parameter
+    parameter: torch.nn.Parameter  # ``[rows, h]``; its gradient goes to ``main_grad`` if it exists, else to ``grad``
     partition: VocabularyPartition
-    index: int
+    index: int  # this rank's number in the group
 
     def __post_init__(self) -> None:
         wanted = len(self.rows)
         if self.parameter.dim() != 2 or self.parameter.size(0) != wanted:
             raise VocabularyError(
                 "wrong-shape",
-                f"shard {self.index} of {self.partition} stores a matrix of {wanted} rows, the parameter given is of "
-                f"shape {tuple(self.parameter.shape)}: cut the whole matrix with torch.tensor_split()",
+                f"shard {self.index} of {self.partition} stores a matrix of {wanted} rows, but the parameter has "
+                f"shape {tuple(self.parameter.shape)}; cut the whole matrix with torch.tensor_split()",
             )
 
     @property
@@ -88,13 +76,11 @@ class WeightShard:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """Return where the gradient of ``weight`` accumulates; ``None`` for a frozen parameter."""
+        """The tensor in which the gradient of ``weight`` accumulates; ``None`` for a frozen parameter."""
         return gradient_of(self.parameter) if self.parameter.requires_grad else None
 
     def locate(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the row of every token within this shard, 0 for those of other shards, and which tokens this shard
-        owns.
-        """
+        """Return the row of every token within this shard (0 for tokens of other shards), and which tokens it owns."""
         rows = self.rows
         owned = (tokens >= rows.start) & (tokens < rows.stop)
         return torch.where(owned, tokens - rows.start, 0), owned
@@ -108,14 +94,11 @@ class VocabularyEmbedding:
 
     @torch.no_grad()
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings of this rank's tokens and zeros for all others: ``[...] -> [..., h]`` in the
-        parameter's dtype.
+        """Return the embeddings of this rank's tokens, and zeros for others: ``[...] -> [..., h]`` in the parameter's dtype.
 
-        One rank contributes to every token, so the sum over the ranks is exact in any dtype.
-
-        Raises:
-            VocabularyError: for a token outside the vocabulary, if the tokens are on the CPU. On a GPU looking would stall
-                it; such a token is embedded as zeros, as Megatron's tensor-parallel embedding does.
+        Only one rank contributes to each token, so the sum over the ranks is exact in any dtype. On the CPU a token outside the
+        vocabulary raises a VocabularyError. On a GPU a check would stall, so such a token gets zeros, as in Megatron's
+        tensor-parallel embedding.
         """
         vocab_size = self.shard.partition.vocab_size
         if tokens.device.type == "cpu" and tokens.numel():
@@ -133,29 +116,22 @@ class VocabularyEmbedding:
     def weight_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> EmbeddingWeightGradient:
         """Return the weight gradient of one microbatch, to run now or later.
 
-        Args:
-            tokens: those of ``forward``.
-            output_gradient: gradient of the whole embedding's output, ``[..., h]``, the same on every rank.
+        ``output_gradient`` is that of the whole embedding's output, ``[..., h]``, the same on every rank.
         """
         if output_gradient.shape[:-1] != tokens.shape:
             raise VocabularyError(
                 "wrong-shape",
                 f"gradient of shape {tuple(output_gradient.shape)} for tokens of shape {tuple(tokens.shape)}: "
-                "it needs the tokens' shape and the hidden size",
+                "give a gradient with the tokens' shape and the hidden size",
             )
         return EmbeddingWeightGradient(self.shard, tokens.detach(), output_gradient.detach())
 
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingWeightGradient(DeferredWeightGradient):
-    """Adds a microbatch's gradient to the rows of this rank's tokens, in the dtype that gradients accumulate in.
+    """Add a microbatch's gradient to the rows of this rank's tokens, in the dtype of the accumulated gradient.
 
-    On a GPU the order of the sums of a token that occurs often varies, unless ``torch.use_deterministic_algorithms`` is on.
-
-    Args:
-        shard: rows of this rank.
-        tokens: of the microbatch, of any shape.
-        output_gradient: gradient of the embedding's output, the shape of the tokens and ``h``.
+    On a GPU the order of a frequent token's sums varies, unless ``torch.use_deterministic_algorithms`` is on.
     """
 
     shard: WeightShard
@@ -164,7 +140,7 @@ class EmbeddingWeightGradient(DeferredWeightGradient):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return what waits with it, for the activation ledger."""
+        """Return the tensors that it holds, for the activation ledger."""
         return self.tokens, self.output_gradient
 
     @torch.no_grad()
@@ -173,7 +149,7 @@ class EmbeddingWeightGradient(DeferredWeightGradient):
         if gradient is None or not self.shard.rows:
             return
         local, owned = self.shard.locate(self.tokens.reshape(-1))
-        # Foreign tokens add zeros. Spread over all rows, or every one of them would contend for the same.
+        # Tokens of other shards add zeros. They are spread over all rows, or all would contend for one.
         rows = torch.where(owned, local, self.tokens.reshape(-1).remainder(len(self.shard.rows)))
         values = self.output_gradient.reshape(-1, gradient.size(1)).to(gradient.dtype, copy=True)
         gradient.index_add_(0, rows, values.masked_fill_(~owned.unsqueeze(-1), 0))
