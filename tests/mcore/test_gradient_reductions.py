@@ -224,8 +224,9 @@ def test_a_step_asks_the_host_once(make, overlap):
 
 def test_large_gradients_are_checked_where_megatron_checks_them(make):
     training = make(check_for_large_grads=True)
-    with pytest.raises(AssertionError, match="no query before"):
+    with pytest.raises(AssertionError) as raised:
         training.run(SPLIT)
+    assert "no query before" in str(raised.value), "the assertion of the stand-in for the device"
 
 
 @contextmanager
@@ -247,8 +248,9 @@ def test_a_bad_gradient_ends_the_run_with_megatrons_message(make, monkeypatch, p
         training.model.zero_grad_buffer()
         monkeypatch.setattr(training.model, "zero_grad_buffer", lambda: None)
         training.model.module.weights[1].main_grad[0, 0] = planted
-    with pytest.raises(RuntimeError, match=f"found {word} in local grad norm for bucket #0"):
+    with pytest.raises(RuntimeError) as raised:
         training.run(SPLIT)
+    assert f"found {word} in local grad norm for bucket #0" in str(raised.value)
 
 
 @pytest.mark.parametrize(("state", "queries"), [(RerunState.INITIAL_RUN, 1), (RerunState.RERUNNING_IN_PLACE, 0)])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron.core")
 
+from refusals import refused
 from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
@@ -24,16 +24,16 @@ TINY = ROOT / "configs" / "runs" / "tiny-cpu.yaml"
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"lrr": 0.1}, "Megatron has no flag --lrr; did you mean 'lr'?"),
-        ({"pipemem-reprot": "x"}, "did you mean 'pipemem-report'?"),
-        ({"lr": "fast"}, "key megatron.lr: is 'fast'; --lr takes numbers"),
-        ({"optimizer": "sdg"}, "is 'sdg'; give adam or sgd"),
-        ({"log-throughput": 3}, "is 3, and --log-throughput takes no value"),
+        ({"lrr": 0.1}, ("unknown-flag", "--lrr", "lr")),
+        ({"pipemem-reprot": "x"}, ("unknown-flag", "pipemem-report")),
+        ({"lr": "fast"}, ("bad-type", "megatron.lr", "fast", "--lr")),
+        ({"optimizer": "sdg"}, ("bad-choice", "sdg")),
+        ({"log-throughput": 3}, ("bad-type", 3, "--log-throughput")),
     ],
 )
 def test_what_megatron_would_refuse(flags, says):
     assert len(known_flags()) > 300
-    with pytest.raises(ConfigError, match=re.escape(says)):
+    with refused(*says, kind=ConfigError):
         check_flags(flags)
 
 

@@ -131,9 +131,7 @@ def test_a_rank_without_experts_is_refused_where_megatron_would_wait_for_its_los
     if schedule == "gems":  # whose ranks have a stage of either replica
         assert add_virtual_stages(settings, others) == others
         return
-    with pytest.raises(
-        UnsupportedError, match=f"pipeline rank {rank} would hold no experts .*load-balancing-type none"
-    ):
+    with refused("bad-layout", rank, kind=UnsupportedError):
         add_virtual_stages(settings, others)
     assert add_virtual_stages(settings, [*others, "--moe-router-load-balancing-type", "none"])
 
@@ -275,26 +273,30 @@ def test_a_whole_model_passes(placement, stages, monkeypatch, caplog):
         (
             Placement.wave(2, 4),
             cut(*(range(n, n + 2) for n in range(1, 17, 2))),
-            "hold 16 layers where the model has 8",
+            ("model-differs", 16, 8),
         ),
-        (Placement.v_shape(2), cut(*(range(n, n + 1) for n in range(1, 5))), "hold 4 layers where the model has 8"),
-        (Placement.linear(2), cut(range(1, 5), range(1, 5)), "hold 8 layers .*stage 0: 1 to 4; stage 1: 1 to 4"),
-        (Placement.linear(4), cut(EVEN[0], EVEN[2], EVEN[1], EVEN[3]), "in order"),
-        (Placement.bidirectional(2), [*cut(range(1, 5), range(5, 9)), *cut(range(5, 9), range(1, 5))], "in order"),
+        (Placement.v_shape(2), cut(*(range(n, n + 1) for n in range(1, 5))), ("model-differs", 4, 8)),
+        (Placement.linear(2), cut(range(1, 5), range(1, 5)), ("model-differs", 8, 0, 1, 4)),
+        (Placement.linear(4), cut(EVEN[0], EVEN[2], EVEN[1], EVEN[3]), ("model-differs",)),
+        (
+            Placement.bidirectional(2),
+            [*cut(range(1, 5), range(5, 9)), *cut(range(5, 9), range(1, 5))],
+            ("model-differs",),
+        ),
         (
             Placement.linear(2),
             [chunk(range(1, 5), True, False), chunk(range(5, 9), True, True)],
-            r"stages \[0, 1\] .* embedding",
+            ("model-differs", "[0, 1]"),
         ),
         (
             Placement.linear(2),
             [chunk(range(1, 5), True, False), chunk(range(5, 9), False, False)],
-            r"stages \[\] with the head",
+            ("model-differs", "[]"),
         ),
     ],
 )
 def test_what_is_not_the_model_is_refused(placement, stages, words, monkeypatch):
-    with pytest.raises(UnsupportedError, match=words) as error:
+    with refused(*words, kind=UnsupportedError) as error:
         check(placement, stages, monkeypatch)
     assert "virtual_pipeline_model_parallel_size" in str(error.value) or "post_process" in str(error.value)
 

@@ -95,19 +95,19 @@ def test_settings_as_users_write_them():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"offload": "most"}, "offload 'most' is none of off, half, full, auto"),
-        ({"offload": "full", "recompute": "some"}, "--pipemem-recompute 'some'"),
-        ({"offload": "full", "host_memory": "0.5"}, "--pipemem-host-memory '0.5': give a number of bytes, as in 60GiB"),
-        ({"offload": "full", "offload_options": {"speed": 1}}, "no option 'speed'; its options: bandwidth"),
-        ({"offload": "full", "offload_options": {"ratio": 0}}, "offload option ratio 0 is no positive number"),
-        ({"offload": "full", "offload_options": {"guard": 3}}, "neither 0 nor 1"),
-        ({"offload": "full", "offload_options": {"switches": "0,1"}}, "no groups of ranks of a node"),
-        ({"offload": "full", "offload_options": {"switches": [0, 1]}}, "no groups of ranks of a node"),
-        ({"offload": "full", "offload_options": {"switches": [[0, 1], [1, 2]]}}, "each in one of them"),
+        ({"offload": "most"}, ("bad-choice", "most")),
+        ({"offload": "full", "recompute": "some"}, ("bad-choice", "--pipemem-recompute", "some")),
+        ({"offload": "full", "host_memory": "0.5"}, ("bad-number", "--pipemem-host-memory", "0.5", "60GiB")),
+        ({"offload": "full", "offload_options": {"speed": 1}}, ("unknown-option", "speed")),
+        ({"offload": "full", "offload_options": {"ratio": 0}}, ("bad-number", 0)),
+        ({"offload": "full", "offload_options": {"guard": 3}}, ("bad-choice", 0, 1)),
+        ({"offload": "full", "offload_options": {"switches": "0,1"}}, ("bad-syntax",)),
+        ({"offload": "full", "offload_options": {"switches": [0, 1]}}, ("bad-syntax",)),
+        ({"offload": "full", "offload_options": {"switches": [[0, 1], [1, 2]]}}, ("bad-syntax",)),
     ],
 )
 def test_wrong_settings_are_refused_in_words(given, told):
-    with pytest.raises(UnsupportedError, match=told):
+    with refused(*told, kind=UnsupportedError):
         Request("v-half", **given)
 
 
@@ -180,9 +180,9 @@ def test_a_rank_that_fails_alone_tells_the_others(stage, monkeypatch):
     monkeypatch.setattr(Offloading, "engine", lambda self: SimpleNamespace(channel=None))
     monkeypatch.setattr(offloading, "measure_host_link", lambda channel: LINK)
     monkeypatch.setattr(*((Offloading, stage) if stage == "engine" else (offloading, stage)), broken)
-    with pytest.raises(OSError, match="no such group"):
+    with pytest.raises(OSError) as raised:
         Offloading(TransferOptions()).links(1)
-    assert told[-1] == "no such group"
+    assert told[-1] == str(raised.value) == "no such group"
 
 
 def test_one_after_another_keeps_a_cap_that_takes_full_backwards():

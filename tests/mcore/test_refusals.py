@@ -60,9 +60,9 @@ def test_refused_configurations_name_the_flag_to_change(attribute, value, words)
 @pytest.mark.parametrize(
     ("attribute", "value", "words"),
     [
-        ("moe_token_dispatcher_type", "flex", "DeepEP, HybridEP and NCCL EP are kernels of a GPU"),
-        ("moe_permute_fusion", True, "drop --moe-permute-fusion"),
-        ("moe_router_fusion", True, "drop --moe-router-fusion"),
+        ("moe_token_dispatcher_type", "flex", ("unsupported-setting",)),
+        ("moe_permute_fusion", True, ("unsupported-setting", "--moe-permute-fusion")),
+        ("moe_router_fusion", True, ("unsupported-setting", "--moe-router-fusion")),
     ],
 )
 def test_kernels_of_a_gpu_are_refused_on_cpu_ranks(monkeypatch, attribute, value, words):
@@ -70,7 +70,7 @@ def test_kernels_of_a_gpu_are_refused_on_cpu_ranks(monkeypatch, attribute, value
     monkeypatch.setattr(refusals, "is_active", lambda: False)
     check_model(config, splits=False, recomputes=False)
     monkeypatch.setattr(refusals, "is_active", lambda: True)
-    with pytest.raises(UnsupportedError, match=words):
+    with refused(*words, kind=UnsupportedError):
         check_model(config, splits=False, recomputes=False)
 
 
@@ -79,9 +79,7 @@ def test_files_of_pipelines_that_are_never_flushed_are_refused_before_anything_c
     file = tmp_path / "mine.csv"
     file.write_text(build_schedule(name, num_devices=4, num_microbatches=8).to_csv())
     try:
-        with pytest.raises(
-            UnsupportedError, match=f"{file} can be simulated and drawn but not run, because a file shows"
-        ):
+        with refused("no-steps", file, kind=UnsupportedError):
             enable(str(file))
     finally:
         disable()
@@ -140,13 +138,18 @@ def test_asynchronous_schedules_stand_alone(settings, words):
 @pytest.mark.parametrize(
     ("attribute", "on_ddp", "per_batch", "flag"),
     [
-        ("use_distributed_optimizer", True, True, "--use-distributed-optimizer"),
-        ("fp8", False, True, "--fp8-format"),
-        ("moe_router_enable_expert_bias", False, True, "--moe-router-enable-expert-bias"),
-        ("moe_router_load_balancing_type", False, True, "global_aux_loss counts the tokens of one batch"),
-        ("overlap_grad_reduce", True, False, "--overlap-grad-reduce"),
-        ("calculate_per_token_loss", False, False, "--calculate-per-token-loss"),
-        ("share_embeddings_and_output_weights", None, False, "--untie-embeddings-and-output-weights"),
+        ("use_distributed_optimizer", True, True, ("unsupported-setting", "--use-distributed-optimizer")),
+        ("fp8", False, True, ("unsupported-setting", "--fp8-format")),
+        ("moe_router_enable_expert_bias", False, True, ("unsupported-setting", "--moe-router-enable-expert-bias")),
+        ("moe_router_load_balancing_type", False, True, ("unsupported-setting", "global_aux_loss")),
+        ("overlap_grad_reduce", True, False, ("unsupported-setting", "--overlap-grad-reduce")),
+        ("calculate_per_token_loss", False, False, ("unsupported-setting", "--calculate-per-token-loss")),
+        (
+            "share_embeddings_and_output_weights",
+            None,
+            False,
+            ("tied-embedding", "--untie-embeddings-and-output-weights"),
+        ),
     ],
 )
 def test_what_knows_no_versions_is_refused(attribute, on_ddp, per_batch, flag):
@@ -155,7 +158,7 @@ def test_what_knows_no_versions_is_refused(attribute, on_ddp, per_batch, flag):
     check_asynchronous(config, [chunk], per_batch)
     value = ["aux_loss", "global_aux_loss"] if attribute == "moe_router_load_balancing_type" else True
     setattr({True: chunk.ddp_config, False: config, None: chunk}[on_ddp], attribute, value)
-    with pytest.raises(UnsupportedError, match=flag):
+    with refused(*flag, kind=UnsupportedError):
         check_asynchronous(config, [chunk], per_batch)
     if not per_batch:
         check_asynchronous(config, [chunk], True)
@@ -163,13 +166,17 @@ def test_what_knows_no_versions_is_refused(attribute, on_ddp, per_batch, flag):
 
 @pytest.mark.parametrize(
     ("changed", "words"),
-    [({"clip_grad": 1.0}, "--clip-grad 0"), ({"fp16": True}, "bf16"), ({"log_num_zeros_in_grad": True}, "drop")],
+    [
+        ({"clip_grad": 1.0}, ("unsupported-setting", "--clip-grad", 0)),
+        ({"fp16": True}, ("unsupported-setting", "fp16")),
+        ({"log_num_zeros_in_grad": True}, ("unsupported-setting", "--log-num-zeros-in-grad")),
+    ],
 )
 def test_what_needs_all_stages_at_once_is_refused_when_the_optimizer_is_built(changed, words):
     built = SimpleNamespace(step=None)
     config = SimpleNamespace(**{"clip_grad": 0.0, "fp16": False, "log_num_zeros_in_grad": False, **changed})
     optimizer = StageOptimizer()
-    with pytest.raises(UnsupportedError, match=words):
+    with refused(*words, kind=UnsupportedError):
         optimizer.catch(lambda config, chunks: built, config, [])
     with refused("enabled-too-late", kind=UnsupportedError):
         optimizer.require()

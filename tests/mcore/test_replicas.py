@@ -117,28 +117,31 @@ def test_vocabulary_passes_are_refused_before_the_model_is_built():
 @pytest.mark.parametrize(
     ("placement", "words"),
     [
-        (Placement("custom", (0, 1, 0, 1), 2), "in opposite directions only"),
-        (Placement.bidirectional(1), "at least two pipeline ranks"),
+        (Placement("custom", (0, 1, 0, 1), 2), ("unsupported-placement",)),
+        (Placement.bidirectional(1), ("no-pipeline",)),
     ],
 )
 def test_other_copies_are_refused(placement, words):
-    with pytest.raises(UnsupportedError, match=words):
+    with refused(*words, kind=UnsupportedError):
         check_replicas(placement)
 
 
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias counts the tokens"),
-        ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, "global_aux_loss counts"),
-        ({"init_model_with_meta_device": True}, "drop --init-model-with-meta-device"),
-        ({"fp8_param": True}, "drop --fp8-param-gather"),
-        ({"fp4_param": True}, "drop --fp4-param-gather"),
+        ({"moe_router_enable_expert_bias": True}, ("unsupported-setting", "--moe-router-enable-expert-bias")),
+        (
+            {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
+            ("unsupported-setting", "global_aux_loss"),
+        ),
+        ({"init_model_with_meta_device": True}, ("unsupported-setting", "--init-model-with-meta-device")),
+        ({"fp8_param": True}, ("unsupported-setting", "--fp8-param-gather")),
+        ({"fp4_param": True}, ("unsupported-setting", "--fp4-param-gather")),
     ],
 )
 def test_what_looks_at_all_microbatches_of_a_layer_is_refused(setting, words):
     check_config(SimpleNamespace(moe_router_load_balancing_type="aux_loss"), REPLICAS)
-    with pytest.raises(UnsupportedError, match=words):
+    with refused(*words, kind=UnsupportedError):
         check_config(SimpleNamespace(**setting), REPLICAS)
 
 

@@ -156,13 +156,13 @@ def test_the_cut_is_told_about_pieces(monkeypatch):
 def test_the_cap_holds_for_the_schedule_with_passes():
     shape = Shape(4, 1, 12)
     assert programs_of("1f1b", 1.25, "unit", {}, vocab_parallel="2").plan(shape, "").schedule.vocabulary_barriers == 1
-    with pytest.raises(Exception, match="1.25"):
+    with refused("over-cap", "1.25"):
         programs_of("1f1b", 1.0, "unit", {}, vocab_parallel="2").plan(shape, "")
 
 
 @pytest.mark.parametrize("attribute", ["fp32_residual_connection", "enable_autocast", "init_model_with_meta_device"])
 def test_configurations_are_refused_with_the_way_out(attribute):
-    with pytest.raises(UnsupportedError, match=f"{attribute}.*--pipemem-vocab-parallel off"):
+    with refused("unsupported-setting", attribute, "--pipemem-vocab-parallel", kind=UnsupportedError):
         check_config(SimpleNamespace(**{attribute: True}), VOCABULARY)
 
 

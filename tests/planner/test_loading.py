@@ -117,7 +117,7 @@ def test_errors_name_file_key_and_what_would_fit(write, tmp_path, text, file, ke
 
 @pytest.mark.parametrize("override", ["engine", "=3", "engine.=3", "engine=[1"])
 def test_bad_overrides_are_named(write, override):
-    with pytest.raises(ConfigError, match="override"):
+    with refused("not-yaml" if "[" in override else "bad-syntax", kind=ConfigError):
         load(write("trains/t.yaml", "engine: small"), Train, [override])
 
 

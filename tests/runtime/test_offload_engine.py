@@ -219,7 +219,7 @@ def test_use_while_away_is_an_error(engine):
         (engine.reload, "being reloaded"),
     ):
         act((3, 5))
-        with pytest.raises(OffloadError, match=rf"activations of \(3, 5\) are used while {where}: reload them"):
+        with refused("used-while-away", "(3, 5)", where, kind=OffloadError):
             saved.get()
     engine.wait((3, 5))
     saved.get()
@@ -315,7 +315,7 @@ def test_an_exception_leaves_nothing_behind(where):
     model = stack()
     x = batch(0, 12, torch.float32)
     with closing(make(permanent=model.parameters())) as engine:
-        with pytest.raises(RuntimeError, match="boom"), engine.step():
+        with pytest.raises(RuntimeError), engine.step():
             with engine.capture(0):
                 output = model(x)
                 if where == "capture":

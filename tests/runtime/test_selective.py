@@ -123,7 +123,7 @@ def test_a_backward_without_it_is_an_error() -> None:
     x = torch.randn(3, requires_grad=True)
     with Recorder(lambda tensor: None).record():
         y = cheap(torch.exp)(x)
-    with pytest.raises(RuntimeError, match="before its RS ran"):
+    with pytest.raises(RuntimeError):
         y.sum().backward()
 
 
@@ -132,6 +132,7 @@ def test_a_region_that_does_something_else_is_an_error() -> None:
     recorder = Recorder(lambda tensor: None)
     with recorder.record():
         y = cheap(lambda each: each**3 if next(times) == 1 else each + 1)(x)
-    with pytest.raises(RuntimeError, match="saved 1 tensors for its backward, but 0 when it ran again"):
+    with pytest.raises(RuntimeError) as raised:
         recorder.run_again()
+    assert "--pipemem-recompute full" in str(raised.value)
     del y

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 torch = pytest.importorskip("torch")
+
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.runtime import transport  # noqa: E402
@@ -154,6 +156,6 @@ def test_a_tensor_of_another_shape_than_its_receiver_expects_is_not_sent():
         assert message.shape_of(0) == (2, 3)
         messages = Transport(Pipeline(None, Placement.linear(3), 1, range(3), {}), message)
         messages._channel_of[send[:2]] = SimpleNamespace(group=None, peer=None)
-        with pytest.raises(UnsupportedError, match=rf"shape \(3, 3\), .* expects \([24], 3\); .*{words}"):
+        with refused("message-shape", "(3, 3)", 3, words, kind=UnsupportedError):
             messages.post_send(send, torch.zeros(3, 3))
     assert step.typical == (4, 3) and same.typical == (2, 3)

@@ -70,7 +70,7 @@ def test_a_graph_meets_the_version_of_its_forward_after_an_update():
 
     def backward(each):
         if each.action == actions[2]:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            with pytest.raises(RuntimeError):
                 outputs[0].backward(retain_graph=True)
             weights.forget_updates()
             outputs[0].backward()

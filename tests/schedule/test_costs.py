@@ -39,14 +39,14 @@ def test_a_sequence_is_one_price_per_stage() -> None:
 @pytest.mark.parametrize(
     ("prices", "message"),
     [
-        ({"forward": (1, 2)}, "forward has 2 values but the placement has 4 stages; give one value per stage"),
-        ({"backward_input": -1}, "cost of I is negative"),
-        ({"backward_weight": (1, 1, -2, 1)}, "cost of W is negative: -2"),
-        ({"copy_sum": -1}, "cost of REDUCE_REPLICAS is negative"),
+        ({"forward": (1, 2)}, ("costs-mismatch", 2, 4)),
+        ({"backward_input": -1}, ("bad-number", "I", "-1.0")),
+        ({"backward_weight": (1, 1, -2, 1)}, ("bad-number", "W", "-2.0")),
+        ({"copy_sum": -1}, ("bad-number", "REDUCE_REPLICAS")),
     ],
 )
 def test_prices_that_do_not_fit(prices: dict[str, object], message: str) -> None:
-    with pytest.raises(CostsError, match=message):
+    with refused(*message, kind=CostsError):
         Costs(**prices).seconds(V)
 
 
@@ -116,46 +116,46 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", r"cannot read costs from .*: line 1, column 2 is no JSON, expecting property name"),
-        ("[1, 1, 1]", "costs are one JSON object with the keys forward, backward_input"),
-        ('{"foward": 1}', "costs are one JSON object with the keys forward, backward_input"),
-        ("[" * 100_000, "nested too deeply"),
-        ('{"forward": NaN}', "NaN is no number"),
-        ('{"forward": 1' + "0" * 5000 + "}", "Exceeds the limit"),
-        ('{"forward": 1' + "0" * 400 + "}", "forward is a number of 401 digits"),
-        ('{"forward": 1e308}', "forward is 1e\\+308; give numbers of at most 1e\\+30"),
-        ('{"forward": "fast"}', "forward is 'fast'; give a number, or a list of one per stage"),
-        ('{"forward": null}', "forward is None; give a number"),
-        ('{"forward": [1, "x"]}', "forward is 'x'"),
-        ('{"forward": []}', "forward is \\[\\]"),
-        ('{"forward": -1}', "cost of F is negative"),
-        ('{"memory": {"X": 1}}', "memory has the unknown key 'X'; it takes kinds of actions, F, I"),
-        ('{"memory": {"F": true}}', "memory.F is True"),
-        ('{"memory": -5}', "memory is -5; give an object"),
-        ('{"p2p": {"a-b": 1}}', "p2p has the key 'a-b'; write links as two devices, as in 0-1"),
-        ('{"p2p": {"0-1": "x"}}', "p2p.0-1 is 'x'"),
-        ('{"channel": 3}', "channel is 3; give an object"),
-        ('{"channel": {}}', "channel lacks the key offload"),
-        ('{"channel": {"ratio": "x"}}', "channel.ratio is 'x'"),
-        ('{"channel": {"offload": 1, "duplex": 3}}', "channel.duplex is 3; give true or false"),
-        ('{"channel": {"offload": 1, "switches": [0, 1]}}', "channel.switches is \\[0, 1\\]; give lists of devices"),
-        ('{"vocabulary": {"scores": 1}}', "vocabulary has the unknown key 'scores'; known are score"),
-        ('{"vocabulary": {"score": "x"}}', "vocabulary.score is 'x'"),
-        ('{"vocabulary": {"loss": [1]}}', "vocabulary.loss is \\[1\\]"),
-        ('{"vocabulary": {"collectives": {"F": 1}}}', "F is no collective"),
-        ('{"microbatch": [1, 2]}', 'microbatch is \\[1, 2\\]; give an object, as in {"time"'),
-        ('{"microbatch": {"times": [1]}}', "microbatch has the unknown key 'times'; known are time, memory, kinds"),
-        ('{"microbatch": {"memory": [1]}}', "microbatch lacks the key time, a list of one weight per microbatch"),
-        ('{"microbatch": {"time": [1, NaN]}}', "NaN is no number"),
-        ('{"microbatch": {"time": [1, null]}}', "microbatch.time\\[1\\] is None; give a number"),
-        ('{"microbatch": {"time": [1], "kinds": {"X": [1]}}}', "microbatch.kinds has the unknown key 'X'"),
-        ('{"microbatch": {"time": [1], "kinds": {"W": 1}}}', "microbatch.kinds.W is 1; give a list"),
+        ("{", ("not-json", 1, 2)),
+        ("[1, 1, 1]", ("unknown-key", "backward_input")),
+        ('{"foward": 1}', ("unknown-key", "backward_input")),
+        ("[" * 100_000, ("not-json",)),
+        ('{"forward": NaN}', ("not-json",)),
+        ('{"forward": 1' + "0" * 5000 + "}", ("not-json",)),
+        ('{"forward": 1' + "0" * 400 + "}", ("bad-type", 401)),
+        ('{"forward": 1e308}', ("bad-type", "1e+308", "1e+30")),
+        ('{"forward": "fast"}', ("bad-type", "forward", "fast")),
+        ('{"forward": null}', ("bad-type", "forward")),
+        ('{"forward": [1, "x"]}', ("bad-type", "x")),
+        ('{"forward": []}', ("bad-type", "forward", "[]")),
+        ('{"forward": -1}', ("bad-number",)),
+        ('{"memory": {"X": 1}}', ("unknown-key", "X")),
+        ('{"memory": {"F": true}}', ("bad-type", "memory.F")),
+        ('{"memory": -5}', ("bad-type", "memory", -5)),
+        ('{"p2p": {"a-b": 1}}', ("unknown-key", "a-b")),
+        ('{"p2p": {"0-1": "x"}}', ("bad-type", "p2p.0-1", "x")),
+        ('{"channel": 3}', ("bad-type", "channel", 3)),
+        ('{"channel": {}}', ("missing-option", "channel", "offload")),
+        ('{"channel": {"ratio": "x"}}', ("bad-type", "channel.ratio", "x")),
+        ('{"channel": {"offload": 1, "duplex": 3}}', ("bad-type", "channel.duplex", 3)),
+        ('{"channel": {"offload": 1, "switches": [0, 1]}}', ("bad-switches", "channel.switches", "[0, 1]")),
+        ('{"vocabulary": {"scores": 1}}', ("unknown-key", "scores")),
+        ('{"vocabulary": {"score": "x"}}', ("bad-type", "vocabulary.score", "x")),
+        ('{"vocabulary": {"loss": [1]}}', ("bad-type", "vocabulary.loss", "[1]")),
+        ('{"vocabulary": {"collectives": {"F": 1}}}', ("unknown-key", "F")),
+        ('{"microbatch": [1, 2]}', ("bad-type", "microbatch", "[1, 2]")),
+        ('{"microbatch": {"times": [1]}}', ("unknown-key", "times")),
+        ('{"microbatch": {"memory": [1]}}', ("missing-option", "microbatch", "time")),
+        ('{"microbatch": {"time": [1, NaN]}}', ("not-json",)),
+        ('{"microbatch": {"time": [1, null]}}', ("bad-type", "microbatch.time[1]")),
+        ('{"microbatch": {"time": [1], "kinds": {"X": [1]}}}', ("unknown-key", "microbatch.kinds", "X")),
+        ('{"microbatch": {"time": [1], "kinds": {"W": 1}}}', ("bad-type", "microbatch.kinds.W", 1)),
     ],
 )
 def test_files_that_hold_no_costs(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)
-    with pytest.raises(CostsError, match=message) as raised:
+    with refused(*message, kind=CostsError) as raised:
         Costs.from_json(path)
     assert str(path) in str(raised.value)
 

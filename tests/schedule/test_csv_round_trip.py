@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from megatron_pipemem.errors import PipememError, ScheduleFormatError
 from megatron_pipemem.features.offload.orders import plan_offload
@@ -121,23 +122,23 @@ def test_a_device_that_runs_nothing_has_no_line() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0SUM_COPIES\n", "the file holds no actions"),
-        ("0RESHARD\n", "the file holds no actions"),
-        ("0F0,0B0\n1RESHARD\n", "device 1 runs no stage; give it one, remove its line, or name"),
-        ("# devices=0-1\n0F0,0B0\n", "actions for 1 devices, but the line that starts with # names 2"),
-        ("# devices=0-1 idle=1-1\n0F0\n", "idle names devices without actions, in order"),
-        ("# idle=1\n0F0\n", "devices must be there too"),
-        ("0F0\u20281F0\n", r"line 1, column 1: '0F0\\u20281F0' is not an action"),
-        ("0F0\x0c,1F0\x850B0\n", r"line 1, column 2: '1F0\\x850B0' is not an action"),
-        (f"0F{'1' * 5000}\n", r"line 1, column 1: '0F1{38}\.\.\.': stage and microbatch have 9 digits at most"),
-        (f"0F0\n{'2' * 5000}B0\n", "line 2, column 1: '2+...': stage and microbatch have 9 digits"),
-        (f"# slices={'3' * 5000}\n0F0\n", r"line 1: 'slices=3{33}\.\.\.' is no setting"),
-        ("0F\u0663\n", "is not an action"),
-        ("# slices=\u0663\n0F0\n", "is no setting"),
+        ("0SUM_COPIES\n", ("no-actions",)),
+        ("0RESHARD\n", ("no-actions",)),
+        ("0F0,0B0\n1RESHARD\n", ("bad-placement", 1)),
+        ("# devices=0-1\n0F0,0B0\n", ("bad-header", 1, 2)),
+        ("# devices=0-1 idle=1-1\n0F0\n", ("bad-header",)),
+        ("# idle=1\n0F0\n", ("bad-header",)),
+        ("0F0\u20281F0\n", ("not-an-action", 1, "0F0\\u20281F0")),
+        ("0F0\x0c,1F0\x850B0\n", ("not-an-action", 1, 2, "1F0\\x850B0")),
+        (f"0F{'1' * 5000}\n", ("not-an-action", 1, 9)),
+        (f"0F0\n{'2' * 5000}B0\n", ("not-an-action", 2, 1, 9)),
+        (f"# slices={'3' * 5000}\n0F0\n", ("bad-header", 1)),
+        ("0F\u0663\n", ("not-an-action",)),
+        ("# slices=\u0663\n0F0\n", ("bad-header",)),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_one_short_line(text: str, message: str) -> None:
     for dialect in ("auto", "torch-new"):
-        with pytest.raises(ScheduleFormatError, match=message) as raised:
+        with refused(*message, kind=ScheduleFormatError) as raised:
             Schedule.from_csv(text, dialect=dialect)
         assert len(str(raised.value)) < 400 and "\n" not in str(raised.value)

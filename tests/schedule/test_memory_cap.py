@@ -57,13 +57,13 @@ def test_a_written_number_of_bytes_is_never_too_small(count):
 
 @pytest.mark.parametrize(
     ("text", "hint"),
-    [("60gb", "for 60gb take 60GiB, if that was meant"), ("6G", "for 6G take 6GiB"), ("-1GiB", "as in 60GiB")],
+    [("60gb", "60GiB"), ("6G", "6GiB"), ("-1GiB", None)],
 )
-def test_bytes_are_counted_in_units_of_two_to_the_ten(text: str, hint: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"--memory '{text}': give a number of bytes.*{hint}"):
+def test_bytes_are_counted_in_units_of_two_to_the_ten(text: str, hint: str | None) -> None:
+    with refused("bad-number", "--memory", text, hint or "60GiB", kind=UnsupportedError):
         parse_bytes("--memory", text)
-    if "for" in hint:
-        with pytest.raises(UnsupportedError, match=hint):
+    if hint:
+        with refused("bad-number", hint, kind=UnsupportedError):
             parse_cap(text)
 
 

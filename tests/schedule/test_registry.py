@@ -60,7 +60,7 @@ def install(folder: Path, name: str, module: str, target: str = "FAMILY", entry:
     ],
 )
 def test_unknown_names_suggest_the_nearest(asked: str, suggested: str) -> None:
-    with pytest.raises(UnknownScheduleError, match=f"did you mean '{suggested}'") as raised:
+    with refused("unknown-schedule", suggested, kind=UnknownScheduleError) as raised:
         build_schedule(asked, num_devices=4, num_microbatches=8)
     assert str(raised.value).startswith(f"unknown schedule '{asked}'; ")
     listed = str(raised.value).partition("known: ")[2].partition(" and ")[0].split(", ")
@@ -69,7 +69,7 @@ def test_unknown_names_suggest_the_nearest(asked: str, suggested: str) -> None:
 
 def test_a_name_like_no_other_gets_the_list_only() -> None:
     more = len(families()) - 8
-    with pytest.raises(UnknownScheduleError, match=f"unknown schedule 'xylophone'; known: .* and {more} more"):
+    with refused("unknown-schedule", "xylophone", more, kind=UnknownScheduleError):
         family("xylophone")
 
 
@@ -77,7 +77,7 @@ def test_a_name_like_no_other_gets_the_list_only() -> None:
 @pytest.mark.parametrize("what", ["num_devices", "num_microbatches"])
 def test_counts_must_be_whole_and_positive(what: str, count: object) -> None:
     counts = {"num_devices": 4, "num_microbatches": 8, what: count}
-    with pytest.raises(UnsupportedError, match=f"{what} must be a whole number of at least 1, not {count!r}"):
+    with refused("bad-number", what, 1, count, kind=UnsupportedError):
         build_schedule("1f1b", **counts)
 
 
@@ -85,7 +85,7 @@ def test_counts_must_be_whole_and_positive(what: str, count: object) -> None:
     ("name", "allowed"), [("1f1b", "none"), ("v-half", "slices"), ("interleaved", "chunks, group_size, slices")]
 )
 def test_unknown_options_name_the_allowed_ones(name: str, allowed: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"'{name}' has no option 'colour'; its options: {allowed}"):
+    with refused("unknown-option", name, "colour", allowed, kind=UnsupportedError):
         build_schedule(name, num_devices=4, num_microbatches=8, colour="red")
 
 
@@ -116,9 +116,7 @@ def test_too_few_devices_are_refused_in_one_sentence() -> None:
 def test_a_cap_at_the_peak_is_met_and_below_it_refused(name: str) -> None:
     peak = simulate(build_schedule(name, num_devices=6, num_microbatches=24)).peak
     build_schedule(name, num_devices=6, num_microbatches=24, memory_cap=peak)
-    with pytest.raises(
-        UnsupportedError, match=f"{name!r} needs {peak:.4g} activation units with 6 devices and 24 micro"
-    ):
+    with refused("over-cap", name, f"{peak:.4g}", 6, 24, kind=UnsupportedError):
         build_schedule(name, num_devices=6, num_microbatches=24, memory_cap=peak - 0.01)
 
 
@@ -167,7 +165,7 @@ def test_chunks_per_device(name: str, options: dict[str, object], chunks: int) -
 @pytest.mark.parametrize("argument", ["memory_cap", "costs", "num_devices", "num_microbatches"])
 def test_what_every_family_takes_is_no_option(argument: str) -> None:
     check_options("zb-auto", {"chunks": 1})
-    with pytest.raises(UnsupportedError, match=f"^{argument} is no option of schedule 'zb-auto' alone"):
+    with refused("has-own-flag", argument, "zb-auto", kind=UnsupportedError):
         check_options("zb-auto", {argument: 1})
 
 
@@ -320,9 +318,7 @@ def test_the_built_in_families_are_what_they_declare(each: Family) -> None:
     ("build", "what"), [(lambda p, m: None, "it returns None"), (lambda p: p, "takes 1 positional argument")]
 )
 def test_a_family_that_builds_nothing_is_refused(build, what: str) -> None:
-    with pytest.raises(
-        UnsupportedError, match=f"'mine' cannot be built for any of p=4 m=8, .*{what}.*; mend its build"
-    ):
+    with refused("family-build-failed", "mine", 4, 8, what, kind=UnsupportedError):
         register_schedule(Family("mine", build, "nothing", "1", "0", "a test"))
 
 
@@ -341,17 +337,17 @@ def test_a_module_adds_the_families_that_it_registers_or_names(how: str, form: s
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (None, "cannot be loaded: FileNotFoundError"),
-        ("1/0", "cannot be loaded: ZeroDivisionError: division by zero"),
-        ("x = 1", "has no schedule family; let it call register_schedule"),
-        (REGISTERING.replace("mine", "1f1b"), "schedule module .*: schedule '1f1b' is registered already"),
+        (None, ("cannot-import",)),
+        ("1/0", ("cannot-import",)),
+        ("x = 1", ("cannot-import", "register_schedule")),
+        (REGISTERING.replace("mine", "1f1b"), ("no-file", "odd.py", "1f1b")),
     ],
 )
 def test_a_module_without_a_family_is_refused_in_one_sentence(text: str | None, told: str, tmp_path: Path) -> None:
     path = tmp_path / "odd.py"
     if text is not None:
         path.write_text(textwrap.dedent(text))
-    with pytest.raises(UnsupportedError, match=told):
+    with refused(*told, kind=UnsupportedError):
         register_module(str(path))
     with refused("cannot-import", "no.such.module", kind=UnsupportedError):
         register_module("no.such.module")
@@ -387,7 +383,7 @@ def test_an_entry_point_must_lead_to_its_family(
     name = f"pipemem_odd_plugin_{found}"
     install(tmp_path, name, module)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UnsupportedError, match=f"must lead to a Family named 'mine', not to .*{found}"):
+    with refused("family-declaration", "mine", found, kind=UnsupportedError):
         family("mine")
 
 

@@ -9,6 +9,7 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
@@ -250,7 +251,7 @@ def test_auto_without_the_option_is_as_before() -> None:
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 1.5, "2,x", "", [], [2, 0], None])
 def test_wrong_numbers_of_slices(wrong: object) -> None:
-    with pytest.raises(UnsupportedError, match=r"slices of a search"):
+    with refused("bad-syntax" if wrong == [] else "bad-number", kind=UnsupportedError):
         slice_counts(wrong)
 
 
@@ -268,11 +269,11 @@ def test_what_slices_are_not_searched_with(asked: dict) -> None:
     asked = SimpleNamespace(**({"options": {}} | asked))
     options = {"slices": 2, **asked.options}
     rest = {key: value for key, value in vars(asked).items() if key != "options"}
-    with pytest.raises(UnsupportedError, match="slices are searched for without|a period is searched for alone"):
+    with refused("conflicting-features", kind=UnsupportedError):
         choose(Request(AUTO, None, options=options, **rest), Shape(2, None, 2), Knowledge())
 
 
 def test_a_run_counts_no_bytes_of_slices() -> None:
     request = Request(AUTO, MemoryCap(2**30, True), options={"slices": 2})
-    with pytest.raises(UnsupportedError, match="a run counts the bytes of whole microbatches"):
+    with refused("unit-mismatch", kind=UnsupportedError):
         choose(request, Shape(2, None, 2), Knowledge(measures=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import oracle
 import pytest
 from promises import assert_bubble_as_promised, assert_peak_as_promised
+from refusals import refused
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.registry import build_schedule, family
@@ -41,7 +42,5 @@ def test_default_is_one_slice_per_device_and_two_chunks() -> None:
 
 @pytest.mark.parametrize("n", [1, 6, 9])
 def test_slices_that_do_not_fill_the_devices_are_refused(n: int) -> None:
-    with pytest.raises(
-        UnsupportedError, match=f"slices must be a multiple of the 4 devices, not {n}; take {-(-n // 4) * 4}"
-    ):
+    with refused("slices-do-not-fit", 4, n, -(-n // 4) * 4, kind=UnsupportedError):
         build(4, 8, slices=n)

@@ -237,8 +237,7 @@ def test_what_is_no_fault_of_a_schedule_stays_as_it_is(function, monkeypatch):
     valid = build_schedule("1f1b", num_devices=2, num_microbatches=2)
     moved = valid.orders[0][-1]
     broken = replace(valid, orders=(valid.orders[0][:-1], (*valid.orders[1], moved, Action(Kind.F, 7, 0))))
-    with pytest.raises(ScheduleError, match=re.escape(str(error_of(validate, broken)))):
-        function(broken)
+    assert str(error_of(function, broken)) == str(error_of(validate, broken))
     monkeypatch.setattr("megatron_pipemem.schedule.validator.validate", lambda schedule: None)
     with pytest.raises(LookupError):
         function(broken)

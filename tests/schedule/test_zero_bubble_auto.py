@@ -6,6 +6,7 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.costs import Costs
@@ -71,5 +72,5 @@ def test_a_larger_cap_is_used_where_it_gains_time() -> None:
 @pytest.mark.parametrize("p", [1, 4])
 def test_less_than_one_microbatch_is_refused(p: int) -> None:
     assert simulate(auto(p, 3, memory_cap=1 / p)).peak == pytest.approx(1 / p)
-    with pytest.raises(UnsupportedError, match=f"zb-auto holds at least {1 / p:.4g} activation units on {p} devices"):
+    with refused("cap-unreachable", f"{1 / p:.4g}", p, kind=UnsupportedError):
         auto(p, 3, memory_cap=0.9 / p)

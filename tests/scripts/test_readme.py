@@ -159,7 +159,7 @@ def test_a_run_of_the_quickstart_becomes_its_block(tables, tmp_path):
     assert [line.split() for line in shown.splitlines()[:3]] == [
         line.split() for line in block("quickstart", QUICKSTART)[:3]
     ]
-    with pytest.raises(SystemExit, match="one block"):
+    with pytest.raises(SystemExit):
         tables.written("no block", {"x": shown})
 
 
