@@ -1,5 +1,5 @@
-"""Writes the tables of the documents: of schedules under two cost vectors, of all schedules, of sequence slices, of all
-errors' codes, of what Megatron's options are refused with, of who may wait for whom, and of the quickstart's last run.
+"""Write the tables of the documents: schedules under two cost vectors, all schedules, sequence slices, flags, codes of
+errors, refused combinations, the price of one hardware queue, and the quickstart's last run.
 
     python scripts/doc_tables.py [--quickstart out/quickstart]
 
@@ -50,8 +50,8 @@ DOCUMENTS = {
     "slices": "long-sequences.md",
     "codes": "troubleshooting.md",
     "flags": "start.md",
-    "conflicts": "troubleshooting.md",
-    "refusals": "troubleshooting.md",
+    "conflicts": "what-runs-where.md",
+    "refusals": "what-runs-where.md",
     "queues": "what-runs-where.md",
     "quickstart": "start.md",
 }
@@ -79,6 +79,24 @@ SEQUENCE, TENSOR_RANKS = 4096, 8
 LAYERS = {"TE": "transformer_engine", "local": "local"}
 """Whose layers the bytes are of: both with sequence parallelism, of Llama-70B in bf16."""
 PEAKS = ("units", *(f"bytes, {name}" for name in LAYERS))
+WORDS = {
+    "stock": "stock's schedule",
+    "asynchronous": "`pipedream` and `pipedream-2bw`",
+    "offload": "offload and recomputation",
+    "host": "offload",
+    "vocabulary": "a cut vocabulary",
+    "pieces": "`--pipemem-vocab-piece-tokens`",
+    "whole vocabulary": "a whole vocabulary",
+    "profile": "`--pipemem-costs profile`",
+    "overlap": "`--pipemem-overlap-steps`",
+    "weights": "`--pipemem-microbatch-costs`",
+    "replicas": "two replicas of the model",
+    "single queue": "`--pipemem-single-queue`",
+    "period": "the option `period`",
+    "searched slices": "several numbers of `slices`",
+    "slices": "sequence slices",
+}
+"""How a document names the features that exclude each other."""
 SLICES = (1, 2, 4, 8)
 SLICED = ("seq1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
 
@@ -161,56 +179,53 @@ def table_of_slices() -> str:
     return "\n".join(rows)
 
 
-def table_of_queues() -> str:
-    """Which models every family is proved in, proved here, and the price of its order for one hardware queue."""
-    rows = [
-        "| schedule | messages | any one host waits | price of both | one hardware queue | its price, at most |",
-        "|---|---|---|---|---|---|",
-    ]
-    costs = Costs(1, 1.5, 0.5, p2p=0.02)
+def list_of_queues() -> str:
+    """Prove every family in every model, and price its order for one hardware queue."""
+    prices, costs = [], Costs(1, 1.5, 0.5, p2p=0.02)
     for family in families():
         schedule = build_schedule(family.name, num_devices=DEVICES, num_microbatches=MICROBATCHES, costs=costs)
         usual, queued = (lower(schedule, single_queue=single_queue, costs=costs) for single_queue in (False, True))
         validate_program(usual)
         validate_program(queued, single_queue=True)
         price = run_single_queues(queued, costs).makespan / simulate(schedule, costs).makespan - 1
-        rows.append(f"| `{family.name}` | proved | proved | 0 | proved | {price:.1%} |")
-    return "\n".join(rows)
+        prices.append(f"`{family.name}` {price:.1%}")
+    return _filled(", ".join(prices))
+
+
+_filled = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
 
 
 def _items(entries: Iterable[tuple[str, str]]) -> str:
     """Write names and their meanings as a list whose lines fit into 120 columns."""
-    fill = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False, subsequent_indent="  ")
-    return "\n".join(fill(f"- `{name}`: {meaning}") for name, meaning in entries)
+    return "\n".join(_filled(f"- {name}: {meaning}", subsequent_indent="  ") for name, meaning in entries)
 
 
 def list_of_codes() -> str:
-    return _items(sorted(CODES.items()))
+    return _items((f"`{code}`", meaning) for code, meaning in sorted(CODES.items()))
 
 
 def list_of_flags() -> str:
     plan = next(each for each in flag_parser()._actions if each.dest == "pipemem_plan")
-    entries = [(f"--pipemem-plan {plan.metavar}", plan.help or "")]
+    entries = [(f"`--pipemem-plan {plan.metavar}`", plan.help or "")]
     for flag in flags_of(Request).values():
         more = f" ([more]({flag.page}))" if flag.page else ""
-        entries.append((f"{flag.name} {flag.metavar or ''}".strip(), f"{flag.help}{more}"))
+        entries.append((f"`{f'{flag.name} {flag.metavar or str()}'.strip()}`", f"{flag.help}{more}"))
     return _items(entries)
 
 
-def table_of_conflicts() -> str:
-    rows = ["| feature | not with | reason, and remedy |", "|---|---|---|"]
-    for one, excluded in CONFLICTS.items():
-        rows += [f"| {one} | {other} | {text.format(schedule='NAME')} |" for other, text in excluded.items()]
-    return "\n".join(rows)
+def list_of_conflicts() -> str:
+    """Features of this package that exclude each other."""
+    entries = ((one, ", ".join(WORDS[other] for other in excluded)) for one, excluded in CONFLICTS.items())
+    return _items((f"{WORDS[one]}, not with", others) for one, others in entries)
 
 
-def table_of_refusals() -> str:
-    rows = ["| is not supported | option | why, and what to do |", "|---|---|---|"]
-    for each in vars(refusals).values():
-        if isinstance(each, refusals.Refusals):
-            feature = each.feature.strip() or "at all"
-            rows += [f"| {feature} | `{option}` | {sentence} |" for option, sentence in each.sentences.items()]
-    return "\n".join(rows)
+def list_of_refusals() -> str:
+    """Attributes of Megatron's configuration that a feature refuses."""
+    tables = [each for each in vars(refusals).values() if isinstance(each, refusals.Refusals)]
+    return _items(
+        (each.feature.strip() or "with every schedule", ", ".join(f"`{option}`" for option in each.sentences))
+        for each in tables
+    )
 
 
 def table_of_quickstart(output: Path) -> str:
@@ -248,9 +263,9 @@ def main() -> None:
         "slices": table_of_slices(),
         "codes": list_of_codes(),
         "flags": list_of_flags(),
-        "conflicts": table_of_conflicts(),
-        "refusals": table_of_refusals(),
-        "queues": table_of_queues(),
+        "conflicts": list_of_conflicts(),
+        "refusals": list_of_refusals(),
+        "queues": list_of_queues(),
     }
     if arguments.quickstart:
         blocks["quickstart"] = table_of_quickstart(arguments.quickstart)

@@ -1,4 +1,4 @@
-"""Shares of 1F1B's bytes with shards waiting for W: as docs/what-runs-where.md has them, and as the papers promise."""
+"""Shares of 1F1B's bytes with shards waiting for W: those of benchmarks/notes/weight-inputs.md, and of the papers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_eight_devices_hold_what_the_schedule_promises(schedule):
 
 
 def test_the_documents_tables_are_what_the_command_prints():
-    shown = (ROOT / "docs" / "what-runs-where.md").read_text(encoding="utf-8").splitlines()
+    shown = (ROOT / "benchmarks" / "notes" / "weight-inputs.md").read_text(encoding="utf-8").splitlines()
     rows = [BENCHMARK["COLUMNS"], *BENCHMARK["rows"]()]
     rows += [BENCHMARK["EARLY_BYTES"], *BENCHMARK["early_bytes"]()]
     rows += [BENCHMARK["EARLY_SHARES"], *BENCHMARK["early_shares"]()]

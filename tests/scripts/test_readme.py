@@ -51,17 +51,17 @@ def test_the_list_of_codes_is_current(tables):
     assert block("codes", "docs/troubleshooting.md") == tables.list_of_codes().split("\n"), WRITTEN
 
 
-def test_the_tables_of_flags_and_conflicts_are_current(tables):
+def test_the_list_of_flags_is_current(tables):
     assert block("flags", "docs/start.md") == tables.list_of_flags().split("\n"), WRITTEN
-    assert block("conflicts", "docs/troubleshooting.md") == tables.table_of_conflicts().split("\n"), WRITTEN
 
 
-def test_the_table_of_refusals_is_current(tables):
-    assert block("refusals", "docs/troubleshooting.md") == tables.table_of_refusals().split("\n"), WRITTEN
+def test_the_refused_combinations_are_current(tables):
+    assert block("conflicts", "docs/what-runs-where.md") == tables.list_of_conflicts().split("\n"), WRITTEN
+    assert block("refusals", "docs/what-runs-where.md") == tables.list_of_refusals().split("\n"), WRITTEN
 
 
-def test_the_table_of_who_may_wait_for_whom_is_current(tables):
-    assert block("queues", "docs/what-runs-where.md") == tables.table_of_queues().split("\n"), WRITTEN
+def test_the_prices_of_one_hardware_queue_are_current(tables):
+    assert block("queues", "docs/what-runs-where.md") == tables.list_of_queues().split("\n"), WRITTEN
 
 
 def test_what_the_readme_promises_was_measured(tables):
