@@ -31,6 +31,14 @@ def test_every_family_says_how_many_chunks_it_wants_and_builds_for_them(name):
     assert source.request.may_split == plan.schedule.splits_backward
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "chunks"),
+    [("hanayo", {}, 4), ("hanayo", {"waves": 1}, 2), ("gis", {"chunks": 3}, 3), ("looped-bfs", {}, 2)],
+)
+def test_options_decide_the_chunks(name, options, chunks):
+    assert Request(name, options=options).chunks == chunks
+
+
 def test_group_size_of_megatron_is_ours_unless_it_is_its_default():
     def schedule(name, group_size):
         return Programs(Request(name)).plan(Shape(4, 2, 12, group_size), "start").schedule

@@ -247,6 +247,13 @@ class LargestBuffers(TorchDispatchMode):
         return result
 
 
+def test_logits_are_scaled_and_capped():
+    case = Case(11, 3, options=HeadOptions(scale=0.5, softcap=1.0, piece_tokens=2))
+    weight, x, _ = inputs_of(case)
+    logits = torch.cat([head.logits(x) for head in heads_of(case, weight)], dim=-1)
+    assert_close(logits, transformed(x.double() @ weight.double().t(), case.options), 1e-6)
+
+
 @pytest.mark.parametrize("barriers", BARRIERS)
 @pytest.mark.parametrize(
     ("dtype", "keep_logits"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)]
