@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -17,6 +18,16 @@ from skips import pytest_terminal_summary as pytest_terminal_summary  # a hook
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from xdist.scheduler import Scheduling
+
+# What the tests of a folder import. Where it is not installed, they are left out.
+NEEDS = {"runtime": "torch", "cpu": "torch", "mamba": "torch", "mcore": "megatron", "end_to_end": "megatron"}
+MISSING = {folder: package for folder, package in NEEDS.items() if find_spec(package) is None}
+collect_ignore = [*MISSING]
+
+
+def pytest_report_header() -> list[str]:
+    return [f"left out without {package}: tests/{folder}" for folder, package in MISSING.items()]
+
 
 # Beginnings of paths. Under pytest-xdist, tests that start processes of their own run one after another on each of three
 # workers: on one alone they would take far longer than all others do on the rest, and most of them wait now and then. What

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from megatron_pipemem.cpu.upstream import FusedAdam  # noqa: E402
+from megatron_pipemem.cpu.upstream import FusedAdam
 
 
 def groups():

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.distributed import distributed_c10d
 
-torch = pytest.importorskip("torch")
-
-from torch.distributed import distributed_c10d  # noqa: E402
-
-from megatron_pipemem.cpu import process_groups  # noqa: E402
+from megatron_pipemem.cpu import process_groups
 
 
 def test_coalesced_collectives_get_the_callers_own_tensors(monkeypatch):

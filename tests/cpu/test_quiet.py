@@ -79,21 +79,37 @@ LLAMA = shlex.split("""
     --num-layers 4 --hidden-size 32 --ffn-hidden-size 88 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope --rotary-base 500000
     --swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
-    --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 1e-3 --bf16
+    --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 4 --train-iters 10 --lr 3e-2 --bf16
     --transformer-impl transformer_engine --attention-backend auto --use-distributed-optimizer --overlap-grad-reduce
-    --overlap-param-gather --cross-entropy-loss-fusion --pipeline-model-parallel-size 2 --mock-data
+    --overlap-param-gather --cross-entropy-loss-fusion --pipeline-model-parallel-size 2
     --tokenizer-type NullTokenizer --vocab-size 257 --log-interval 1 --eval-iters 0 --eval-interval 1000
     --distributed-timeout-minutes 5
 """)
 
 
-def test_a_script_for_gpus_starts_at_once_and_its_log_can_be_read(torchrun, tmp_path) -> None:
-    report = tmp_path / "report.json"
+def test_a_script_for_gpus_learns_text_at_once_and_its_log_can_be_read(torchrun, tmp_path) -> None:
+    report, text, data = tmp_path / "report.json", tmp_path / "text", tmp_path / "data" / "letters"
+    text.mkdir()
+    for number in range(20):
+        (text / f"{number}.txt").write_text("abcd" * 200)
+    tool = REPOSITORY / "scripts" / "text_to_dataset.py"
+    subprocess.run([sys.executable, str(tool), str(text), str(data)], check=True)
+    read = ("--train-data-path", f"{data}_train", "--valid-data-path", f"{data}_valid")
+    read += ("--data-cache-path", str(tmp_path / "cache"))
     ours = ("--pipemem-schedule", "v-half", "--pipemem-report", str(report), "--pipemem-trace", str(tmp_path / "trace"))
-    done = torchrun(2, REPOSITORY / "scripts" / "pretrain_gpt.py", *LLAMA, *ours)
+    done = torchrun(
+        2,
+        REPOSITORY / "scripts" / "pretrain_gpt.py",
+        *LLAMA,
+        *read,
+        "--data-cache-path",
+        str(tmp_path / "cache"),
+        *ours,
+    )
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout
-    assert len(json.loads(report.read_text())["losses"]) == 2
+    losses = json.loads(report.read_text())["losses"]
+    assert len(losses) == 10 and losses[-1] < 3.0 < 5.0 < losses[0], "a uniform guess has ln 257 = 5.5"
     for noise in ("Apex is not", "CPU RNG state", "INFO:megatron_pipemem", "adam_beta1 ..", "is not installed."):
         assert noise not in done.stdout
     assert len(lines) < 250
@@ -106,6 +122,6 @@ def test_a_script_for_gpus_starts_at_once_and_its_log_can_be_read(torchrun, tmp_
         "wrote the last step",
     ):
         assert said.count(words_of) == 1
-    last_step = max(number for number, line in enumerate(lines) if re.search(r"iteration +2/", line))
+    last_step = max(number for number, line in enumerate(lines) if re.search(r"iteration +10/", line))
     end = [number for number in numbers if number > last_step]
     assert len(end) > 3 and end == list(range(end[0], end[0] + len(end)))

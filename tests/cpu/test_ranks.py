@@ -6,17 +6,15 @@ import json
 import time
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
-
 import launching
+import pytest
+from lanes import rest_nightly
 from patience import Patience
 
 from megatron_pipemem.cpu.ranks import end_ranks, start_ranks
 
 
-@pytest.mark.parametrize("forked", [True, False])
+@pytest.mark.parametrize("forked", rest_nightly([True, False], [False], "end_to_end forks its ranks"))
 def test_every_rank_is_a_process_with_torchruns_environment(tmp_path: Path, forked: bool) -> None:
     log = tmp_path / "log"
     log.write_text("a line that stays\n")
@@ -36,7 +34,7 @@ def test_every_rank_is_a_process_with_torchruns_environment(tmp_path: Path, fork
 
 def test_a_rank_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    (process,) = start_ranks(launching.sleep_beside_a_child, [()], [log])
+    (process,) = start_ranks(launching.sleep_beside_a_child, [()], [log], forked=False)
     patience = Patience(process.pid)
     while not (log.exists() and log.read_text().endswith("\n")):
         assert not patience.is_over

@@ -8,11 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
-
 import packages
+import pytest
 import torch
 from ranks import ConductedRanks, Ranks
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import pytest
-from lanes import rest_nightly
-
-pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
-
 import packages
+import pytest
 from consumer_models import write_model
+from lanes import rest_nightly
 from ranks import ConductedRanks
 
 LINEAR = {"placement": "linear", "seconds": 0.2}

@@ -10,8 +10,6 @@ from lanes import rest_nightly
 from quickstart import ROUNDING
 from ranks import Ranks
 
-pytest.importorskip("megatron.core")
-
 SCHEDULES = {"1f1b": 1, "zb-h1": 1, "v-half": 2, "hanayo": 2, "1f1b-v": 2, "auto": 2}
 STOCK = {"schedule": "stock", "chunks": 1, "import_after": False}
 CASES = [

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import pytest
 from ranks import Ranks
 
-pytest.importorskip("megatron.core")
-
 PLAIN = {"bf16": False, "distributed": False, "overlapped": False, "name": "adam"}
 BF16 = {**PLAIN, "bf16": True}
 DISTRIBUTED = {**BF16, "distributed": True}

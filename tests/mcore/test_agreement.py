@@ -7,8 +7,6 @@ import threading
 import pytest
 from refusals import refused
 
-pytest.importorskip("torch")
-
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import agreement
 

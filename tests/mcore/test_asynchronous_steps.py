@@ -5,20 +5,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from refusals import refused
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # noqa: E402
-
-from megatron_pipemem.choose.knowledge import Shape  # noqa: E402
-from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.features.asynchronous.megatron import training  # noqa: E402
-from megatron_pipemem.features.asynchronous.megatron.training import AsynchronousTraining  # noqa: E402
-from megatron_pipemem.mcore.programs import Programs  # noqa: E402
-from megatron_pipemem.request import Request  # noqa: E402
-from megatron_pipemem.runtime.executor import InFlight  # noqa: E402
+from megatron_pipemem.choose.knowledge import Shape
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.asynchronous.megatron import training
+from megatron_pipemem.features.asynchronous.megatron.training import AsynchronousTraining
+from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.request import Request
+from megatron_pipemem.runtime.executor import InFlight
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from refusals import refused
-
-pytest.importorskip("megatron.core")
-
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
@@ -15,6 +11,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import multi_token_prediction, transformer_block
+from refusals import refused
 
 import megatron_pipemem
 from megatron_pipemem.errors import UnsupportedError, UpstreamError

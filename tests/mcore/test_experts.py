@@ -6,13 +6,10 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+import torch
+from megatron.core.transformer.moe import token_dispatcher
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-from megatron.core.transformer.moe import token_dispatcher  # noqa: E402
-
-from megatron_pipemem.mcore.model.experts import nothing_left_behind  # noqa: E402
+from megatron_pipemem.mcore.model.experts import nothing_left_behind
 
 MANAGERS = [token_dispatcher._DeepepManager, token_dispatcher._HybridEPManager, token_dispatcher._NCCLEPManager]
 KEPT = ("token_probs", "dispatched_probs", "tokens_per_expert")

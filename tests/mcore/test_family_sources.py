@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from refusals import refused
 
-pytest.importorskip("megatron.core")
-
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.conflicts import check
 from megatron_pipemem.errors import UnsupportedError

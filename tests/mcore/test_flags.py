@@ -7,12 +7,9 @@ import sys
 
 import pytest
 import yaml
-from refusals import refused
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from refusals import refused
 
 from megatron_pipemem.errors import PipememError, ScheduleFormatError, UnknownScheduleError, UnsupportedError
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags

@@ -9,27 +9,24 @@ from functools import wraps
 from types import SimpleNamespace
 
 import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import MegatronModule, TransformerConfig
 from refusals import refused
+from torch.utils._python_dispatch import TorchDispatchMode
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
-
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine  # noqa: E402
-from megatron.core.tensor_parallel import layers  # noqa: E402
-from megatron.core.transformer import MegatronModule, TransformerConfig  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, split_linear  # noqa: E402
-from megatron_pipemem.mcore.patching import PatchSet  # noqa: E402
-from megatron_pipemem.mcore.plugin import _Enabled  # noqa: E402
-from megatron_pipemem.mcore.step.gradient_reductions import GradientReductions, _BucketStarts  # noqa: E402
-from megatron_pipemem.request import Request  # noqa: E402
-from megatron_pipemem.runtime.executor import Executor  # noqa: E402
-from megatron_pipemem.schedule.action import Action  # noqa: E402
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, split_linear
+from megatron_pipemem.mcore.patching import PatchSet
+from megatron_pipemem.mcore.plugin import _Enabled
+from megatron_pipemem.mcore.step.gradient_reductions import GradientReductions, _BucketStarts
+from megatron_pipemem.request import Request
+from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.schedule.action import Action
 
 LAYERS, WIDTH = 3, 8
 STOCK = layers.linear_with_grad_accumulation_and_async_allreduce

@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("megatron.core")
-
 from refusals import refused
 from typer.testing import CliRunner
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
+from megatron.core.tensor_parallel import layers
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-from megatron.core.tensor_parallel import layers  # noqa: E402
-
-from megatron_pipemem.mcore.model import linear  # noqa: E402
-from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, split_linear  # noqa: E402
-from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
+from megatron_pipemem.mcore.model import linear
+from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, split_linear
+from megatron_pipemem.runtime.weight_gradients import (
     ImmediateWeightGradients,
     WeightGradientQueue,
     collecting,

@@ -7,14 +7,11 @@ from collections import deque
 from typing import NamedTuple
 
 import pytest
+import torch
+from streams import Group, Streams
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-from streams import Group, Streams  # noqa: E402
-
-from megatron_pipemem.mcore.step import losses  # noqa: E402
-from megatron_pipemem.mcore.step.losses import LossCarrier  # noqa: E402
+from megatron_pipemem.mcore.step import losses
+from megatron_pipemem.mcore.step.losses import LossCarrier
 
 
 class _Done:

@@ -6,18 +6,14 @@ import sys
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
-import pytest
+import torch
+from megatron.core import utils
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-from megatron.core import utils  # noqa: E402
-
-from megatron_pipemem.mcore.step.markers import Markers  # noqa: E402
-from megatron_pipemem.runtime.executor import Instruction, settle  # noqa: E402
-from megatron_pipemem.schedule.action import COMPUTE  # noqa: E402
-from megatron_pipemem.schedule.lowering import lower  # noqa: E402
-from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
+from megatron_pipemem.mcore.step.markers import Markers
+from megatron_pipemem.runtime.executor import Instruction, settle
+from megatron_pipemem.schedule.action import COMPUTE
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule
 
 PROGRAM = lower(build_schedule("zb-h1", num_devices=2, num_microbatches=2))
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytest.importorskip("megatron.core")
-
 from megatron_pipemem.config import layout, refusals
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import cut_flags

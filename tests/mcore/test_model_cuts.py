@@ -7,20 +7,17 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
+from asked_programs import programs_of
 from refusals import refused
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-from asked_programs import programs_of  # noqa: E402
-
-from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.launch.cut_flags import remarks  # noqa: E402
-from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa: E402
-from megatron_pipemem.mcore.model import whole_model  # noqa: E402
-from megatron_pipemem.mcore.model.whole_model import check_whole_model, look_into  # noqa: E402
-from megatron_pipemem.schedule.placement import Placement  # noqa: E402
-from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.launch.cut_flags import remarks
+from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
+from megatron_pipemem.mcore.model import whole_model
+from megatron_pipemem.mcore.model.whole_model import check_whole_model, look_into
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule, families
 
 SIZES = ["--pipeline-model-parallel-size", "4", "--num-layers", "24"]
 CUTS = {

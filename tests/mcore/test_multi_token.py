@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
+import torch
 from refusals import refused
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-
-from megatron_pipemem.config.refusals import ASYNCHRONOUS, SPLIT_BACKWARD, VOCABULARY  # noqa: E402
-from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore import refusals  # noqa: E402
-from megatron_pipemem.mcore.refusals import check_chunks, check_config, check_sharing  # noqa: E402
-from megatron_pipemem.schedule.placement import Placement  # noqa: E402
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore import refusals
+from megatron_pipemem.mcore.refusals import check_chunks, check_sharing
+from megatron_pipemem.schedule.placement import Placement
 
 
 def test_a_standalone_stage_is_refused_where_the_embedding_is_on_another_device():
@@ -42,17 +37,3 @@ def test_a_tied_model_is_refused_where_checkpoints_are_kept(monkeypatch):
     check_chunks([cut], 1, "zb-h1")
     with refused("tied-embedding", "--untie-embeddings-and-output-weights", kind=UnsupportedError):
         check_chunks([whole], 1, "zb-h1")
-
-
-@pytest.mark.parametrize(
-    ("attribute", "exclusions", "flag"),
-    [
-        ("mtp_standalone", VOCABULARY, "--pipeline-model-parallel-layout"),
-        ("mtp_detach_heads", VOCABULARY, "--mtp-detach-heads"),
-        ("mtp_num_layers", ASYNCHRONOUS, "--mtp-num-layers"),
-        ("mtp_use_repeated_layer", SPLIT_BACKWARD, "--mtp-use-repeated-layer"),
-    ],
-)
-def test_what_multi_token_prediction_does_not_go_with_names_the_flag(attribute, exclusions, flag):
-    with refused("unsupported-setting", attribute, flag, kind=UnsupportedError):
-        check_config(SimpleNamespace(**{attribute: 1}), exclusions)

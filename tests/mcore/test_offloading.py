@@ -8,11 +8,8 @@ from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
-from refusals import refused
-
-pytest.importorskip("megatron.core")
-
 import torch
+from refusals import refused
 
 from megatron_pipemem.choose import searching
 from megatron_pipemem.choose.knowledge import ASSUMED_RATIO, Choice, Knowledge, Shape

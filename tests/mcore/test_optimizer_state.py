@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-from megatron_pipemem.mcore import optimizer_state  # noqa: E402
+from megatron_pipemem.mcore import optimizer_state
 
 
 def test_padding_of_the_buckets_before_is_left_out():

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
+import torch
+from megatron.core.transformer.moe import moe_logging
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-from megatron.core.transformer.moe import moe_logging  # noqa: E402
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper  # noqa: E402
-
-from megatron_pipemem.features.overlap_steps.megatron.traces import ForwardTraces  # noqa: E402
+from megatron_pipemem.features.overlap_steps.megatron.traces import ForwardTraces
 
 
 def test_forwards_that_run_again_are_counted_once(monkeypatch):

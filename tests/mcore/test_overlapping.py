@@ -8,11 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from refusals import refused
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.optimizer.optimizer import FP32Optimizer
+from refusals import refused
 from streams import Group, Streams, Work
 
 from megatron_pipemem.errors import UnsupportedError

@@ -7,24 +7,21 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from refusals import refused
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.transformer import transformer_block  # noqa: E402
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout  # noqa: E402
-from megatron.core.transformer.transformer_block import get_num_layers_to_build  # noqa: E402
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
-
-from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore.model.dealt_ranks import RoundRobinRank  # noqa: E402
-from megatron_pipemem.mcore.model.placement import ChunkPlacement  # noqa: E402
-from megatron_pipemem.mcore.patching import PatchSet  # noqa: E402
-from megatron_pipemem.mcore.programs import Programs  # noqa: E402
-from megatron_pipemem.request import Request  # noqa: E402
-from megatron_pipemem.schedule.placement import Placement  # noqa: E402
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.model.dealt_ranks import RoundRobinRank
+from megatron_pipemem.mcore.model.placement import ChunkPlacement
+from megatron_pipemem.mcore.patching import PatchSet
+from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.placement import Placement
 
 
 class Group:

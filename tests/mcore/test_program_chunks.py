@@ -5,19 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import gpt_model
 from refusals import refused
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.models.gpt import gpt_model  # noqa: E402
-
-import megatron_pipemem  # noqa: E402
-from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore.model.placement import ChunkPlacement  # noqa: E402
-from megatron_pipemem.mcore.model.program_chunks import ProgramChunks  # noqa: E402
-from megatron_pipemem.schedule.placement import Placement  # noqa: E402
+import megatron_pipemem
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.model.placement import ChunkPlacement
+from megatron_pipemem.mcore.model.program_chunks import ProgramChunks
+from megatron_pipemem.schedule.placement import Placement
 
 RANK, P = 1, 4
 

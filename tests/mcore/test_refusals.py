@@ -6,25 +6,24 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
+from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from refusals import refused
 
-torch = pytest.importorskip("torch")
-
-from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer  # noqa: E402
-
-from megatron_pipemem.config.refusals import OVERLAPPED, ROLLED_BACK, SCHEDULES  # noqa: E402
-from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.features.asynchronous.megatron.training import StageOptimizer  # noqa: E402
-from megatron_pipemem.mcore import loop_arguments, refusals  # noqa: E402
-from megatron_pipemem.mcore.plugin import disable, enable  # noqa: E402
-from megatron_pipemem.mcore.refusals import (  # noqa: E402
+from megatron_pipemem.config import refusals as rows
+from megatron_pipemem.config.refusals import OVERLAPPED, ROLLED_BACK, SCHEDULES
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.asynchronous.megatron.training import StageOptimizer
+from megatron_pipemem.mcore import loop_arguments, refusals
+from megatron_pipemem.mcore.plugin import disable, enable
+from megatron_pipemem.mcore.refusals import (
     check_asynchronous,
     check_chunks,
     check_config,
     check_model,
     check_overlapped,
 )
-from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
+from megatron_pipemem.schedule.registry import build_schedule
 
 
 def test_an_ordinary_configuration_passes():
@@ -34,55 +33,38 @@ def test_an_ordinary_configuration_passes():
     check_chunks([torch.nn.Linear(2, 2)], 1, "1f1b")
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "words"),
-    [
-        ("cuda_graph_impl", "local", "--cuda-graph-impl none"),
-        ("overlap_moe_expert_parallel_comm", True, "--overlap-moe-expert-parallel-comm"),
-        ("defer_embedding_wgrad_compute", True, "--defer-embedding-wgrad-compute"),
-        ("fine_grained_activation_offloading", True, "--fine-grained-activation-offloading"),
-        ("moe_paged_stash", True, "--moe-paged-stash"),
-        ("num_microbatches_with_partial_activation_checkpoints", 2, "recompute fully or selectively"),
-        ("hybrid_context_parallel", True, "--hybrid-context-parallel"),
-        ("cpu_offloading", True, "--pipemem-offload in place of --cpu-offloading-num-layers"),
-        ("gtp_weight_remat_size", 2, "drop --tensor-parallel-num-weight-shards"),
-        ("expert_gtp_weight_remat_size", 2, "drop --expert-tensor-parallel-num-weight-shards"),
-        ("sequence_packing_scheduler", "dp_balanced", "number of microbatches"),
-        ("enable_mhc_connections", True, "several residual streams"),
-    ],
-)
-def test_refused_configurations_name_the_flag_to_change(attribute, value, words):
-    with pytest.raises(UnsupportedError) as error:
-        check_config(SimpleNamespace(**{attribute: value}), SCHEDULES)
-    assert attribute in str(error.value) and words in str(error.value)
+TABLES = {name: each for name, each in vars(rows).items() if isinstance(each, rows.Refusals)}
+VALUES = {
+    "rerun_mode": "validate_results",
+    "optimizer": "muon",
+    "grad_norm_skip_threshold": 10.0,
+    "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
+    "moe_token_dispatcher_type": "flex",
+    "cuda_graph_impl": "local",
+    "loss_scale": 128.0,
+    "rampup_batch_size": ["4", "4", "100"],
+    "step_batch_size_schedule": "0:4 100:8",
+    **dict.fromkeys(("context_parallel_size", "num_distributed_optimizer_instances"), 2),
+    **dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), 2),
+}
+"""Values that are refused, where ``True`` is none."""
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "words"),
-    [
-        ("moe_token_dispatcher_type", "flex", ("unsupported-setting",)),
-        ("moe_permute_fusion", True, ("unsupported-setting", "--moe-permute-fusion")),
-        ("moe_router_fusion", True, ("unsupported-setting", "--moe-router-fusion")),
-    ],
-)
-def test_kernels_of_a_gpu_are_refused_on_cpu_ranks(monkeypatch, attribute, value, words):
-    config = SimpleNamespace(**{attribute: value})
+@pytest.mark.parametrize("name", TABLES)
+def test_every_row_of_a_table_refuses_its_attribute_and_no_other(name):
+    check_config(SimpleNamespace(moe_router_load_balancing_type="aux_loss", cuda_graph_impl="none"), TABLES[name])
+    for attribute in TABLES[name].sentences:
+        with refused("unsupported-setting", attribute, kind=UnsupportedError):
+            check_config(SimpleNamespace(**{attribute: VALUES.get(attribute, True)}), TABLES[name])
+
+
+def test_kernels_of_a_gpu_are_refused_on_cpu_ranks(monkeypatch):
+    config = SimpleNamespace(moe_permute_fusion=True)
     monkeypatch.setattr(refusals, "is_active", lambda: False)
     check_model(config, splits=False, recomputes=False)
     monkeypatch.setattr(refusals, "is_active", lambda: True)
-    with refused(*words, kind=UnsupportedError):
+    with refused("unsupported-setting", "--moe-permute-fusion", kind=UnsupportedError):
         check_model(config, splits=False, recomputes=False)
-
-
-@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
-def test_files_of_pipelines_that_are_never_flushed_are_refused_before_anything_changes(name, tmp_path):
-    file = tmp_path / "mine.csv"
-    file.write_text(build_schedule(name, num_devices=4, num_microbatches=8).to_csv())
-    try:
-        with refused("no-steps", file, kind=UnsupportedError):
-            enable(str(file))
-    finally:
-        disable()
 
 
 def test_fsdp_is_refused():
@@ -193,23 +175,10 @@ def chained(clip_grad: float = 1.0, groups: tuple[object, ...] = (None, None), *
     return optimizer
 
 
-SAID = {
-    "rerun_mode": "validate_results",
-    "optimizer": "muon",
-    "grad_norm_skip_threshold": 10.0,
-    "moe_router_load_balancing_type": ["global_aux_loss"],
-    "cuda_graph_impl": "local",
-    "loss_scale": 128.0,
-    "rampup_batch_size": ["4", "4", "100"],
-    "step_batch_size_schedule": "0:4 100:8",
-}
-"""Values that are refused, where ``True`` is none."""
-
-
 @pytest.mark.parametrize("attribute", [*OVERLAPPED.sentences, *ROLLED_BACK.sentences])
 def test_what_needs_the_end_of_a_step_on_all_ranks_is_refused(monkeypatch, attribute):
     chunk = torch.nn.Linear(2, 2)
-    said = {attribute: SAID.get(attribute, True)}
+    said = {attribute: VALUES.get(attribute, True)}
     loop, config, chunk.ddp_config = SimpleNamespace(), SimpleNamespace(), SimpleNamespace()
     monkeypatch.setattr(loop_arguments, "_arguments", lambda: loop)
     assert check_overlapped(config, [chunk], chained(grad_norm_skip_threshold=float("inf"))) == []

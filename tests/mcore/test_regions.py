@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
-from megatron.core.transformer.mlp import MLP  # noqa: E402
-
-from megatron_pipemem.mcore.model.regions import regions_of  # noqa: E402
+from megatron_pipemem.mcore.model.regions import regions_of
 
 
 def test_modules_are_as_before_even_after_a_failure():

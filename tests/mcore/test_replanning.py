@@ -5,11 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from refusals import refused
-
-pytest.importorskip("megatron.core")
-
 from asked_programs import programs_of
+from refusals import refused
 
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.errors import UnsupportedError

@@ -5,34 +5,30 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from quantised import Quantised, eight_bits
 from refusals import refused
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from quantised import Quantised, eight_bits  # noqa: E402
-
-from megatron_pipemem.choose.choice import forward_schedule  # noqa: E402
-from megatron_pipemem.choose.knowledge import Shape  # noqa: E402
-from megatron_pipemem.choose.searching import serial_schedule  # noqa: E402
-from megatron_pipemem.config.refusals import REPLICAS  # noqa: E402
-from megatron_pipemem.conflicts import check_replicas  # noqa: E402
-from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa: E402
-from megatron_pipemem.mcore.model.replicas import gradients, make_replicas  # noqa: E402
-from megatron_pipemem.mcore.model.weight_memory import count_weights, predict_weights  # noqa: E402
-from megatron_pipemem.mcore.programs import Programs  # noqa: E402
-from megatron_pipemem.mcore.refusals import check_chunks, check_config  # noqa: E402
-from megatron_pipemem.mcore.step.batch_distribution import deal  # noqa: E402
-from megatron_pipemem.request import Request  # noqa: E402
-from megatron_pipemem.schedule.action import Kind  # noqa: E402
-from megatron_pipemem.schedule.lowering import lower  # noqa: E402
-from megatron_pipemem.schedule.placement import Placement  # noqa: E402
-from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
-from megatron_pipemem.schedule.simulator import simulate  # noqa: E402
-from megatron_pipemem.schedule.validator import validate, validate_program  # noqa: E402
+from megatron_pipemem.choose.choice import forward_schedule
+from megatron_pipemem.choose.knowledge import Shape
+from megatron_pipemem.choose.searching import serial_schedule
+from megatron_pipemem.conflicts import check_replicas
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
+from megatron_pipemem.mcore.model.replicas import gradients, make_replicas
+from megatron_pipemem.mcore.model.weight_memory import count_weights, predict_weights
+from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.mcore.refusals import check_chunks
+from megatron_pipemem.mcore.step.batch_distribution import deal
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate, validate_program
 
 
 class Counted:
@@ -124,25 +120,6 @@ def test_vocabulary_passes_are_refused_before_the_model_is_built():
 def test_other_copies_are_refused(placement, words):
     with refused(*words, kind=UnsupportedError):
         check_replicas(placement)
-
-
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ({"moe_router_enable_expert_bias": True}, ("unsupported-setting", "--moe-router-enable-expert-bias")),
-        (
-            {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
-            ("unsupported-setting", "global_aux_loss"),
-        ),
-        ({"init_model_with_meta_device": True}, ("unsupported-setting", "--init-model-with-meta-device")),
-        ({"fp8_param": True}, ("unsupported-setting", "--fp8-param-gather")),
-        ({"fp4_param": True}, ("unsupported-setting", "--fp4-param-gather")),
-    ],
-)
-def test_what_looks_at_all_microbatches_of_a_layer_is_refused(setting, words):
-    check_config(SimpleNamespace(moe_router_load_balancing_type="aux_loss"), REPLICAS)
-    with refused(*words, kind=UnsupportedError):
-        check_config(SimpleNamespace(**setting), REPLICAS)
 
 
 def test_quantised_weights_are_not_copied_in_silence(world):

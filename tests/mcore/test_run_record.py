@@ -8,38 +8,35 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from refusals import refused
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
-
-import torch.distributed as dist  # noqa: E402
-
-from megatron_pipemem.choose.knowledge import Choice as Plan  # noqa: E402
-from megatron_pipemem.choose.knowledge import Shape  # noqa: E402
-from megatron_pipemem.errors import OutputError, UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore import plugin  # noqa: E402
-from megatron_pipemem.mcore.model.weight_memory import WeightBytes  # noqa: E402
-from megatron_pipemem.mcore.programs import Programs  # noqa: E402
-from megatron_pipemem.mcore.report import recording  # noqa: E402
-from megatron_pipemem.mcore.report.recording import Recording  # noqa: E402
-from megatron_pipemem.mcore.report.run_record import RunRecord  # noqa: E402
-from megatron_pipemem.mcore.report.run_report import Overlap, _costs  # noqa: E402
-from megatron_pipemem.mcore.step.observation import Observation  # noqa: E402
-from megatron_pipemem.planner.explanation import case_of_report, explain  # noqa: E402
-from megatron_pipemem.report.run import (  # noqa: E402
+from megatron_pipemem.choose.knowledge import Choice as Plan
+from megatron_pipemem.choose.knowledge import Shape
+from megatron_pipemem.errors import OutputError, UnsupportedError
+from megatron_pipemem.mcore import plugin
+from megatron_pipemem.mcore.model.weight_memory import WeightBytes
+from megatron_pipemem.mcore.programs import Programs
+from megatron_pipemem.mcore.report import recording
+from megatron_pipemem.mcore.report.recording import Recording
+from megatron_pipemem.mcore.report.run_record import RunRecord
+from megatron_pipemem.mcore.report.run_report import Overlap, _costs
+from megatron_pipemem.mcore.step.observation import Observation
+from megatron_pipemem.planner.explanation import case_of_report, explain
+from megatron_pipemem.report.run import (
     explanation_lines,
     lines,
     measured_bubble,
     table,
 )
-from megatron_pipemem.request import Request  # noqa: E402
-from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
-from megatron_pipemem.runtime.trace import TracedAction  # noqa: E402
-from megatron_pipemem.schedule.action import COMPUTE, Kind  # noqa: E402
-from megatron_pipemem.schedule.costs import Costs  # noqa: E402
-from megatron_pipemem.schedule.lowering import lower  # noqa: E402
-from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
+from megatron_pipemem.request import Request
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.runtime.trace import TracedAction
+from megatron_pipemem.schedule.action import COMPUTE, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule
 
 
 @pytest.fixture

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from asked_programs import programs_of
 from refusals import refused
 from typer.testing import CliRunner
-
-pytest.importorskip("megatron.core")
-
-from asked_programs import programs_of
 
 from megatron_pipemem.choose import searching
 from megatron_pipemem.choose.knowledge import Shape

@@ -6,31 +6,28 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
+from quantised import Quantised, WithEmptyStorage, eight_bits
+from refusals import refused
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
-
-import torch.distributed as dist  # noqa: E402
-from megatron.core.pipeline_parallel import schedules  # noqa: E402
-from quantised import Quantised, WithEmptyStorage, eight_bits  # noqa: E402
-from refusals import refused  # noqa: E402
-
-from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.features.vocabulary.megatron.step import LastStage  # noqa: E402
-from megatron_pipemem.mcore.model.placement import ChunkPlacement  # noqa: E402
-from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext  # noqa: E402
-from megatron_pipemem.mcore.plugin import programs_for  # noqa: E402
-from megatron_pipemem.mcore.step import forward_backward as step  # noqa: E402
-from megatron_pipemem.mcore.step.forward_backward import ForwardBackward  # noqa: E402
-from megatron_pipemem.request import Request  # noqa: E402
-from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
-from megatron_pipemem.runtime.transport import (  # noqa: E402
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.vocabulary.megatron.step import LastStage
+from megatron_pipemem.mcore.model.placement import ChunkPlacement
+from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
+from megatron_pipemem.mcore.plugin import programs_for
+from megatron_pipemem.mcore.step import forward_backward as step
+from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
+from megatron_pipemem.request import Request
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.runtime.transport import (
     Pipeline,
     edges,
     new_groups,
 )
-from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
-from megatron_pipemem.schedule.placement import Placement  # noqa: E402
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.placement import Placement
 
 ONE_CHUNK, TWO_CHUNKS = Placement.linear(4), Placement.interleaved(4, 2)
 

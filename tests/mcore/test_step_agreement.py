@@ -6,12 +6,10 @@ import threading
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
-
-from megatron_pipemem.errors import CostsError, UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore.step import agreement  # noqa: E402
+from megatron_pipemem.errors import CostsError, UnsupportedError
+from megatron_pipemem.mcore.step import agreement
 
 TP, PP = 2, 3
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
-
-from megatron_pipemem.mcore.model.placement import ChunkPlacement  # noqa: E402
-from megatron_pipemem.mcore.step import model_calls  # noqa: E402
-from megatron_pipemem.mcore.step.extension import Step  # noqa: E402
-from megatron_pipemem.mcore.step.forward_backward import _same_tokens, _shape_of_tokens  # noqa: E402
-from megatron_pipemem.mcore.step.queues import LaunchOrders  # noqa: E402
-from megatron_pipemem.mcore.step.shapes import StepShapes  # noqa: E402
-from megatron_pipemem.runtime.transport import MessageFormat, Pipeline  # noqa: E402
-from megatron_pipemem.schedule.placement import Placement  # noqa: E402
+from megatron_pipemem.mcore.model.placement import ChunkPlacement
+from megatron_pipemem.mcore.step import model_calls
+from megatron_pipemem.mcore.step.extension import Step
+from megatron_pipemem.mcore.step.forward_backward import _same_tokens, _shape_of_tokens
+from megatron_pipemem.mcore.step.queues import LaunchOrders
+from megatron_pipemem.mcore.step.shapes import StepShapes
+from megatron_pipemem.runtime.transport import MessageFormat, Pipeline
+from megatron_pipemem.schedule.placement import Placement
 
 
 @pytest.fixture(autouse=True)

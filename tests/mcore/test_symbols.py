@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("megatron.core")
-
 import megatron_pipemem
 from megatron_pipemem.mcore import symbols
 from megatron_pipemem.mcore.patching import Symbol

@@ -5,16 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from packaging.version import Version
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
-
-from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore import refusals  # noqa: E402
-from megatron_pipemem.mcore.model import transformer_engine  # noqa: E402
-from megatron_pipemem.mcore.model.transformer_engine import DelayedWeightGradient, delayed_modules  # noqa: E402
-from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore import refusals
+from megatron_pipemem.mcore.model import transformer_engine
+from megatron_pipemem.mcore.model.transformer_engine import DelayedWeightGradient, delayed_modules
+from megatron_pipemem.runtime.weight_gradients import (
     ImmediateWeightGradients,
     WeightGradientQueue,
     collecting,

@@ -7,20 +7,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from refusals import refused
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
-
-from megatron_pipemem.choose.knowledge import Shape  # noqa: E402
-from megatron_pipemem.errors import MemoryCapError, PipememError, UnsupportedError  # noqa: E402
-from megatron_pipemem.features.unequal import megatron as unequal  # noqa: E402
-from megatron_pipemem.features.unequal.megatron import UnequalMicrobatches  # noqa: E402
-from megatron_pipemem.mcore.plugin import programs_for  # noqa: E402
-from megatron_pipemem.mcore.step.weighing import FullMicrobatch, weigher_of  # noqa: E402
-from megatron_pipemem.request import Request  # noqa: E402
-from megatron_pipemem.schedule.action import Kind  # noqa: E402
-from megatron_pipemem.schedule.prices import MicrobatchWeights  # noqa: E402
+from megatron_pipemem.choose.knowledge import Shape
+from megatron_pipemem.errors import MemoryCapError, PipememError, UnsupportedError
+from megatron_pipemem.features.unequal import megatron as unequal
+from megatron_pipemem.features.unequal.megatron import UnequalMicrobatches
+from megatron_pipemem.mcore.plugin import programs_for
+from megatron_pipemem.mcore.step.weighing import FullMicrobatch, weigher_of
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.prices import MicrobatchWeights
 
 WEIGHTS = (1.0, 4.0, 0.5, 2.0, 3.0, 0.25)
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)

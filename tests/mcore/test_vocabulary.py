@@ -6,30 +6,25 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
+from asked_programs import programs_of
 from refusals import refused
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
-
-from asked_programs import programs_of  # noqa: E402
-
-from megatron_pipemem.choose.knowledge import Shape  # noqa: E402
-from megatron_pipemem.config.refusals import VOCABULARY  # noqa: E402
-from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.features.vocabulary.megatron import build  # noqa: E402
-from megatron_pipemem.features.vocabulary.megatron.build import choose_barriers, head_in_layers, layers_in  # noqa: E402
-from megatron_pipemem.features.vocabulary.megatron.step import share_batch  # noqa: E402
-from megatron_pipemem.features.vocabulary.orders import with_vocabulary  # noqa: E402
-from megatron_pipemem.mcore.flags import take_flags  # noqa: E402
-from megatron_pipemem.mcore.plugin import programs_for  # noqa: E402
-from megatron_pipemem.mcore.refusals import check_config  # noqa: E402
-from megatron_pipemem.mcore.step import model_calls  # noqa: E402
-from megatron_pipemem.mcore.step.model_calls import calls_of  # noqa: E402
-from megatron_pipemem.schedule.costs import Costs  # noqa: E402
-from megatron_pipemem.schedule.prices import PartPrices  # noqa: E402
-from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
-from megatron_pipemem.schedule.simulator import simulate  # noqa: E402
-from megatron_pipemem.schedule.vocabulary import VocabularyCosts  # noqa: E402
+from megatron_pipemem.choose.knowledge import Shape
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.vocabulary.megatron import build
+from megatron_pipemem.features.vocabulary.megatron.build import choose_barriers, head_in_layers, layers_in
+from megatron_pipemem.features.vocabulary.megatron.step import share_batch
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
+from megatron_pipemem.mcore.flags import take_flags
+from megatron_pipemem.mcore.plugin import programs_for
+from megatron_pipemem.mcore.step import model_calls
+from megatron_pipemem.mcore.step.model_calls import calls_of
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.prices import PartPrices
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 
 @pytest.fixture(autouse=True)
@@ -158,12 +153,6 @@ def test_the_cap_holds_for_the_schedule_with_passes():
     assert programs_of("1f1b", 1.25, "unit", {}, vocab_parallel="2").plan(shape, "").schedule.vocabulary_barriers == 1
     with refused("over-cap", "1.25"):
         programs_of("1f1b", 1.0, "unit", {}, vocab_parallel="2").plan(shape, "")
-
-
-@pytest.mark.parametrize("attribute", ["fp32_residual_connection", "enable_autocast", "init_model_with_meta_device"])
-def test_configurations_are_refused_with_the_way_out(attribute):
-    with refused("unsupported-setting", attribute, "--pipemem-vocab-parallel", kind=UnsupportedError):
-        check_config(SimpleNamespace(**{attribute: True}), VOCABULARY)
 
 
 def model(vocab_size: int, hidden_size: int = 4096, gated: bool = True) -> SimpleNamespace:

@@ -6,18 +6,15 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
 from refusals import refused
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
-
-from megatron.core.transformer import TransformerConfig  # noqa: E402
-
-from megatron_pipemem.conflicts import check  # noqa: E402
-from megatron_pipemem.errors import CostsError, UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore.step.weighing import FullMicrobatch, weigher_of  # noqa: E402
-from megatron_pipemem.request import Request  # noqa: E402
-from megatron_pipemem.schedule.action import Kind  # noqa: E402
+from megatron_pipemem.conflicts import check
+from megatron_pipemem.errors import CostsError, UnsupportedError
+from megatron_pipemem.mcore.step.weighing import FullMicrobatch, weigher_of
+from megatron_pipemem.request import Request
+from megatron_pipemem.schedule.action import Kind
 
 FULL = FullMicrobatch(1, 8)
 WHOLE = torch.zeros(1, 8)

@@ -6,19 +6,17 @@ import gc
 import weakref
 
 import pytest
+import torch
+from quantised import Quantised, WithEmptyStorage, eight_bits
 
-torch = pytest.importorskip("torch")
-
-from quantised import Quantised, WithEmptyStorage, eight_bits  # noqa: E402
-
-from megatron_pipemem.features.offload.runtime.saved import Residents  # noqa: E402
-from megatron_pipemem.runtime.activation_ledger import (  # noqa: E402
+from megatron_pipemem.features.offload.runtime.saved import Residents
+from megatron_pipemem.runtime.activation_ledger import (
     ActivationLedger,
     LedgerEntry,
     bytes_per_action,
     predict_peak_bytes,
 )
-from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
+from megatron_pipemem.schedule.action import Action, Kind
 
 F0, B0 = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from megatron_pipemem.runtime.activation_ledger import (  # noqa: E402
+from megatron_pipemem.runtime.activation_ledger import (
     ActivationLedger,
     BytesByTokens,
     LedgerEntry,
     bytes_per_action,
 )
-from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
+from megatron_pipemem.schedule.action import Action, Kind
 
 TERMS = st.tuples(*[st.integers(0, 50)] * 6)
 LENGTHS = st.integers(1, 40)

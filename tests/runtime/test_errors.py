@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import toy
 
-torch = pytest.importorskip("torch")
-
-import toy  # noqa: E402
-
-from megatron_pipemem.runtime.weight_gradients import current_queue  # noqa: E402
-from megatron_pipemem.schedule.lowering import lower  # noqa: E402
-from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
+from megatron_pipemem.runtime.weight_gradients import current_queue
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half"])

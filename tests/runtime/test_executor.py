@@ -10,13 +10,11 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
+import toy
 
-torch = pytest.importorskip("torch")
-
-import toy  # noqa: E402
-
-from megatron_pipemem.schedule.action import COMPUTE, Kind  # noqa: E402
-from megatron_pipemem.schedule.registry import families  # noqa: E402
+from megatron_pipemem.schedule.action import COMPUTE, Kind
+from megatron_pipemem.schedule.registry import families
 
 TOY = Path(__file__).with_name("toy.py")
 NAMES = [

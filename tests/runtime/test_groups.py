@@ -6,13 +6,11 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
-torch = pytest.importorskip("torch")
-
-import torch.distributed as dist  # noqa: E402
-
-from megatron_pipemem.runtime import transport as groups  # noqa: E402
-from megatron_pipemem.runtime.transport import destroy_groups, new_groups  # noqa: E402
+from megatron_pipemem.runtime import transport as groups
+from megatron_pipemem.runtime.transport import destroy_groups, new_groups
 
 
 def is_open(group: dist.ProcessGroup) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch")
-
 from megatron_pipemem.runtime.trace import Stopwatch, TracedAction, average, costs_from, drift
 from megatron_pipemem.schedule.action import SELECTIVE_SECONDS, Action, Kind
 from megatron_pipemem.schedule.costs import Costs

@@ -11,29 +11,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import toy
+from hypothesis import given
+from hypothesis import strategies as st
+from measured_steps import as_measured
 from refusals import refused
 
-torch = pytest.importorskip("torch")
-
-import toy  # noqa: E402
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from measured_steps import as_measured  # noqa: E402
-
-import megatron_pipemem  # noqa: E402
-from megatron_pipemem import Action, Costs, Kind, KindSpec, Need, Schedule, register_kind, simulate, validate  # noqa: E402
-from megatron_pipemem.errors import CostsError, ScheduleError, UnsupportedError  # noqa: E402
-from megatron_pipemem.report.browser import page, trace  # noqa: E402
-from megatron_pipemem.runtime.executor import Executor, Handlers  # noqa: E402
-from megatron_pipemem.runtime.trace import Trace, TracedAction, costs_from  # noqa: E402
-from megatron_pipemem.runtime.transport import MessageFormat, Transport  # noqa: E402
-from megatron_pipemem.schedule import action as kinds  # noqa: E402
-from megatron_pipemem.schedule.dependencies import dependencies  # noqa: E402
-from megatron_pipemem.schedule.lowering import lower  # noqa: E402
-from megatron_pipemem.schedule.measured import NANOSECONDS  # noqa: E402
-from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
-from megatron_pipemem.schedule.simulator import peaks  # noqa: E402
-from megatron_pipemem.schedule.validator import validate_program  # noqa: E402
+import megatron_pipemem
+from megatron_pipemem import Action, Costs, Kind, KindSpec, Need, Schedule, register_kind, simulate, validate
+from megatron_pipemem.errors import CostsError, ScheduleError, UnsupportedError
+from megatron_pipemem.report.browser import page, trace
+from megatron_pipemem.runtime.executor import Executor, Handlers
+from megatron_pipemem.runtime.trace import Trace, TracedAction, costs_from
+from megatron_pipemem.runtime.transport import MessageFormat, Transport
+from megatron_pipemem.schedule import action as kinds
+from megatron_pipemem.schedule.dependencies import dependencies
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.measured import NANOSECONDS
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import peaks
+from megatron_pipemem.schedule.validator import validate_program
 
 SPEC = KindSpec(
     "CHECKSUM", "checksum", (90, 200, 200), needs=(Need("F"),), prepares=("I", "B"), shares={"F": 0.25}, units=2

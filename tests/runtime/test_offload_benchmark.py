@@ -7,10 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from lanes import nightly
 
-pytest.importorskip("torch")
 pytestmark = nightly("test_offload_engine.py counts the bytes that move")
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu" / "offload.py"

@@ -5,18 +5,17 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 from refusals import refused
 
-torch = pytest.importorskip("torch")
-
-from megatron_pipemem.errors import OffloadError  # noqa: E402
-from megatron_pipemem.features.offload.runtime.channels import (  # noqa: E402
+from megatron_pipemem.errors import OffloadError
+from megatron_pipemem.features.offload.runtime.channels import (
     Copy,
     Direction,
     ThreadChannel,
 )
-from megatron_pipemem.features.offload.runtime.engine import OffloadEngine  # noqa: E402
-from megatron_pipemem.features.offload.runtime.host import HostPool, measure_bandwidths  # noqa: E402
+from megatron_pipemem.features.offload.runtime.engine import OffloadEngine
+from megatron_pipemem.features.offload.runtime.host import HostPool, measure_bandwidths
 
 
 class Gated(ThreadChannel):

@@ -5,11 +5,8 @@ from __future__ import annotations
 import gc
 
 import pytest
-from refusals import refused
-
-torch = pytest.importorskip("torch")
-
-from offload_blocks import (  # noqa: E402
+import torch
+from offload_blocks import (
     MIN_BYTES,
     batch,
     closing,
@@ -18,13 +15,14 @@ from offload_blocks import (  # noqa: E402
     saved_bytes,
     stack,
 )
-from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from refusals import refused
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
-from megatron_pipemem.errors import OffloadError  # noqa: E402
-from megatron_pipemem.features.offload.runtime import OffloadEngine  # noqa: E402
-from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
-from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
+from megatron_pipemem.errors import OffloadError
+from megatron_pipemem.features.offload.runtime import OffloadEngine
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.schedule.action import Action, Kind
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 ANY = Action(Kind.F, 0, 0)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
-torch = pytest.importorskip("torch")
-
-
-from megatron_pipemem.errors import OffloadError  # noqa: E402
-from megatron_pipemem.features.offload.runtime.host import ALIGNMENT, HostPool  # noqa: E402
+from megatron_pipemem.errors import OffloadError
+from megatron_pipemem.features.offload.runtime.host import ALIGNMENT, HostPool
 
 BUDGET = 9000
 

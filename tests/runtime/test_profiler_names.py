@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import torch
+import toy
 
-torch = pytest.importorskip("torch")
-
-import toy  # noqa: E402
-
-from megatron_pipemem.runtime.executor import Executor  # noqa: E402
-from megatron_pipemem.runtime.transport import MessageFormat, Transport  # noqa: E402
-from megatron_pipemem.schedule.lowering import lower  # noqa: E402
-from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
+from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.transport import MessageFormat, Transport
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule
 
 
 def test_a_profile_names_every_compute_action():

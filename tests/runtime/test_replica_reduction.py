@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
-
-torch = pytest.importorskip("torch")
-
-from megatron_pipemem.features.replicas import runtime as replicas  # noqa: E402
-from megatron_pipemem.features.replicas.runtime import connect_replicas  # noqa: E402
-from megatron_pipemem.schedule.placement import Placement  # noqa: E402
+from megatron_pipemem.features.replicas import runtime as replicas
+from megatron_pipemem.features.replicas.runtime import connect_replicas
+from megatron_pipemem.schedule.placement import Placement
 
 
 def test_groups_of_replicas_open_before_the_first_step(monkeypatch):

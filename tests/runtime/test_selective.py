@@ -6,13 +6,11 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
+import torch
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch.nn import functional  # noqa: E402
-
-from megatron_pipemem.runtime.activation_ledger import ActivationLedger, saved_as_is  # noqa: E402
-from megatron_pipemem.runtime.selective import Recorder, is_recording, region  # noqa: E402
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger, saved_as_is
+from megatron_pipemem.runtime.selective import Recorder, is_recording, region
 
 WIDTH, INNER, ROWS = 16, 64, 8
 cheap = partial(region, replay=lambda: nullcontext)

@@ -6,21 +6,19 @@ from itertools import product
 from unittest import mock
 
 import pytest
+import torch
+import toy
+import vocabulary_model
 from lanes import rest_nightly
+from streams import Group, Stream, Streams, Work
 
-torch = pytest.importorskip("torch")
-
-import toy  # noqa: E402
-import vocabulary_model  # noqa: E402
-from streams import Group, Stream, Streams, Work  # noqa: E402
-
-from megatron_pipemem.features.offload.runtime.channels import CudaChannel  # noqa: E402
-from megatron_pipemem.features.offload.runtime.engine import OffloadEngine  # noqa: E402
-from megatron_pipemem.features.offload.runtime.host import HostPool  # noqa: E402
-from megatron_pipemem.features.vocabulary.runtime import collectives  # noqa: E402
-from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions  # noqa: E402
-from megatron_pipemem.runtime import transport  # noqa: E402
-from megatron_pipemem.runtime.transport import (  # noqa: E402
+from megatron_pipemem.features.offload.runtime.channels import CudaChannel
+from megatron_pipemem.features.offload.runtime.engine import OffloadEngine
+from megatron_pipemem.features.offload.runtime.host import HostPool
+from megatron_pipemem.features.vocabulary.runtime import collectives
+from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions
+from megatron_pipemem.runtime import transport
+from megatron_pipemem.runtime.transport import (
     DEPARTURES,
     SHAPES,
     TRANSFERS,
@@ -29,9 +27,9 @@ from megatron_pipemem.runtime.transport import (  # noqa: E402
     edges,
     host_queries,
 )
-from megatron_pipemem.schedule.family import Family  # noqa: E402
-from megatron_pipemem.schedule.lowering import lower  # noqa: E402
-from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
+from megatron_pipemem.schedule.family import Family
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule, families
 
 DEVICES = 4
 ALL = list(range(2 * DEVICES))

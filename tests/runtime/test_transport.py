@@ -6,22 +6,20 @@ from collections import Counter, defaultdict, deque
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
-torch = pytest.importorskip("torch")
-
-
-from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.runtime import transport  # noqa: E402
-from megatron_pipemem.runtime.transport import MessageFormat, Pipeline, Transport, colour, connect, edges  # noqa: E402
-from megatron_pipemem.schedule.action import MESSAGES, SENDS, Action, Kind  # noqa: E402
-from megatron_pipemem.schedule.lowering import lower  # noqa: E402
-from megatron_pipemem.schedule.messages import Router  # noqa: E402
-from megatron_pipemem.schedule.placement import Placement  # noqa: E402
-from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
-from megatron_pipemem.schedule.schedule import Program  # noqa: E402
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.runtime import transport
+from megatron_pipemem.runtime.transport import MessageFormat, Pipeline, Transport, colour, connect, edges
+from megatron_pipemem.schedule.action import MESSAGES, SENDS, Action, Kind
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.messages import Router
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import Program
 
 FAMILIES = {family.name: family for family in families()}
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import torch
+import toy
 
-torch = pytest.importorskip("torch")
-
-import toy  # noqa: E402
-
-from megatron_pipemem.runtime.activation_ledger import (  # noqa: E402
+from megatron_pipemem.runtime.activation_ledger import (
     ActivationLedger,
     bytes_per_action,
     predict_peak_bytes,
 )
-from megatron_pipemem.runtime.executor import Executor  # noqa: E402
-from megatron_pipemem.runtime.weight_gradients import current_queue  # noqa: E402
-from megatron_pipemem.schedule.action import Action  # noqa: E402
-from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
-from megatron_pipemem.schedule.schedule import Program  # noqa: E402
+from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.weight_gradients import current_queue
+from megatron_pipemem.schedule.action import Action
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Program
 
 MESSAGE = toy.ROWS * toy.WIDTH * 4
 # Two microbatches of a stage in the middle. Nothing leaves as soon as it is there.

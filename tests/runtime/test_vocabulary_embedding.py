@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from refusals import refused
+from vocabulary_model import shards_of
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from vocabulary_model import shards_of  # noqa: E402
-
-from megatron_pipemem.errors import VocabularyError  # noqa: E402
-from megatron_pipemem.features.vocabulary.runtime.shards import (  # noqa: E402
+from megatron_pipemem.errors import VocabularyError
+from megatron_pipemem.features.vocabulary.runtime.shards import (
     VocabularyEmbedding,
     VocabularyPartition,
     WeightShard,

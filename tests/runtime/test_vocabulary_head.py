@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from refusals import refused
-
-torch = pytest.importorskip("torch")
-
-from hypothesis import example, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
-from vocabulary_heads import (  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from vocabulary_heads import (
     assert_close,
     gradients_of,
     heads_of,
@@ -23,12 +21,12 @@ from vocabulary_heads import (  # noqa: E402
     sharded,
     whole,
 )
-from vocabulary_model import Case, loss_gradient, transformed, whole_losses  # noqa: E402
+from vocabulary_model import Case, loss_gradient, transformed, whole_losses
 
-from megatron_pipemem.errors import VocabularyError  # noqa: E402
-from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, Normalised  # noqa: E402
-from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyPartition, WeightShard  # noqa: E402
-from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue  # noqa: E402
+from megatron_pipemem.errors import VocabularyError
+from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, Normalised
+from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyPartition, WeightShard
+from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue
 
 BARRIERS = [1, 2]
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from vocabulary_heads import assert_close, heads_of, inputs_of, losses_of, sharded
+from vocabulary_model import Case, loss_gradient
 
-torch = pytest.importorskip("torch")
-
-from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from vocabulary_heads import assert_close, heads_of, inputs_of, losses_of, sharded  # noqa: E402
-from vocabulary_model import Case, loss_gradient  # noqa: E402
-
-from megatron_pipemem.features.vocabulary.runtime import kernels  # noqa: E402
-from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, add_product  # noqa: E402
+from megatron_pipemem.features.vocabulary.runtime import kernels
+from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions, add_product
 
 CAPPED = {"scale": 0.25, "softcap": 3.0, "z_loss": 0.01}
 

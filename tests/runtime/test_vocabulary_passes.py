@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from megatron_pipemem.features.vocabulary.runtime.passes import Batch, VocabularyPasses  # noqa: E402
-from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
-from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
-from megatron_pipemem.schedule.placement import Placement  # noqa: E402
+from megatron_pipemem.features.vocabulary.runtime.passes import Batch, VocabularyPasses
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.placement import Placement
 
 B, S, H = 2, 3, 4
 ELEMENT = 4  # bytes

@@ -9,12 +9,10 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
+from vocabulary_model import EXAMPLE, WORLD, Case, run_whole, transformed
 
-torch = pytest.importorskip("torch")
-
-from vocabulary_model import EXAMPLE, WORLD, Case, run_whole, transformed  # noqa: E402
-
-from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions  # noqa: E402
+from megatron_pipemem.features.vocabulary.runtime.head import HeadOptions
 
 PROGRAM = Path(__file__).with_name("vocabulary_model.py")
 CASES = [

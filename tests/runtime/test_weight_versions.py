@@ -5,14 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from megatron_pipemem.features.asynchronous.runtime import WeightSwitch, WeightVersions  # noqa: E402
-from megatron_pipemem.runtime.executor import Instruction  # noqa: E402
-from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
+from megatron_pipemem.features.asynchronous.runtime import WeightSwitch, WeightVersions
+from megatron_pipemem.runtime.executor import Instruction
+from megatron_pipemem.schedule.action import Action, Kind
 
 
 def parameters() -> list[torch.nn.Parameter]:

@@ -72,12 +72,7 @@ def why_not() -> str | None:
 
 
 class MiniSlurm:
-    """The cluster.
-
-    Args:
-        folder: for all its files; short, because a socket's path has at most 107 characters.
-        nodes: their number.
-    """
+    """The cluster. Its folder has a short name, because a socket's path has at most 107 characters."""
 
     def __init__(self, folder: Path, nodes: int = 4):
         self.folder = folder

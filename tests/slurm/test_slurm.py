@@ -33,13 +33,7 @@ def losses(log: str) -> list[tuple[int, str]]:
 
 
 class GridRun:
-    """``pipemem grid --launcher slurm`` as a process of its own.
-
-    Args:
-        words: the command without its folder.
-        folder: of the grid.
-        environment: of the process.
-    """
+    """``pipemem grid --launcher slurm`` as a process of its own."""
 
     def __init__(self, words: list[str], folder: Path, environment: dict[str, str]):
         self.folder = folder
