@@ -1,9 +1,9 @@
-"""Checks what this package needs of Megatron-Core, contract by contract, on the Megatron-Core that Python finds.
+"""Check each contract of this package with Megatron-Core, on the Megatron-Core that Python finds.
 
     python scripts/contracts.py [--only CONTRACT ...] [--log FILE] [--verbose]
 
-Every contract is one of the package's tests, run on four CPU ranks where it trains, and compared with that Megatron's own
-schedule. A contract that is broken is named with the reason in one line; the log has the rest. ``contracts.sh`` does so for
+A contract is shown by tests of the package. They train on four CPU ranks if needed, and compare with that Megatron's own
+schedule. A broken contract is printed with its reason in one line, and the log has the details. ``contracts.sh`` checks
 another version or source tree.
 """
 
@@ -26,14 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Contract(NamedTuple):
-    """Something that Megatron-Core must keep to.
+    """A property of Megatron-Core that the package needs, with the tests that show it."""
 
-    Args:
-        promise: what holds where it is kept.
-        tests: that show it.
-    """
-
-    promise: str
+    promise: str  # the property, as a sentence
     tests: tuple[str, ...]
 
 
@@ -63,11 +58,7 @@ CONTRACTS = {
 
 @dataclass(eq=False)
 class Verdicts:
-    """Collects what pytest reports, by contract.
-
-    Args:
-        contracts: that are looked at.
-    """
+    """Collect pytest's results by contract."""
 
     contracts: dict[str, Contract]
     passed: set[str] = field(default_factory=set)
@@ -90,7 +81,7 @@ class Verdicts:
                     self.passed.add(name)
 
     def lines(self) -> list[str]:
-        """Return a line for every contract, and one for every further reason that one is broken."""
+        """Return a line for every contract, and a line for every reason of a broken one."""
         told = []
         for name, contract in self.contracts.items():
             reasons = list(dict.fromkeys(self.reasons.get(name, ())))
@@ -98,20 +89,19 @@ class Verdicts:
                 told.append(f"{name:<12}kept    {contract.promise}")
                 continue
             told.append(f"{name:<12}BROKEN  does not hold: {contract.promise}")
-            told += [f"{'':<20}{reason}" for reason in reasons or ["no test of it could be collected; see the log"]]
+            told += [f"{'':<20}{reason}" for reason in reasons or ["no test was collected; see the log"]]
         return told
 
     @property
     def all_kept(self) -> bool:
-        """Whether every contract has been shown, and none is broken."""
+        """Whether tests have shown every contract and found none broken."""
         return not self.reasons and self.passed == set(self.contracts)
 
 
 def last_words(traceback: str) -> str:
-    """Return the error that a failed test ends with, in one line, as the first rank that has one says it.
+    """Return the error of a failed test in one line, from the first rank that reports one.
 
-    Args:
-        traceback: as pytest prints it. Behind pytest's ``E``, it may hold the tracebacks of several ranks.
+    ``traceback`` is pytest's. Its lines after ``E`` may hold the tracebacks of several ranks.
     """
     lines = [line[1:].strip() for line in traceback.splitlines() if line.startswith("E  ")]
     errors = [line for line in lines if _is_error(line)]
@@ -128,7 +118,7 @@ def _is_error(line: str) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CONTRACTS, default=list(CONTRACTS), help="default: all")
-    parser.add_argument("--log", type=Path, default=Path("out/contracts.log"), help="what pytest prints")
+    parser.add_argument("--log", type=Path, default=Path("out/contracts.log"), help="file for pytest's output")
     parser.add_argument("--verbose", action="store_true", help="log Megatron's warnings about missing GPU packages")
     asked = parser.parse_args()
     if not asked.verbose:
@@ -143,7 +133,7 @@ def main() -> int:
 
         tests = [test for contract in verdicts.contracts.values() for test in contract.tests]
         pytest.main(["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", *tests], plugins=[verdicts])
-    version = megatron.core.__version__.partition("+")[0]  # behind it, the commit of whatever repository it lies in
+    version = megatron.core.__version__.partition("+")[0]  # the rest is the commit of the repository around it
     print(f"megatron-core {version} of {Path(megatron.core.__file__).parent}")
     print("\n".join(verdicts.lines()))
     print(f"{time.perf_counter() - began:.0f} s; log: {log}")

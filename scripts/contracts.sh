@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Checks what this package needs of Megatron-Core on another version of it than the one in .venv:
+# Checks this package's contracts with Megatron-Core on another version of it than the one in .venv:
 #
 #   ./scripts/contracts.sh 0.19.0            a version of the package index
 #   ./scripts/contracts.sh ../Megatron-LM    a source tree; it is copied first and stays as it is
 #   ./scripts/contracts.sh                   the version in .venv
 #
-# Everything else comes from .venv. Further arguments go to contracts.py. Ends with 1 where a contract is broken.
+# All other packages come from .venv. Further arguments go to contracts.py. The exit code is 1 if a contract is broken.
 set -euo pipefail
 here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

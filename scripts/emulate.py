@@ -1,17 +1,17 @@
-"""Run a Megatron script in one process by the update rule of an asynchronous schedule, without a pipeline, on the CPU.
+"""Run a Megatron script in one process on the CPU, with the update rule of an asynchronous schedule but without a pipeline.
 
     pipemem run --cpu scripts/emulate.py RULE STAGES SCRIPT [flags of the script and --pipemem-* flags]
 
-It computes from nothing but the papers' update rules what asynchronous training must give.
+The result is the reference for asynchronous training, computed only from the papers' update rules.
 
-The whole model stands in one process on Megatron's own schedule without a pipeline. Before a gradient is taken the weights
-are overwritten by those that the rule names, afterwards by the newest, and the optimizer steps. Nothing here shares code with
-the pipeline that it predicts: no schedule, no executor, no pointers, only copies.
+One process holds the whole model and runs Megatron's own schedule without a pipeline. Before a gradient, the weights are
+overwritten by those of the rule, and afterwards by the newest ones. Then the optimizer steps. The code shares nothing with the
+pipeline that it predicts: it has no schedule and no executor, and it copies weights.
 
 * ``pipedream-2bw`` (arXiv 2006.09503): ``W(t+1) = W(t) - lr * gradient(W(t-1))`` with ``W(-1) = W(0)``, per batch;
-* ``pipedream`` (arXiv 1806.03377): the gradient of microbatch ``k`` is taken where stage ``s`` of ``n`` has the weights after
+* ``pipedream`` (arXiv 1806.03377): for the gradient of microbatch ``k``, stage ``s`` of ``n`` has the weights after
   ``max(0, k - (n-1-s))`` updates, and each stage is updated after every microbatch;
-* ``pipedream-vertical-sync``: the same, all stages with the weights after ``max(0, k - (n-1))`` updates.
+* ``pipedream-vertical-sync``: the same, but all stages have the weights after ``max(0, k - (n-1))`` updates.
 """
 
 from __future__ import annotations
@@ -34,12 +34,10 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 @contextmanager
 def emulated(rule: str, num_stages: int, replicas: int = 1) -> Iterator[None]:
-    """Let Megatron's training steps without a pipeline follow a rule, within this block.
+    """Make Megatron's training steps without a pipeline follow ``rule`` within this block.
 
-    Args:
-        rule: one of ``RULES``.
-        num_stages: of the pipeline that is imitated; layers are cut evenly, embedding and head are on the end stages.
-        replicas: data-parallel replicas that are imitated: so many microbatches share an update.
+    Layers are cut evenly over ``num_stages`` emulated stages, with embedding and head on the end stages. ``replicas``
+    emulated data-parallel replicas share an update, so as many microbatches do.
     """
     from unittest import mock
 
@@ -47,7 +45,7 @@ def emulated(rule: str, num_stages: int, replicas: int = 1) -> Iterator[None]:
     from megatron.training import training
 
     if rule not in RULES:
-        raise UnsupportedError("bad-choice", f"there is no rule {rule!r}; take one of {', '.join(RULES)}")
+        raise UnsupportedError("bad-choice", f"there is no rule {rule!r}; give one of {', '.join(RULES)}")
     emulator = _Emulator(rule, num_stages, replicas, schedules.forward_backward_no_pipelining, schedules.forward_step)
     get_optimizer = training.get_megatron_optimizer
 
@@ -75,13 +73,13 @@ class _Emulator:
         self._original = original
         self._forward_step = forward_step
         self._microbatch: int | None = None
-        """Its number within the batch, while the weights are updated after every one."""
+        """Its number within the batch, if the weights are updated after every microbatch."""
         self._updates = 0
         self._history: dict[int, list] = {}
-        """Copies of all weights, after how many updates."""
+        """Copies of all weights, by the number of updates before."""
 
     def step(self, *, model, num_microbatches: int, forward_only: bool = False, **call) -> list:
-        """Run a step in place of Megatron's forward-backward function."""
+        """Run a step instead of Megatron's forward-backward function."""
         chunk = model[0] if isinstance(model, list) else model
         if forward_only:
             return self._original(model=model, num_microbatches=num_microbatches, forward_only=True, **call)
@@ -109,7 +107,7 @@ class _Emulator:
         return data
 
     def forward_step(self, *args, current_microbatch=None, **kwargs):
-        """Run a microbatch's forward under the number that it has in the pipeline: random numbers may depend on it."""
+        """Run a microbatch's forward with its number in the pipeline, because random numbers may depend on it."""
         number = current_microbatch if self._microbatch is None else self._microbatch
         return self._forward_step(*args, current_microbatch=number, **kwargs)
 
@@ -142,7 +140,7 @@ class _Emulator:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rule", choices=RULES)
-    parser.add_argument("stages", type=int, help="of the pipeline that is imitated")
+    parser.add_argument("stages", type=int, help="number of stages of the emulated pipeline")
     parser.add_argument("script", type=Path)
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     asked = parser.parse_args()

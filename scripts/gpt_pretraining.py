@@ -1,8 +1,7 @@
-"""What ``pretrain_gpt.py`` runs: plain pretraining with Megatron-Core's own training loop.
+"""Plain pretraining with Megatron-Core's own training loop, as ``pretrain_gpt.py`` runs it.
 
-It trains a GPTModel, or a HybridModel where ``--hybrid-layer-pattern`` is given.
-
-The ``megatron-core[training]`` wheel ships the loop but nothing that calls it.
+It trains a GPTModel, or a HybridModel if ``--hybrid-layer-pattern`` is given. The ``megatron-core[training]`` wheel has the
+loop, but no script that calls it.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ _FIELDS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
 
 
 def get_batch(data: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
-    """This rank's part of the next microbatch.
+    """Return this rank's part of the next microbatch.
 
-    Fields have the shape (microbatch size, tokens), or are None where the stage has no use for them. Only tensor-parallel
-    rank 0 of the first and the last stage, and of that of multi-token prediction, reads data; it sends them to its
-    tensor-parallel group.
+    Fields have the shape (microbatch size, tokens), or are None if the stage does not use them. Data is read by
+    tensor-parallel rank 0 of the first stage, the last stage and stages of multi-token prediction. That rank sends it to
+    its tensor-parallel group.
     """
     args = get_args()
     predicts_further = _predicts_further(vp_stage)
@@ -50,7 +49,7 @@ def get_batch(data: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
     batch: Batch = {}
     tp_rank = mpu.get_tensor_model_parallel_rank()
     if tp_rank == 0:
-        assert data is not None, "this rank reads"
+        assert data is not None, "this rank reads data"
         sample: Any = next(data)
         batch = {name: sample[name].cuda(non_blocking=True) if name in sample else None for name in _FIELDS}
     batch = get_batch_on_this_tp_rank(
@@ -69,7 +68,7 @@ def get_batch(data: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
     )
-    batch.setdefault("cu_seqlens", None)  # no packed sequences here
+    batch.setdefault("cu_seqlens", None)  # no packed sequences
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
 
 
@@ -80,13 +79,13 @@ def _layout() -> PipelineParallelLayerLayout | None:
 
 
 def _predicts_further(vp_stage: int | None) -> bool:
-    """Whether layers of multi-token prediction are on this stage, which look up tokens of their own."""
+    """Return whether this stage has layers of multi-token prediction, which look up tokens of their own."""
     depths = get_args().mtp_num_layers
     return mtp_on_this_rank(_layout(), depths, ignore_virtual=vp_stage is None, vp_stage=vp_stage)
 
 
 def get_embedding_ranks(pipeline: list[int]) -> list[int]:
-    """The ranks of a pipeline that hold the embedding or a copy of it, in order; the last one where nobody minds."""
+    """Return the ranks of a pipeline that need the embedding or a copy of it, in order, and the last rank."""
     args, ends = get_args(), {pipeline[0], pipeline[-1]}
     if args.mtp_num_layers and args.untie_embeddings_and_output_weights:
         ends = {pipeline[0]}  # Megatron would sum the head's gradient with the embedding's
@@ -97,11 +96,9 @@ def get_embedding_ranks(pipeline: list[int]) -> list[int]:
 def loss_func(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The summed loss of a microbatch, its number of tokens, and both as Megatron logs them.
+    """Return the summed loss of a microbatch, its number of tokens, and both for Megatron's log.
 
-    Args:
-        loss_mask: (microbatch size, tokens), 1 where a token counts.
-        output: (microbatch size, tokens), the loss of each token.
+    ``loss_mask`` and ``output`` have the shape (microbatch size, tokens). The mask is 1 for tokens that count.
     """
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
@@ -110,7 +107,7 @@ def loss_func(
 
 
 def forward_step(data: Iterator[Batch] | None, model: GPTModel) -> tuple[torch.Tensor, partial]:
-    """One forward pass of one stage: its output, and the function that makes a loss of the last stage's."""
+    """Run the forward of one stage. Return its output, and the function that turns the last stage's output into a loss."""
     batch = get_batch(data, get_attr_wrapped_model(model, "vp_stage"))
     output = model(
         batch["tokens"],
@@ -123,7 +120,7 @@ def forward_step(data: Iterator[Batch] | None, model: GPTModel) -> tuple[torch.T
 
 
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple:
-    """Train, validation and test datasets with (at least) ``num_samples``, on the ranks that read data."""
+    """Return train, validation and test datasets with at least ``num_samples``, on the ranks that read data."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -151,7 +148,7 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
     return BlendedMegatronDatasetBuilder(dataset, num_samples, reads_data, config).build()
 
 
-build_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron then calls it on every rank: the builder synchronises them itself
+build_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron then calls it on every rank, and the builder synchronises them
 
 
 def main() -> None:

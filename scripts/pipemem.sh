@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The `pipemem` command with this checkout's interpreter: PYTHON, or that of scripts/setup.sh, or else python3.
+# Runs `pipemem` with the interpreter PYTHON, or else that of scripts/setup.sh, or else python3.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-$root/.venv/bin/python}

@@ -6,7 +6,7 @@ Start it with ``pipemem run`` to choose a pipeline schedule, or with torchrun to
 from __future__ import annotations
 
 if __name__ == "__main__":
-    # Not at the top: to write its first checkpoint, every rank starts a process that imports this file again.
+    # Not at the top of the file: for its first checkpoint, every rank starts a process that imports this file again.
     from gpt_pretraining import main
 
     main()

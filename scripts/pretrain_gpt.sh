@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains the run that a file describes: starts this node's ranks under torchrun and ends with its exit code.
+# Trains the run of a file: starts this node's ranks under torchrun, and exits with torchrun's exit code.
 #
 #     scripts/pretrain_gpt.sh configs/runs/tiny-cpu.yaml [--set key=value ...]
 #
@@ -8,16 +8,16 @@
 #     NODE_RANK     number of this node, from 0 (under srun: SLURM_NODEID)
 #     MASTER_ADDR   name or address of node 0
 #     MASTER_PORT   a free port there (default 29500)
-# PYTHON is the interpreter; by default that of scripts/setup.sh, or else python3.
+# PYTHON is the interpreter. The default is that of scripts/setup.sh, or else python3.
 #
-# Every flag of the training script comes from the file. If the file has a training.save_interval, the run goes on from
-# its last checkpoint when it is started again, and SIGUSR1 makes its ranks save one and end.
+# All flags of the training script come from the file. If the file has a training.save_interval, a second start resumes from
+# the last checkpoint, and SIGUSR1 makes the ranks save one and exit.
 set -euo pipefail
 scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 export NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-# torchrun, and ranks that are still starting, would die of this signal; ranks that train have a handler.
+# The signal would kill torchrun and ranks that are still starting. Ranks that train have a handler.
 trap '' USR1
 exec "$scripts/pipemem.sh" launch "$@"

@@ -1,17 +1,17 @@
-"""Trains one small GPT under stock Megatron and under our schedules, on four CPU ranks, and compares.
+"""Train one small GPT on four CPU ranks under stock Megatron and under our schedules, and compare losses and memory.
 
     ./scripts/quickstart.sh [--iterations N] [--only NAME ...] [--output DIR] [--verbose]
 
-Every run starts from scratch, with dropout, and reads the same text, the sources of Python's own asyncio package. First
-weights and dropout are drawn layer by layer (--pipemem-random layerwise), so that they are the same wherever a layer stands.
-Losses are compared bit for bit with stock Megatron's 1F1B. Asynchronous schedules train differently: theirs are compared with
-those that their update rule gives in one process. Results: OUTPUT/summary.json, a log and pictures of every run.
+Every run starts from scratch, with dropout, and reads the same text: the sources of Python's own asyncio package. First
+weights and dropout are drawn by layer (--pipemem-random layerwise), so they do not depend on a layer's place. Losses are
+compared bit for bit with stock Megatron's 1F1B. Asynchronous schedules train differently, so their losses are compared with
+those of their update rule in one process. Results: OUTPUT/summary.json, and a log and pictures of every run.
 
-Gradients are not clipped: the norm is a sum over ranks, its last bit depends on which layers a rank holds, and clipping
-would carry that bit into the losses. Stock 1F1B and stock interleaved differ in the same way.
+Gradients are not clipped. The norm is a sum over ranks, and its last bit depends on the layers of each rank. Clipping would
+carry that bit into the losses. Stock 1F1B and stock interleaved differ in the same way.
 
-Chimera, GEMS and DualPipe train two replicas of the model and add up their gradients. That is another order of summation, so
-their losses are compared within 1e-6, and their mark is ~ also where a processor rounds them to the same bits.
+Chimera, GEMS and DualPipe train two replicas of the model and add up their gradients in another order. Their losses are
+compared within 1e-6 and marked ~, even if a processor rounds them to the same bits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SCRIPTS = Path(__file__).resolve().parent
 DEVICES, MICROBATCHES = 4, 8
 POLL_SECONDS = 0.2
 ROUNDING = 1e-6
-"""Largest difference of losses, relative to stock's, if the same numbers are added in another order."""
+"""Largest difference of losses relative to stock's, if the same numbers are added in another order."""
 UNTIED = ("--untie-embeddings-and-output-weights",)
 TWO_CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 LOGGED = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+).*lm loss: ([\d.E+-]+)")
@@ -80,12 +80,12 @@ TRAINING = {
 
 
 class RunFailed(Exception):
-    """A training run ended with an error; the message is the end of its log."""
+    """A training run that ended with an error. The message is the end of its log."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: ``engine`` is ``stock`` for Megatron's own schedule, which the plugin then only watches."""
+    """One training run. With engine ``stock``, Megatron's own schedule runs and the plugin only measures."""
 
     schedule: str
     engine: str
@@ -119,17 +119,10 @@ def launch(
     emulated: str | None = None,
     verbose: bool = False,
 ) -> None:
-    """Train on ``DEVICES`` ranks, passing every line of the log to ``on_line``.
+    """Train on ``DEVICES`` ranks, call ``on_line`` for every line of the log, and raise RunFailed after an error.
 
-    Args:
-        arguments: for the training script.
-        log: where everything goes that is printed.
-        on_line: called with every line of it.
-        emulated: an update rule for one rank to follow instead, without a pipeline.
-        verbose: have all that Megatron says in the log, its warnings at import too, for which ranks are not forked.
-
-    Raises:
-        RunFailed: the run ended with an error.
+    ``emulated`` is an update rule that one rank follows instead, without a pipeline. ``verbose`` logs all of Megatron's
+    messages, also those at import, for which ranks are not forked.
     """
     script, ranks = SCRIPTS / "pretrain_gpt.py", DEVICES
     if emulated:
@@ -159,11 +152,11 @@ def launch(
 
 
 def prepare_text(folder: Path) -> list[str]:
-    """Turn asyncio's sources into Megatron datasets; returns the flags that read them."""
+    """Turn asyncio's sources into Megatron datasets, and return the flags that read them."""
     source = Path(sysconfig.get_path("stdlib")) / "asyncio"
     prefix = folder / "asyncio"
     folder.mkdir(parents=True, exist_ok=True)
-    # Megatron knows its index by the path of the text, and another Python has other sources at the same path.
+    # Megatron caches its index by the path of the text, but another Python has other sources at the same path.
     shutil.rmtree(folder / "cache", ignore_errors=True)
     tool = [sys.executable, "-W", "ignore", str(SCRIPTS / "text_to_dataset.py"), str(source), str(prefix)]
     done = subprocess.run([*tool, "--glob", "*.py", "--valid-fraction", "0.1"], capture_output=True, text=True)
@@ -176,7 +169,7 @@ def prepare_text(folder: Path) -> list[str]:
 
 
 def train(run: Run, flags: list[str], output: Path, on_line: Callable[[str], object], verbose: bool = False) -> dict:
-    """One run; returns its row of the summary without the comparison."""
+    """Train one run, and return its row of the summary without the comparison."""
     report, seconds = output / "reports" / f"{run.name}.json", [0.0]
 
     def count(line: str) -> None:
@@ -207,14 +200,14 @@ def train(run: Run, flags: list[str], output: Path, on_line: Callable[[str], obj
 
 
 def stock_row(rows: Sequence[dict]) -> dict | None:
-    """The row that all others are compared with, stock 1F1B's; None when that run failed."""
+    """Return the row of stock 1F1B, with which all others are compared, or None if that run failed."""
     return next((row for row in rows if (row["schedule"], row["engine"]) == ("1f1b", "stock")), None)
 
 
 def compare(rows: Sequence[dict]) -> list[dict]:
-    """Say of every row whether its losses are those of stock 1F1B, bit for bit; None where stock 1F1B has none.
+    """Add to every row whether its losses are those of stock 1F1B, bit for bit; None if stock 1F1B failed.
 
-    ``identical`` says the same of what the row is ``compared_with``: of the emulator, where an asynchronous run has one.
+    ``identical`` is the same for the reference that ``compared_with`` names. For an asynchronous run it is the emulator.
     """
     stock = stock_row(rows)
     losses = stock["losses"] if stock is not None else None
@@ -229,14 +222,14 @@ def compare(rows: Sequence[dict]) -> list[dict]:
 
 
 def planned(name: str) -> Timeline:
-    """A step of a schedule; in the middle of the run where that makes a difference."""
+    """Return the simulation of one step. An asynchronous schedule is taken in the middle of a run."""
     if family(name).asynchronous:
         return family_window(name, DEVICES, MICROBATCHES, steady(DEVICES, MICROBATCHES)).simulate()
     return simulate(build_schedule(name, num_devices=DEVICES, num_microbatches=MICROBATCHES))
 
 
 def is_right(row: dict, stock: dict | None) -> bool:
-    """Whether a row of ``compare`` has the losses of what it is compared with, as exactly as its schedule can have them."""
+    """Return whether a row's losses equal those of its reference, as exactly as its schedule allows."""
     if row["identical"] is not False:
         return True
     if stock is None or family(row["schedule"]).replicas == 1 or len(row["losses"]) != len(stock["losses"]):
@@ -245,7 +238,7 @@ def is_right(row: dict, stock: dict | None) -> bool:
 
 
 def _equality(row: dict, stock: dict | None) -> str:
-    """Return the mark that a row has on every processor: two replicas may or may not round to stock's bits."""
+    """Return the mark of a row. It is the same on every processor, though two replicas may round to stock's bits on some."""
     if row["identical"] is None:
         return "-"
     if not is_right(row, stock):
@@ -256,7 +249,7 @@ def _equality(row: dict, stock: dict | None) -> str:
 
 
 def table(rows: Sequence[dict]) -> FittingTable:
-    """The rows of ``compare``; side by side from 98 columns on."""
+    """Return the rows of ``compare`` as a table, which needs 98 columns to fit side by side."""
     stock = stock_row(rows)
     words = ("schedule", "engine", "final\nloss", "equal\nto stock")
     numbers = ("peak,\npredicted", "peak,\ncounted", "of\n1f1b", "weight\nMB", "planned\nbubble", "seconds")
@@ -267,7 +260,7 @@ def table(rows: Sequence[dict]) -> FittingTable:
         caption="Losses: fp32, from scratch, dropout 0.1, no gradient clipping. Peak: activation bytes of the fullest rank. "
         "Weights: of all its parameters. ~: within 1e-6, as two replicas of the model add up their gradients. emulator: "
         "asynchronous schedules train differently; equal to their update rule in one process. Bubble: planned, with F = I = "
-        "W. Seconds: all training steps by the clock, on ranks that share cores; they say nothing about speed on GPUs.",
+        "W. Seconds: all training steps by the clock, on ranks that share cores; they are no measure of speed on GPUs.",
     )
     for row in rows:
         predicted, counted = row["predicted_peak_bytes"], max(row["counted_peak_bytes"])
@@ -304,7 +297,7 @@ def main() -> int:
     runs = [run for run in RUNS if run.engine == "stock" or run.schedule in wanted]
     output, began = arguments.output, time.monotonic()
     console = Console()
-    console.width = max(console.width, 100)  # the table needs it
+    console.width = max(console.width, 100)  # the table needs this width
 
     pairs = {**MODEL, **TRAINING}
     common = [*words(CPU_FLAGS), *(str(part) for pair in pairs.items() for part in pair)]

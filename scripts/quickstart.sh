@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up .venv, then trains the same small GPT under stock Megatron and under our schedules on 4 CPU ranks and compares.
+# Makes .venv, trains the same small GPT under stock Megatron and under our schedules on 4 CPU ranks, and compares them.
 # Every run starts from scratch, with dropout and the same random numbers (--pipemem-random layerwise).
 # Needs no GPU. Options: --iterations N, --only NAME ..., --output DIR, --verbose.
 set -euo pipefail

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes .venv with everything that quickstart.sh and test.sh need. Safe to call again: it returns at once when nothing has
-# changed. PIPEMEM_PYTHON=/path/to/python overrides the search for an interpreter.
+# Makes .venv with all packages that quickstart.sh and test.sh need. If nothing has changed, it exits at once.
+# PIPEMEM_PYTHON=/path/to/python overrides the search for an interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=.venv
 
-# An interpreter counts only if it really runs: pyenv's shims exist for versions that are not selected and then fail.
+# An interpreter must really run: pyenv has shims for versions that are not selected, and these fail.
 usable() {
     "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
 }
@@ -17,7 +17,7 @@ candidates() {
         return
     fi
     local version name
-    # 3.12 first: it is the version the pinned packages were tested with.
+    # 3.12 first, because the pinned packages were tested with it.
     for version in 3.12 3.13 3.14; do
         type -aP "python$version" || true
     done
@@ -41,7 +41,7 @@ find_python() {
             return
         fi
     done < <(candidates)
-    # uv can fetch an interpreter where none is installed.
+    # uv can download an interpreter if none is installed.
     if [ -z "${PIPEMEM_PYTHON:-}" ] && type -P uv >/dev/null && uv python install 3.12 >/dev/null 2>&1; then
         uv python find 3.12
         return
@@ -51,7 +51,7 @@ find_python() {
     return 1
 }
 
-# Of all that pip says, what takes long: large downloads and unpacking.
+# Shows only the slow parts of pip's output: large downloads and unpacking.
 install() {
     "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" |
         sed -un '/ MB)$/s/^ *Downloading /setup.sh:   downloading /p; s/^Installing collected packages.*/setup.sh:   unpacking/p'

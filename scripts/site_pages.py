@@ -1,9 +1,11 @@
-"""Add to the site, while MkDocs builds it, the pages that do not lie in docs/ (a hook of mkdocs.yml).
+"""Add the pages to the site that are not in docs/, while MkDocs builds it (a hook of mkdocs.yml).
 
-These are the README, which becomes the start page, and the repository's other documents; a page for every command, from its
-help; the page of the Python API, from ``megatron_pipemem.__all__``; a picture of every schedule; the example notebook, which is
-executed; and a page that shows the text of every other file of the repository that a document links to, so that links work in
-the repository and on the site alike.
+These pages are:
+
+- the README, which becomes the start page, and the repository's other documents
+- a page per command, from its help, and the page of the Python API, from ``megatron_pipemem.__all__``
+- a picture of every schedule, and the executed example notebook
+- the text of every other file that a document links to, so that the same links work in the repository and on the site
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from megatron_pipemem.cli.app import CommandWithExamples  # noqa: E402
-from megatron_pipemem.report.browser import frame  # noqa: E402 - of this tree, whatever is installed
+from megatron_pipemem.report.browser import frame  # noqa: E402 - of this tree, even if another one is installed
 from megatron_pipemem.report.browser import page as page_of_runs  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
 from megatron_pipemem.schedule.simulator import Timeline, simulate  # noqa: E402
@@ -44,17 +46,15 @@ DOCUMENTS = {
         for path in sorted((ROOT / "benchmarks").rglob("*.md"))
     },
 }
-"""Document of the repository, outside docs/ -> page of the site."""
+"""Page of the site by document of the repository, for those outside docs/."""
 
 _LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add all generated pages, and name them in the navigation.
+    """Add all generated pages, and list them in the navigation.
 
-    Args:
-        files: what MkDocs found in docs/.
-        config: of the site. Entries of its navigation that end in ``/`` are replaced by the pages there.
+    Entries of the navigation that end in ``/`` are replaced by the pages of that folder.
     """
     documents = {page: (ROOT / document).read_text(encoding="utf-8") for document, page in DOCUMENTS.items()}
     runs = gallery_runs()
@@ -74,12 +74,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Return a page's Markdown with links that hold on the site, and tables that MkDocs reads as the repository's page does.
-
-    Args:
-        markdown: the page's text as it lies in the repository.
-        page: where it stands on the site.
-    """
+    """Return a page's Markdown with the site's links, and with tables that MkDocs reads like the repository's page."""
     documents = {page: document for document, page in DOCUMENTS.items()}
     source = documents.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
@@ -89,18 +84,18 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
             return link[0]
         return f"]({os.path.relpath(_page_of(target), PurePosixPath(page.file.src_uri).parent)}{link[2] or ''})"
 
-    markdown = re.sub(r"^<!--.*?-->\n", "\n", markdown, flags=re.MULTILINE)  # would join the table behind it
+    markdown = re.sub(r"^<!--.*?-->\n", "\n", markdown, flags=re.MULTILINE)  # the next table would join the comment
     markdown = re.sub(r"^\|.*$", lambda row: re.sub(r"`[^`]*`", _plain_pipes, row[0]), markdown, flags=re.MULTILINE)
     return _LINK.sub(on_the_site, markdown)
 
 
 def command_pages() -> dict[str, str]:
-    """Return the Markdown of ``commands/index.md`` and of a page per command of ``pipemem``, by page."""
+    """Return the Markdown of ``commands/index.md`` and of a page per command, by page."""
     from megatron_pipemem.cli.app import load_commands
 
     commands = {name: each for name, each in load_commands().items() if not each.hidden}
-    lines = ["# Commands", "", "Every command explains itself with `--help`; these pages are made from that.", ""]
-    lines += ["| command | what it does |", "|---|---|"]
+    lines = ["# Commands", "", "These pages are made from the `--help` of each command.", ""]
+    lines += ["| command | purpose |", "|---|---|"]
     lines += [
         f"| [`pipemem {name}`]({name}.md) | {_first_sentence(each.help or '')} |" for name, each in commands.items()
     ]
@@ -109,12 +104,7 @@ def command_pages() -> dict[str, str]:
 
 
 def command_page(name: str, command: CommandWithExamples) -> str:
-    """Return the Markdown of one command: what it does, its arguments, options and examples.
-
-    Args:
-        name: of the command, without ``pipemem``.
-        command: as the Typer app holds it.
-    """
+    """Return the Markdown of one command: its purpose, arguments, options and examples."""
     from megatron_pipemem.cli.app import RunCommand
     from megatron_pipemem.launch.command import flag_parser
 
@@ -136,14 +126,14 @@ def command_page(name: str, command: CommandWithExamples) -> str:
 
 
 def python_api_page() -> str:
-    """Return the Markdown of the page of the Python API, whose entries mkdocstrings fills in from the docstrings."""
+    """Return the Markdown of the Python API, whose entries mkdocstrings fills from the docstrings."""
     import megatron_pipemem
 
     sections: dict[str, list[str]] = {"On Megatron": [], "Functions": [], "Classes": [], "Errors": []}
     for name in megatron_pipemem.__all__:
         if name in megatron_pipemem._NEEDS_MEGATRON:
             sections["On Megatron"].append(f"megatron_pipemem.mcore.plugin.{name}")
-            if name == "enable":  # whose keyword arguments are its fields
+            if name == "enable":  # its keyword arguments are the fields of Request
                 sections["On Megatron"].append("megatron_pipemem.request.Request")
             continue
         value = getattr(megatron_pipemem, name)
@@ -154,7 +144,8 @@ def python_api_page() -> str:
     lines = [
         "# Python API",
         "",
-        "Import these names from `megatron_pipemem`, but for `Request`, whose fields are the keyword arguments of `enable`.",
+        "Import these names from `megatron_pipemem`. The exception is `Request`, whose fields are the keyword arguments of "
+        "`enable`.",
     ]
     for heading, names in sections.items():
         lines += ["", f"## {heading}"]
@@ -164,18 +155,18 @@ def python_api_page() -> str:
 
 
 def gallery_runs() -> dict[str, Timeline]:
-    """Return how every schedule runs on four devices with eight microbatches, by its name."""
+    """Return the simulation of every schedule on four devices with eight microbatches, by name."""
     built = {each.name: build_schedule(each.name, num_devices=4, num_microbatches=8) for each in families()}
     return {name: simulate(schedule) for name, schedule in built.items()}
 
 
 def gallery_page(runs: dict[str, Timeline]) -> str:
-    """Return the Markdown of the page with every schedule's picture; the pictures are pages of their own beside it."""
+    """Return the Markdown of the page with every schedule's picture. Each picture is a separate page."""
     lines = [
         "# Gallery",
         "",
-        "Every schedule on four devices with eight microbatches, where F, I and W take equally long and messages take no time.",
-        "A peak of 1 is what 1F1B's first device holds (equal stages, W free).",
+        "Every schedule runs on four devices with eight microbatches. F, I and W take equally long, and messages no time.",
+        "A peak of 1 is the peak of 1F1B's first device (equal stages, W free).",
         "Drag to move, press + and - to zoom, and point at an action.",
         "`pipemem show NAME -p 4 -m 8` draws the same.",
     ]
@@ -190,11 +181,7 @@ def gallery_page(runs: dict[str, Timeline]) -> str:
 
 @lru_cache(maxsize=1)
 def notebook_page(text: str) -> str:
-    """Execute a notebook, and return the Markdown of its cells and of what they show.
-
-    Raises:
-        CellExecutionError: a cell raises.
-    """
+    """Execute a notebook, and return the Markdown of its cells and their output. A failing cell raises its error."""
     notebook = nbformat.reads(text, as_version=4)
     with TemporaryDirectory() as home:
         environment = {**os.environ, "IPYTHONDIR": home, "PYTHONPATH": str(ROOT)}
@@ -216,11 +203,7 @@ def notebook_page(text: str) -> str:
 
 
 def file_page(target: str) -> str:
-    """Return the Markdown that shows a text file of the repository, or all YAML files of a folder.
-
-    Args:
-        target: its path from the repository's root.
-    """
+    """Return the Markdown that shows a text file of the repository, or all YAML files of a folder."""
     path = ROOT / target
     shown = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
     lines = [f"# {target}"]
@@ -233,7 +216,7 @@ def file_page(target: str) -> str:
 
 
 def _target(source: str, link: str) -> str | None:
-    """The file of the repository to which a relative link of a document leads; None where there is none."""
+    """Return the repository's file that a relative link of a document leads to, or None if it does not exist."""
     if "://" in link:
         return None
     target = os.path.normpath(os.path.join(os.path.dirname(source), link))
@@ -241,21 +224,21 @@ def _target(source: str, link: str) -> str | None:
 
 
 def _linked_files(source: str) -> set[str]:
-    """What a document links to that has no page of its own yet."""
+    """Return the files that a document links to and that have no page yet."""
     links = _LINK.findall((ROOT / source).read_text(encoding="utf-8"))
     targets = {target for link, _ in links if (target := _target(source, link)) is not None}
     return {target for target in targets if target not in DOCUMENTS and not target.startswith("docs/")}
 
 
 def _page_of(target: str) -> str:
-    """The page of the site, or its picture, that shows a file of the repository."""
+    """Return the page of the site that shows a file of the repository."""
     if target in DOCUMENTS:
         return DOCUMENTS[target]
     return target.removeprefix("docs/") if target.startswith("docs/") else f"files/{target}.md"
 
 
 def _expanded(entries: list, pages: list[str]) -> list:
-    """Navigation whose entries ``title: folder/`` list the pages of that folder."""
+    """Return the navigation, with the pages of each folder in place of its entry ``title: folder/``."""
     expanded = []
     for entry in entries:
         (title, value), *_ = entry.items()
@@ -292,5 +275,5 @@ def _flag(action) -> str:
 
 
 def _plain_pipes(code: re.Match) -> str:
-    """Within code of a table the repository's page needs ``\\|``; MkDocs would show the backslash."""
+    """Return code of a table cell without backslashes: the repository's page needs ``\\|``, and MkDocs would show it."""
     return code[0].replace("\\|", "|")

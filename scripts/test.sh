@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
 # Runs the tests in one of three lanes:
-#   ./scripts/test.sh             every kind of test, on cases that cover what can differ: before each commit
-#   ./scripts/test.sh --quick     something of every package (tests/quick.txt), while you work
-#   ./scripts/test.sh --nightly   what the full lane leaves out (marker "nightly"): whole sweeps, further versions, a browser
+#   ./scripts/test.sh             before each commit: every kind of test, on cases that cover all differences
+#   ./scripts/test.sh --quick     during work: some tests of every package (tests/quick.txt)
+#   ./scripts/test.sh --nightly   the tests that the full lane leaves out (marker "nightly"): sweeps, more versions, a browser
 # Other arguments go to pytest, for example: ./scripts/test.sh tests/schedule -k v-half
-# Every run ends with its longest tests. On Debian, root's tests install what pip cannot bring: Slurm, Chromium
-# (tests/machine/debian.py).
+# Every run ends with its longest tests. On Debian, root's tests install the programs that pip cannot install: Slurm and
+# Chromium (tests/machine/debian.py).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./scripts/setup.sh
-# Hundreds of processes import the package; where Python is told to keep no bytecode, each would compile it anew.
+# Hundreds of processes import the package. Without bytecode files, each would compile it again.
 unset PYTHONDONTWRITEBYTECODE
 cores=$(getconf _NPROCESSORS_ONLN)
-# More workers than cores: tests that start ranks have three of them (tests/conftest.py), and wait now and then.
+# More workers than cores, because tests that start ranks have three of them (tests/conftest.py) and wait at times.
 workers=$((cores + 3))
 case ${1-} in
     --quick)
         shift
         mapfile -t chosen < <(grep -v -e '^#' -e '^$' tests/quick.txt)
-        workers=$((cores + 1)) # to start one takes longer here than most of its tests
+        workers=$((cores + 1)) # a worker takes longer to start than most of these tests
         set -- "${chosen[@]}" "$@"
         ;;
     --nightly)

@@ -2,8 +2,8 @@
 
     python scripts/text_to_dataset.py FOLDER OUTPUT [--glob '*.py' ...] [--valid-fraction 0.05]
 
-writes OUTPUT_train.bin/.idx and OUTPUT_valid.bin/.idx. A document is a file, its tokens are its bytes (0 to
-255) and an end-of-document token (256, the last of the vocabulary, where NullTokenizer looks for it). Train with:
+The output is OUTPUT_train.bin/.idx and OUTPUT_valid.bin/.idx. Each file is a document. Its tokens are its bytes (0 to 255) and
+an end-of-document token (256, the last of the vocabulary, as NullTokenizer expects). Train with:
 
     --tokenizer-type NullTokenizer --vocab-size 257 --train-data-path OUTPUT_train --valid-data-path OUTPUT_valid
 """
@@ -24,14 +24,12 @@ DEFAULT_GLOBS = ("*.py", "*.txt", "*.md")
 
 
 class DatasetError(ValueError):
-    """The text cannot become a dataset; the message says why and what to change."""
+    """A text that cannot become a dataset. The message gives the reason and the remedy."""
 
 
 def find_documents(folder: Path, globs: Sequence[str] = DEFAULT_GLOBS) -> list[Path]:
-    """The files below ``folder`` that match a glob and hold text, in the same order on every machine.
-
-    Raises:
-        DatasetError: no such folder, or no such file in it.
+    """Return the non-empty files in ``folder`` that match a glob, in the same order on every machine, or raise a
+    DatasetError.
     """
     if not folder.is_dir():
         raise DatasetError(f"{folder} is not a folder; give one that holds text files")
@@ -43,13 +41,12 @@ def find_documents(folder: Path, globs: Sequence[str] = DEFAULT_GLOBS) -> list[P
 
 
 def split(documents: Sequence[Path], valid_fraction: float) -> tuple[list[Path], list[Path]]:
-    """Training and validation documents: about ``valid_fraction`` of them validate, taken at even distances.
+    """Return the training and the validation documents, or raise a DatasetError if one part would be empty.
 
-    Raises:
-        DatasetError: the fraction is not in [0, 1), or one of the two parts it asks for would be empty.
+    About ``valid_fraction`` of the documents validate, taken at even distances.
     """
     if not 0 <= valid_fraction < 1:
-        raise DatasetError(f"--valid-fraction {valid_fraction} is not at least 0 and below 1")
+        raise DatasetError(f"--valid-fraction {valid_fraction} is out of range; give a number from 0 to below 1")
     train: list[Path] = []
     valid: list[Path] = []
     for position, document in enumerate(documents, start=1):
@@ -64,12 +61,9 @@ def split(documents: Sequence[Path], valid_fraction: float) -> tuple[list[Path],
 
 
 def write_dataset(documents: Sequence[Path], prefix: Path) -> int:
-    """Write ``prefix.bin`` and ``prefix.idx``; the number of tokens.
+    """Write ``prefix.bin`` and ``prefix.idx``, and return the number of tokens.
 
     Tokens are unsigned 16-bit numbers, the type that Megatron chooses for a vocabulary of this size.
-
-    Raises:
-        OutputError: the files cannot be written.
     """
     import numpy
     import torch
@@ -89,7 +83,7 @@ def write_dataset(documents: Sequence[Path], prefix: Path) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="searched with all its subfolders")
+    parser.add_argument("folder", type=Path, help="folder with text, searched with all subfolders")
     parser.add_argument("output", type=Path, help="path without extension; _train and _valid are added")
     parser.add_argument("--glob", nargs="+", default=DEFAULT_GLOBS, help="file names to take (default: %(default)s)")
     parser.add_argument("--valid-fraction", type=float, default=0.05, help="share of the files (default: %(default)s)")

@@ -65,7 +65,7 @@ with mock.patch.object(sys, "argv", {command}):
     [
         (["nowhere"], "nowhere is not a folder"),
         (["text", "--glob", "*.rst"], "no non-empty file that matches *.rst; give another --glob"),
-        (["text", "--valid-fraction", "1.5"], "--valid-fraction 1.5 is not at least 0 and below 1"),
+        (["text", "--valid-fraction", "1.5"], "--valid-fraction 1.5 is out of range; give a number from 0 to below 1"),
         (["text", "--valid-fraction", "0.1"], "give more documents, or a fraction of at least 0.5"),
     ],
 )

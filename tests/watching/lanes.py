@@ -1,4 +1,4 @@
-"""Mark what only the nightly lane runs: ``./scripts/test.sh --nightly``."""
+"""Marks of tests that only the nightly lane runs (``./scripts/test.sh --nightly``)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 
 
 def nightly(instead: str) -> pytest.MarkDecorator:
-    """Leave a test, or all tests of a file, to the nightly lane; ``instead`` catches their faults in the full lane."""
+    """Leave a test, or all tests of a file, to the nightly lane. ``instead`` names tests that find the same faults."""
     return pytest.mark.nightly(instead)
 
 
 def rest_nightly(cases: Iterable[Any], kept: Collection[Any], instead: str) -> list[Any]:
-    """Return the cases of ``parametrize``, of which the full lane runs those that are ``kept``.
+    """Return the cases of ``parametrize``. The full lane runs only those in ``kept``.
 
-    ``instead`` names what catches the faults of the others in the full lane.
+    ``instead`` names tests of the full lane that find the faults of the other cases.
     """
     cases = [*cases]
     lost = [case for case in kept if case not in cases]

@@ -1,4 +1,4 @@
-"""Tells what hangs from what a busy machine slows down: the one leaves the processor alone, the other takes what it gets."""
+"""Tell a hang from slow progress on a busy machine: a process that hangs uses no processor time."""
 
 from __future__ import annotations
 
@@ -13,17 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 IDLE_SECONDS = 300
-LEAST_SHARE = 0.01  # of one core; whoever only looks now and then whether something has happened takes less
+LEAST_SHARE = 0.01  # of one core; polling from time to time uses less
 LOOK_SECONDS = 10
 
 
 class Patience:
-    """Ends when processes and all that they have started have left the processor alone.
-
-    Args:
-        roots: numbers of the processes.
-        seconds: for so long.
-    """
+    """Watch processes and their children, and end after ``seconds`` in which they used no processor time."""
 
     def __init__(self, *roots: int, seconds: float = IDLE_SECONDS):
         self._roots, self._seconds = roots, seconds
@@ -38,13 +33,13 @@ class Patience:
 
 
 def processor_seconds(roots: tuple[int, ...]) -> float:
-    """What these processes, those they have started, and those of them that have ended have taken; Linux only."""
+    """Return the processor seconds of these processes and all their children, ended ones included. Linux only."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
             words = file.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         pid = int(file.parent.name)
         parents[pid], ticks[pid] = int(words[1]), sum(map(int, words[11:15]))
@@ -58,12 +53,12 @@ def processor_seconds(roots: tuple[int, ...]) -> float:
 
 
 class Stuck(BaseException):
-    """A test waits for something that does not come."""
+    """The error of a test that hangs."""
 
 
 @contextmanager
 def interrupted_when_stuck() -> Iterator[None]:
-    """Raise ``Stuck`` in the main thread, and show where every thread is, when this process and its children do nothing."""
+    """Raise ``Stuck`` in the main thread if this process and its children do nothing, and print all threads' stacks."""
 
     def stop(*_: object) -> None:
         raise Stuck(f"nothing has happened for {IDLE_SECONDS} s")

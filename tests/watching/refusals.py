@@ -1,4 +1,4 @@
-"""Assert that something is refused, by the error's code and values and not by its sentence."""
+"""Assertions about errors, by their code and values and not by their sentence."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ from megatron_pipemem.errors import PipememError
 
 @contextmanager
 def refused(code: str, *values: object, kind: type[PipememError] = PipememError) -> Iterator[pytest.ExceptionInfo]:
-    """Expect an error of this package.
-
-    Args:
-        code: of the error.
-        values: stand in its message as they are here, not within a longer word or number: names, flags, numbers, actions.
-        kind: class of the error.
-    """
+    """Expect an error of this package with this code, whose message holds the values as whole words or numbers."""
     with pytest.raises(kind) as raised:
         yield raised
     said = str(raised.value)
@@ -39,5 +33,5 @@ def _names(said: str, values: tuple[object, ...]) -> None:
 
 
 def code_in(output: str) -> str | None:
-    """Return the code that the last error in the output of a command or of ranks ends with."""
+    """Return the code of the last error in the output of a command or of ranks."""
     return next(iter(re.findall(r" \[([a-z0-9-]+)\]$", output, re.MULTILINE)[::-1]), None)

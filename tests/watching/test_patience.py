@@ -1,4 +1,4 @@
-"""What hangs is ended and shown; what works, itself or through others, is waited for."""
+"""A hanging process is ended and reported; a process that works, itself or through a child, is waited for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def started(code: str) -> subprocess.Popen:
 @pytest.mark.parametrize("code", [WORKS, THROUGH_A_CHILD])
 def test_who_works_is_waited_for(code, monkeypatch):
     with started(code) as process:
-        # A clock that stands still where the process gets no processor: the machine may be busy for longer than a second.
+        # This clock stops while the process gets no processor, because the machine may be busy for more than a second.
         clock = SimpleNamespace(monotonic=lambda: 20 * patience.processor_seconds((process.pid,)))
         monkeypatch.setattr(patience, "time", clock)
         own = Patience(process.pid, seconds=1)
