@@ -1,8 +1,9 @@
-"""Runs pipeline schedules for real on devices that sleep instead of computing, and compares runtimes at equal memory.
+"""Run pipeline schedules on devices that sleep instead of computing, and compare runtimes at equal memory.
 
-Claim: the executor takes as long as the simulator says, and at every amount of memory it is ahead of stock Megatron-Core
-and of torch.distributed.pipelining. All of them drive the same stages on the same gloo ranks in the same run; a pass is a
-sleep of a given length, so a few cores carry any number of devices. Messages are a few bytes: links are not emulated.
+Claim: the executor takes as long as the simulator predicts. At every amount of memory it is faster than stock
+Megatron-Core and torch.distributed.pipelining. All of them drive the same stages on the same gloo ranks in the same
+run. A pass sleeps for a given time, so a few cores carry any number of devices. Messages are a few bytes, and links are
+not emulated.
 
     python benchmarks/emulated_devices.py            # p = 4 and 8, minutes
     python benchmarks/emulated_devices.py --quick    # p = 4, one step each
@@ -34,9 +35,9 @@ from megatron_pipemem.search import search_schedule
 
 FAMILIES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "1f1b-v")
 STEPPED = ("1f1b", "zb-h2", "zbv")
-"""Whose consecutive steps are compared: one that gains nothing without a barrier, and two that do."""
+"""Schedules whose consecutive steps are compared: one that gains nothing without a barrier, and two that gain."""
 CAPS = (0.5, 0.625, 0.75, 1.0)
-"""Activation units that searched schedules may hold."""
+"""Memory caps of searched schedules, in activation units."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Duel:
 
 
 def our_schedules(devices: int, microbatches: int, costs: Costs) -> tuple[tuple[str, Schedule], ...]:
-    """The families, and what the search finds under every cap for these costs."""
+    """Return the families, and the schedule that a search finds under every cap for these costs."""
     shape: dict[str, Any] = {"num_devices": devices, "num_microbatches": microbatches}
     rows = [(name, build_schedule(name, **shape)) for name in FAMILIES]
     for cap in CAPS:
@@ -66,14 +67,14 @@ def our_schedules(devices: int, microbatches: int, costs: Costs) -> tuple[tuple[
 
 
 def all_steps(schedules: tuple[tuple[str, Schedule], ...], microbatches: int, costs: Costs) -> Iterator[Step]:
-    """Of every runtime."""
+    """Yield the steps of every runtime."""
     yield from our_steps((name, schedule, costs) for name, schedule in schedules)
     yield from torch_steps(microbatches, costs)
     yield from megatron_steps(microbatches, costs)
 
 
 def duels(rows: list[Row]) -> list[Duel]:
-    """One for every row of another runtime that some row of ours can stand against."""
+    """Return a duel for every row of another runtime with at least one row of ours in no more memory."""
     found = []
     for peer in (row for row in rows if row.runtime != "pipemem"):
         smaller = [row for row in rows if row.runtime == "pipemem" and row.peak <= peer.peak + 1e-9]
@@ -86,7 +87,7 @@ def duels(rows: list[Row]) -> list[Duel]:
 
 
 def rows_table(rows: list[Row]) -> Table:
-    """Seconds, activation units, measured / simulated, the spread over the repeats and the passes' own error."""
+    """Return a table: seconds, activation units, measured / simulated, spread over the repeats, and error of the passes."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("runtime", "schedule", "peak", "planned", "measured", "ratio", "spread", "pass"):
         table.add_column(heading, justify="left" if heading in ("runtime", "schedule") else "right", no_wrap=True)
@@ -105,7 +106,7 @@ def rows_table(rows: list[Row]) -> Table:
 
 
 def duels_table(found: list[Duel]) -> Table:
-    """Peers against the fastest of ours with no more memory."""
+    """Return a table of peers against the fastest schedule of ours with no more memory."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("peer", "peak", "seconds", "ours", "peak", "seconds", "speedup"):
         table.add_column(heading, justify="left" if heading in ("peer", "ours") else "right", no_wrap=True)
@@ -123,7 +124,7 @@ def duels_table(found: list[Duel]) -> Table:
 
 
 def compare(devices: int, microbatches: int, ratio: tuple[float, float, float], unit: float, repeats: int) -> dict:
-    """One comparison, printed and as JSON data. ``unit`` is the seconds of one cost unit."""
+    """Print one comparison, and return it as JSON data. ``unit`` is the seconds of one cost unit."""
     console = Console()
     forward, backward_input, backward_weight = (unit * part for part in ratio)
     costs = Costs(forward, backward_input, backward_weight)
@@ -146,32 +147,24 @@ def compare(devices: int, microbatches: int, ratio: tuple[float, float, float], 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What one schedule gains without the barrier between its steps.
-
-    Args:
-        schedule: whose.
-        planned: how many times as fast as with the barrier, by the simulator.
-        measured: likewise, in this run.
-        against_stock: how many times as fast as the fastest of Megatron-Core's schedules.
-        break_even: share of steps that may turn out to need clipping until the gain is lost; ``None`` where there is none.
-    """
+    """The gain of one schedule without the barrier between its steps."""
 
     schedule: str
-    planned: float
-    measured: float
-    against_stock: float
-    break_even: float | None
+    planned: float  # speedup over steps with the barrier, simulated
+    measured: float  # the same, measured
+    against_stock: float  # speedup over the fastest of Megatron-Core's schedules
+    break_even: float | None  # share of steps that may need clipping until the gain is lost; ``None`` without a gain
 
 
 def overlaps(rows: list[StepsRow]) -> list[Overlap]:
-    """One for every schedule of ours. A step that is dropped costs as much wherever it comes."""
+    """Return the overlap of every schedule of ours. A dropped step costs equally much at any place."""
     stock = min(row.seconds for row in rows if row.runtime != "pipemem")
     ours = {(row.schedule, row.way): row for row in rows if row.runtime == "pipemem"}
     found = []
     for name in dict.fromkeys(name for name, _ in ours):
         waits, free, dropped = (ours[name, way] for way in (BARRIER, OVERLAPPED, DROPPED))
         saved, lost = waits.seconds - free.seconds, dropped.seconds - free.seconds
-        assert waits.planned is not None and free.planned is not None, "ours are planned"
+        assert waits.planned is not None and free.planned is not None, "our steps are planned"
         gain = waits.planned / free.planned
         even = saved / lost if gain > LEAST_GAIN and lost > 0 else None
         found.append(Overlap(name, gain, waits.seconds / free.seconds, stock / free.seconds, even))
@@ -179,7 +172,7 @@ def overlaps(rows: list[StepsRow]) -> list[Overlap]:
 
 
 def steps_table(rows: list[StepsRow]) -> Table:
-    """Seconds from step to step, planned and measured, and the spread over the repeats."""
+    """Return a table of seconds from step to step, planned and measured, with the spread over the repeats."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("runtime", "schedule", "barrier", "planned", "measured", "ratio", "spread"):
         table.add_column(heading, justify="left" if heading in ("runtime", "schedule", "barrier") else "right")
@@ -197,7 +190,7 @@ def steps_table(rows: list[StepsRow]) -> Table:
 
 
 def overlaps_table(found: list[Overlap]) -> Table:
-    """What schedules gain."""
+    """Return a table of the schedules' gains."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("schedule", "planned gain", "measured", "against stock", "pays up to"):
         table.add_column(heading, justify="left" if heading == "schedule" else "right")
@@ -210,7 +203,7 @@ def overlaps_table(found: list[Overlap]) -> Table:
 def compare_steps(
     devices: int, microbatches: int, ratio: tuple[float, float, float], unit: float, repeats: int, steps: int
 ) -> dict:
-    """One comparison of consecutive steps, printed and as JSON data. ``unit`` is the seconds of one cost unit."""
+    """Print one comparison of consecutive steps, and return it as JSON data. ``unit`` is the seconds of one cost unit."""
     console = Console()
     forward, inputs, weights = (unit * part for part in ratio)
     costs = Costs(forward, inputs, weights)
@@ -232,13 +225,13 @@ def compare_steps(
 
 
 def parse_ratio(text: str) -> tuple[float, float, float]:
-    """``F,I,W``, three positive numbers."""
+    """Return the three positive numbers of ``F,I,W``."""
     try:
         forward, backward_input, backward_weight = (float(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not F,I,W, as in 1,1.5,.5") from None
     if min(forward, backward_input, backward_weight) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: every pass takes time")
+        raise argparse.ArgumentTypeError(f"{text!r}: give three positive numbers")
     return forward, backward_input, backward_weight
 
 
@@ -267,8 +260,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         type=int,
         nargs="?",
         const=6,
-        help="compare so many consecutive steps, with and without a barrier between them (left empty: %(const)d), in place of "
-        "single ones; 4 devices, 2 microbatches each, one cost vector by default",
+        help="compare this many consecutive steps (left empty: %(const)d), with and without a barrier between them, in place "
+        "of single steps; the default is 4 devices, 2 microbatches each, one cost vector",
     )
     parser.add_argument("--output", type=Path, default=Path("out/benchmarks/emulated_devices.json"))
     parsed = parser.parse_args(arguments)
@@ -279,14 +272,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parsed.devices = parsed.devices or ([4] if few else [4, 8])
     parsed.per_device = 3 if parsed.steps is None else 2
     if parsed.steps is not None and parsed.steps < 3:
-        parser.error("--steps must be at least 3: the first one is unlike the others")
+        parser.error("--steps must be at least 3, because the first step differs from the others")
     for devices in parsed.devices:
         microbatches = parsed.microbatches or parsed.per_device * devices
         if devices < 2 or microbatches % devices or microbatches < 2 * devices:
-            # Ours takes any number; Megatron's interleaved schedule and torch's DualPipeV do not.
+            # Our schedules take any number, but Megatron's interleaved schedule and torch's DualPipeV do not.
             parser.error(
-                f"{microbatches} microbatches on {devices} devices is not a comparison that every peer can run; give at "
-                "least 2 devices and a multiple of them, at least twice as many"
+                f"not every peer can run {microbatches} microbatches on {devices} devices; give at least 2 devices and a "
+                "multiple of their number, at least twice as many"
             )
     if parsed.step_ms <= 0 or parsed.repeats < 1:
         parser.error("--step-ms and --repeats must be positive")

@@ -1,8 +1,8 @@
-"""Layouts that recipes of Megatron-Bridge write by hand, beside those of ``pipemem layout`` for the same model and ranks.
+"""Compare layouts that recipes of Megatron-Bridge write by hand with those of ``pipemem layout``.
 
-Claim: its slowest rank has no more to do than theirs, and a step of stock Megatron takes no longer, but for what a layout that
-fits the memory costs. Balance is what the slowest rank computes per microbatch; the step is the simulated one of 1F1B, or of
-the interleaved schedule where a rank has several chunks.
+Claim: for the same model and ranks, our slowest rank has no more work than theirs, and a step of stock Megatron takes
+no longer. The exception is a layout that must fit the memory. Balance is the slowest rank's work per microbatch. The
+step is a simulated one of 1F1B, or of the interleaved schedule if a rank has several chunks.
 
     python benchmarks/layouts.py
 """
@@ -27,33 +27,23 @@ from megatron_pipemem.report.terminal import FittingTable
 
 DEVICES = 1024
 MICROBATCHES = 8
-"""Per pipeline rank: 128 on 16, as in the recipe of DeepSeek-V3 on 1024 devices."""
+"""Microbatches per pipeline rank: 128 on 16, as in the recipe of DeepSeek-V3 on 1024 devices."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A layout by hand.
+    """A layout by hand."""
 
-    Args:
-        model: its name here.
-        tp: tensor-parallel ranks.
-        pp: pipeline ranks.
-        chunks: stages per rank.
-        ep: expert-parallel ranks.
-        by_hand: the layout.
-        source: file of Megatron-Bridge, below src/megatron/bridge unless it says otherwise.
-    """
-
-    model: str
+    model: str  # its name in this package
     tp: int
     pp: int
-    chunks: int
+    chunks: int  # stages per rank
     ep: int
-    by_hand: str
-    source: str
+    by_hand: str  # the layout
+    source: str  # file of Megatron-Bridge, below src/megatron/bridge by default
 
     def run(self) -> Run:
-        """Return the run of it on H100 nodes, nothing recomputed."""
+        """Return its run on H100 nodes, without recompute."""
         dp = DEVICES // (self.tp * self.pp)
         cut = Parallelism(
             tp=self.tp, pp=self.pp, dp=dp, ep=self.ep, chunks=self.chunks if self.chunks > 1 else None,
@@ -72,14 +62,14 @@ RECIPES = (
     Recipe("kimi-k2", 2, 8, 4, 64, "Et|(tt|)*30L", "perf_recipes/kimi/h100/kimi_k2.py"),
     Recipe("llama3-70b", 4, 8, 5, 1, "Et*2|(t*2|)*34,t*3|(t*2|)*3,tL", "perf_recipes/llama/h100/llama3.py"),
 )
-"""As of commit 067f987 (August 2026). The first is the file's layout for 16 ranks of one chunk, the third for 8 of two."""
+"""As of commit 067f987 (August 2026). The file's first layout is for 16 ranks of one chunk, and its third for 8 of two."""
 COLUMNS = ("model", "ranks x chunks", "by hand", "`pipemem layout`", "slowest rank", "step", "step, even split")
 
 
 def row(recipe: Recipe, found: Balance) -> tuple[str, ...]:
     """Return the cells of a recipe: ratios of the best layout, and of the even split, to the one by hand."""
     model, hand = load(recipe.model, Model), found.given
-    assert hand is not None, "every recipe has one"
+    assert hand is not None, "every recipe has a layout by hand"
     best = layout.written(found.best.layers, model.mtp_layers)
     same = found.best.layers == hand.layers
     return (

@@ -1,7 +1,7 @@
-"""Draw batches of documents as long as those of public data sets, cut them into microbatches, and weigh those.
+"""Draw batches of documents with the lengths of public data sets, cut them into microbatches, and weigh these.
 
-What is published of lengths are percentiles and means rather than fits; a log-normal through them is ours, and says so below.
-Documents longer than the context are drawn again, as data loaders leave them out.
+Publications give percentiles and means of lengths rather than fits. The log-normals through them are ours, as noted below.
+Documents longer than the context are drawn again, because data loaders leave them out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.prices import MicrobatchWeights
 
 HIDDEN_SIZE = 4096
-"""Of the model whose FLOPs weigh microbatches: 12 h^2 parameters a layer, as a 7B model has about."""
+"""Hidden size of the model whose FLOPs weigh microbatches: 12 h^2 parameters a layer, about those of a 7B model."""
 
 Batch = list[list[int]]
 """The tokens of every document of every microbatch, in arrival order."""
@@ -23,20 +23,14 @@ Batch = list[list[int]]
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of document lengths.
+    """A distribution of document lengths."""
 
-    Args:
-        draw: the tokens of one document.
-        context: the most tokens of a document, and of a microbatch of several.
-        what: it stands for, in a few words.
-    """
-
-    draw: Callable[[Random], float]
-    context: int
-    what: str
+    draw: Callable[[Random], float]  # returns the tokens of one document
+    context: int  # most tokens of a document, and of a microbatch with several
+    what: str  # description in a few words
 
     def documents(self, count: int, random: Random) -> list[int]:
-        """So many documents that fit the context."""
+        """Return so many documents that fit the context."""
         found: list[int] = []
         while len(found) < count:
             tokens = round(self.draw(random))
@@ -45,7 +39,7 @@ class Lengths:
         return found
 
     def batch(self, microbatches: int, random: Random, packed: bool) -> Batch:
-        """One document per microbatch, or as many as fit the context, in the order in which they come."""
+        """Return microbatches of one document each or, if packed, of as many as fit the context, in arrival order."""
         if not packed:
             return [[tokens] for tokens in self.documents(microbatches, random)]
         batch: Batch = [[]]
@@ -65,26 +59,26 @@ def _long(random: Random) -> float:
 
 
 DISTRIBUTIONS = {
-    # OpenR1-Math-220k, as the card of a cut of 45,000 of its samples gives them: characters at the median 12,980, at 90 %
-    # 32,888, at 99 % 50,593, at most 60,000 (huggingface.co/datasets/96kevinli29/SFT-Math-45k). Its samples have up to
-    # 16k tokens: 3.7 characters each. A log-normal through the first two: median 3,500, sigma ln(32888 / 12980) / 1.28.
+    # OpenR1-Math-220k, from the card of a subset of 45,000 samples: characters at the median 12,980, at 90 % 32,888, at 99 %
+    # 50,593, at most 60,000 (huggingface.co/datasets/96kevinli29/SFT-Math-45k). Its samples have up to 16k tokens, 3.7
+    # characters each. The log-normal goes through the first two: median 3,500, sigma ln(32888 / 12980) / 1.28.
     "sft": Lengths(lambda random: random.lognormvariate(math.log(3500), 0.725), 16384, "reasoning SFT, OpenR1-Math"),
-    # Short instructions with long documents between, as LongAlign trains (arXiv 2401.18058: long ones of 8k to 64k tokens,
-    # here evenly by their logarithm). Llama 3's short samples have 1k tokens on average (arXiv 2505.19609, which quotes
-    # it); their spread, and that one in eight is long, is ours.
+    # Short instructions mixed with long documents, as in LongAlign (arXiv 2401.18058): long ones of 8k to 64k tokens, here even
+    # in their logarithm. Llama 3's short samples have 1k tokens on average (quoted in arXiv 2505.19609). Their spread, and the
+    # share of one long document in eight, are ours.
     "long-sft": Lengths(_long, 65536, "long-context SFT, LongAlign"),
     # Responses of reasoning RL: "approximately log-normal", median 500, 99 % below 5,000: sigma ln(10) / 2.33
-    # (jiahuanglin.xyz/all_lessons/RL/lessons/22b_longtail_rollouts.html); no fit of a paper's own trace was found.
+    # (jiahuanglin.xyz/all_lessons/RL/lessons/22b_longtail_rollouts.html); no paper with a fit of its own trace was found.
     "rl": Lengths(lambda random: random.lognormvariate(math.log(500), 0.99), 8192, "responses of reasoning RL"),
 }
 
 
 def weigh(batch: Batch, microbatches: int | None = None) -> MicrobatchWeights:
-    """Weights by FLOPs: 1.0 for F, and for what is held, is the average over so many microbatches, by default the batch's.
+    """Return weights by FLOPs. 1.0 for F and for memory is the average over ``microbatches``, by default the batch's number.
 
-    Of a layer, a token's matrix products take 24 h^2 FLOPs forward, and again for either gradient; causal attention of a
-    document of ``s`` tokens takes ``2 s^2 h`` forward, and twice that backward, all of it for gradients of inputs. What is
-    held goes by tokens.
+    In a layer, a token's matrix products take 24 h^2 FLOPs forward, and the same for each gradient. Causal attention of a
+    document of ``s`` tokens takes ``2 s^2 h`` forward, and twice that backward, all for gradients of inputs. Memory is in
+    proportion to tokens.
     """
     tokens = [sum(documents) for documents in batch]
     attention = [sum(s * s for s in documents) / (12 * HIDDEN_SIZE) for documents in batch]
@@ -98,9 +92,9 @@ def weigh(batch: Batch, microbatches: int | None = None) -> MicrobatchWeights:
 
 
 def first_fit_decreasing(batch: Batch) -> Batch:
-    """The same documents, the longest first, each in the first microbatch with room below the largest one's tokens.
+    """Return the same documents, longest first, each in the first microbatch with room below the largest one's tokens.
 
-    As many microbatches as there were, at most: fewer where the documents fit them.
+    There are at most as many microbatches as before, and fewer if the documents fit them.
     """
     room = max(map(sum, batch))
     packed: Batch = []
@@ -113,8 +107,8 @@ def first_fit_decreasing(batch: Batch) -> Batch:
 
 
 def imbalanced(microbatches: int, random: Random) -> MicrobatchWeights:
-    """What uneven routing to experts does to microbatches of equally many tokens: everything takes 1 to 2 times as long.
+    """Return weights as from uneven routing to experts: with equal tokens, all passes take 1 to 2 times as long.
 
-    No published parameters were found; the range is ours. What is held is alike.
+    No published parameters were found, so the range is ours. Memory is equal.
     """
     return MicrobatchWeights(tuple(1 + random.random() ** 2 for _ in range(microbatches)))

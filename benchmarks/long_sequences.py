@@ -1,17 +1,18 @@
-"""Llama-3-70B on long sequences: context parallelism against sequence slices, by the planner's prices.
+"""Compare context parallelism with sequence slices for Llama-3-70B on long sequences, by the planner's prices.
 
-For every length, the fastest plan with each number of context-parallel ranks and whole microbatches, and the fastest with each
-number of slices and no context parallelism: over the same H100s, with the same tokens per step, tensor parallelism within the
-node, at most 16 pipeline ranks, and everything else (data parallelism, schedule, chunks, recompute) left to the planner.
+For every length, the table has the fastest plan with each number of context-parallel ranks and whole microbatches, and
+with each number of slices and no context parallelism. All use the same H100s, the same tokens per step, tensor
+parallelism within the node and at most 16 pipeline ranks. The planner chooses everything else: data parallelism,
+schedule, chunks, recompute.
 
-Context parallelism is priced as a ring (arXiv 2310.01889, Megatron's p2p exchange): every rank has 1/cp of the tokens; keys and
-values pass ``cp - 1`` times in F, with their gradients in I, hidden behind attention where that takes longer. The two halves of
-a sequence that a rank has in Megatron balance causal attention, so all ranks take as long. Slices are of equally many tokens,
-so that the last attends longest, or of equally many FLOPs (see ``planner/slices.py``). Attention counts in full, as in MFU, for
-both. What is priced but not run yet says ``pipemem plan``. Takes some minutes.
+Context parallelism is priced as a ring (arXiv 2310.01889, Megatron's p2p exchange). Every rank has 1/cp of the tokens.
+Keys and values pass ``cp - 1`` times in F, with their gradients in I, hidden behind attention if that takes longer. In
+Megatron a rank has two halves of a sequence that balance causal attention, so all ranks take equally long. Slices have
+equal tokens, and the last attends longest, or equal FLOPs (see ``planner/slices.py``). Attention counts in full for
+both, as in MFU. ``pipemem plan`` names the priced features that cannot run yet. Takes some minutes.
 
-With ``--emulated`` sliced steps run on devices that sleep instead of computing, beside steps of whole microbatches: they take
-as long as simulated, and are as many times as fast at equal memory.
+With ``--emulated``, steps with slices and steps of whole microbatches run on devices that sleep instead of computing.
+Their times are those of the simulation, and so is the speedup at equal memory.
 
     python benchmarks/long_sequences.py                  # 32K, 128K and 512K tokens on 128 H100-80GB
     python benchmarks/long_sequences.py --sequence 131072 --nodes 8
@@ -41,7 +42,7 @@ from megatron_pipemem.report.terminal import FittingTable
 from megatron_pipemem.schedule.options import FLOPS, SLICE_CUTS
 
 TOKENS = 2**22
-"""Of a step."""
+"""Tokens of a step."""
 SEQUENCES = (2**15, 2**17, 2**19)
 PIPELINES = (1, 2, 4, 8, 16)
 COUNTS = (1, 2, 4, 8, 16, 32)
@@ -50,18 +51,11 @@ COLUMNS = ("tokens", "cut", "pp", "dp", "m", "schedule", "recompute", "s/step", 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to cut sequences.
+    """One way to cut sequences."""
 
-    Args:
-        sequence: tokens of a sequence.
-        cp: context-parallel ranks.
-        slices: of a microbatch.
-        slice_cut: how they are cut.
-    """
-
-    sequence: int
-    cp: int = 1
-    slices: int = 1
+    sequence: int  # tokens of a sequence
+    cp: int = 1  # context-parallel ranks
+    slices: int = 1  # slices of a microbatch
     slice_cut: str = "tokens"
 
     def __str__(self) -> str:
@@ -70,25 +64,14 @@ class Way:
         return f"{self.slices} slices" + " by FLOPs" * (self.slice_cut == FLOPS)
 
     def run(self, nodes: int, model: str = "llama3-70b", tp: int = 8) -> Run:
-        """Return the run that the planner starts from.
-
-        Args:
-            nodes: of eight H100.
-            model: name of the model.
-            tp: tensor-parallel ranks.
-        """
+        """Return the run that the planner starts from, on ``nodes`` of eight H100."""
         cluster = replace(load("h100-80g", Cluster), nodes=nodes)
         batch = max(1, TOKENS // self.sequence)
         cut = Parallelism(tp=tp, cp=self.cp, global_batch=batch, sequence_parallel=tp > 1)
         return Run(replace(load(model, Model), sequence=self.sequence), cluster, cut)
 
     def best(self, nodes: int, **settings: object) -> Plan | None:
-        """Return the fastest plan, searched orders left out; ``None`` where nothing fits.
-
-        Args:
-            nodes: of eight H100.
-            settings: as for ``run``.
-        """
+        """Return the fastest plan without searched orders, or ``None`` if nothing fits. ``settings`` go to ``run``."""
         run = self.run(nodes, **settings)  # type: ignore[arg-type]
         limits = Limits(
             {
@@ -104,13 +87,13 @@ class Way:
 
 
 def ways(sequence: int, counts: Sequence[int] = COUNTS) -> Iterator[Way]:
-    """Yield context parallelism of every degree, then slices of every number, cut in either way."""
+    """Yield every degree of context parallelism, then every number of slices with each cut."""
     yield from (Way(sequence, cp=count) for count in counts)
     yield from (Way(sequence, slices=count, slice_cut=cut) for cut in SLICE_CUTS for count in counts if count > 1)
 
 
 def row(way: Way, found: Plan | None) -> tuple[str, ...]:
-    """Return the cells of a way: what its best plan is, and what binds."""
+    """Return the cells of a way: its best plan, and the limit of that plan."""
     tokens = f"{way.sequence // 1024}K"
     if found is None:
         return (tokens, str(way), *[""] * (len(COLUMNS) - 3), "nothing fits")
@@ -132,26 +115,34 @@ def row(way: Way, found: Plan | None) -> tuple[str, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequence", type=int, action="append", help="tokens; by default 32K, 128K and 512K")
-    parser.add_argument("--nodes", type=int, default=16, help="of eight H100 each (default: %(default)d)")
+    parser.add_argument("--nodes", type=int, default=16, help="nodes of eight H100 each (default: %(default)d)")
     parser.add_argument("--output", type=Path, default=Path("out/benchmarks/long_sequences.json"))
     asleep = parser.add_argument_group("--emulated")
     asleep.add_argument("--emulated", action="store_true", help="run steps on sleeping devices in place of planning")
     asleep.add_argument("--devices", type=int, default=4, help="pipeline ranks (default: %(default)d)")
-    asleep.add_argument("--microbatches", type=int, nargs="+", help="of a step (default: 1, 2 and one per device)")
     asleep.add_argument(
-        "--slices", type=int, nargs="+", default=[2, 4, 8, 16], help="of a microbatch (default: %(default)s)"
+        "--microbatches", type=int, nargs="+", help="microbatches of a step (default: 1, 2 and one per device)"
+    )
+    asleep.add_argument(
+        "--slices", type=int, nargs="+", default=[2, 4, 8, 16], help="slices of a microbatch (default: %(default)s)"
     )
     asleep.add_argument(
         "--step-ms",
         type=float,
         default=320,
-        help="of F, I and W each, of a device's whole share (default: %(default)g)",
+        help="milliseconds of F, I and W each, for a device's whole share (default: %(default)g)",
     )
     asleep.add_argument(
-        "--attention-share", type=float, default=0.25, help="of F's time, causal attention's (default: %(default)g)"
+        "--attention-share",
+        type=float,
+        default=0.25,
+        help="share of causal attention in F's time (default: %(default)g)",
     )
     asleep.add_argument(
-        "--keys-share", type=float, default=0.05, help="of what F keeps, that of keys and values (default: %(default)g)"
+        "--keys-share",
+        type=float,
+        default=0.05,
+        help="share of keys and values in F's memory (default: %(default)g)",
     )
     asleep.add_argument("--repeats", type=int, default=3, help="measured steps of every row (default: %(default)d)")
     given = parser.parse_args()

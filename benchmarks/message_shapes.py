@@ -1,13 +1,13 @@
-"""Counts what microbatches that differ cost in messages, and in waits of hosts for devices.
+"""Count messages, and waits of hosts for devices, in steps whose microbatches differ.
 
 Under ``variable_seq_lengths`` the receiver of a message does not know its shape. Stock Megatron-Core's functions exchange
-shapes before every message. This plugin does so with ``message_shapes="message"``, and by default tells all shapes of a step
+shapes before every message. This plugin does so with ``message_shapes="message"``. By default it exchanges all shapes of a step
 at its start.
 
     python benchmarks/message_shapes.py      # under a minute
 
-Everything is counted on four gloo ranks, in the second step of chunks that compute next to nothing; nothing is timed. A wait is
-where the host reads a number that a device holds, or synchronises with it; on a GPU it stops what the host launches ahead.
+The counts are from four gloo ranks, in the second step of chunks that compute almost nothing. Nothing is timed. A wait
+is a place where the host reads a number from a device or synchronises with it. On a GPU it stops the host's launches.
 """
 
 from __future__ import annotations
@@ -33,27 +33,19 @@ from megatron_pipemem.files import write_whole
 DEVICES, WIDTH = 4, 8
 MICROBATCHES = 16
 SCHEDULES = {"1f1b": 1, "interleaved": 2}
-"""The schedules that stock Megatron-Core has, and their chunks per device."""
+"""The schedules of stock Megatron-Core, with their chunks per device."""
 ENGINES = {"stock": None, "pipemem, headers": "message", "pipemem": "step"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one engine's step takes.
-
-    Args:
-        schedule: of ``SCHEDULES``.
-        engine: of ``ENGINES``.
-        messages: between all ranks, point to point.
-        collectives: over the pipeline.
-        waits: of the host that waits most often.
-    """
+    """The counts of one engine's step."""
 
     schedule: str
     engine: str
-    messages: int
-    collectives: int
-    waits: int
+    messages: int  # between all ranks, point to point
+    collectives: int  # over the pipeline
+    waits: int  # of the host that waits most often
 
 
 def run() -> list[Row]:
@@ -99,7 +91,7 @@ def _rank(rank: int, folder: str) -> None:
 
 @contextmanager
 def _counting() -> Iterator[Counter[str]]:
-    """Count what this process sends and waits for within the block."""
+    """Count the messages and waits of this process within the block."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -126,7 +118,7 @@ def _counting() -> Iterator[Counter[str]]:
 
 
 def _step(chunks: int) -> Callable[[], object]:
-    """Return a step of chunks that compute next to nothing, by whatever function Megatron's module holds then."""
+    """Return a step of chunks that compute almost nothing, with the function that Megatron's module has when it is called."""
     import torch
     from stock_steps import tiny_step
 
@@ -137,7 +129,7 @@ def _step(chunks: int) -> Callable[[], object]:
         lambda input_ids: input_ids.t().unsqueeze(-1).expand(-1, -1, WIDTH),
         lambda data: {"input_ids": next(data)},
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, experts or none
+        moe_token_dispatcher_type="alltoall",  # Megatron requires it for variable lengths, even without experts
     )
     return lambda: step(
         data_iterator=[(torch.ones(1, 1 + number % 5) for number in range(MICROBATCHES)) for _ in range(chunks)],
@@ -148,7 +140,7 @@ def _step(chunks: int) -> Callable[[], object]:
 
 
 def table(rows: list[Row]) -> Table:
-    """Every engine's messages and waits."""
+    """Return a table of every engine's messages and waits."""
     printed = Table(title=f"one step of {MICROBATCHES} microbatches that differ, {DEVICES} pipeline ranks")
     for heading in ("schedule", "engine", "messages", "collectives", "waits of a host"):
         printed.add_column(heading, justify="left" if heading in ("schedule", "engine") else "right")

@@ -1,7 +1,7 @@
-"""How little a pipeline with offload holds, beside what is published, and how much of a grid can be scheduled at all.
+"""Compare the memory of pipelines with offload with published numbers, and count the cases of a grid that can be scheduled.
 
-Published numbers are those of PipeOffload (arXiv 2503.01328) and of its scheduler run with unit costs. Writes a table and
-``out/benchmarks/offload_quality.json``.
+The published numbers are those of PipeOffload (arXiv 2503.01328) and of its scheduler with unit costs. The script prints tables
+and writes ``out/benchmarks/offload_quality.json``.
 
     python benchmarks/offload_quality.py [--quick]
 """
@@ -30,7 +30,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.validator import validate_program
 
-# (p, v): without offload; PO-H at k = .6, 1.0; PO-F at k = .6, .9, 1.0; chunks in flight.
+# By (p, v), chunks in flight: without offload; PO-H at k = .6, 1.0; PO-F at k = .6, .9, 1.0.
 PUBLISHED = {
     (4, 4): (11, (5, 5), (4, 4, 4)),
     (4, 8): (19, (7, 7), (4, 4, 4)),
@@ -43,7 +43,7 @@ PUBLISHED = {
     (16, 3): (32, (8, 8), (4, 5, 7)),
     (32, 2): (49, (18, 18), (4, 8, 11)),
 }
-# Chunks of 16 that a prototype of our own and, interleaved at .6 and 1.0, the published scheduler hold at p=8, v=2.
+# Chunks of 16 in flight at p=8, v=2, by k: in our prototype and, interleaved at .6 and 1.0, with the published scheduler.
 EIGHT_DEVICES = {"v": {0.6: 3, 0.8: 3, 1.0: 4, 1.4: 5}, "interleaved": {0.6: 3, 0.8: 4, 1.0: 4, 1.4: 5}}
 PUBLISHED_SCHEDULED = "244 of 690 (even p only; the rest refused or failed)"
 
@@ -57,7 +57,7 @@ def timeline(schedule: Schedule, ratio: float) -> Timeline:
 
 
 def figures(schedule: Schedule, ratio: float) -> tuple[int, float]:
-    """Chunks in flight, and bubble in passes of a chunk."""
+    """Return the chunks in flight, and the bubble in passes of a chunk."""
     run = timeline(schedule, ratio)
     v = schedule.placement.num_chunks
     return round(run.peak * schedule.num_stages), round((run.makespan - run.ideal) * v, 2)
@@ -117,7 +117,7 @@ def eight_devices(quick: bool) -> Iterator[dict[str, object]]:
 
 
 def feasibility(quick: bool) -> dict[str, object]:
-    """Every case is built, lowered and validated; what stays on its device is reported, not refused."""
+    """Build, lower and validate every case of the grid. Activations that stay on the device do not count as a failure."""
     devices, chunks = (range(2, 4), (2, 3)) if quick else (range(2, 10), (2, 3, 4))
     factors, ratios = ((1, 2), (0.4, 1.6)) if quick else ((1, 2, 4), (0.4, 1.0, 1.6, 2.0, 3.0))
     outcome: Counter[str] = Counter()
@@ -144,7 +144,7 @@ def show(console: Console, title: str, rows: list[dict[str, object]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small part of everything, in seconds")
+    parser.add_argument("--quick", action="store_true", help="run a small part, in seconds")
     parser.add_argument("--output", type=Path, default=Path("out/benchmarks/offload_quality.json"))
     arguments = parser.parse_args()
     console = Console()

@@ -1,16 +1,16 @@
-"""Counts the host time of a step: what the Python of a schedule costs when the model computes next to nothing.
+"""Measure the host time of a step: the cost of a schedule's Python code with a model that computes almost nothing.
 
-Goal: 1F1B and interleaved 1F1B by this plugin take no more host time than stock Megatron-Core's own functions. Both run
-the same chunks through Megatron's own forward and backward steps, in one process in turn, so the ratio is what counts.
+Goal: 1F1B and interleaved 1F1B take no more host time with this plugin than with stock Megatron-Core's own functions. Both run
+the same chunks through Megatron's own forward and backward steps, in turn in one process. The ratio is the result.
 
     python benchmarks/overhead.py            # p = 2 and 4 on gloo ranks; p = 4, 8 and 16 played by one rank; many minutes
     python benchmarks/overhead.py --quick    # fewer sizes, fewer steps
 
-Host time is processor time of the rank's main thread (``time.thread_time``): waiting for a neighbour does not count, nor does
-a busy machine, but for its caches. All gloo groups of a rank share one device, as everywhere on the CPU lane: with a polling
-thread for every group, a rank would measure how its main thread and gloo's threads take turns on few cores, which says nothing
-about NCCL. A played rank runs its real program alone; its neighbours are torch's ``fake`` backend, whose messages arrive at
-once. An action is one forward or one backward of a chunk.
+Host time is processor time of the rank's main thread (``time.thread_time``). Waiting for a neighbour does not count,
+and a busy machine only affects the caches. All gloo groups of a rank share one device, as everywhere on the CPU lane.
+With a polling thread per group, a rank would measure how its main thread and gloo's threads share few cores, which is
+irrelevant for NCCL. A played rank runs its real program alone. Its neighbours are torch's ``fake`` backend, whose
+messages arrive at once. An action is one forward or one backward of a chunk.
 """
 
 from __future__ import annotations
@@ -35,44 +35,37 @@ from rich.table import Table
 from megatron_pipemem.files import write_whole
 
 ROWS, WIDTH = 2, 8
-"""Tokens and features of a message: as small as can be."""
+"""Tokens and features of a message, as few as possible."""
 
 TURN_ACTIONS = 600
-"""Actions of a rank in an engine's turn, at least: a turn of few of them measures the machine's moods."""
+"""Least number of a rank's actions in an engine's turn. A shorter turn would measure the machine's fluctuations."""
 
 SCHEDULES = {"1f1b": 1, "interleaved": 2}
-"""The schedules that stock Megatron-Core has, and their chunks per device."""
+"""The schedules of stock Megatron-Core, with their chunks per device."""
 
 ENGINES = ("stock", "pipemem", "pipemem, recording")
 
 
 @dataclass(frozen=True)
 class Size:
-    """One comparison.
-
-    Args:
-        schedule: of ``SCHEDULES``.
-        devices: pipeline ranks.
-        microbatches: per step.
-        played: the one rank that runs, or ``None`` where all of them do.
-    """
+    """One comparison."""
 
     schedule: str
     devices: int
     microbatches: int
-    played: int | None = None
+    played: int | None = None  # the only rank that runs; ``None`` if all ranks run
 
     @property
     def actions(self) -> int:
-        """Forwards and backwards of one rank."""
+        """Number of forwards and backwards of one rank."""
         return 2 * self.microbatches * SCHEDULES[self.schedule]
 
 
 @dataclass(frozen=True)
 class Row:
-    """Host microseconds of one engine's step, of the rank that takes longest: the median over rounds.
+    """Host microseconds of one engine's step, of the slowest rank: the median over rounds.
 
-    ``ratio`` is the median of the same round's ratio to stock, so that a machine that changes its speed changes both.
+    ``ratio`` is the median of each round's ratio to stock, so that a change of the machine's speed affects both.
     """
 
     size: Size
@@ -86,7 +79,7 @@ class Row:
 
 
 def sizes(quick: bool) -> list[Size]:
-    """Ranks of their own up to p = 4; one rank of the middle plays larger programs, up to p = 16, v = 2, m = 128."""
+    """Return sizes with all ranks up to p = 4, and with one played middle rank up to p = 16, v = 2, m = 128."""
     if quick:
         return [*(Size(name, 2, 8) for name in SCHEDULES), *(Size(name, 4, 16, played=1) for name in SCHEDULES)]
     real = [Size(name, p, m) for p, m in ((2, 16), (4, 32)) for name in SCHEDULES]
@@ -95,13 +88,7 @@ def sizes(quick: bool) -> list[Size]:
 
 
 def run_sizes(all_sizes: Iterable[Size], rounds: int, turn_actions: int = TURN_ACTIONS) -> list[Row]:
-    """Every size on fresh processes.
-
-    Args:
-        all_sizes: what to compare.
-        rounds: how often each engine's turn comes.
-        turn_actions: of a rank, per turn, at least.
-    """
+    """Run every size on fresh processes, with ``rounds`` turns of every engine."""
     rows = []
     for size in all_sizes:
         with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +101,7 @@ def run_sizes(all_sizes: Iterable[Size], rounds: int, turn_actions: int = TURN_A
 
 
 def _rows(size: Size, spent: list[dict[str, list[float]]]) -> list[Row]:
-    """``spent``: per process and engine, seconds per step of every round."""
+    """Return a row per engine. ``spent`` has, per process and engine, the seconds per step of every round."""
     worst = {engine: [max(at) for at in zip(*(own[engine] for own in spent), strict=True)] for engine in ENGINES}
     return [
         Row(
@@ -144,7 +131,7 @@ def _rank(process: int, size: Size, rounds: int, steps: int, folder: str) -> Non
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=size.played, world_size=size.devices)
-    # The fake backend invents what rank 0 would have said; nothing that a step needs is said that way.
+    # The fake backend invents rank 0's broadcasts, and no step needs one.
     broadcast = mock.patch.object(dist, "broadcast_object_list") if size.played is not None else nullcontext()
     with broadcast:
         spent = measure(size, rounds, steps, Path(folder) / f"report-{process}")
@@ -155,7 +142,7 @@ def _rank(process: int, size: Size, rounds: int, steps: int, folder: str) -> Non
 
 
 def measure(size: Size, rounds: int, steps: int, report: Path) -> dict[str, list[float]]:
-    """Seconds of this thread's processor time per step, per engine and round."""
+    """Return the seconds of this thread's processor time per step, per engine and round."""
     import torch.distributed as dist
 
     import megatron_pipemem
@@ -183,7 +170,7 @@ def measure(size: Size, rounds: int, steps: int, report: Path) -> dict[str, list
 
 
 def prepare(size: Size) -> Callable[[], object]:
-    """A step of chunks that compute next to nothing, by whatever function Megatron's module holds then."""
+    """Return a step of chunks that compute almost nothing, with the function that Megatron's module has when it is called."""
     import torch
     from stock_steps import tiny_step
 
@@ -196,7 +183,7 @@ def prepare(size: Size) -> Callable[[], object]:
 
 
 def table(rows: list[Row]) -> Table:
-    """Every engine's host time per step and per action, and its ratio to stock's."""
+    """Return a table of every engine's host time per step and per action, and its ratio to stock's."""
     printed = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("ranks", "schedule", "p", "m", "engine", "us/step", "us/action", "to stock"):
         left = heading in ("ranks", "schedule", "engine")

@@ -1,7 +1,7 @@
-"""What the papers concluded on their machines, beside what the planner says of the same setups.
+"""Compare the planner's predictions with the measurements of papers on the same setups.
 
 Claim: with one set of efficiencies, that of ``configs/clusters/a100-80g.yaml``, the planner ranks schedules and cuts as the
-papers' measurements do. Nothing is fitted per row; where planner and paper differ, the table shows it.
+papers' measurements do. No row has a fit of its own, and the table shows where planner and paper differ.
 
     python benchmarks/papers.py
 """
@@ -58,8 +58,8 @@ GRID_ROWS = (
 OFFLOADED = (("po-42.9b", 16384), ("po-66.6b", 16384), ("po-83.8b", 8192))
 OFFLOAD = "offload"
 OFFLOAD_GAIN = "12 to 19 % faster"
-# GiB of a node, of which activations may take half. The paper does not say what its nodes had, only that the 42.9B model ran at
-# 16k with everything offloaded and not at 32k, for want of host memory: that takes 870 GiB of a node, and 1739.
+# GiB of a node, half of it for activations. The paper does not state its nodes' memory. It says that the 42.9B model ran at 16k
+# with everything offloaded, and that 32k did not fit the host. That takes 870 and 1739 GiB of a node.
 HOST_MEMORY = (2048, 1024)
 
 # arXiv 2411.05288, table 5: model, devices, sequence -> per method MFU with vocabularies of 32k, 64k, 128k and 256k.
@@ -105,35 +105,26 @@ VOCABULARY = {
 VOCABULARY_MICROBATCHES = 128
 
 MISSES = {
-    "grid": "V-ZB at 1024 gains less: all devices begin a step together here. If each began when it is done with the one "
-    "before, as with the post-validated optimizer of arXiv 2401.10241, only V-ZB gains: that ratio stands in the notes.",
-    "offload": "Stages hold whole layers: where those do not divide among 32 devices, the bound of PP32 says what is left to "
-    "gain. The host's memory is an assumption, so two sizes are shown.",
-    "vocabulary": "Where layers move away, our partition at times finds a better split than the paper's. Of the cut "
+    "grid": "V-ZB at 1024 gains less, because all devices begin a step together here. If each began after its own last step, "
+    "as with the post-validated optimizer of arXiv 2401.10241, only V-ZB would gain: that ratio is in the notes.",
+    "offload": "Stages hold whole layers. If these do not divide among 32 devices, the bound of PP32 shows the possible gain. "
+    "The host's memory is an assumption, so two sizes are shown.",
+    "vocabulary": "If layers move away, our partition sometimes finds a better split than the paper's. For the cut "
     "vocabulary, collectives take the slowest link, and a small shard's passes are too short to hide them.",
 }
-"""Why planner and paper differ most."""
+"""Main reasons of the differences between planner and paper."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison.
-
-    Args:
-        setup: what was run.
-        paper: what the paper measured, in its unit; ``None`` where it gives a range or nothing.
-        planner: what the planner says; ``None`` where it cannot.
-        relative_paper: to the baseline of the setup.
-        relative_planner: likewise.
-        note: cut, memory, or why the planner cannot say.
-    """
+    """One comparison."""
 
     setup: str
-    paper: float | None
-    planner: float | None
-    relative_paper: float | None
+    paper: float | None  # measured by the paper, in its unit; ``None`` if it gives a range or nothing
+    planner: float | None  # predicted; ``None`` if the planner cannot predict it
+    relative_paper: float | None  # relative to the baseline of the setup
     relative_planner: float | None
-    note: str = ""
+    note: str = ""  # cut and memory, or the reason of a missing prediction
 
 
 def machine(devices: int) -> Cluster:
@@ -141,7 +132,7 @@ def machine(devices: int) -> Cluster:
 
 
 def grid_search() -> dict[str, list[Row]]:
-    """The best plan of every schedule, whatever its cut."""
+    """Return the best plan of every schedule, with any cut."""
     tables = {}
     for (sequence, batch), paper in GRID_SEARCH.items():
         model = replace(load("cm-98.5b", Model), sequence=sequence)
@@ -166,7 +157,7 @@ def grid_search() -> dict[str, list[Row]]:
 
 
 def _without_barrier(found: Answer, base: Answer) -> str:
-    """The ratio of MFUs if every device began a step as soon as it is done with the one before."""
+    """Return the ratio of MFUs if every device began a step as soon as it has finished the one before."""
     if not found.plans or not base.plans:
         return ""
     reached = []
@@ -178,12 +169,12 @@ def _without_barrier(found: Answer, base: Answer) -> str:
 
 
 def offloaded() -> dict[str, list[Row]]:
-    """Pure pipelines with offload against tensor parallelism."""
+    """Compare pure pipelines with offload with tensor parallelism."""
     known = {variant.name for variant in variants()}
     rows = []
     for name, sequence in track(OFFLOADED, "offload", transient=True):
         run = Run(replace(load(name, Model), sequence=sequence), machine(32), Parallelism(global_batch=256))
-        # The paper recomputes norms, activation and dropout masks wherever it offloads.
+        # The paper recomputes norms, activations and dropout masks whenever it offloads.
         cheap = replace(run, schedule=ScheduleChoice(recompute="selective", recompute_modules=CHEAP))
         base = _best(run, schedule=("interleaved",), tp=(8,), pp=(4,), recompute=("none",), variant=(PLAIN,))
         pure = {"tp": (1,), "pp": (32,), "micro_batch": (1,)}
@@ -213,7 +204,7 @@ def _against(base: Answer, setup: str, found: Answer) -> Row:
 
 
 def _ceiling(base: Answer, setup: str, run: Run) -> Row:
-    """What the bound of the simulator leaves an order of two chunks a device, within unlimited memory."""
+    """Return the MFU at the lower bound of two chunks per device, within unlimited memory."""
     pure = replace(run, parallelism=Parallelism(pp=32, global_batch=run.parallelism.global_batch))
     step = price(pure, Placement.interleaved(32, 2))
     reached = mfu(pure, lower_bound(step.placement, pure.parallelism.microbatches, step.costs) + step.outside)
@@ -223,7 +214,7 @@ def _ceiling(base: Answer, setup: str, run: Run) -> Row:
 
 
 def vocabulary() -> dict[str, list[Row]]:
-    """1F1B in pure pipelines; what a head on the last stage costs, layers moved away from it, and the head cut up."""
+    """Compare, for 1F1B in pure pipelines, a head on the last stage, layers moved away from it, and a cut head."""
     known = {variant.name: variant for variant in variants()}
     tables = {}
     for (name, devices, sequence), methods in track(VOCABULARY.items(), "vocabulary", transient=True):
@@ -258,7 +249,7 @@ def _vocabulary(run: Run, method: str, known: dict) -> float:
 
 
 def _best(run: Run, **allowed: Iterable[object]) -> Answer:
-    """At most one plan, and why there are no others."""
+    """Return at most one plan, with the reasons of rejections."""
     limits = Limits({key: tuple(values) for key, values in allowed.items()})
     return plan(run, limits=limits, top=1, search_seconds=0)
 
@@ -290,7 +281,7 @@ def table(title: str, rows: Sequence[Row]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("grid", "offload", "vocabulary"), help="one of the papers")
+    parser.add_argument("--only", choices=("grid", "offload", "vocabulary"), help="compare only one of the papers")
     parser.add_argument("--output", type=Path, default=Path("out/benchmarks/papers.json"))
     arguments = parser.parse_args()
     console = Console(width=150, highlight=False)

@@ -1,7 +1,7 @@
-"""How good searched schedules are: against the certified bound, against every family, and when the costs were wrong.
+"""Measure searched schedules against the certified bound, against every family, and with wrong costs.
 
-Claim: at every memory cap the search is never slower than any family in the same memory, meets the lower bound where costs
-are equal, and stays close to it where they are not, in seconds on one core.
+Claim: at every memory cap the search is at least as fast as any family in the same memory. It meets the lower bound if
+costs are equal, and stays close to it otherwise, in seconds on one core.
 
     python benchmarks/search_quality.py            # minutes
     python benchmarks/search_quality.py --quick    # the named cases only
@@ -42,34 +42,26 @@ NAMED = [
 ]
 """Devices, microbatches, F:I:W of a device's share, seconds of a message."""
 EXTREME = [(1.9, 0.6, 0.5), (0.5, 1.7, 0.6), (2.0, 0.4, 0.4), (0.4, 2.0, 0.4), (0.4, 0.4, 2.0)]
-"""F:I:W of which one takes most of the time: the hardest to tile."""
+"""F:I:W with one that takes most of the time. These are the hardest to schedule without gaps."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One search. Rates are parts of the makespan that the busiest device idles.
-
-    Args:
-        max_chunks: per device, of searches and families.
-        chunks: what the search found best.
-        family: the fastest family within the cap, ``None`` if none fits.
-        bound: no schedule of any placement searched idles less.
-        v_bound: no schedule of a V with two chunks idles less.
-    """
+    """One search. Rates are the idle parts of the makespan on the busiest device."""
 
     devices: int
     microbatches: int
     costs: tuple[float, float, float]
     p2p: float
     cap: float
-    max_chunks: int
+    max_chunks: int  # per device, for searches and families
     bubble: float
-    bound: float
-    v_bound: float
-    family: str | None
+    bound: float  # no schedule of a searched placement idles less
+    v_bound: float  # no schedule of a V with two chunks idles less
+    family: str | None  # the fastest family within the cap; ``None`` if none fits
     family_bubble: float | None
     placement: str
-    chunks: int
+    chunks: int  # of the best schedule found
     found_by: str
     seconds: float
 
@@ -79,13 +71,13 @@ class Row:
 
     @property
     def v_gap(self) -> float:
-        """Negative where the search is better than any V with two chunks can be."""
+        """Distance to the bound of a V with two chunks; negative if the search is better than any such schedule."""
         return self.bubble - self.v_bound
 
 
 @dataclass(frozen=True)
 class WrongCosts:
-    """What planning for wrong costs costs: makespans with the true ones, over that of a search that knew them."""
+    """The loss from planning with wrong costs: makespans with the true costs, relative to a search that knew them."""
 
     cap: float
     planned_for_wrong: float
@@ -104,7 +96,7 @@ def measure(
     seconds: float = 60,
     beside_families: bool = True,
 ) -> Row:
-    """One search beside the fastest family of the same placements; ``ratio`` names the costs in the table."""
+    """Search once, and compare with the fastest family of the same placements. ``ratio`` names the costs in the table."""
     result = search_schedule(
         num_devices=p,
         num_microbatches=m,
@@ -134,7 +126,7 @@ def measure(
 def fitting_families(
     p: int, m: int, costs: Costs, cap: float, max_chunks: int, placements: Sequence[Placement] | None = None
 ) -> Iterator[Schedule]:
-    """Of the given placements, or of all with so many chunks per device, and within the cap."""
+    """Yield the families within the cap, of the given placements or of all with so many chunks per device."""
     for schedule in synchronous_schedules(p, m, costs, max_chunks):
         considered = placements is None or schedule.placement in placements
         if considered and simulate(schedule).peak <= cap + 1e-9:
@@ -142,13 +134,13 @@ def fitting_families(
 
 
 def unequal_costs(p: int, ratio: Sequence[float], rng: random.Random, p2p: float) -> Costs:
-    """Every pass of every stage of a V off by up to a fifth."""
+    """Return costs of a V with every pass of every stage off by up to a fifth."""
     forward, inputs, weights = [tuple(part / 2 * rng.uniform(0.8, 1.2) for _ in range(2 * p)) for part in ratio]
     return Costs(forward, inputs, weights, p2p)
 
 
 def with_wrong_costs(p: int, m: int, cap: float, rng: random.Random) -> WrongCosts:
-    """Plan for costs of which every single one is off by up to 20 %, run with the true ones."""
+    """Plan with costs that are each off by up to 20 %, and run with the true costs."""
     ratio = tuple(rng.uniform(0.4, 2) for _ in range(3))
     forward, inputs, weights = ((part / 2,) * (2 * p) for part in ratio)
     true = Costs(forward, inputs, weights)
@@ -208,7 +200,7 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def random_searches(count: int, rng: random.Random) -> dict[str, list[Row]]:
-    """Searches for so many random costs, by what is random about them, and for extreme ones."""
+    """Search for so many random costs, by the kind of randomness, and for extreme costs."""
     groups: dict[str, list[Row]] = {"any costs": [], "any costs, more chunks": [], "unequal stages": [], "messages": []}
     groups["extreme costs, more chunks"] = [
         measure(8, 24, ratio, Costs(*ratio), cap, MAX_CHUNKS)
@@ -233,8 +225,8 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="the named cases only")
     parser.add_argument("--inputs", type=int, default=20, help="random cost vectors (default: %(default)d)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
-    parser.add_argument("--large", action="store_true", help="p = 64, m = 512 too, 30 s each")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs")
+    parser.add_argument("--large", action="store_true", help="add p = 64, m = 512, 30 s each")
     parser.add_argument("--output", type=Path, default=Path("out/benchmarks/search_quality.json"))
     arguments = parser.parse_args()
     console, rng = Console(), random.Random(arguments.seed)

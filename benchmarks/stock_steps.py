@@ -1,4 +1,4 @@
-"""Steps of stock Megatron-Core's functions over chunks that are made for a measurement."""
+"""Steps of stock Megatron-Core's functions with chunks for measurements."""
 
 from __future__ import annotations
 
@@ -15,13 +15,9 @@ from megatron.core.transformer import TransformerConfig
 
 
 class TinyChunk(torch.nn.Module):
-    """A chunk that computes next to nothing: what it receives, or what it makes of a batch, times a weight.
+    """A chunk that computes almost nothing: a weight times its input, or times the embedded batch on the first stage.
 
-    Args:
-        config: of the model.
-        vp_stage: its number among the rank's chunks, ``None`` where there is one.
-        width: features of a message.
-        embed: makes the first stage's input, ``[s, b, width]``, of what the forward step passes.
+    ``embed`` makes ``[s, b, width]`` from the forward step's batch. ``vp_stage`` is ``None`` for the only chunk of a rank.
     """
 
     def __init__(self, config: TransformerConfig, vp_stage: int | None, width: int, embed: Callable[..., torch.Tensor]):
@@ -39,7 +35,7 @@ class TinyChunk(torch.nn.Module):
 
 
 def stock_groups(devices: int) -> ProcessGroupCollection:
-    """Return Megatron's groups where all ranks are one pipeline."""
+    """Return Megatron's groups with all ranks in one pipeline."""
     groups = ProcessGroupCollection()
     groups.pp = dist.group.WORLD
     groups.tp = groups.cp = [dist.new_group([member]) for member in range(devices)][dist.get_rank()]
@@ -47,14 +43,7 @@ def stock_groups(devices: int) -> ProcessGroupCollection:
 
 
 def stock_config(devices: int, chunks: int, width: int, **settings: Any) -> TransformerConfig:
-    """Return the configuration of a model of one layer per chunk.
-
-    Args:
-        devices: pipeline ranks.
-        chunks: per device.
-        width: features of a message.
-        settings: more of ``TransformerConfig``.
-    """
+    """Return the configuration of a model with one layer per chunk; ``settings`` go to ``TransformerConfig``."""
     return TransformerConfig(
         num_layers=devices * chunks,
         hidden_size=width,
@@ -63,7 +52,7 @@ def stock_config(devices: int, chunks: int, width: int, **settings: Any) -> Tran
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         microbatch_group_size_per_vp_stage=devices if chunks > 1 else None,
         pipeline_dtype=torch.float32,
-        # As megatron.training sets them for either schedule.
+        # As megatron.training sets them for each schedule.
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
         **settings,
@@ -78,16 +67,10 @@ def tiny_step(
     batch: Callable[[Iterator], dict[str, torch.Tensor]],
     **settings: Any,
 ) -> Callable[..., object]:
-    """Return a step of tiny chunks, by whatever function Megatron's module holds when it is called. It takes what Megatron's
-    function takes but for the model, its forward step and its groups; ``data_iterator`` is a list, one per chunk.
+    """Return a step of tiny chunks, with the function that Megatron's module has when it is called.
 
-    Args:
-        devices: pipeline ranks, which are all ranks.
-        chunks: per device.
-        width: see ``TinyChunk``.
-        embed: see ``TinyChunk``.
-        batch: reads what the forward step passes to the model from a chunk's iterator.
-        settings: more of ``TransformerConfig``.
+    The step takes that function's arguments except the model, its forward step and its groups. ``data_iterator`` is a list
+    with one iterator per chunk, and ``batch`` reads the model's inputs from one of them.
     """
     groups, config = stock_groups(devices), stock_config(devices, chunks, width, **settings)
 

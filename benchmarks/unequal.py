@@ -1,8 +1,8 @@
-"""Plans steps whose microbatches are not alike, and compares them with what else one can do, at equal memory.
+"""Plan steps whose microbatches differ, and compare with other ways to run them at equal memory.
 
-Claim: on batches whose lengths are those of public SFT and RL data, the order of microbatches and actions that ``plan_step``
-finds in 50 milliseconds is at least 1.15 times as fast as stock 1F1B in arrival order, and holds no more. With ``--emulated``
-the plans run for real, on devices that sleep: they take as long as planned, and beat stock Megatron-Core by as much.
+Claim: with the lengths of public SFT and RL data, ``plan_step`` finds in 50 milliseconds an order of microbatches and actions
+that is at least 1.15 times as fast as stock 1F1B in arrival order, in no more memory. With ``--emulated`` the plans run on
+devices that sleep. They take as long as planned, and the speedup over stock Megatron-Core is the planned one.
 
     python benchmarks/unequal.py              # plans: p = 8, m = 32, minutes
     python benchmarks/unequal.py --quick      # one batch of every distribution
@@ -34,37 +34,22 @@ from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.search.step_plan import Dispatcher, plan_step
 
 PLANNED = ("1f1b", "interleaved", "zb-h1", "zbv")
-"""The families whose steps are planned, and whose placement and kinds of backwards the plans have."""
+"""The families whose steps are planned. A plan has the placement and the kinds of backward of its family."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a batch.
-
-    Args:
-        name: what it is.
-        speedup: over stock 1F1B in arrival order, in simulated seconds.
-        memory: of what stock 1F1B holds in arrival order.
-        over_bound: its makespan over the certified bound of its placement, and of the memory it holds; ``None``: not asked.
-        seconds: the processor took to find it.
-    """
+    """One way to run a batch."""
 
     name: str
-    speedup: float
-    memory: float
-    over_bound: float | None = None
-    seconds: float = 0.0
+    speedup: float  # over stock 1F1B in arrival order, in simulated seconds
+    memory: float  # relative to stock 1F1B in arrival order
+    over_bound: float | None = None  # makespan over the bound of its placement and memory; ``None`` if not computed
+    seconds: float = 0.0  # processor time of the planning
 
 
 def ways(batch: Batch, devices: int, seconds: float, longer: float) -> Iterator[Way]:
-    """All ways to run a batch, stock 1F1B first.
-
-    Args:
-        batch: documents per microbatch, in arrival order.
-        devices: pipeline ranks.
-        seconds: of a plan.
-        longer: of a plan that has more time.
-    """
+    """Yield all ways to run a batch, stock 1F1B first. Plans take ``seconds``, or ``longer`` in the last ones."""
     m, weights = len(batch), weigh(batch)
     costs, stock = Costs(microbatch=weights), build_schedule("1f1b", num_devices=devices, num_microbatches=len(batch))
     makespan, held = simulate(stock, costs).makespan, max(peaks(stock, costs))
@@ -101,11 +86,11 @@ def ways(batch: Batch, devices: int, seconds: float, longer: float) -> Iterator[
 
 
 def greedy(stock, costs: Costs, held: float, makespan: float, seconds: float) -> Way:
-    """PipeWeaver's idea (arXiv 2504.14145) for one model: search the order of the segments, interleave them greedily.
+    """Return a way as in PipeWeaver (arXiv 2504.14145), for one model: search the order of segments, interleave greedily.
 
-    Its paper searches the ranks of segments by a tree search and lets every device run what is ready, within its memory.
-    Its program is not public, so this is a climb over orders by our own greedy interleaving, for as long as the plan with
-    more time.
+    The paper searches the ranks of segments by a tree search, and lets every device run any ready segment within its memory.
+    Its program is not public. This function therefore climbs over orders with our own greedy interleaving, for as long as
+    the longer plan.
     """
     dispatcher, random = Dispatcher(stock, costs, [held] * stock.num_devices), Random(0)
     order = tuple(range(stock.num_microbatches))
@@ -124,7 +109,7 @@ def greedy(stock, costs: Costs, held: float, makespan: float, seconds: float) ->
 
 
 def compare(name: str, packed: bool, arguments: argparse.Namespace) -> dict:
-    """One distribution: every way on several batches, printed and as JSON data."""
+    """Compare every way on several batches of one distribution. Print the table, and return it as JSON data."""
     lengths, m, console = DISTRIBUTIONS[name], arguments.microbatches, Console()
     batches = [lengths.batch(m, Random(seed), packed) for seed in range(arguments.batches)]
     spread = statistics.mean(max(weigh(batch).time) for batch in batches)
@@ -160,19 +145,22 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         choices=DISTRIBUTIONS,
         default=list(DISTRIBUTIONS),
-        help="of lengths (default: all)",
+        help="distributions of lengths (default: all)",
     )
-    parser.add_argument("--batches", type=int, default=8, help="drawn of every distribution (default: %(default)d)")
-    parser.add_argument("--seconds", type=float, default=0.05, help="of a plan (default: %(default)g)")
+    parser.add_argument("--batches", type=int, default=8, help="batches of every distribution (default: %(default)d)")
+    parser.add_argument("--seconds", type=float, default=0.05, help="seconds of a plan (default: %(default)g)")
     parser.add_argument(
-        "--longer", type=float, default=1.0, help="of a plan with more time; 0: none (default: %(default)g)"
+        "--longer",
+        type=float,
+        default=1.0,
+        help="seconds of a plan with more time; 0 for none (default: %(default)g)",
     )
     parser.add_argument("--emulated", action="store_true", help="run the plans on ranks that sleep")
     parser.add_argument(
         "--step-ms", type=float, default=40, help="milliseconds of an average forward (default: %(default)g)"
     )
     parser.add_argument("--repeats", type=int, default=3, help="measured steps of every row (default: %(default)d)")
-    parser.add_argument("--quick", action="store_true", help="one batch, one measured step, nothing that takes longer")
+    parser.add_argument("--quick", action="store_true", help="one batch, one measured step, no longer plans")
     parser.add_argument("--output", type=Path, default=Path("out/benchmarks/unequal.json"))
     parsed = parser.parse_args(arguments)
     if parsed.quick:

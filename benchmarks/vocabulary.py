@@ -1,17 +1,17 @@
-"""The comparison of arXiv 2411.05288 in the simulator: how much faster than the head on the last stage is what else one can do.
+"""Repeat the comparison of arXiv 2411.05288 in the simulator: speedups of its methods over the head on the last stage.
 
-Claim: from pass times that its authors profiled, simulated schedules give the ratios of MFU that the paper measured (tables 5
-and 6), within 5% per entry or for a reason that stands beside the entry.
+Claim: with pass times that its authors profiled, simulated schedules give the ratios of MFU that the paper measured (tables 5
+and 6), within 5% per entry or with a reason for the difference.
 
     python benchmarks/vocabulary.py            # minutes
     python benchmarks/vocabulary.py --quick    # seconds: only the size that was profiled
     python benchmarks/vocabulary.py --emulated # minutes: the executor runs them on devices that sleep instead of computing
 
-Only one size was profiled (8 devices, 32 layers, hidden size 3072). Pass times of the others come from its rates: FLOPs of a
-layer and of the head, at the speed they had there; a shard's speed from the paper's table of scaling. Messages and collectives
-take no time, so what several nodes cost is left out: a reason that names nodes is what the simulation lacks, not a measurement.
-Interlacing was not profiled at all and has the pass times of Algorithm 1. A ratio that is further off than its group is known
-to be makes the program exit with 1.
+Only one size was profiled (8 devices, 32 layers, hidden size 3072). Pass times of the others come from its rates: FLOPs
+of a layer and of the head at their speed there, and a shard's speed from the paper's scaling table. Messages and
+collectives take no time, so the cost of several nodes is missing. A reason that names nodes is therefore a gap of the
+simulation, not a measurement. Interlacing was not profiled and has the pass times of Algorithm 1. If a ratio differs by
+more than its group is known to differ, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ KNOWN_MISSES = {
     (5, 32, 2048, "interlaced"): (0.185, _REDUCTIONS),
     (6, 16, 2048, "Algorithm 1"): (0.055, _NODES),
 }
-"""By how much more than the paper's a ratio of the group (table, devices, sequence, method) may be, and why: all of these
-are better in the simulation, which leaves something out."""
+"""Most by which a ratio of a group (table, devices, sequence, method) may exceed the paper's, and the reason. All of these are
+better in the simulation, which leaves something out."""
 UNEXPECTED = "UNEXPECTED"
 
-# Milliseconds at 8 devices, 4 layers each, hidden size 3072: F and BW of a stage of layers, and by how much the last stage's
-# are longer for its head (arXiv 2411.05288, artifact; 4k at 64k and 128k between its neighbours).
+# Milliseconds at 8 devices, 4 layers each, hidden size 3072: F and BW of a stage of layers, and the extra time of the
+# head on the last stage (arXiv 2411.05288, artifact; 4k at 64k and 128k between its neighbours).
 LAYERS = {2048: (10.6, 21.2), 4096: (23.8, 46.1)}
 HEAD = {
     2048: {"32k": (3.92, 4.59), "64k": (7.09, 8.50), "128k": (13.54, 16.45), "256k": (26.25, 31.26)},
     4096: {"32k": (7.69, 9.96), "64k": (14.15, 17.28), "128k": (27.07, 31.92), "256k": (52.90, 61.19)},
 }
-# Where a size of the vocabulary was not profiled, its value is interpolated in the number of words.
-# What computing beside the collectives costs F and BW, and S + T per number of barriers.
+# A size of the vocabulary that was not profiled has a value interpolated in the number of words.
+# Slowdown of F and BW by collectives that run at the same time, and S + T per number of barriers.
 SLOWER = {2048: (1.07, 1.065), 4096: (1.086, 1.06)}
 SHARD = {
     2048: {
@@ -81,8 +81,8 @@ SHARD = {
     },
 }
 EMBED, EMBED_GRADIENT = 0.5, 0.8
-# Speed of a shard of the head of 256k words against linear scaling, per devices, sequence and barriers: published for the
-# models of table 5. Those of table 6 have other hidden sizes and take the same; 24 devices stand between 16 and 32.
+# Speed of a shard of the head of 256k words relative to linear scaling, per devices, sequence and barriers, published for the
+# models of table 5. Those of table 6 have other hidden sizes and use the same values; 24 devices are between 16 and 32.
 SCALING = {
     (8, 2048): {2: 0.9129, 1: 0.8672}, (16, 2048): {2: 0.8422, 1: 0.7984}, (32, 2048): {2: 0.8059, 1: 0.7593},
     (8, 4096): {2: 0.9321, 1: 0.8836}, (16, 4096): {2: 0.8802, 1: 0.8342}, (32, 4096): {2: 0.8524, 1: 0.7966},
@@ -137,21 +137,15 @@ LAST_STAGE = {"32k": 4, "64k": 3, "128k": 2, "256k": 0}
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of a table.
+    """One entry of a table."""
 
-    Args:
-        table: 5 (1F1B) or 6 (V-Half).
-        paper: MFU over the baseline's.
-        simulated: baseline's makespan over its own.
-    """
-
-    table: int
+    table: int  # 5 (1F1B) or 6 (V-Half)
     devices: int
     sequence: int
     vocabulary: str
     method: str
-    paper: float
-    simulated: float
+    paper: float  # MFU over the baseline's
+    simulated: float  # baseline's makespan over its own
 
     @property
     def off(self) -> float:
@@ -159,7 +153,7 @@ class Entry:
 
     @property
     def reason(self) -> str:
-        """Why the two differ by more than 5%; empty where they do not."""
+        """The reason of a difference of more than 5%; empty for smaller ones."""
         if abs(self.off) <= WITHIN:
             return ""
         most, reason = KNOWN_MISSES.get((self.table, self.devices, self.sequence, self.method), (WITHIN, ""))
@@ -180,7 +174,7 @@ class Model:
 
     @property
     def costs(self) -> Costs:
-        """Of the layers alone."""
+        """Costs of the layers alone."""
         return Costs(self.forward, self.backward / 2, self.backward / 2)
 
     def with_passes(self, barriers: int) -> Costs:
@@ -214,7 +208,7 @@ def makespans(model: Model, num_microbatches: int, methods: set[str]) -> dict[st
 
 
 def layout_of(model: Model, placement: Placement) -> tuple[int, ...]:
-    """By FLOPs, as the paper estimates it; at 8 devices the paper's own."""
+    """Return the layers of every stage: the paper's own at 8 devices, otherwise by FLOPs as the paper estimates them."""
     if model.is_profiled:
         last = LAST_STAGE[model.vocabulary]
         return (*redistribute(model.layers - last, Placement.linear(model.devices - 1), 0.0), last)
@@ -260,8 +254,12 @@ def main() -> None:
         action="store_true",
         help="only the profiled size; emulated: one step of every row",
     )
-    parser.add_argument("--microbatches", type=int, help="of a step (default: the paper's 128; emulated: 3 per device)")
-    parser.add_argument("--output", type=Path, help="(default: out/benchmarks/vocabulary.json or ..._emulated.json)")
+    parser.add_argument(
+        "--microbatches", type=int, help="microbatches of a step (default: the paper's 128; emulated: 3 per device)"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="file (default: out/benchmarks/vocabulary.json or ..._emulated.json)"
+    )
     emulated = parser.add_argument_group("emulated devices")
     emulated.add_argument("--emulated", action="store_true", help="run schedules for real where passes are sleeps")
     emulated.add_argument("--devices", type=int, default=4, help="pipeline ranks (default: %(default)d)")
@@ -278,14 +276,14 @@ def main() -> None:
 
 
 def run_emulated(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    # Needs torch, and nothing else here does.
+    # Imported here, because only this function needs torch.
     from emulated.heads import Setting, compare, drawn
 
     devices = arguments.devices
     microbatches = 3 * devices if arguments.microbatches is None else arguments.microbatches
     if min(devices - 1, microbatches, *arguments.head, arguments.step_ms, arguments.repeats) <= 0:
         parser.error("give at least 2 devices, and more than 0 microbatches, head, milliseconds and repeats")
-    # As much slower than linear scaling as the paper's shards on 8 devices.
+    # The slowdown against linear scaling is that of the paper's shards on 8 devices.
     setting = Setting(devices, microbatches, arguments.head[0], arguments.step_ms / 1e3, SCALING[8, 2048])
     repeats = 1 if arguments.quick else arguments.repeats
     rows = [row for head in arguments.head for row in compare(replace(setting, head=head), repeats)]
@@ -308,7 +306,7 @@ def run_simulated(arguments: argparse.Namespace) -> int:
     console.print(drawn(found))
     near = sum(not e.reason for e in found)
     console.print(
-        f"{near} of {len(found)} ratios within {WITHIN:.0%} of the paper's; the others have a reason beside them"
+        f"{near} of {len(found)} ratios within {WITHIN:.0%} of the paper's; the others are listed with a reason"
     )
     rows = [asdict(e) | {"off": e.off, "reason": e.reason} for e in found]
     written(console, rows, arguments.output or Path("out/benchmarks/vocabulary.json"))

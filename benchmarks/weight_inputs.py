@@ -1,7 +1,7 @@
-"""What waits for W as shards, against the gathered tensors: bytes of schedules, and seconds of W.
+"""Compare shards with gathered tensors as inputs that wait for W: bytes of schedules, and seconds of W.
 
-Claim: with shards, `zb-h1`, `zbv`, `v-half` and `v-min` hold the shares of 1F1B's bytes that the papers give, and W takes as
-long as without gathers where the link of the tensor-parallel ranks is NVLink. The model is Llama-70B, sequence 4096, on 8
+Claim: with shards, `zb-h1`, `zbv`, `v-half` and `v-min` hold the shares of 1F1B's bytes that the papers give. With NVLink
+between the tensor-parallel ranks, W takes as long as without gathers. The model is Llama-70B, sequence 4096, on 8
 tensor-parallel ranks with sequence parallelism and Transformer Engine's layers.
 
     python benchmarks/weight_inputs.py               # bytes, by the planner's formulas
@@ -66,7 +66,7 @@ COLUMNS = ("schedule", "p", "units", *EXECUTIONS)
 
 
 def shares(schedule: str, devices: int) -> list[float]:
-    """Return the peak of a schedule over that of 1F1B: in activation units, and in bytes of the three executions."""
+    """Return a schedule's peak relative to 1F1B's: in activation units, and in bytes of the three executions."""
     found = []
     for execution in (None, *EXECUTIONS.values()):
         costs = None if execution is None else from_formulas(MODEL, execution, CLUSTER).costs()
@@ -98,11 +98,7 @@ def early_bytes() -> list[tuple[str, ...]]:
 
 
 def early_shares(devices: int = 8) -> list[tuple[str, ...]]:
-    """Return peaks over that of 1F1B, and makespans over those of schedules whose W all wait.
-
-    Args:
-        devices: pipeline ranks; twice as many microbatches.
-    """
+    """Return peaks relative to 1F1B's, and makespans relative to schedules in which every W waits."""
     lines = []
     for name, execution in MIXTURES.items():
         model = replace(load(name, Model), sequence=SEQUENCE)
@@ -118,12 +114,7 @@ def early_shares(devices: int = 8) -> list[tuple[str, ...]]:
 
 @dataclass
 class PretendedProduct(DeferredWeightGradient):
-    """The weight gradient of one layer, whose gather and whose product sleep.
-
-    Args:
-        gather: starts the gather.
-        product: seconds.
-    """
+    """The weight gradient of one layer. Its gather and its product, in seconds, sleep."""
 
     gather: Callable[[], Future]
     product: float
@@ -141,13 +132,10 @@ class PretendedProduct(DeferredWeightGradient):
 
 
 def measure(link: str, layers: int, layer_seconds: float, repeats: int) -> dict[str, float | str]:
-    """Return seconds of W with gathers over a link, over those without gathers: as measured, and as the planner prices them.
+    """Return the seconds of W with gathers over a link, relative to W without gathers, as measured and as priced.
 
-    Args:
-        link: ``intra_node`` or ``inter_node`` of the cluster.
-        layers: of the stage.
-        layer_seconds: that the products of a layer sleep.
-        repeats: of which the fastest counts.
+    ``link`` is ``intra_node`` or ``inter_node``, and a layer's products sleep for ``layer_seconds``. The fastest of
+    ``repeats`` counts.
     """
     kind, between = MODEL.main_kind, getattr(CLUSTER, link)
     products = [each for block in kind for each in matrices(MODEL, SHARDS, block)]
