@@ -60,7 +60,8 @@ def check(
         _Letters, typer.Option("--to", help="Letters of OUT; torch-old is for torch before 2.6.")
     ] = "pipemem",
     lowered: Annotated[
-        bool | None, typer.Option("--lowered/--compute-only", help="Write messages to OUT or not, whatever its suffix.")
+        bool | None,
+        typer.Option("--lowered/--compute-only", help="Override the suffix of OUT: write messages, or leave them out."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -124,8 +125,8 @@ def check(
     )
     out.print(f"(bubble with F = I = W; peak in {UNITS})", style="dim", soft_wrap=True)
     if written is not None:
-        what = "actions and messages" if written["lowered"] else "actions"
-        summary = f"{target}: {written['actions']} {what} on {schedule.num_devices} devices, in letters of {written['letters']}"
+        held = "actions and messages" if written["lowered"] else "actions"
+        summary = f"{target}: {written['actions']} {held} on {schedule.num_devices} devices, in letters of {written['letters']}"
         out.print(summary, soft_wrap=True, markup=False)
 
 

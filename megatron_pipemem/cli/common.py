@@ -80,8 +80,8 @@ _MOST_SECONDS = 600.0
 
 
 @contextmanager
-def showing(what: str) -> Iterator[Listener]:
-    """Show progress on stderr within this block: first ``what``, then each message of ``doing``, ``tell`` and the yielded
+def showing(text: str) -> Iterator[Listener]:
+    """Show progress on stderr within this block: first ``text``, then each message of ``doing``, ``tell`` and the yielded
     function. Print nothing to stdout within the block. An inner ``showing`` writes to the line of the outer one.
     """
     # The command that lists all commands does not import schedules.
@@ -89,10 +89,10 @@ def showing(what: str) -> Iterator[Listener]:
     from megatron_pipemem.schedule.display import doing, has_listener, listening
 
     if has_listener():
-        with doing(what):
+        with doing(text):
             yield lambda told: None
         return
-    line = _Line(what)
+    line = _Line(text)
     thread = threading.Thread(target=line.show, name="progress", daemon=True)
     thread.start()
     try:
@@ -104,13 +104,13 @@ def showing(what: str) -> Iterator[Listener]:
 
 
 class _Line:
-    def __init__(self, what: str) -> None:
-        self._text, self._started = what, time.monotonic()
+    def __init__(self, text: str) -> None:
+        self._text, self._started = text, time.monotonic()
         self._console = Console(stderr=True, highlight=False)
         self.done = threading.Event()
 
-    def tell(self, what: str) -> None:
-        self._text = what
+    def tell(self, text: str) -> None:
+        self._text = text
 
     def show(self) -> None:
         if not self._console.is_terminal:

@@ -65,9 +65,9 @@ def _is_price(number: float) -> bool:
     return 0 <= number < math.inf
 
 
-def _check_price(option: str, price: float, what: str) -> None:
+def _check_price(option: str, price: float, kind: str) -> None:
     if not _is_price(price):
-        raise CostsError("bad-number", f"--{option} {price}: give {what} of at least 0")
+        raise CostsError("bad-number", f"--{option} {price}: give {kind} of at least 0")
 
 
 def with_channel(costs: Costs, ratio: float | None) -> Costs:
@@ -301,14 +301,14 @@ def _likely_chunks(name: str, settings: Mapping[str, Any]) -> int:
 def _check_counts(
     name: str, schedule: Schedule, devices: int | None, microbatches: int | None, settings: dict[str, object]
 ) -> None:
-    for what, wanted, found in (
+    for unit, wanted, found in (
         ("devices", devices, schedule.num_devices),
         ("microbatches", microbatches, schedule.num_microbatches),
         ("chunks", settings.pop("chunks", None), schedule.placement.num_chunks),
     ):
         if wanted not in (None, found):
             raise UnsupportedError(
-                "other-size", f"{name} has {found} {what}, not {wanted}; leave --{what} out to take the file's"
+                "other-size", f"{name} has {found} {unit}, not {wanted}; leave --{unit} out to take the file's"
             )
     if settings:
         raise UnsupportedError(
@@ -336,10 +336,10 @@ def _with_attention(loaded: Loaded, prices: Costs, asked: Question) -> Costs:
     if share is None or slices == 1:
         return prices
     if loaded.request.searches or asked.vocab_parallel != OFF:
-        what = "auto searches with" if loaded.request.searches else "--vocab-parallel chooses for"
+        chooser = "auto searches with" if loaded.request.searches else "--vocab-parallel chooses for"
         raise UnsupportedError(
             "conflicting-options",
-            f"--attention-share {share:g} makes slices differ, but {what} equal slices; leave one of the two out",
+            f"--attention-share {share:g} makes slices differ, but {chooser} equal slices; leave one of the two out",
         )
     tokens = slice_tokens(slices * _FINE, slices, asked.slice_cut, share)
     return slice_costs(prices, loaded.schedule.placement, tokens, share)

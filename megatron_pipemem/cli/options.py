@@ -218,10 +218,10 @@ def check_steps(schedule: Schedule, steps: int, yes: bool) -> None:
         )
 
 
-def check_output(path: Path | None, suffixes: Sequence[str], what: str) -> None:
+def check_output(path: Path | None, suffixes: Sequence[str], kind: str) -> None:
     """Check that the output file, if given, can be written. Commands call this before they compute."""
     if path is not None:
-        check_suffix(path, suffixes, what)
+        check_suffix(path, suffixes, kind)
         check_writable(path)
 
 

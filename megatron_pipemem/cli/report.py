@@ -217,8 +217,8 @@ def _save_trace(case: Case, path: Path) -> Path:
     plan, run = case.own, case.as_ran
     name = case.schedule.name
     plan, run = (
-        replace(each, schedule=replace(each.schedule, name=f"{name}, {what}"))
-        for each, what in ((plan, "planned with the run's times"), (run, "as it ran"))
+        replace(each, schedule=replace(each.schedule, name=f"{name}, {part}"))
+        for each, part in ((plan, "planned with the run's times"), (run, "as it ran"))
     )
     with showing(f"drawing {path}"):
         return save_comparison([plan, run], path)

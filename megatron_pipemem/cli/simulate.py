@@ -91,7 +91,7 @@ def simulate(
 ) -> None:
     """Simulate a schedule: makespan, bubble, peak memory, messages, and the lower bound of the makespan.
 
-    Costs are for one device's whole share of the model and one microbatch, whatever the number of chunks. Makespans of
+    Costs are for one device's whole share of the model and one microbatch, for any number of chunks. Makespans of
     different placements are therefore comparable. The lower bound holds for every order of the same placement within the
     memory cap. Without a cap, it holds within this schedule's own peak. For ``auto`` it holds for every placement tried.
     With several replicas, or with ``--vocab-parallel``, it is the busiest device's work.
@@ -141,15 +141,15 @@ def simulate(
     if loaded.request.searches and not {"chunks", "max_chunks", "placement"} & set(loaded.request.options):
         print_facts(out, [("searched", _AS_A_RUN.format(chunks=loaded.schedule.placement.num_chunks))])
     if (search := chosen.search) is not None:
-        what = "period" if loaded.request.searches_period else "makespan"
+        measure = "period" if loaded.request.searches_period else "makespan"
         if chosen.offload is not None:
             gap = f"{1 - facts['lower_bound'] / timeline.makespan:.2%} of the makespan at most; the bound has no memory cap"
         elif search.is_optimal:
             gap = "0, optimal among the placements tried"
         else:
-            gap = f"{search.gap:.2%} of the {what} at most"
+            gap = f"{search.gap:.2%} of the {measure} at most"
         print_facts(out, [("gap to the bound", gap)])
-        out.print(placements_table(search.candidates, what))
+        out.print(placements_table(search.candidates, measure))
     if chosen.offload is not None and chosen.offload.kept:
         reasons = Counter(chosen.offload.kept.values()).most_common()
         print_facts(out, [("activations kept", ", ".join(f"{count} ({why})" for why, count in reasons))])
@@ -249,8 +249,10 @@ def _told(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 
 def _text(key: str, fact: Any) -> str:
     if key == "microbatch_weights":
-        spans = ((what, min(each), max(each), fmean(each)) for what, each in fact.items())
-        return ", ".join(f"{what} {least:.4g} to {most:.4g}, mean {mean:.4g}" for what, least, most, mean in spans)
+        spans = ((quantity, min(each), max(each), fmean(each)) for quantity, each in fact.items())
+        return ", ".join(
+            f"{quantity} {least:.4g} to {most:.4g}, mean {mean:.4g}" for quantity, least, most, mean in spans
+        )
     if isinstance(fact, dict):
         return "; ".join(f"{mode}: {', '.join(map(str, stages))}" for mode, stages in fact.items())
     if isinstance(fact, list):

@@ -210,10 +210,10 @@ def _process_events(process: int, timeline: Timeline, flow_ids: count[int]) -> l
         name_track(device, f"device {device}")
         for box in row:
             if box.action.kind not in MEMORY:
-                what = {"stage": box.action.stage, "chunk": box.chunk, "microbatch": box.action.microbatch}
+                labels = {"stage": box.action.stage, "chunk": box.chunk, "microbatch": box.action.microbatch}
                 held_after = {f"held after ({unit})": box.held}
                 name, category = f"PP:{box.action}", box.action.kind.spec.says
-                add_slice(device, name, category, (box.start, box.end), **what, **held_after)
+                add_slice(device, name, category, (box.start, box.end), **labels, **held_after)
         for time, held in held_steps(row):
             counter = {"ph": "C", "name": f"held by device {device}", "pid": process, "tid": device}
             events.append({**counter, "ts": time * _MICROSECONDS, "args": {unit: held}})
@@ -221,9 +221,9 @@ def _process_events(process: int, timeline: Timeline, flow_ids: count[int]) -> l
         if lane:
             name_track(len(rows) + device, f"copies of device {device}")
         for copy in lane:
-            what = {"stage": copy.action.stage, "microbatch": copy.action.microbatch}
+            labels = {"stage": copy.action.stage, "microbatch": copy.action.microbatch}
             category = copy.action.kind.spec.says
-            add_slice(len(rows) + device, str(copy.action), category, (copy.start, copy.end), **what)
+            add_slice(len(rows) + device, str(copy.action), category, (copy.start, copy.end), **labels)
     if timeline.collectives:
         name_track(2 * len(rows), "collectives")
     for kind, microbatch, start, end in timeline.collectives:

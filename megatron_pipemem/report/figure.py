@@ -47,10 +47,10 @@ type _Box = tuple[float, float, float, float]
 """Left, bottom, right and top edge."""
 
 
-def write_picture(draw: Callable[[], Figure], path: str | Path, what: str, instead: str = "") -> Path:
+def write_picture(draw: Callable[[], Figure], path: str | Path, kind: str, instead: str = "") -> Path:
     """Draw, and write PNG or SVG by the suffix of ``path``. The same drawing always gives the same bytes."""
     path = Path(path)
-    check_suffix(path, IMAGES, what)
+    check_suffix(path, IMAGES, kind)
     try:
         import matplotlib
 

@@ -202,5 +202,5 @@ def drift(planned: Costs, measured: Costs, placement: Placement, slices: int = 1
         return None
     _, kind, at = max(moved)
     stage, number = divmod(at, slices)
-    what = f"stage {stage}" if slices == 1 else f"slice {number} on stage {stage}"
-    return f"{kind} of {what} takes {new[kind][at] * 1e3:.3g} ms, planned with {old[kind][at] * 1e3:.3g} ms"
+    where = f"stage {stage}" if slices == 1 else f"slice {number} on stage {stage}"
+    return f"{kind} of {where} takes {new[kind][at] * 1e3:.3g} ms, planned with {old[kind][at] * 1e3:.3g} ms"

@@ -1,7 +1,7 @@
 """Carry messages between pipeline ranks: one first-in-first-out channel per directed edge.
 
 NCCL has no tags. It matches the messages of two ranks in one process group in the order in which they were posted. After
-``init_process_group(device_id=...)`` it even serializes all that one rank posts to a group, whoever the peers are. Edges
+``init_process_group(device_id=...)`` it even serializes all messages that one rank posts to a group, to any peer. Edges
 that share a device therefore never share a group here. Both ends of an edge then have one order, which the validator has
 proved, and which replaces the tags.
 """

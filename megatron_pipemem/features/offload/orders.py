@@ -130,8 +130,8 @@ def plan_offload(
     """
     base = replace(schedule, orders=tuple(tuple(a for a in order if a.kind in COMPUTE) for order in schedule.orders))
     caps, budgets = (
-        None if limit is None else per_device(limit, base.num_devices, what)
-        for limit, what in ((memory_cap, "memory caps"), (host_budget, "host budgets"))
+        None if limit is None else per_device(limit, base.num_devices, name)
+        for limit, name in ((memory_cap, "memory caps"), (host_budget, "host budgets"))
     )
     base_timeline = simulate(base, costs)
     from megatron_pipemem.features.offload.planner import Planner  # numpy takes a while to load

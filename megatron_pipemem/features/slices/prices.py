@@ -132,9 +132,9 @@ def _shares(attention: float | Mapping[Kind, float], keys_and_values: float) -> 
         share = number("attention", attention)
         shares = {Kind.F: share, Kind.I: 2 * share / (1 + share) if share >= 0 else share}
     named = {f"attention in {kind}": share for kind, share in shares.items()} | {"keys and values": keys_and_values}
-    for what, share in named.items():
+    for name, share in named.items():
         if not 0 <= share <= 1:
-            raise UnsupportedError("bad-number", f"the share of {what} is {share:g}; give a number from 0 to 1")
+            raise UnsupportedError("bad-number", f"the share of {name} is {share:g}; give a number from 0 to 1")
     return shares
 
 

@@ -56,7 +56,7 @@ class HeadOptions:
     compiled: bool = True
 
     def __post_init__(self) -> None:
-        for holds, what in (
+        for holds, problem in (
             (self.barriers in (1, 2), f"barriers={self.barriers}: give 1 or 2"),
             (
                 self.piece_tokens is None or self.piece_tokens >= 1,
@@ -69,7 +69,7 @@ class HeadOptions:
             (self.z_loss >= 0, f"z_loss={self.z_loss}: at least 0"),
         ):
             if not holds:
-                raise VocabularyError("bad-number", what)
+                raise VocabularyError("bad-number", problem)
 
     def pieces(self, tokens: int) -> Iterator[slice]:
         """Return the slices of a microbatch's tokens, piece by piece."""

@@ -171,7 +171,7 @@ class VocabularyPasses:
         self._factors: dict[int, torch.Tensor] = {}
         self._embedding_gradients: dict[int, torch.Tensor] = {}
         self._sent_embedding_gradients: dict[int, Pending[torch.Tensor]] = {}
-        self._nobody_waits: list[Pending] = []
+        self._unawaited: list[Pending] = []
         self._needed = {
             Kind.S: (self._sent_inputs,),
             Kind.LOSS: (self._gathered,),
@@ -247,8 +247,8 @@ class VocabularyPasses:
 
     def finish(self) -> None:
         """Wait for the collectives without a consumer, so that their buffers can be reused."""
-        while self._nobody_waits:
-            self._nobody_waits.pop().work.wait()
+        while self._unawaited:
+            self._unawaited.pop().work.wait()
 
     # Between the passes and the stages of this device
 
@@ -440,8 +440,8 @@ class VocabularyPasses:
             self._leave(pending)
 
     def _leave(self, pending: Pending) -> None:
-        self._nobody_waits = [each for each in self._nobody_waits if not each.work.is_completed()]
-        self._nobody_waits.append(pending)
+        self._unawaited = [each for each in self._unawaited if not each.work.is_completed()]
+        self._unawaited.append(pending)
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.ledger is not None:
