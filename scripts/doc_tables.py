@@ -55,12 +55,12 @@ DOCUMENTS = {
     "queues": "what-runs-where.md",
     "quickstart": "start.md",
 }
-"""Where a table stands."""
+"""The document of each table."""
 
 DEVICES, MICROBATCHES = 8, 32
 SIZES = [(4, 8), (4, 16), (8, 16), (8, 32), (16, 16), (16, 32)]
 GAINS = {"1f1b": "stock's", "zb-h1": "in 1F1B's memory", "v-half": "in 0.6 to 0.8 of it"}
-"""Schedules of the README's first table: which memory each takes."""
+"""Schedules of the README's first table, with the memory of each."""
 COSTS = {"1 : 1 : 1": Costs(1, 1, 1), "1 : 1.5 : 0.5": Costs(1, 1.5, 0.5)}
 COMPARED: dict[str, tuple[str, dict[str, int]]] = {
     "`1f1b`": ("1f1b", {}),
@@ -72,12 +72,12 @@ COMPARED: dict[str, tuple[str, dict[str, int]]] = {
     "`v-half`": ("v-half", {}),
     "`v-min`": ("v-min", {}),
 }
-"""By what a table calls them: their names and options."""
+"""Names in a table, with the schedule's name and options."""
 SEARCHES = {"`auto`, cap 0.625, two chunks as `v-half`": 2, "`auto`, cap 0.625, up to eight chunks": 8}
 CAP = 0.625
 SEQUENCE, TENSOR_RANKS = 4096, 8
 LAYERS = {"TE": "transformer_engine", "local": "local"}
-"""Whose layers the bytes are of: both with sequence parallelism, of Llama-70B in bf16."""
+"""Implementations of layers whose bytes are compared, both for Llama-70B in bf16 with sequence parallelism."""
 PEAKS = ("units", *(f"bytes, {name}" for name in LAYERS))
 WORDS = {
     "stock": "stock's schedule",
@@ -96,7 +96,7 @@ WORDS = {
     "searched slices": "several numbers of `slices`",
     "slices": "sequence slices",
 }
-"""How a document names the features that exclude each other."""
+"""Names of features in the documents' list of refused combinations."""
 SLICES = (1, 2, 4, 8)
 SLICED = ("seq1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
 
@@ -116,14 +116,14 @@ def table_of_costs() -> str:
 
 @cache
 def _memory(implementation: str) -> Costs:
-    """The bytes of the layers, embedding and head of Llama-70B."""
+    """Return costs with the bytes of layers, embedding and head of Llama-70B."""
     model, cluster = replace(load("llama3-70b", Model), sequence=SEQUENCE), load("h100-80g", Cluster)
     cut = {"tp": TENSOR_RANKS, "sequence_parallel": True, "implementation": implementation}
     return Costs(memory=from_formulas(model, typed(cut, Execution), cluster).costs().memory)
 
 
 def _peaks(run: Timeline) -> list[float]:
-    """The peak in activation units, and as a share of 1F1B's bytes with either's layers."""
+    """Return the peak in activation units, and as shares of 1F1B's bytes with each implementation of layers."""
     shares = [share_of_1f1b(simulate(run.schedule, _memory(each))) for each in LAYERS.values()]
     return [run.peak, *(share for share in shares if share is not None)]
 
@@ -196,7 +196,7 @@ _filled = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyp
 
 
 def _items(entries: Iterable[tuple[str, str]]) -> str:
-    """Write names and their meanings as a list whose lines fit into 120 columns."""
+    """Return names and meanings as a list with lines of at most 120 columns."""
     return "\n".join(_filled(f"- {name}: {meaning}", subsequent_indent="  ") for name, meaning in entries)
 
 
@@ -214,13 +214,13 @@ def list_of_flags() -> str:
 
 
 def list_of_conflicts() -> str:
-    """Features of this package that exclude each other."""
+    """Return the features of this package that exclude each other, as a list."""
     entries = ((one, ", ".join(WORDS[other] for other in excluded)) for one, excluded in CONFLICTS.items())
     return _items((f"{WORDS[one]}, not with", others) for one, others in entries)
 
 
 def list_of_refusals() -> str:
-    """Attributes of Megatron's configuration that a feature refuses."""
+    """Return the attributes of Megatron's configuration that each feature refuses, as a list."""
     tables = [each for each in vars(refusals).values() if isinstance(each, refusals.Refusals)]
     return _items(
         (each.feature.strip() or "with every schedule", ", ".join(f"`{option}`" for option in each.sentences))
@@ -229,7 +229,7 @@ def list_of_refusals() -> str:
 
 
 def table_of_quickstart(output: Path) -> str:
-    """The rows of the last run, without what the page says around them."""
+    """Return the rows of the last quickstart run, without title and caption."""
     text, table = io.StringIO(), quickstart.table(json.loads((output / "summary.json").read_text(encoding="utf-8")))
     table.title = table.caption = ""
     Console(file=text, width=100).print(table)
@@ -242,7 +242,7 @@ def _between(block: str, marks: re.Match[str]) -> str:
 
 
 def written(text: str, blocks: Mapping[str, str]) -> str:
-    """The text with new blocks between ``<!-- NAME -->`` and ``<!-- end of NAME -->``."""
+    """Return the text with new blocks between ``<!-- NAME -->`` and ``<!-- end of NAME -->``."""
     for name, block in blocks.items():
         mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
         text, count = mark.subn(partial(_between, block), text)
