@@ -57,16 +57,10 @@ def bytes_per_action(
 ) -> dict[Kind, tuple[int, ...]]:
     """Return the change in bytes of every kind of action, per stage and slice, stage by stage, for one microbatch.
 
-    Stages of other ranks get 0. If microbatches differ, the largest one is taken. If experts get more tokens from one
-    microbatch than from another, the one with most is taken. Under a capacity factor, the result is extrapolated to the
-    number of tokens that the factor allows.
-
-    Args:
-        entries: the ledger of one step.
-        num_stages: stages of the pipeline.
-        most: ``False`` takes the smallest microbatch instead.
-        on_host: count bytes on the host instead.
-        slices: sequence slices of a microbatch; the actions of the entries then count those of all microbatches.
+    ``entries`` are those of one step, and stages of other ranks get 0. If microbatches differ, the largest one is taken, or
+    the smallest with ``most=False``. If experts get more tokens from one microbatch than from another, the one with most is
+    taken. Under a capacity factor, the result is extrapolated to the number of tokens that the factor allows. ``on_host``
+    counts bytes on the host. With several ``slices``, the actions count the slices of all microbatches.
     """
     held = [entry.host_bytes if on_host else entry.bytes for entry in entries]
     forwards = {
@@ -118,12 +112,8 @@ def _counting[**P, T](
 class ActivationLedger:
     """Count the bytes of one step on one rank.
 
-    Args:
-        permanent: tensors that are not activations: parameters, gradient buffers, module buffers.
-        tokens: ``(b, s)`` of every microbatch, if microbatches differ.
-
-    Attributes:
-        failure: the error that ended the count, or ``None``.
+    ``permanent`` are tensors that are not activations: parameters, gradient buffers, module buffers. ``tokens`` are the
+    ``(b, s)`` of every microbatch, if microbatches differ. ``failure`` is the error that ended the count, or ``None``.
     """
 
     def __init__(self, permanent: Iterable[torch.Tensor] = (), tokens: Sequence[tuple[int, int]] | None = None):

@@ -97,10 +97,8 @@ class Recorder:
 def region(function: Callable, replay: Callable[[], Replay]) -> Callable:
     """Return the function as a region of the forward that is being recorded. Without a recording it runs as it is.
 
-    Args:
-        function: a function that gives the same result for the same tensors. All its arguments are positional, and it
-            returns a tensor or a tuple.
-        replay: keeps the state of the random number generators when a region begins.
+    The function must give the same result for the same tensors. All its arguments are positional, and it returns a tensor or
+    a tuple. ``replay`` keeps the state of the random number generators when a region begins.
     """
 
     def run(*arguments):

@@ -124,14 +124,10 @@ def average[Key](reports: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
 def costs_from(
     medians: Medians, links: Mapping[tuple[int, int], float], placement: Placement, before: Costs, slices: int = 1
 ) -> Costs:
-    """Return the costs in seconds per stage and slice, stage by stage.
+    """Return the costs in seconds per stage and slice, stage by stage, from the ``medians`` of all stages.
 
-    Args:
-        medians: seconds of all stages. The time of a fused backward is split in the proportion of ``before``.
-        links: seconds of a message (of a slice) between two devices; links left out cost nothing.
-        placement: the stages of every device.
-        before: the costs so far, used where a time is missing.
-        slices: sequence slices of a microbatch.
+    ``before`` are the costs so far. They replace missing times, and give the proportion in which a fused backward is split.
+    ``links`` has the seconds of a slice's message between two devices; other links cost nothing.
     """
     known = before.seconds(placement, slices)
     prices: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}

@@ -53,18 +53,14 @@ def new_groups(
 ) -> list[dist.ProcessGroup]:
     """Open process groups with the timeout of ``parent``. Every rank of the job must call this at the same time.
 
-    Every rank takes part in the creation of every group, in one order, so the ranks first exchange their wishes. A rank
-    gets its own wishes, in order, with ``GroupMember.NON_GROUP_MEMBER`` for groups without it. NCCL groups run on streams
-    of high priority and keep the parent's limits on thread blocks (``--nccl-communicator-config-path``).
+    Every rank takes part in the creation of every group, in one order, so the ranks first exchange their wishes. ``wanted``
+    has the global ranks of every group, and must be the same on all ranks of ``parent``. A rank gets its own wishes, in
+    order, with ``GroupMember.NON_GROUP_MEMBER`` for groups without it. NCCL groups run on streams of high priority and keep
+    the parent's limits on thread blocks (``--nccl-communicator-config-path``).
 
-    Args:
-        wanted: global ranks of every group; the same on all ranks of ``parent``.
-        parent: the process group whose timeout the new groups get.
-        description: name in torch's logs.
-        backend: backend of the groups; by default that of the default group.
-        messages: whether the groups carry messages. NCCL may then use ``MESSAGE_CTAS`` thread blocks if the parent sets no
-            limit. If the default group is bound to no device, NCCL connects pairs of ranks at their first message. Groups
-            of all parents with the same number are then one group, so many pipelines open no more groups than one.
+    With ``messages``, NCCL may use ``MESSAGE_CTAS`` thread blocks if the parent sets no limit. If the default group is bound
+    to no device, NCCL connects pairs of ranks at their first message. Groups of all parents with the same number are then
+    one group, so many pipelines open no more groups than one.
     """
     ours = tuple(tuple(ranks) for ranks in wanted)
     everyones: list[Any] = [None] * dist.get_world_size()
@@ -151,12 +147,8 @@ def connect(placement: Placement, group: dist.ProcessGroup, device: torch.device
     """Open the channels of one pipeline. Every rank of the job must call this at the same time.
 
     Backends open a connection at its first message and block until the other end does the same. So all connections are
-    opened here, in one order that every rank shares.
-
-    Args:
-        placement: the stages of every device, which decide the edges.
-        group: the pipeline's process group. Its ranks are the devices, in order.
-        device: the device of the messages, which decides their backend.
+    opened here, in one order that every rank shares. The ranks of ``group`` are the devices, in order, and ``device`` decides
+    the backend.
     """
     ranks = dist.get_process_group_ranks(group)
     colours = colour(edges(placement))
@@ -254,13 +246,9 @@ class _Channel:
 class Transport:
     """The messages of one step on one rank.
 
-    Args:
-        pipeline: the channels, from ``connect``.
-        message: format of all messages.
-        in_sequence: read the header with a shape when its receive is posted, and not when the tensor is needed. Programs
-            with one order for everything need this.
-        polls: ask the device after every send which messages have left, and free them. Otherwise ``settle`` and ``finish``
-            free them without asking.
+    With ``in_sequence``, the header with a shape is read when its receive is posted, and not when the tensor is needed.
+    Programs with one order for everything need this. With ``polls``, the device is asked after every send which messages
+    have left, so that they can be freed. Otherwise ``settle`` and ``finish`` free them without asking.
     """
 
     pipeline: Pipeline

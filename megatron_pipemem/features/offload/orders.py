@@ -114,19 +114,15 @@ def plan_offload(
     channel, the host's memory or the time between forward and backward. The shortest-lived ones stay first, so there is
     always a plan.
 
-    Args:
-        schedule: any schedule; its own actions on memory are planned anew.
-        costs: costs with a channel; without one, transfers take no time.
-        select: activations that may leave. ``auto`` or ``full``: all. ``half``: those of the longer-lived half of every
-            device's chunks. ``off``: none. A number: those of so many chunks per device. A collection: those of these stages.
-        memory_cap: highest memory of a device, one number or one per device, in activation units or the unit of
-            ``costs.memory``. With a cap, as few activations as possible leave, and the step gets longer only if it must.
-            Without one, the peak is made as low as possible without a longer step, and all others leave too that do not
-            raise it.
-        host_budget: highest host memory of a device, one number or one per device, in the same unit.
-        pace: try also warm-ups whose forwards run no faster than in the steady state, which may take longer. With a cap,
-            they are tried in any case before a slower steady state.
-        slow_down: whether the steady state may become slower if only that keeps the cap.
+    ``select`` names the activations that may leave. ``auto`` or ``full``: all. ``half``: those of the longer-lived half of
+    every device's chunks. ``off``: none. A number: those of so many chunks per device. A collection: those of these stages.
+
+    ``memory_cap`` and ``host_budget`` are one number or one per device, in activation units or the unit of ``costs.memory``.
+    With a cap, as few activations as possible leave, and the step gets longer only if it must. Without one, the peak is made
+    as low as possible without a longer step, and all others leave too that do not raise it.
+
+    ``pace`` tries also warm-ups whose forwards run no faster than in the steady state, which may take longer. With a cap, they
+    are tried in any case, before a slower steady state. ``slow_down`` allows that slower steady state if only it keeps the cap.
     """
     base = replace(schedule, orders=tuple(tuple(a for a in order if a.kind in COMPUTE) for order in schedule.orders))
     caps, budgets = (

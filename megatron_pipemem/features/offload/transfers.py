@@ -74,10 +74,7 @@ def plan_round_trips(
     Whenever the channel is free, it starts the transfer back that would otherwise be late. If none would be, it starts a
     transfer out of the last used item, as long as all items can return in time. Otherwise it waits.
 
-    Args:
-        items: activations of all devices of the channel.
-        duplex: whether transfers of different directions run at the same time.
-        host_budget: host memory that each device may use.
+    With ``duplex``, transfers of different directions run at the same time. ``host_budget`` is the host memory of each device.
     """
     return _TransferPlan(items, duplex, host_budget).run()
 

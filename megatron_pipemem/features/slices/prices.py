@@ -73,13 +73,10 @@ def slice_costs(
     first slice allocates them, and I of that slice, which runs backward last, frees them. Their gradients have as many bytes
     and live from I of the last slice to I of the first. Neither recompute nor offload moves the caches or these gradients.
 
-    Args:
-        costs: costs of whole microbatches, one number or one per stage.
-        placement: the stages of every device. Several replicas raise an UnsupportedError.
-        tokens: tokens of every slice.
-        attention: share of causal attention in the seconds of F and I. R and RS take that of F by default. One number ``a``
-            is the share of F. The share of I is then ``2a / (1+a)``, because its attention has twice the matrix products.
-        keys_and_values: share of keys and values in the memory of F.
+    ``costs`` are those of whole microbatches, one number or one per stage. ``tokens`` has those of every slice. ``attention``
+    is the share of causal attention in the seconds of F and I; R and RS take that of F by default. One number ``a`` is the
+    share of F. The share of I is then ``2a / (1+a)``, because its attention has twice the matrix products.
+    ``keys_and_values`` is their share in the memory of F.
     """
     slices, shares = len(tokens), _shares(attention, keys_and_values)
     if not tokens or min(tokens) < 1:

@@ -23,13 +23,11 @@ def head_on_last_stage(
 ) -> Costs:
     """Return the costs of a model whose head is a part of its last stage.
 
-    Args:
-        costs: costs of the layers alone; single numbers mean an even cut.
-        placement: a placement of one model copy.
-        head: seconds of forward and backward of the whole head; a third each goes to F, I and W.
-        layers: layers of every stage, if the cut is not even. ``costs`` must then be single numbers, and every layer takes
-            equally long. In activation units, such stages still count as equal in memory.
-        slices: sequence slices of a microbatch. Each has an equal part of the head, and ``costs`` may be per slice.
+    ``costs`` are those of the layers alone; single numbers mean an even cut. ``head`` is the seconds of forward and backward of
+    the whole head; a third each goes to F, I and W, and an equal part to each slice.
+
+    ``layers`` are those of every stage, if the cut is not even. ``costs`` must then be single numbers, and every layer takes
+    equally long. In activation units, such stages still count as equal in memory.
     """
     seconds = costs.seconds(placement, slices)
     if layers is not None:
@@ -131,15 +129,12 @@ def choose_vocabulary(
 ) -> VocabularyChoice:
     """Return the fastest option, or the simplest one if several are about as fast.
 
-    Args:
-        schedule: a schedule without vocabulary passes.
-        costs: costs of the layers alone. Prices of passes in them hold for both algorithms. By default shards are equal and
-            run at the head's own speed.
-        head: seconds of forward and backward of the whole head on one device.
-        layers: number of layers, to compare with moving them; ``None`` if they cannot be moved.
-        layout: present layers of every stage, for costs in single numbers; by default an even cut.
-        with_passes: schedule with passes by number of barriers, for each number that is allowed. By default
-            ``with_vocabulary`` makes both.
+    ``costs`` are those of the layers alone, and ``head`` is the seconds of forward and backward of the whole head. Prices of
+    passes in ``costs`` hold for both algorithms; by default shards are equal and run at the head's own speed.
+
+    ``layers`` is their number, to compare with moving them, or ``None`` if they cannot be moved. ``layout`` has the present
+    layers of every stage, for costs in single numbers; by default the cut is even. ``with_passes`` has a schedule for each
+    allowed number of barriers; by default ``with_vocabulary`` makes both.
     """
     placement, slices = schedule.placement, schedule.slices
     seconds = costs.seconds(placement, slices)

@@ -258,10 +258,8 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
 
     It has ``barriers`` more microbatches, or slices, in flight: on 1F1B, device r holds ``p - r + barriers``.
 
-    Args:
-        schedule: a valid schedule of one pipeline and one model copy, without vocabulary passes. It may have forwards only.
-        barriers: 1 (Algorithm 2 of the paper) or 2 (Algorithm 1), see ``Schedule.vocabulary_barriers``.
-        costs: costs for which the order is made.
+    The schedule must be valid, of one pipeline and one model copy, and without vocabulary passes. It may have forwards only.
+    One barrier is the paper's Algorithm 2, two are its Algorithm 1, see ``Schedule.vocabulary_barriers``.
     """
     if barriers not in BARRIERS:
         raise UnsupportedError("bad-choice", f"vocabulary parallelism has 1 or 2 barriers, not {barriers!r}")

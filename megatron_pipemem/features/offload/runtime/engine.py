@@ -180,21 +180,18 @@ POISON = 0xFF
 class OffloadEngine:
     """Captured activations of one device. One thread calls all methods; backwards may run on other threads.
 
-    These tensors stay on the device: parameters and ``permanent`` tensors, storages below ``min_bytes``, tensors of another
-    device, tensor subclasses, and the tensors in ``keep``. A storage that several saved tensors view moves once, as one run of
-    bytes, and every view returns as a view of it. A storage of several keys leaves with the last key and returns with the
-    first.
+    Tensors stay on the device if they are parameters or ``permanent``, if their storage is below ``min_bytes``, if they are
+    subclasses or on another device, or if a caller keeps them. ``permanent`` are tensors that are not activations:
+    parameters, gradient buffers, module buffers. Small storages stay because even a small copy costs the host microseconds.
+
+    A storage that several saved tensors view moves once, as one run of bytes, and every view returns as a view of it. A
+    storage of several keys leaves with the last key and returns with the first.
 
     A deferred weight gradient takes its input from the graph during I, after the reload, and holds it until its W. Such
     inputs are on the host between F and I like others, and on the device between I and W.
 
-    Args:
-        channel: the way to the host.
-        pool: host memory.
-        permanent: tensors that are not activations: parameters, gradient buffers, module buffers.
-        min_bytes: storages below this stay, because even a small copy costs the host a few microseconds.
-        guard: find code that uses memory while it is on the host. Freed and newly allocated device memory is filled with
-            NaN, and checksums before and after are compared. This waits for the device.
+    ``guard`` finds code that uses memory while it is on the host. It fills freed and newly allocated device memory with NaN,
+    compares checksums from before and after, and waits for the device.
     """
 
     def __init__(
@@ -239,9 +236,8 @@ class OffloadEngine:
     ) -> Iterator[OffloadEngine]:
         """Enclose one training step. Its captures are dropped at the end in any case, and statistics begin anew.
 
-        Args:
-            permanent: tensors of this step that are not activations, in addition to the engine's.
-            on_device: called with each tensor that takes device memory: saved tensors and reloaded runs of bytes.
+        ``permanent`` adds tensors of this step that are not activations. ``on_device`` is called with each tensor that takes
+        device memory: saved tensors and reloaded runs of bytes.
         """
         self._begin_step(permanent)
         self._on_device = on_device

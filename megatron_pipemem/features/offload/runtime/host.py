@@ -50,12 +50,8 @@ class HostBlock:
 class HostPool:
     """Blocks of host memory, by best fit with merging of neighbours. Segments are allocated when needed, and then kept.
 
-    Segments are powers of two, because pinned allocators round to these. The budget is then the memory really taken.
-
-    Args:
-        budget: most bytes that this pool may take from the host.
-        allocate: makes host memory, as ``CopyChannel.host_memory`` does.
-        segment: bytes of a segment, rounded up to a power of two.
+    Segments are powers of two, because pinned allocators round to these, so ``budget`` is the memory really taken.
+    ``allocate`` makes host memory, as ``CopyChannel.host_memory`` does.
     """
 
     def __init__(self, budget: int, allocate: Callable[[int], torch.Tensor], segment: int = 1 << 28):
@@ -143,9 +139,7 @@ _LIMITS = {
 def available_memory(groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the available memory in bytes: the least that the machine and the limits of all control groups leave.
 
-    Args:
-        groups: the list of this process's control groups, see proc(5) and cgroups(7).
-        mounted: the folder of the groups' files, in version 1 or 2.
+    ``groups`` lists this process's control groups, see proc(5) and cgroups(7). ``mounted`` has their files, in version 1 or 2.
     """
     return max(0, min([psutil.virtual_memory().available, *_left_by_limits(groups, mounted)]))
 
@@ -200,11 +194,8 @@ def measure_bandwidths(
 ) -> dict[str, float]:
     """Return bytes per second: ``d2h``, ``h2d`` and ``both`` (each way), and the same during matrix products (``_computing``).
 
-    Args:
-        channel: the channel to measure.
-        nbytes: size of one copy; twice as much pinned host memory is taken.
-        repeats: number of copies for the median, after one that does not count.
-        matrix: rows and columns of the products.
+    One copy has ``nbytes``, and needs as much pinned host memory each way. The result is the median of ``repeats`` copies,
+    after one that does not count. The products are of ``matrix`` rows and columns.
     """
     ends = copy_ends(channel, nbytes)
     a = torch.randn(matrix, matrix, device=channel.device).to(torch.bfloat16)

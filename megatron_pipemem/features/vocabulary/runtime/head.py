@@ -29,31 +29,23 @@ from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """Options of the head's computation, the same on every rank.
+    """Options of the head's computation, the same on every rank."""
 
-    Args:
-        barriers: collectives in sequence that the last stage's backward waits for. 1 computes the input gradient from
-            statistics before the loss is known (the paper's Algorithm 2), 2 after it (its Algorithm 1).
-        piece_tokens: number of tokens whose logits are in fp32 at a time; ``None`` for the whole microbatch. Pieces change
-            results only if matrix products of other sizes round differently.
-        keep_logits: keep the logits, ``[tokens, rows]`` in the parameter's dtype, until their gradient is taken. ``False``
-            computes them again, piece by piece. That takes one more matrix product per use, but no memory of that size.
-        scale: factor of the logits.
-        softcap: ``c`` of ``c * tanh(logits / c)``, applied after ``scale``; ``None`` for none.
-        z_loss: factor of the square of the log-partition function, added to every token's loss.
-        message_dtype: type of the partial input gradients that are summed over the ranks. 16 bit halves the message and
-            rounds once per rank.
-        compiled: compile the passes over logits on CUDA, see ``kernels.Compiler``. ``False`` runs one operation at a time.
-    """
-
+    # Number of collectives in sequence that the last stage's backward waits for. 1 computes the input gradient from statistics
+    # before the loss is known (the paper's Algorithm 2), and 2 after it (its Algorithm 1).
     barriers: int = 1
+    # Number of tokens whose logits are in fp32 at a time; ``None`` for the whole microbatch. Pieces change results only if
+    # matrix products of other sizes round differently.
     piece_tokens: int | None = None
+    # Keep the logits, ``[tokens, rows]`` in the parameter's dtype, until their gradient is taken. ``False`` computes
+    # them again, piece by piece, with one more matrix product per use but no memory of that size.
     keep_logits: bool = True
-    scale: float = 1.0
-    softcap: float | None = None
-    z_loss: float = 0.0
+    scale: float = 1.0  # factor of the logits
+    softcap: float | None = None  # ``c`` of ``c * tanh(logits / c)``, applied after ``scale``
+    z_loss: float = 0.0  # factor of the squared log-partition function, which is added to every token's loss
+    # Type of the partial input gradients that are summed over the ranks. 16 bit halves the message and rounds once per rank.
     message_dtype: torch.dtype = torch.float32
-    compiled: bool = True
+    compiled: bool = True  # compile the passes over logits on CUDA, see ``kernels.Compiler``
 
     def __post_init__(self) -> None:
         for holds, problem in (
@@ -79,35 +71,24 @@ class HeadOptions:
 
 @dataclass(eq=False)
 class HeadMicrobatch:
-    """State of the head for one microbatch.
-
-    Args:
-        shard: this rank's rows of the head's matrix.
-        options: options of the head.
-        x: input, ``[tokens, h]``.
-        shape: original shape of the labels.
-        local: the label's row within this shard, or 0 if another shard has it.
-        owned: whether the label's row is in this shard.
-        valid: whether the label is in the vocabulary.
-        statistics: fp32, ``[3, tokens]``. ``own_maximum`` is the largest logit of this shard. ``own_sum`` is the sum of the
-            exponentials of its logits except the label's, relative to ``own_maximum`` and later to the maximum of all ranks.
-            ``target_logit`` is the label's logit if ``owned``, else 0.
-        for_backward: whether gradients will be computed.
-        logits: result of the matrix product, ``[tokens, rows]``, replaced later by its gradient. ``None`` if not kept.
-        average: rows of the weights averaged by the local softmax (times ``SOFTMAX_SUM``) without the label's row,
-            ``[tokens, h]``. Up to factors per token, it is the input gradient of the one-barrier algorithm.
-    """
+    """State of the head for one microbatch. Its rows of ``statistics`` are ``own_maximum``, ``own_sum`` and
+    ``target_logit``."""
 
     shard: WeightShard
     options: HeadOptions
-    x: torch.Tensor
-    shape: torch.Size
-    local: torch.Tensor
-    owned: torch.Tensor
-    valid: torch.Tensor
+    x: torch.Tensor  # input, ``[tokens, h]``
+    shape: torch.Size  # original shape of the labels
+    local: torch.Tensor  # the label's row within this shard, or 0 if another shard has it
+    owned: torch.Tensor  # whether the label's row is in this shard
+    valid: torch.Tensor  # whether the label is in the vocabulary
+    # fp32, ``[3, tokens]``: the largest logit of this shard; the sum of the exponentials of its logits except the label's,
+    # relative to that maximum and later to the maximum of all ranks; and the label's logit if ``owned``, else 0.
     statistics: torch.Tensor
     for_backward: bool
+    # Result of the matrix product, ``[tokens, rows]``, replaced later by its gradient; ``None`` if not kept.
     logits: torch.Tensor | None = None
+    # Rows of the weights averaged by the local softmax (times ``SOFTMAX_SUM``) without the label's row, ``[tokens, h]``. Up to
+    # factors per token, this is the input gradient of the one-barrier algorithm.
     average: torch.Tensor | None = None
 
     @property
@@ -160,11 +141,9 @@ class VocabularyHead:
     def score(self, x: torch.Tensor, labels: torch.Tensor, *, for_backward: bool = True) -> HeadMicrobatch:
         """Run S: compute the logits of this rank's rows and their statistics for the loss.
 
-        Args:
-            x: input of the head, ``[..., h]`` in the parameter's dtype, the same on every rank. It must not be modified
-                until the weight gradient has run.
-            labels: ``[...]``. A label outside the vocabulary, for example -100, is ignored: loss 0, no gradient.
-            for_backward: ``False`` for evaluation, which keeps nothing for gradients.
+        ``x`` is the head's input, ``[..., h]`` in the parameter's dtype, the same on every rank. It must not be modified until
+        the weight gradient has run. A label outside the vocabulary, for example -100, is ignored: loss 0, no gradient.
+        ``for_backward=False``, for evaluation, keeps nothing for gradients.
         """
         if labels.shape != x.shape[:-1]:
             raise VocabularyError(
@@ -232,12 +211,9 @@ def finish_input_gradient(
 class Normalised:
     """The losses of one microbatch, which are the same on every rank.
 
-    Args:
-        batch: the state of the microbatch on this rank.
-        maximum: maximum of the logits over the whole vocabulary, ``[tokens]``.
-        others: sum of exp(logit - maximum) over all rows except the label's, ``[tokens]``.
-        label: the label's logit minus the maximum, ``[tokens]``.
-        into: memory for the numbers per token, fp32 ``[NUMBERS, tokens]``; ``None`` takes new memory.
+    Per token, ``maximum`` is that of the logits over the whole vocabulary, ``others`` is the sum of exp(logit - maximum) over
+    all rows except the label's, and ``label`` is the label's logit minus the maximum. ``into`` is memory for the numbers kept
+    per token, fp32 ``[NUMBERS, tokens]``; ``None`` takes new memory.
     """
 
     NUMBERS = 5

@@ -51,17 +51,13 @@ def statistics(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Run the pass of S: return the statistics of these logits for the loss.
 
-    Args:
-        raw: logits from the matrix product, ``[tokens, rows]``, at least one row. Not modified.
-        local: the label's row, ``[tokens]``; any row if it is not ``owned``.
-        owned: whether the label's row is one of these, ``[tokens]``.
-        scale, softcap: see ``HeadOptions``.
-        softmax: whether to return the last result.
+    ``raw`` are logits from the matrix product, ``[tokens, rows]``, at least one row, and are not modified. ``local`` is the
+    label's row, or any row if the label is not ``owned``, both ``[tokens]``.
 
-    Returns:
-        Three fp32 tensors ``[tokens]``: the largest logit; the sum of the exponentials of all logits except the label's,
-        relative to the largest; and the label's logit if ``owned``, else 0. Last, for averages of the weights, those
-        exponentials times the soft cap's slope, in ``raw``'s shape and dtype. Without the slope they sum to ``SOFTMAX_SUM``.
+    The first three results are fp32, ``[tokens]``: the largest logit; the sum of the exponentials of all logits except the
+    label's, relative to the largest; and the label's logit if ``owned``, else 0. The last one, with ``softmax``, is for
+    averages of the weights: those exponentials times the soft cap's slope, in ``raw``'s shape and dtype. Without the slope
+    they sum to ``SOFTMAX_SUM``.
     """
     logits = transform(raw, scale, softcap)
     # The clamp keeps a row of only -inf from becoming -inf - -inf.
@@ -91,13 +87,10 @@ def logit_gradient(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """Run the pass of T: replace the logits ``raw`` by their gradient.
+    """Run the pass of T: replace the logits ``raw`` by their gradient; see ``statistics``.
 
-    Args:
-        raw, local, owned, scale, softcap: as in ``statistics``; ``raw`` is overwritten.
-        maximum: the maximum that exponentials are relative to, fp32, ``[tokens]``.
-        factor: factor of the exponentials, fp32, ``[tokens]``.
-        label: the label's entry before the soft cap's slope, fp32, ``[tokens]``.
+    The gradient is ``factor`` times the exponentials relative to ``maximum``, with ``label`` as the label's entry before the
+    soft cap's slope. All three are fp32, ``[tokens]``.
     """
     logits = transform(raw, scale, softcap)
     slopes = slope(logits, softcap)
@@ -132,14 +125,7 @@ class Compiler:
         """Whether passes run uncompiled although they should be compiled."""
 
     def run(self, function: Callable, raw: torch.Tensor, *per_token: torch.Tensor, **constants):
-        """Return ``function(raw, *per_token, **constants)``, compiled if torch can.
-
-        Args:
-            function: the pass.
-            raw: logits from the matrix product, ``[tokens, rows]``.
-            per_token: tensors whose first dimension is that of tokens.
-            constants: constants of the pass, by name.
-        """
+        """Return ``function(raw, *per_token, **constants)``, compiled if torch can. ``raw`` is ``[tokens, rows]``."""
         if raw.device.type in self._devices and not self.gave_up:
             # Imported here, because the import takes seconds and only compiling needs it.
             from torch._dynamo import config, exc, maybe_mark_dynamic
