@@ -1,4 +1,4 @@
-"""Compare the memory of pipelines with offload with published numbers, and count the cases of a grid that can be scheduled.
+"""Compare the memory of pipelines that offload with published numbers, and count the cases of a grid that can be scheduled.
 
 The published numbers are those of PipeOffload (arXiv 2503.01328) and of its scheduler with unit costs. The script prints tables
 and writes ``out/benchmarks/offload_quality.json``.

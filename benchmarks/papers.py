@@ -169,7 +169,7 @@ def _without_barrier(found: Answer, base: Answer) -> str:
 
 
 def offloaded() -> dict[str, list[Row]]:
-    """Compare pure pipelines with offload with tensor parallelism."""
+    """Compare pure pipelines that offload with tensor parallelism."""
     known = {variant.name for variant in variants()}
     rows = []
     for name, sequence in track(OFFLOADED, "offload", transient=True):

@@ -190,7 +190,7 @@ class Model:
 
 
 def makespans(model: Model, num_microbatches: int, methods: set[str]) -> dict[str, float]:
-    """Milliseconds of a step by method."""
+    """Return the milliseconds of a step, by method."""
     name, p, m = "1f1b" if model.table == 5 else "v-half", model.devices, num_microbatches
     base = build_schedule(name, num_devices=p, num_microbatches=m)
     placement = base.placement

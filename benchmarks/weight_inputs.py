@@ -1,4 +1,4 @@
-"""Compare shards with gathered tensors as inputs that wait for W: bytes of schedules, and seconds of W.
+"""Compare two ways to keep inputs until W, as shards or gathered: bytes of schedules, and seconds of W.
 
 Claim: with shards, `zb-h1`, `zbv`, `v-half` and `v-min` hold the shares of 1F1B's bytes that the papers give. With NVLink
 between the tensor-parallel ranks, W takes as long as without gathers. The model is Llama-70B, sequence 4096, on 8

@@ -17,7 +17,8 @@ from megatron_pipemem.cli.common import INTERRUPTED, INVALID, UNUSABLE, report_e
 from megatron_pipemem.errors import PipememError, ScheduleError, with_code
 
 _LEAST_COLUMNS = 80
-"""Narrowest terminal for Typer's panels, which cut option names on narrower ones. Those show click's plain help."""
+"""Narrowest terminal for Typer's panels, which cut option names on narrower ones. Narrower terminals show click's plain
+help."""
 
 
 def markup() -> Literal["markdown"] | None:

@@ -350,7 +350,7 @@ def grid(
             left = len(store.open_points())
             jobs = "; its jobs stay in Slurm's queue" if launcher == "slurm" else ""
             report_error(
-                f"interrupted with {left} of {len(points)} points left or failed{jobs}; continue with: {again}"
+                f"interrupted with {left} of {len(points)} points not finished or failed{jobs}; continue with: {again}"
             )
             code = stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else INTERRUPTED
             raise typer.Exit(code) from None

@@ -56,7 +56,7 @@ def price_layers(names: Sequence[str], asked: Question) -> Costs:
     if ratio is not None and not sends:
         raise UnsupportedError(
             "needs-option",
-            f"--offload-ratio {ratio:g} prices the way to the host, but no activations are sent there; give --offload too",
+            f"--offload-ratio {ratio:g} is the speed of the way to the host, but nothing is offloaded; give --offload too",
         )
     return costs
 
@@ -146,7 +146,7 @@ def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | Non
 
 
 def priced_head(asked: Prices, costs: Costs, schedule: Schedule, barriers: int) -> Costs:
-    """Return the costs with the LM head cut by this many barriers; 0 puts it on the last stage."""
+    """Return the costs with the LM head cut over the devices with so many barriers; 0 puts it on the last stage."""
     seconds = head_seconds(asked, costs, schedule)
     if seconds is None:
         return costs
@@ -346,7 +346,7 @@ def _with_attention(loaded: Loaded, prices: Costs, asked: Question) -> Costs:
 
 
 def check_attention(asked: Question, schedules: Iterable[Schedule]) -> None:
-    """Raise an UnsupportedError if no schedule has slices for the attention share, or if a cut has no attention share."""
+    """Raise an UnsupportedError if --attention-share has no slices to price, or --slice-cut has no attention share."""
     if asked.attention_share is not None and all(schedule.slices == 1 for schedule in schedules):
         raise UnsupportedError(
             "needs-option",

@@ -187,7 +187,7 @@ def complete_families(incomplete: str) -> list[tuple[str, str]]:
 
 
 def complete_schedules(incomplete: str) -> list[tuple[str, str]]:
-    """Return also ``auto``, schedule files and folders whose name begins with ``incomplete``."""
+    """Return ``auto``, and the schedules, schedule files and folders whose name begins with ``incomplete``."""
     found = complete_families(incomplete)
     if AUTO.startswith(incomplete):
         found.append((AUTO, "the fastest that a search finds"))

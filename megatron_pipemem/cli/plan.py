@@ -311,7 +311,7 @@ def _is_run(of: str) -> bool:
 
 
 def _of_cut(context: typer.Context, of: str, cut: _Cut) -> dict[str, Any]:
-    """Return the options of the cut by keys of a run. A run file refuses them, because it states them itself."""
+    """Return the options of the parallelism by keys of a run file. Refuse them if the argument is a run file itself."""
     if _is_run(of):
         check_runs_own(context, _OF_CUT)
         return {}

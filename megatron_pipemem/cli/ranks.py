@@ -44,7 +44,7 @@ def main() -> None:
     except ChildFailedError as error:
         _end(first_cause(error.failures))
     except SignalException as error:
-        _end(f"ended by {error.sigval.name}, and the ranks with it")
+        _end(f"{error.sigval.name} ended this launcher and its ranks")
     except (RuntimeError, OSError, ValueError) as error:  # from the rendezvous or from torchrun's own flags
         why = str(error).strip().splitlines() or [type(error).__name__]
         _end(f"the ranks could not be started: {why[0]}; is the port free, and is the address that of the first node?")
@@ -110,7 +110,7 @@ def rank_guard() -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         if int(os.environ.get("RANK", 0)) == 0:
-            print("interrupted; --load goes on from the last checkpoint that --save has written", file=sys.stderr)
+            print("interrupted; --load resumes from the last checkpoint of --save", file=sys.stderr)
         _exit(130)
     except SystemExit as stop:
         if stop.code in (None, 0):
@@ -177,7 +177,7 @@ class _FailureBoard:
         return cls(int(job["RANK"]), job["MASTER_ADDR"], int(job["MASTER_PORT"]), run)
 
     def _store(self):
-        """Return a connection, or None if the store is not open. Its own client would wait and log every attempt."""
+        """Return a connection, or None if the store is not open. The store's own client would wait and log every attempt."""
         store = getattr(self._local, "store", None)
         if store is None:
             from torch.distributed import TCPStore

@@ -156,7 +156,7 @@ def simulate(
 
 
 def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
-    """Prove the program in single queues, and return its makespan and bubble there."""
+    """Prove the program with one hardware queue per rank, and return its makespan and bubble."""
     program = lower(schedule, single_queue=True, costs=costs)
     validate_program(program, microbatch_order=False)
     run = run_single_queues(program, costs)

@@ -162,7 +162,7 @@ class _ReleasingWork(Work):
 
 
 def install() -> None:
-    """Wrap the makers of groups and the collectives in both modules that export them, and share gloo's device."""
+    """Wrap collectives and functions that make groups, in both modules that export them, and share gloo's device."""
     gloo: Any = distributed_c10d.ProcessGroupGloo
     gloo.__init__ = _on_one_device(gloo.__init__)
     makers = ("init_process_group", "new_group")

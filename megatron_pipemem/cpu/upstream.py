@@ -104,8 +104,8 @@ def _fused_gradients() -> ModuleType:
 
 
 def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return the result that Megatron's ``maybe_move_tensor_to_cpu`` has for a GPU tensor. It leaves CPU tensors unchanged,
-    but an all-to-all takes no tensors as split sizes.
+    """Return the result that Megatron's ``maybe_move_tensor_to_cpu`` has for a GPU tensor. That function leaves CPU
+    tensors unchanged, but an all-to-all takes no tensors as split sizes.
     """
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 

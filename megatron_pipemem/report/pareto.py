@@ -83,7 +83,7 @@ def draw(
     from matplotlib.ticker import PercentFormatter
 
     if not points:
-        raise UnsupportedError("nothing-to-draw", "no schedule is left to draw; give fewer conditions")
+        raise UnsupportedError("nothing-to-draw", "no schedule is left to draw; relax the memory caps")
     axes = axes_for_points((11, 6.4), title, f"peak of the fullest device, in {_unit(in_bytes)}", "bubble rate")
     figure = figure_of(axes)
     placements = list(dict.fromkeys(point.placement for point in sorted(points, key=_by_peak)))

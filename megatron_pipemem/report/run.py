@@ -176,7 +176,7 @@ def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
     ]
     told = [(cause, nanoseconds / devices / _NANOSECONDS) for cause, nanoseconds in total.most_common() if nanoseconds]
     for number, (cause, each) in enumerate(told[:2]):
-        rank = "ranks idle most of all for" if number == 0 else "then for"
+        rank = "ranks idle most for" if number == 0 else "then for"
         found.append(
             f"{rank} {cause}: {seconds(each)} on average ({each / step:.1%} of the step); {_why(cause, facts)}"
         )
@@ -256,7 +256,7 @@ def _why(cause: str, facts: Mapping[str, Any]) -> str:
     """Return advice about a cause of idle time."""
     if cause == SCHEDULE:
         return (
-            f"{facts['schedule']} has it with {facts['microbatches']} microbatches even if all stages are equal; "
+            f"{facts['schedule']} has this idle time with {facts['microbatches']} microbatches even if all stages are equal; "
             "another schedule or more microbatches reduce it"
         )
     if cause == IMBALANCE:

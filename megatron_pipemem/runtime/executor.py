@@ -46,7 +46,7 @@ class Instruction:
     from_here: bool = False
     send: Action | None = None  # the message with its result
     to_here: Key | None = None  # the forward or backward of this device that takes its result
-    settles: tuple[Action, ...] = ()  # messages from here that the sender of ``receive`` had used before it sent
+    settles: tuple[Action, ...] = ()  # messages of this device that the sender of ``receive`` had used before it sent
     split: bool = False  # its backward is split into I and W
     again: Kind | None = None  # the action that runs its forward again
     offloaded: bool = False  # activations of its stage leave the device
@@ -85,7 +85,7 @@ def settle(program: Program, device: int) -> RankProgram:
 
 @dataclass
 class _Answer:
-    """The messages from here that a peer has used before it sends message ``number`` of its edge."""
+    """The messages of this device that a peer has used before it sends message ``number`` of its edge."""
 
     number: int
     of_edge: list[tuple[Action, ...]]
@@ -98,7 +98,7 @@ class _Answer:
 
 
 def _answers(program: Program, device: int) -> dict[Action, _Answer]:
-    """Return, for every message to this device, the messages from here that its sender has used before.
+    """Return, for every message to this device, the messages of this device that its sender has used before.
 
     Their memory can be freed when the answer arrives, and the host need not ask the device whether they have left.
     """
@@ -245,9 +245,9 @@ class StageRunner(Protocol):
 class StepFeature(Protocol):
     """Handlers that a feature adds to the executor of one step.
 
-    Example: perform CHECKSUM actions, and count forwards.
+    Example: perform AUDIT actions, and count forwards.
 
-        class Checksums:
+        class Audits:
             def extend(self, executor):
                 run_forward = executor.handlers[Kind.F]
 
@@ -255,7 +255,7 @@ class StepFeature(Protocol):
                     self.forwards += 1
                     run_forward(each)
 
-                return {Kind.CHECKSUM: self.check, Kind.F: forward}
+                return {Kind.AUDIT: self.check, Kind.F: forward}
     """
 
     def extend(self, executor: Executor) -> Handlers:
@@ -276,7 +276,7 @@ class InFlight:
     arrived: dict[Action, torch.Tensor] = field(default_factory=dict)  # received but unused, by their receive
 
     def renumbered(self, by: int) -> InFlight:
-        """Return the same with ``by`` added to the numbers of all microbatches."""
+        """Return a copy with ``by`` added to the numbers of all microbatches."""
         return InFlight(
             {(stage, microbatch + by): tensor for (stage, microbatch), tensor in self.inputs.items()},
             {(stage, microbatch + by): tensor for (stage, microbatch), tensor in self.outputs.items()},

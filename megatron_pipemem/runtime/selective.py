@@ -52,8 +52,8 @@ class Recorder:
             self._results.clear()
 
     def run_again(self) -> None:
-        """Fill all empty places. Call this once, before the backward. A region that saves other tensors than before raises a
-        RuntimeError.
+        """Fill all empty places. Call this once, before the backward. A region that saves another number of tensors
+        than before raises a RuntimeError.
         """
         regions, self._regions = self._regions, []
         for region in regions:

@@ -381,7 +381,7 @@ def measure_links(pipeline: Pipeline, message: MessageFormat) -> dict[Edge, floa
 
     Every rank of the pipeline must call this at the same time, between steps. The shapes of messages must be known.
     """
-    assert message.typical is not None, "messages of unknown shape have no cost"
+    assert message.typical is not None, "the cost of messages of unknown shape is unknown"
     payload = torch.zeros(message.typical, dtype=message.dtype, device=message.device)
     seconds: dict[Edge, float] = {}
     device, ranks, groups = pipeline.device, pipeline.ranks, pipeline.channels

@@ -197,7 +197,7 @@ def test_an_interrupted_grid_says_how_to_go_on(pipemem, monkeypatch, request, gr
     assert any(line.startswith("1 of 3 points have ended, now schedule.name=v-half, about ") for line in lines)
     assert "ending 1 running points" in lines
     first, command = lines[-1].split("; continue with: ")
-    assert first == "error: interrupted with 3 of 3 points left or failed"
+    assert first == "error: interrupted with 3 of 3 points not finished or failed"
     words = shlex.split(command)
     assert words == ["pipemem", "grid", str(grid_file), "--max-parallel", "1", *map(str, options), "--resume"]
     monkeypatch.setattr(local, "_on_this_node", lambda *_: Command((sys.executable, "-c", ""), {}))

@@ -137,7 +137,7 @@ class PlacedTrips(NamedTuple):
         return cls(own, places, times, np.array(ranks, dtype=float).reshape(places.shape))
 
     def peak(self, changes: Mapping[Kind, Sequence[float]], base: np.ndarray) -> float:
-        """Return the device's peak, where ``base`` has the changes in memory of its order."""
+        """Return the device's peak memory. ``base`` has the changes in memory by the actions of its order."""
         every = np.append(self._changes(changes, _DEVICE_MEMORY), base)
         return float(every[self._merged(_DEVICE_MEMORY, len(base))].cumsum().max(initial=0.0))
 

@@ -186,7 +186,7 @@ def _reason(best: VocabularyOption, options: Mapping[str, VocabularyOption]) -> 
         more = BARRIERS_OF_ALGORITHM[int(other.name)]
         why = f"{_named(other)} {saved}, which is not worth {more} more microbatches in flight"
     else:
-        why = f"{_named(other)}, the best without, takes {gain:.1%} longer"
+        why = f"{_named(other)}, the best way without it, takes {gain:.1%} longer"
     return f"{_named(best)}: {why}"
 
 

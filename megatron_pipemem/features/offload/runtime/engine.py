@@ -225,7 +225,8 @@ class OffloadEngine:
         """
         if device.type not in ("cuda", "cpu"):
             raise OffloadError(
-                "offload-device", f"activations cannot be offloaded from a {device.type} device, only from cuda and cpu"
+                "offload-device",
+                f"activations cannot be offloaded from a {device.type} device; use cuda or cpu, or turn offload off",
             )
         channel: CopyChannel[Any] = CudaChannel(device) if device.type == "cuda" else ThreadChannel(bandwidth)
         return cls(channel, HostPool(host_memory, channel.host_memory), **options)

@@ -52,13 +52,13 @@ class HeadOptions:
             (self.barriers in (1, 2), f"barriers={self.barriers}: give 1 or 2"),
             (
                 self.piece_tokens is None or self.piece_tokens >= 1,
-                f"piece_tokens={self.piece_tokens}: at least 1, or None",
+                f"piece_tokens={self.piece_tokens}: give at least 1, or None",
             ),
             (
                 self.softcap is None or self.softcap > 0,
-                f"softcap={self.softcap}: a positive number, or None for no cap",
+                f"softcap={self.softcap}: give a positive number, or None for no cap",
             ),
-            (self.z_loss >= 0, f"z_loss={self.z_loss}: at least 0"),
+            (self.z_loss >= 0, f"z_loss={self.z_loss}: give at least 0"),
         ):
             if not holds:
                 raise VocabularyError("bad-number", problem)

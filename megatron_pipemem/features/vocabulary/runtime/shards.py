@@ -106,7 +106,7 @@ class VocabularyEmbedding:
             if low < 0 or high >= vocab_size:
                 raise VocabularyError(
                     "token-range",
-                    f"tokens from {low} to {high} in a vocabulary of {vocab_size}: check the tokenizer against the model",
+                    f"tokens go from {low} to {high}, but the vocabulary has {vocab_size}; check the tokenizer",
                 )
         if not self.shard.rows:
             return self.shard.parameter.new_zeros(*tokens.shape, self.shard.parameter.size(1))
