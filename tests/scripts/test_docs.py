@@ -89,12 +89,12 @@ def test_bidirectional():
 
 
 def test_search_names_the_bounds():
-    """Stars and brackets of the tables, and the best families, of up to eight devices."""
+    """Stars and brackets of the tables. No family of up to eight devices is faster than the search."""
     document = (ROOT / "docs/search.md").read_text(encoding="utf-8")
     caps, compared = (0.5, 0.625, 0.75, 1.0), 0
     for line in document.splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        two_chunks = len(cells) == 9
+        two_chunks = len(cells) == 7
         if not (two_chunks or len(cells) == 6) or not re.fullmatch(r"[\d.]+:[\d.]+:[\d.]+", cells[two_chunks]):
             continue
         p, m = map(int, cells.pop(0).split(",")) if two_chunks else (8, 24)
@@ -103,14 +103,13 @@ def test_search_names_the_bounds():
         placements = [Placement.interleaved(p, k) for k in range(1, most + 1)]
         placements += [Placement.wave(p, k) for k in range(2, most + 1, 2)]
         families = [simulate(s, costs) for s in synchronous_schedules(p, m, costs, 2)] if two_chunks and p <= 8 else []
-        for index, (cap, cell) in enumerate(zip(caps, cells[2:6], strict=True)):
+        for cap, cell in zip(caps, cells[2:6], strict=True):
             reached, optimal, bound = re.fullmatch(r"([\d.]+)(?:(\*)| \(([\d.]+)\))", cell).groups()
             least = least_rate(placements, m, costs, cap)
             assert f"{least:.4f}" == (reached if optimal else bound), line
             compared += 1
             if families:
                 best = min(each.bubble_rate for each in families if each.peak <= cap + 1e-9)
-                assert cells[6].split(" / ")[index] == f"{best:.4f}", line
                 assert float(reached) <= best + 5e-5
     assert compared == 11 * 4 + 3 * 4
 
