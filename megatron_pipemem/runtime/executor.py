@@ -177,21 +177,21 @@ _NOTHING = nullcontext()
 class StageRunner(Protocol):
     """A model stage on this rank, as the executor calls it.
 
-    Example: a stage that is one module, with a loss at the end of the model.
+    Example: a stage that is one module. The first stage has the batches of the step, and the last one a loss function.
 
         class ModuleRunner:
-            def __init__(self, module, targets=None):
-                self.module, self.targets = module, targets
+            def __init__(self, module, batches=None, loss=None):
+                self.module, self.batches, self.loss = module, batches, loss
 
             def forward(self, microbatch, input, will_recompute=False):
-                output = self.module(input)
-                return output if self.targets is None else loss(output, self.targets[microbatch])
+                output = self.module(self.batches[microbatch] if input is None else input)
+                return output if self.loss is None else self.loss(output)
 
             def recompute(self, microbatch, input):
                 return self.forward(microbatch, input)
 
             def release_output(self, output):
-                output.data = torch.empty(1)
+                pass
 
             def backward(self, microbatch, input, output, output_gradient):
                 output.backward(output_gradient)
