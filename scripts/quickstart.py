@@ -67,7 +67,7 @@ TRAINING = {
     "--micro-batch-size": 1,
     "--global-batch-size": MICROBATCHES,
     "--pipeline-model-parallel-size": DEVICES,
-    "--lr": 5e-4,  # twice as much, and the delayed updates of pipedream-2bw diverge at first
+    "--lr": 5e-4,  # with twice as much, the delayed updates of pipedream-2bw diverge at first
     "--lr-decay-style": "constant",
     "--clip-grad": 0,
     "--seed": 1234,

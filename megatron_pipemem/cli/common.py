@@ -85,7 +85,6 @@ def showing(text: str) -> Iterator[Listener]:
     function. Print nothing to stdout within the block. An inner ``showing`` writes to the line of the outer one.
     """
     # The command that lists all commands does not import schedules.
-    # A list of commands needs nothing of schedules.
     from megatron_pipemem.schedule.display import doing, has_listener, listening
 
     if has_listener():
