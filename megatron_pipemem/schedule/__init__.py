@@ -1,1 +1,1 @@
-"""Say what runs where and in which order. Pure Python: imports neither torch nor megatron."""
+"""Schedules: the actions of every device, in order. Pure Python: imports neither torch nor megatron."""

@@ -1,9 +1,8 @@
-"""Define one step of one device, its text form ``2F0`` (stage 2, forward, microbatch 0), and the table of action kinds.
+"""Actions of a schedule: their kinds, one table row per kind, and their text form.
 
-One row per kind gives its needs, resource, memory and looks.
-
-The letters are those of ``torch.distributed.pipelining``: ``F`` forward, ``I`` input gradient, ``W`` weight gradient, ``B``
-full backward (``I`` then ``W``, fused). The zero-bubble papers write ``B`` for our ``I`` and ``BW`` for our ``B``.
+``2F0`` is stage 2, forward, microbatch 0. The letters are those of ``torch.distributed.pipelining``: ``F`` forward,
+``I`` input gradient, ``W`` weight gradient, ``B`` full backward (``I`` then ``W``, fused). The zero-bubble papers
+write ``B`` for our ``I`` and ``BW`` for our ``B``.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from typing import Literal, NamedTuple
 from megatron_pipemem.errors import ScheduleFormatError, UnsupportedError
 
 SELECTIVE_SECONDS = 0.05
-"""Of F that RS takes where nothing better is known: norms and GELU move about 24 bytes per element of the hidden state
-(16-bit), F computes 24 times its width: about 150 / h at 300 TFLOP/s and 2 TB/s."""
+"""Seconds of RS as a share of F, if nothing better is known. Norms and GELU move about 24 bytes per element of the
+hidden state (16-bit). F computes 24 times its width, so the share is about 150 / h at 300 TFLOP/s and 2 TB/s."""
 
 
 class Resource(Enum):
@@ -30,7 +29,7 @@ class Resource(Enum):
     COPY = auto()
     """the channel to the host; the device goes on at once"""
     AWAIT_COPY = auto()
-    """nothing, but the device waits for the copy that the action needs"""
+    """none: the device waits until the copy has ended"""
     COLLECTIVE = auto()
     """the channel of the collectives, which every device posts in one order; posting takes no time"""
     SEND = auto()
@@ -40,17 +39,19 @@ class Resource(Enum):
 
 
 class Need(NamedTuple):
-    """Name an action that another one waits for, of the same stage and microbatch unless other fields move it.
+    """An action that another action waits for.
+
+    It is on the same stage and microbatch as the waiting action unless other fields move it.
 
     Attributes:
-        kind: of the action that it waits for. A gradient of another stage or slice comes from its I or from its B.
-        stage: -1 for the stage before, 1 for the stage after; nothing is needed beyond the ends of the model.
-        slice: -1 for the slice before, 1 for the slice after; nothing is needed of other microbatches.
-        place: where it is in place of the own stage: ``first`` or ``last`` stage of the model (or its device, if the kind
-            stands for a device), or ``everywhere``: a collective that all devices have posted.
-        only: the stage (or its device) whose actions have this need, ``first`` or ``last``; by default those of all.
-        slices: of several sequence slices, ``last`` for the last one, ``until`` for all up to the own.
-        barriers: it holds in schedules with so many barriers of vocabulary parallelism; by default in all.
+        kind: the kind of the needed action. A gradient of another stage or slice comes from that stage's I or B.
+        stage: -1 for the stage before, 1 for the stage after. The first and the last stage then need nothing.
+        slice: -1 for the slice before, 1 for the slice after, within the same microbatch.
+        place: another place than the stage itself: the ``first`` or ``last`` stage of the model (or its device, if
+            the kind stands for a device), or ``everywhere`` for a collective that all devices have posted.
+        only: the ``first`` or ``last`` stage (or its device), if only actions of that stage have this need.
+        slices: ``last`` for the last slice of the microbatch, ``until`` for all slices up to this one.
+        barriers: the numbers of vocabulary barriers with which the need exists; by default it always exists.
     """
 
     kind: str
@@ -64,32 +65,34 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class KindSpec:
-    """Describe a kind of action.
+    """A row of the table of action kinds.
 
     Example: a pass that adds noise to the activations that a forward kept, before its backward.
 
         NOISE = register_kind(KindSpec("NOISE", needs=(Need("F"),), prepares=("I", "B"), shares={"F": 0.1}))
 
-    Its actions stand in the orders of a schedule (``2NOISE0``). The validator, the simulator, pictures and files treat them
-    like all others. ``Costs(further={NOISE: 0.2}, memory={NOISE: 64, ...})`` prices them where the row does not. The executor
-    takes the handler from a ``StepFeature``. A row may name kinds that are registered later.
+    Orders of a schedule then contain ``2NOISE0``. The validator, the simulator, pictures and files treat these
+    actions like all others. ``Costs(further={NOISE: 0.2}, memory={NOISE: 64, ...})`` overrides the price in the row.
+    The executor takes the handler from a ``StepFeature``. A row may name kinds that are registered later.
 
     Args:
-        name: capital letters and underscores.
-        says: a few words for legends; by default the name.
-        colour: in pictures: red, green and blue, from 0 to 255.
+        name: capital letters, joined by underscores.
+        says: a few words for legends; the name by default.
+        colour: the colour in pictures: red, green and blue, from 0 to 255.
         resource: the part of the device that the action occupies.
         needs: the actions that it waits for.
-        prepares: the kinds that wait for it on the same stage and microbatch. On a stage that has it, each of their actions
-            must have one.
+        prepares: the kinds that wait for it on the same stage and microbatch. If a stage has this kind, each of their
+            actions there must have one.
         followed_by: the kind that must come after it on the same stage and microbatch.
-        shares: seconds where ``Costs`` has none, as shares of those of other kinds. With neither, its actions take no time.
-        units: change of the device's memory, in activation units of its stage, where ``Costs`` has no memory.
+        shares: its seconds as shares of the seconds of other kinds, if ``Costs`` has no price for it. Without both it
+            takes no time.
+        units: the change of the device's memory, in activation units of the stage, if ``Costs`` has no memory.
         in_evaluation: whether evaluation runs it.
         completes: whether it adds to the gradients of parameters.
-        runs_layers: whether it runs the layers of a stage: its seconds then go by the time of a microbatch, not by its tokens.
-        of_device: whether it stands for its device: in place of the stage stands the number of the device.
-        former_name: in files that earlier versions wrote.
+        runs_layers: whether it runs the layers of a stage. Its seconds then scale with the time of a microbatch,
+            otherwise with its tokens.
+        of_device: whether the number in the action is a device and not a stage.
+        former_name: the name in files that earlier versions wrote.
     """
 
     name: str
@@ -112,31 +115,33 @@ class KindSpec:
 
 
 class _Kinds(type):
-    """Lets the class of all kinds be iterated over, in the order of their rows, and has every kind by its name."""
+    """Make the class of all kinds iterable in table order, with every kind as an attribute."""
 
     def __iter__(cls) -> Iterator[Kind]:
         return iter(_KINDS.values())
 
     def __getattr__(cls, name: str) -> Kind:
-        raise AttributeError(f"no kind of action is called {name}")  # those that are there are found before
+        raise AttributeError(f"no kind of action is called {name}")  # known kinds are found before this is called
 
 
 class Kind(str, metaclass=_Kinds):
-    """Name what an action does. ``Kind.F`` is the only object of its name, so ``is`` compares kinds.
+    """The kind of an action. ``Kind.F`` is the only object of its name, so ``is`` compares kinds.
 
-    Messages carry the stage at their own end, as torch's do: ``2SEND_F0`` sends the output of stage 2, ``3RECV_F0``
-    receives it as the input of stage 3, ``3SEND_I0`` (torch: ``3SEND_B0``) sends the gradient of stage 3's input,
-    ``2RECV_I0`` receives it as the gradient of stage 2's output.
+    A message carries the stage of the end that posts it, as in torch. ``2SEND_F0`` sends the output of stage 2, and
+    ``3RECV_F0`` receives it as the input of stage 3. ``3SEND_I0`` (torch: ``3SEND_B0``) sends the gradient of stage
+    3's input, and ``2RECV_I0`` receives it as the gradient of stage 2's output.
 
-    ``R`` runs a forward again that kept nothing but its input, ``RS`` the cheap parts of one that dropped only what those
-    make: normalisation, activation functions, attention between its matrices. The actions on memory start and await transfers:
-    ``OFFLOAD`` starts to move a forward's activations to the host, after ``WAIT_OFFLOAD`` they are there and the device
-    memory is free; ``RELOAD`` takes device memory and starts to move them back, after ``WAIT_RELOAD`` that has ended and the
-    activations may be used.
+    ``R`` repeats a forward that kept only its input. ``RS`` repeats its cheap parts: normalisation, activation
+    functions, and attention between its matrices. Four kinds move activations:
+
+    - ``OFFLOAD`` starts to copy a forward's activations to the host.
+    - After ``WAIT_OFFLOAD`` they are there, and the device memory is free.
+    - ``RELOAD`` allocates device memory and starts to copy them back.
+    - After ``WAIT_RELOAD`` the activations may be used.
 
     Attributes:
-        spec: its row in the table.
-        value: its name, as a plain string.
+        spec: the row of the kind.
+        value: the name of the kind, as a plain string.
     """
 
     __slots__ = ("spec", "value")
@@ -147,7 +152,7 @@ class Kind(str, metaclass=_Kinds):
         try:
             return _KINDS[name]
         except (KeyError, TypeError):
-            raise ValueError(f"{name!r} is no kind of action") from None
+            raise ValueError(f"{name!r} is not a kind of action") from None
 
     def __repr__(self) -> str:
         return f"Kind.{self.value}"
@@ -162,19 +167,21 @@ _NAME = re.compile(r"[A-Z]+(_[A-Z]+)*")
 
 
 def register_kind(spec: KindSpec) -> Kind:
-    """Add a row to the table.
+    """Add a row to the table of kinds.
 
     Returns:
-        The kind; the same one if this very row is in the table already.
+        The kind. An equal row that is in the table already gives the kind of that row.
 
     Raises:
-        UnsupportedError: the name has other signs than capital letters and underscores, or belongs to another row.
+        UnsupportedError: the name belongs to another row, or has characters other than capital letters and underscores.
     """
     known = _KINDS.get(spec.name)
     if known is not None and known.spec == spec:
         return known
     if known is not None or not _NAME.fullmatch(spec.name):
-        fault = "is taken by another kind" if known else "is no name of a kind: capital letters, joined by underscores"
+        fault = (
+            "is taken by another kind" if known else "is not a name of a kind: capital letters joined by underscores"
+        )
         raise UnsupportedError("kind-name", f"{spec.name!r} {fault}; pick another name")
     kind = str.__new__(Kind, spec.name)
     kind.spec, kind.value = spec, spec.name
@@ -187,14 +194,14 @@ def register_kind(spec: KindSpec) -> Kind:
 
 
 def kinds_where(wanted: Callable[[KindSpec], bool]) -> AbstractSet[Kind]:
-    """Return the kinds whose rows are wanted, in the order of the table. Kinds that are registered later join the set."""
+    """Return the kinds whose rows satisfy a condition, in table order. Kinds that are registered later join the set."""
     found = {kind: None for kind in Kind if wanted(kind.spec)}
     _QUERIES.append((wanted, found))
     return found.keys()
 
 
 def kind_called(name: str) -> Kind | None:
-    """Return the kind of a name, or of a name that earlier versions wrote; ``None`` if there is none."""
+    """Return the kind with this name or former name; ``None`` if there is none."""
     return _KINDS.get(name) or next((kind for kind in Kind if kind.spec.former_name == name != ""), None)
 
 
@@ -227,7 +234,7 @@ _ROWS = (
     KindSpec("RECV_F", resource=Resource.RECEIVE),
     KindSpec("SEND_I", resource=Resource.SEND),
     KindSpec("RECV_I", resource=Resource.RECEIVE),
-    # Over the replicas of a stage. Posting waits for no other device.
+    # Sums over the replicas of a stage. Posting waits for no other device.
     KindSpec("REDUCE_REPLICAS", resource=Resource.REDUCTION, former_name="SUM_COPIES"),
     KindSpec("REDUCE_GRAD", resource=Resource.REDUCTION),
     KindSpec("OFFLOAD", "copy to the host", (106, 76, 147), Resource.COPY, (Need("F"),), followed_by="WAIT_OFFLOAD"),
@@ -238,44 +245,44 @@ _ROWS = (
     KindSpec("EMBED_F", "embedding forward", (184, 225, 173), in_evaluation=True, of_device=True, former_name="IF"),
     KindSpec("S", "head scores", (166, 41, 245), needs=(Need("BCAST_X", place="everywhere"),), in_evaluation=True,
              of_device=True),
-    # On the device of the last stage only. Sequence slices of one microbatch have one loss, which stands with the last of them.
+    # On the device of the last stage only. Sequence slices of a microbatch share one loss, which comes with the last slice.
     KindSpec("LOSS", "loss", (100, 48, 77), needs=(Need("STATS", place="everywhere", slices="until"),), in_evaluation=True,
              of_device=True),
     KindSpec("T", "head gradients", (244, 191, 230), needs=(Need("BCAST_G", place="everywhere"),), completes=True,
              of_device=True),
     KindSpec("EMBED_B", "embedding gradient", (37, 15, 146), needs=(Need("BCAST_E", place="everywhere"),), completes=True,
              of_device=True, former_name="IB"),
-    # The output of the embedding, to the device of the first stage.
+    # Sums the output of the embedding, to the device of the first stage.
     KindSpec("REDUCE_E", resource=Resource.COLLECTIVE, needs=(Need("EMBED_F"),), in_evaluation=True, of_device=True),
-    # The input of the head, from the device of the last stage.
+    # Sends the input of the head from the device of the last stage.
     KindSpec("BCAST_X", resource=Resource.COLLECTIVE, needs=(Need("F", place="last", only="last"),), in_evaluation=True,
              of_device=True),
-    # Maxima, sums and label logits, from all to all.
+    # Exchanges maxima, sums and label logits between all devices.
     KindSpec("STATS", resource=Resource.COLLECTIVE, needs=(Need("S"),), in_evaluation=True, of_device=True),
-    # The gradient of the loss per token, from the device of the last stage.
+    # Sends the gradient of the loss per token from the device of the last stage.
     KindSpec("BCAST_G", resource=Resource.COLLECTIVE, needs=(Need("LOSS", place="last", only="last", slices="last"),),
              of_device=True),
-    # The gradient of the head's input, to the device of the last stage. With one barrier, what it sums is formed from the
-    # statistics where it is posted, so there the device waits for them.
+    # Sums the gradient of the head's input, to the device of the last stage. With one barrier its summands are formed from
+    # the statistics when it is posted, so the device waits for the statistics there.
     KindSpec("REDUCE_X", resource=Resource.COLLECTIVE,
              needs=(Need("T", barriers=(2,)), Need("STATS", place="everywhere", barriers=(1,))), of_device=True),
-    # The gradient of the embedding's output, from the device of the first stage.
+    # Sends the gradient of the embedding's output from the device of the first stage.
     KindSpec("BCAST_E", resource=Resource.COLLECTIVE, needs=(Need("I", place="first", only="first"),), of_device=True),
 )  # fmt: skip
 for _row in _ROWS:
     register_kind(_row)
 
 PLAIN: tuple[Kind, ...] = (Kind.F, Kind.I, Kind.W, Kind.B)
-"""Forwards, and backwards whole or in two: the kinds that every schedule has."""
+"""The kinds that every schedule has: forwards, and backwards whole or in two."""
 ROUND_TRIP: tuple[Kind, ...] = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
-"""The transfers of activations that leave their device, in this order."""
+"""The actions that move activations to the host and back, in this order."""
 RECOMPUTE = kinds_where(lambda spec: spec.name in ("R", "RS"))
 COMPUTE = kinds_where(lambda spec: spec.resource is Resource.COMPUTE)
 COPIES = kinds_where(lambda spec: spec.resource is Resource.COPY)
 MEMORY = kinds_where(lambda spec: spec.resource in (Resource.COPY, Resource.AWAIT_COPY))
-"""The device spends no time on them except waiting."""
+"""The device spends time on these only while it waits."""
 COLLECTIVES = kinds_where(lambda spec: spec.resource is Resource.COLLECTIVE)
-"""Posting waits for no other device, but ``REDUCE_X`` for the statistics where it is formed of them (one barrier)."""
+"""Posting one waits for no other device. With one barrier, ``REDUCE_X`` waits for the statistics."""
 VOCABULARY = kinds_where(lambda spec: spec.of_device)
 VOCABULARY_COMPUTE = kinds_where(lambda spec: spec.of_device and spec.resource is Resource.COMPUTE)
 COMPLETING = kinds_where(lambda spec: spec.completes)
@@ -285,27 +292,27 @@ SENDS = kinds_where(lambda spec: spec.resource is Resource.SEND)
 RECEIVES = kinds_where(lambda spec: spec.resource is Resource.RECEIVE)
 MESSAGES = kinds_where(lambda spec: spec.resource in (Resource.SEND, Resource.RECEIVE))
 WHOLE_STAGE = kinds_where(lambda spec: spec.resource is Resource.REDUCTION)
-"""Not on any microbatch."""
+"""Kinds that have no microbatch."""
 ORDERED = kinds_where(
     lambda spec: spec.resource in (Resource.COMPUTE, Resource.COPY, Resource.AWAIT_COPY, Resource.COLLECTIVE)
 )
-"""Kinds that stand in the orders of a schedule; ``lower`` adds the others."""
+"""Kinds that stand in the orders of a schedule. ``lower`` adds the others."""
 FURTHER = kinds_where(lambda spec: spec.resource is Resource.COMPUTE and not spec.of_device and spec not in _ROWS)
 """Kinds that ``Costs.further`` prices."""
 PREPARING = kinds_where(lambda spec: bool(spec.prepares) and spec.resource is Resource.COMPUTE)
-"""Kinds for which other actions of the stage and microbatch wait, on every stage that has them."""
+"""Computing kinds that other actions of the same stage and microbatch wait for."""
 
 
 class Action(NamedTuple):
-    """Immutable and hashable. ``microbatch`` is ``None`` for actions on a whole stage (``2REDUCE_GRAD``).
+    """One action of one device. ``microbatch`` is ``None`` for actions on a whole stage (``2REDUCE_GRAD``).
 
-    In a schedule that cuts microbatches into ``n`` sequence slices, ``microbatch`` counts the slices of all of them:
-    slice ``j`` of microbatch ``k`` is ``k * n + j``.
+    In a schedule that cuts microbatches into ``n`` sequence slices, ``microbatch`` counts slices: slice ``j`` of
+    microbatch ``k`` is ``k * n + j``.
     """
 
     kind: Kind
     stage: int
-    # An int wherever somebody counts with it: only lowered programs have actions without, and those are told by their kind.
+    # Typed as int because only whole-stage actions of lowered programs have none, and their kind says so.
     microbatch: int = None  # type: ignore[assignment]
 
     def __str__(self) -> str:
@@ -314,14 +321,14 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, names: Mapping[str, Kind] = MappingProxyType({})) -> Action:
-        """Read the text form.
+        """Read the text form of an action.
 
         Args:
-            text: stage, kind, microbatch.
-            names: kinds that have another name in this text.
+            text: stage, kind and microbatch, as in ``2F0``.
+            names: kinds by the names that this text uses in place of ours.
 
         Raises:
-            ScheduleFormatError: when ``text`` is not an action.
+            ScheduleFormatError: the text is not an action.
         """
         text = text.strip()
         match = _PATTERN.fullmatch(text)
@@ -340,39 +347,41 @@ class Action(NamedTuple):
         if (microbatch is None) != (kind in WHOLE_STAGE):
             raise ScheduleFormatError(
                 "not-an-action",
-                f"{shown(text)}: every kind but {' and '.join(WHOLE_STAGE)} needs a microbatch, and those take none",
+                f"{shown(text)}: {' and '.join(WHOLE_STAGE)} take no microbatch; every other kind needs one",
             )
         return cls(kind, int(stage)) if microbatch is None else cls(kind, int(stage), int(microbatch))
 
 
 def place(action: Action, slices: int) -> int:
-    """Return where the stage and slice of an action stand in what has one value per stage and slice, stage by stage.
+    """Return the index of an action's stage and slice in a list with one value per stage and slice, stage by stage.
 
-    What is on a whole stage stands where the stage's first slice does; of vocabulary parallelism, devices stand for stages.
+    An action on a whole stage gets the index of the stage's first slice. Vocabulary actions have a device in place of
+    a stage.
     """
     return action.stage * slices + (action.microbatch or 0) % slices
 
 
 def mirrored(unit: int, slices: int) -> int:
-    """Return the place of a slice among the backwards, which run from the last slice of a microbatch to the first; of such a
-    place, its slice.
+    """Return the rank of a slice among the backwards, which run from the last slice of a microbatch to the first.
+
+    The function is its own inverse.
     """
     return unit + slices - 1 - 2 * (unit % slices)
 
 
 def last_slice(unit: int, slices: int) -> int:
-    """Return the last slice of the microbatch that a slice is of."""
+    """Return the last slice of the microbatch that contains a slice."""
     return unit - unit % slices + slices - 1
 
 
 def shown(text: str) -> str:
-    """Return text from a file, in quotes, for a message: no more than its start."""
+    """Return the start of a file's text in quotes, for a message."""
     return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
 
 
 EVERYWHERE = -1
-"""In place of a device: a collective that all devices have posted."""
+"""The stage of a collective that all devices have posted."""
 MOST_DIGITS = 9
-"""Of a number in a schedule's text."""
+"""Most digits of a number in the text of a schedule."""
 _MOST_SHOWN = 40
 _PATTERN = re.compile(r"([0-9]+)([A-Z_]+)([0-9]+)?")

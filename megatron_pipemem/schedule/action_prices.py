@@ -1,4 +1,6 @@
-"""Say how many seconds every action and message of a schedule takes, and what devices hold after each of their actions."""
+"""Prices of one schedule under given costs: seconds of every action and message, and the memory held after every
+action.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +20,24 @@ def held_after(
     weights: Sequence[float] | None = None,
     slices: int = 1,
 ) -> list[float]:
-    """Return what a device holds after each of its actions, starting from nothing. ``changes``: per kind, by how much an
-    action on every stage (and of every slice there) changes what is held. ``weights``: per microbatch or slice, see
-    ``unit_weights``.
+    """Return the memory that a device holds after each of its actions, starting from nothing.
+
+    ``changes`` has per kind one value per stage, or per stage and slice. ``weights`` is the result of ``unit_weights``.
     """
     if slices == 1:
         found = [changes[a.kind][a.stage] if a.kind in changes else 0 for a in actions]
     else:
         found = [changes[a.kind][place(a, slices)] if a.kind in changes else 0 for a in actions]
     if weights is not None:
-        # What is on a whole stage is of no microbatch.
+        # An action on a whole stage has no microbatch, and so no weight.
         of_actions = (1.0 if a.microbatch is None else weights[a.microbatch] for a in actions)
         found = [change * weight for change, weight in zip(found, of_actions, strict=True)]
     return list(accumulate(found))
 
 
 def unit_weights(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
-    """Return how many times what ``Costs.memory_changes`` says every microbatch (or slice of one) holds; ``None`` where all
-    hold it once.
+    """Return the memory of every microbatch or slice as a multiple of the costs; ``None`` if all microbatches are
+    alike.
     """
     weights = costs.microbatch
     if weights is None:
@@ -57,7 +59,7 @@ class ActionPrices:
         if schedule.offloads:
             self._seconds |= costs.transfer_seconds(placement, schedule.recomputed, slices)
         self.sums = costs.replica_reduction_seconds(placement) if placement.replicas > 1 else ()
-        """Seconds of summing the gradients of every stage over the replicas of the model."""
+        """Seconds of the sum of the gradients over the replicas, one value per stage."""
         self._collectives: dict[Kind, float] = {}
         if schedule.vocabulary_barriers:
             vocabulary = costs.vocabulary_costs(placement, schedule.vocabulary_barriers, slices)
@@ -65,9 +67,10 @@ class ActionPrices:
             self._collectives = vocabulary.collective_seconds(slices)
 
     def of(self, kind: Kind, stage: int, unit: int | None = None) -> float:
-        """Return the seconds of an action that is no message. Waits for transfers, and reductions of gradients, take no
-        time here. ``stage``: of a pass of vocabulary parallelism, the device. ``unit``: the microbatch, or the slice of
-        one; ``None`` for weight 1 and the first slice.
+        """Return the seconds of an action that is not a message.
+
+        Waits for copies, and reductions of gradients, take no time here. For a vocabulary action ``stage`` is the
+        device. ``unit`` is the microbatch or slice; without one, weight 1 and the first slice are taken.
         """
         weights = self._weights
         if weights is None or unit is None:
@@ -84,17 +87,17 @@ class ActionPrices:
         return prices[stage if self._slices == 1 else place(Action(kind, stage, unit), self._slices)]
 
     def of_message(self, edge: tuple[int, int], unit: int | None = None) -> float:
-        """Return the seconds of a message from one device to another; ``unit`` as for ``of``."""
+        """Return the seconds of a message from one device to another."""
         seconds = self._costs.link_seconds(*edge) / self._slices
         if self._weights is None or unit is None:
             return seconds
         return seconds * self._weights.tokens[unit // self._slices]
 
     def of_graph(self, found: Dependencies) -> tuple[Graph, list[float], list[float]]:
-        """Return the graph of a schedule, and the seconds and lags that ``Times`` takes for it.
+        """Return the graph of a schedule with the seconds and lags that ``Times`` needs.
 
-        Where microbatches are alike, a kind has one price per stage, or per stage and slice where those differ, and a
-        link one lag. Else every node has its own price, and a link has a lag per microbatch.
+        If microbatches are alike, a kind has one price per stage (or per stage and slice), and a link one lag.
+        Otherwise every node has its own price, and a link one lag per microbatch.
         """
         graph, links, actions, slices = found.graph, found.links, found.actions, self._slices
         if self._weights is None:
@@ -123,5 +126,5 @@ class ActionPrices:
         return slices > 1 and any(table[at] != table[at - at % slices] for table in tables for at in range(len(table)))
 
     def _of_node(self, kind: Kind, stage: int, unit: int | None = None) -> float:
-        """Return the seconds of a node; of a collective the channel takes them, and not those who post it."""
+        """Return the seconds of a node. The node of a collective has its time, and its posts have none."""
         return 0.0 if kind in COLLECTIVES and stage != EVERYWHERE else self.of(kind, stage, unit)

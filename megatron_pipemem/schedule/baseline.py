@@ -1,7 +1,7 @@
-"""Predict the bytes that 1F1B holds of the model that another schedule trains: a share of bytes is a share of these.
+"""Predictions of the bytes that 1F1B holds for the same model, which shares of 1F1B refer to.
 
-Prices of the parts of a model price 1F1B's own stages. Where only the stages of another placement are known, those that make up
-a stage of 1F1B are joined, so both are the same model and cut.
+Prices of a model's parts price 1F1B's own stages. If only the stages of another placement are known, stages are
+joined into those of 1F1B.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Changes = Mapping[Kind, Sequence[float]]
 
 
 def share_of_1f1b(timeline: Timeline) -> float | None:
-    """Return the peak of a simulated run as a share of the bytes of 1F1B; ``None`` if its costs do not say these bytes."""
+    """Return the peak of a simulated run as a share of 1F1B's bytes; ``None`` if its costs have no bytes."""
     schedule = timeline.schedule
     if schedule.vocabulary_barriers:
         return None
@@ -31,12 +31,13 @@ def share_of_1f1b(timeline: Timeline) -> float | None:
 
 
 def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, slices: int = 1) -> float | None:
-    """Return the most bytes that a device of 1F1B holds; ``None`` if the costs are in activation units. ``costs``: of the
-    stages of a placement, with the LM head on the last one.
+    """Return the most bytes that a device of 1F1B holds; ``None`` if the costs are in activation units.
+
+    ``costs`` are of the stages of a placement, with the LM head on the last one.
     """
     if costs.memory is None:
         return None
-    # Of equal microbatches, 1F1B never holds more than one per device.
+    # If microbatches are equal, 1F1B never holds more than one per device.
     needed = min(num_microbatches, 2 * placement.num_devices) if costs.microbatch is None else num_microbatches
     same = _as_1f1b(placement.num_devices, needed)
     if any(isinstance(each, PartPrices) for each in costs.memory.values()):
@@ -51,8 +52,9 @@ def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, sli
 
 
 def in_shares_of_1f1b(costs: Costs, num_devices: int, num_microbatches: int) -> Costs:
-    """Return the costs with memory in shares of 1F1B's bytes; in activation units if they say no bytes. Raise a CostsError
-    if their bytes are of stages, and not of one stage per device.
+    """Return the costs with memory in shares of 1F1B's bytes; in activation units if they have no bytes.
+
+    Raise a CostsError if their bytes are per stage, and not for one stage per device.
     """
     whole = bytes_of_1f1b(costs, Placement.linear(num_devices), num_microbatches)
     if costs.memory is None or not whole:
@@ -69,12 +71,10 @@ def in_shares_of_1f1b(costs: Costs, num_devices: int, num_microbatches: int) -> 
 def counted_bytes_of_1f1b(
     schedule: Schedule, changes: _Changes, peak: int, layers: Sequence[int] | None = None
 ) -> int | None:
-    """Return the most bytes that a rank of 1F1B holds after any action, messages included.
+    """Return the most bytes that a rank of 1F1B holds after any action, messages included, from counted ``changes`` per stage.
 
-    ``None`` if the counted bytes do not say: the ranks hold shards of the LM head, sequences are cut into slices, messages
-    were not counted, or 1F1B's stages would have unequal layers.
-
-    ``changes``: bytes by which the actions change what their rank holds, one value per stage, as counted.
+    The result is ``None`` in these cases: the LM head is cut over ranks, sequences are cut into slices, messages were
+    not counted, or 1F1B's stages would have unequal layers.
     """
     inner, same = schedule.num_devices - 1, _as_1f1b(schedule.num_devices, schedule.num_microbatches)
     if schedule.orders == same.orders:
@@ -98,9 +98,9 @@ def counted_bytes_of_1f1b(
 
 
 _UNEVEN = 0.1
-"""Part of its layers that a stage of 1F1B may have more than another one."""
+"""Largest difference between stages of 1F1B, as a share of their layers."""
 _MESSAGES = ((Kind.RECV_F, True, 1), (Kind.SEND_F, False, -1), (Kind.RECV_I, False, 1), (Kind.SEND_I, True, -1))
-"""Whether a message is exchanged at the start of a stage, and whether its rank then holds more or less."""
+"""Kind, whether the message is at the start of a stage, and whether its rank then holds more (1) or less (-1)."""
 
 
 def _as_1f1b(num_devices: int, num_microbatches: int) -> Schedule:
@@ -108,12 +108,12 @@ def _as_1f1b(num_devices: int, num_microbatches: int) -> Schedule:
 
 
 def _can_join(placement: Placement) -> bool:
-    """Return whether the stages of a placement make as many stages of 1F1B as there are devices."""
+    """Return whether the stages of a placement can be joined into one stage per device."""
     return placement.model_stages % placement.num_devices == 0
 
 
 def _joined(values: Sequence[float], placement: Placement) -> list[float]:
-    """Return the values of 1F1B's stages, of all slices of a microbatch together."""
+    """Return the values of 1F1B's stages, with the slices of a microbatch added up."""
     # The stages of the first replica come first.
     one_replica = values[: len(values) // placement.replicas]
     size = len(one_replica) // placement.num_devices

@@ -1,7 +1,6 @@
-"""Bound how fast a schedule could be at best, for every order, with split or full backwards.
+"""Lower bounds of the makespan and of the memory that hold for every order, with split or full backwards.
 
-A bound is made of chains: the way of a microbatch, or of its sequence slices, through all stages and back, how long it takes at
-least, and what it holds on it.
+Bounds are made of chains: the way of a microbatch or slice through all stages and back, with its least time and its memory.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.placement import Placement
 
 Share = tuple[float, float, int]
-"""Seconds and memory of a kind of work, and how much of it there is."""
+"""Seconds and memory of a kind of work, and how many of it there are."""
 
 
 class Held(NamedTuple):
-    """Hold what a stage holds of a microbatch after its F, after its I, and after its W or B."""
+    """The memory that a stage holds of a microbatch after its F, after its I, and after its W or B."""
 
     forward: float
     input: float
@@ -30,21 +29,18 @@ class Held(NamedTuple):
 
 
 class Chain:
-    """The way of a microbatch through all stages and back, in seconds, and what it holds on it.
+    """The way of a microbatch through all stages and back, in seconds, with the memory that it holds.
 
-    Args:
-        count: how many microbatches are like this one.
-        seconds: of F, I and W, per stage.
-        links: of the messages between neighbouring stages, there and back.
-        held: per stage.
+    ``count`` microbatches are like this one. ``seconds`` are those of F, I and W per stage, and ``links`` those of
+    messages between neighbouring stages, there and back.
 
     Attributes:
         forward_start: per stage, the earliest start of its F.
-        input_start: likewise of its I.
+        input_start: per stage, the earliest start of its I.
         end: the earliest end of all.
-        after_forward: per stage, the seconds that follow its F at least.
-        after_input: likewise its I.
-        alive: per stage, the seconds from the start of its F to the end of its I at least.
+        after_forward: per stage, the least time after its F.
+        after_input: per stage, the least time after its I.
+        alive: per stage, the least time from the start of its F to the end of its I.
     """
 
     def __init__(
@@ -66,14 +62,14 @@ class Chain:
         self.alive = [self.input_start[s] + self.input[s] - self.forward_start[s] for s in stages]
 
     def least_given(self, stages: Sequence[int]) -> float:
-        """Return what it may give on a device's stages rather than take."""
+        """Return the lowest memory of the microbatch on a device's stages, at most 0."""
         return sum(min(0, *self.held[s]) for s in stages)
 
     def lives(self, stages: Sequence[int]) -> float:
-        """Return what a device holds of it, times for how long at least."""
+        """Return the memory that a device holds of the microbatch, times the least time it is held."""
         if any(min(self.held[s]) < 0 for s in stages):
-            return 0.0  # for as long as one likes, something counts for less than nothing
-        # During W, a split backward holds what I has left, a full one what F has.
+            return 0.0  # negative memory could last for any time
+        # During W, a split backward holds the memory after I, a full one that after F.
         return sum(
             self.held[s].forward * self.alive[s] + min(self.held[s].forward, self.held[s].input) * self.weight[s]
             for s in stages
@@ -81,8 +77,10 @@ class Chain:
 
 
 def most_needed(slices: Sequence[Chain], stages: Sequence[int]) -> float:
-    """Return the most that a microbatch holds on a device's stages as it is before and after its first I or B on every one
-    of them, the last first. ``slices`` are its chains; of several, only the last slice's first I or B is looked at.
+    """Return the most memory that a microbatch must hold on a device's stages before and after its first I or B on each.
+
+    The last stage comes first. ``slices`` are the microbatch's chains. With several, only the last slice's first I or
+    B counts.
     """
     now = most = sum(chain.held[s].forward for chain in slices for s in stages)
     for s in reversed(stages) if len(slices) == 1 else stages[-1:]:
@@ -93,8 +91,9 @@ def most_needed(slices: Sequence[Chain], stages: Sequence[int]) -> float:
 
 
 def together(slices: Sequence[Chain], stage: int, seconds: Callable[[Chain, int], float]) -> list[Share]:
-    """Return the work of a microbatch on a stage that holds what its forwards keep, and of which no slice is there without
-    those before it: as shares of which, taken the densest first, none comes before those before it either.
+    """Return the work of a microbatch on a stage as shares that may be taken densest first.
+
+    A slice is never there without the slices before it. So slices are joined until no share is denser than an earlier one.
     """
     shares: list[Share] = []
     for chain in slices:
@@ -108,7 +107,7 @@ def together(slices: Sequence[Chain], stage: int, seconds: Callable[[Chain, int]
 
 
 def chains_of(placement: Placement, num_microbatches: int, costs: Costs, splits: bool, slices: int = 1) -> list[Chain]:
-    """Return the chain of all microbatches where they are alike, and else that of every one; of slices, one after another."""
+    """Return the chain of all microbatches, or of each one if they differ; for slices, one chain after another."""
     prices, held, devices = costs.seconds(placement, slices), _held(placement, costs, splits, slices), placement.devices
     seconds = [prices[kind] for kind in (Kind.F, Kind.I, Kind.W)]
     links = [
@@ -135,7 +134,7 @@ def chains_of(placement: Placement, num_microbatches: int, costs: Costs, splits:
 
 
 def _held(placement: Placement, costs: Costs, splits: bool, slices: int) -> list[Held]:
-    """Return what every stage holds of every slice, stage by stage, in the unit of ``Costs.memory_changes``."""
+    """Return the memory that every stage holds of every slice, stage by stage, in the unit of ``Costs.memory_changes``."""
     changes, nothing = costs.memory_changes(placement, slices=slices), (0,) * (placement.num_stages * slices)
     forward, inputs, weights, full = (changes.get(kind, nothing) for kind in PLAIN)
     result = []
@@ -150,11 +149,10 @@ def _held(placement: Placement, costs: Costs, splits: bool, slices: int) -> list
 
 
 def _settled(held: Sequence[Held]) -> list[Held]:
-    """Return what a stage holds of the slices of a microbatch where none gives back what another one took: at no time more
-    than it does.
+    """Return the memory that a stage holds of a microbatch's slices if no slice gives back memory that another one took.
 
-    What I of a slice takes, and an earlier slice gives back, counts from the I of that one, which runs later. So do
-    gradients of keys and values.
+    The result is never more than the true memory. If I of a slice takes memory that an earlier slice gives back, it
+    counts from the later I of that slice. Gradients of keys and values behave like this.
     """
     settled, left = list(held), 0.0
     for at in reversed(range(len(held))):
@@ -170,8 +168,10 @@ def _settled(held: Sequence[Held]) -> list[Held]:
 def _backward(
     seconds: Sequence[Sequence[float]], full: Sequence[float] | None, splits: bool
 ) -> Sequence[Sequence[float]]:
-    """Return what F, I and W take at least: no more than a B, where that has a price of its own, ``full``; and where every
-    backward is a B, all of it comes before the gradient.
+    """Return the least seconds of F, I and W.
+
+    I and W together take no more than a B that has its own price ``full``. If every backward is a B, all of it comes
+    before the gradient.
     """
     forward, inputs, weights = seconds
     if not splits:
@@ -184,11 +184,11 @@ def _backward(
 
 
 def _joined(slices: list[Chain]) -> list[Chain]:
-    """Let the slices of a microbatch wait for one another: forward for the one before, backward for the one behind."""
+    """Make the slices of a microbatch wait for one another: forward for the one before, backward for the one after."""
     if len(slices) == 1:
         return slices
     top, final = len(slices[0].held) - 1, len(slices) - 1
-    # Seconds from the start of every F to the end of the last F, and from the start of the first I to the end of every I.
+    # From the start of every F to the end of the last F, and from the start of the first I to the end of every I.
     turning = [list(chain.forward) for chain in slices]
     returning = [list(chain.input) for chain in slices]
     for j in reversed(range(len(slices))):
@@ -218,7 +218,7 @@ def _joined(slices: list[Chain]) -> list[Chain]:
     return slices
 
 
-_MOST_TRIED = 4096  # ways to share a cap between two kinds of work; with more, parts of passes change next to nothing
+_MOST_TRIED = 4096  # ways to divide a cap between two kinds of work; beyond it, parts of passes change almost nothing
 
 
 def lower_bound(
@@ -230,34 +230,32 @@ def lower_bound(
     splits: bool = True,
     slices: int = 1,
 ) -> float:
-    """Return a makespan that no schedule of this placement within this cap undercuts, in whatever order it takes the
-    microbatches.
+    """Return a makespan that no schedule with this placement within this cap can beat, in any order of the microbatches.
 
-    The largest of three bounds, each taken on every device:
+    It is the largest of three bounds over all devices:
 
-    - *Idle*: a device's work, plus what it must idle before its first backward, plus what it must idle at the end. Until
-      the gradient of a microbatch can have come back, it runs nothing but forwards, as many as the cap admits. After
-      its last forward that microbatch still has all its way to the loss and back to stage 0, while what the device
-      holds by then is all that is left for it to do; after the last I of a stage the way is shorter, but only W are
-      left there. The windows are disjoint, the first two unless all forwards fit the cap at once. For a V with equal
-      costs ``u`` per pass and ``k`` stages in the cap this is ``(6m + 6p - 1 - 3k) u``, the bound of arXiv 2405.15362,
-      appendix E.
-    - *Area*: the time that activations live at least, summed, over how many the cap admits at once.
+    - *Idle*: a device's work, its idle time before its first backward, and its idle time at the end. Until the first
+      gradient can have come back, the device runs only forwards, as many as the cap admits. After its last forward,
+      that microbatch still has its way to the loss and back to stage 0, and the device has only the work left that it
+      holds by then. After the last I of a stage the way is shorter, but only W are left there. The windows are
+      disjoint, except the first two if all forwards fit the cap at once. For a V with equal costs ``u`` per pass and
+      ``k`` stages in the cap the bound is ``(6m + 6p - 1 - 3k) u``, as in arXiv 2405.15362, appendix E.
+    - *Area*: the sum of the least times that activations live, divided by the number that the cap admits at once.
     - *Path*: one microbatch through all stages and back.
 
-    Where I gives a part of the activations back (the ``M_B`` and ``M_W`` of arXiv 2401.10241), what waits for its W only
-    takes less room, and the tail of the idle bound and the area bound count it so. Where I takes memory, it takes more,
-    unless a full backward spares it.
+    If I gives a part of the activations back (``M_B`` and ``M_W`` of arXiv 2401.10241), a microbatch that waits for W
+    takes less memory. The tail of the idle bound and the area bound use that. If I takes memory, it takes more,
+    unless a full backward avoids it.
 
-    Where microbatches have weights, the first to come back, and the last to go out, may be the shortest of all. The path is
-    that of the longest, and the cap admits whatever takes longest for what it holds.
+    If microbatches have weights, the first one to come back and the last one to go out may be the shortest. The path
+    is that of the longest one, and the cap admits those that take longest for their memory.
 
-    Where microbatches are cut into sequence slices, the way is that of the slices of one microbatch, which wait for one
-    another: forward in their order and backward in the reverse. What comes first, and last, is of its first or last slice.
+    If microbatches are cut into slices, the slices wait for one another: forward in order, backward in reverse. The
+    first and the last pass are then those of a microbatch's first or last slice.
 
-    ``memory_cap``: one number or one per device, in activation units or in the unit of ``costs.memory``. Where backwards
-    may not be split, a gradient leaves a stage with the end of its B, and the bound is higher. Raise an UnsupportedError if
-    the cap admits no schedule.
+    If backwards may not be split, a gradient leaves a stage at the end of its B, and the bound is higher.
+    ``memory_cap`` is one number or one per device, in activation units or in the unit of ``costs.memory``. Raise an
+    UnsupportedError if the cap admits no schedule.
     """
     costs = costs or Costs()
     step, unit = _Step(placement, num_microbatches, costs, splits, slices), costs.memory_unit(placement, slices)
@@ -269,12 +267,12 @@ def lower_bound(
     for device, cap in enumerate(caps):
         need = step.least_held(device) * unit
         if loosened(cap) < need:
-            what = "activation units" if costs.memory is None else "bytes"
+            unit_name = "activation units" if costs.memory is None else "bytes"
             which = "one" if costs.microbatch is None else "the largest"
             raise UnsupportedError(
                 "cap-unreachable",
-                f"no schedule of this placement holds less than {need:.4g} {what} on device {device}, {which} microbatch of "
-                f"its stages; raise the memory cap of {cap:.4g}",
+                f"no schedule with this placement needs less than {need:.4g} {unit_name} on device {device}, {which} "
+                f"microbatch of its stages; raise the memory cap of {cap:.4g}",
             )
         room = loosened(min(cap / unit, step.most_held(device)))
         bounds.append(step.device_bound(device, int(room) if counts_stages else room))
@@ -282,13 +280,12 @@ def lower_bound(
 
 
 def least_held(placement: Placement, num_microbatches: int, costs: Costs, slices: int = 1) -> list[float]:
-    """Return per device, a cap below which it holds too much in every schedule: one microbatch on all its stages.
+    """Return per device, the lowest cap that a schedule can keep: one microbatch on all its stages.
 
-    When the first I or B of a stage is due, that microbatch has run forward on all stages, and backward on the later ones
-    only. One microbatch after another, with full backwards where I takes memory, needs no more, unless the memory of some
-    pass is odd: less than nothing after it, or something after the last one.
-
-    In activation units, or in the unit of ``costs.memory``.
+    At the first I or B of a stage, that microbatch has run forward on all stages, and backward on later ones only.
+    One microbatch after another needs no more, with full backwards if I takes memory. Only odd memory breaks this:
+    negative after a pass, or left over after the last one. The unit is the activation unit, or that of
+    ``costs.memory``.
     """
     step, unit = _Step(placement, num_microbatches, costs, slices=slices), costs.memory_unit(placement, slices)
     return [step.least_held(device) * unit for device in range(placement.num_devices)]
@@ -303,11 +300,11 @@ class _Step:
         self._stages = placement.stages
         self._chains = chains_of(placement, num_microbatches, costs, splits, slices)
         self._steps = [self._chains[at : at + slices] for at in range(0, len(self._chains), slices)]
-        # What runs first on a stage forward, and last backward; and what runs last forward, and first backward.
+        # The first forward and last backward of a stage; the last forward and first backward.
         self._first, self._last = self._chains[::slices], self._chains[slices - 1 :: slices]
 
     def least_held(self, device: int) -> float:
-        """See the function of this name; in the unit of ``Costs.memory_changes``."""
+        """Return the result of the function ``least_held`` in the unit of ``Costs.memory_changes``."""
         stages, steps = self._stages[device], self._steps
         given = [sum(chain.least_given(stages) for chain in step) for step in steps]
         return max(
@@ -320,11 +317,11 @@ class _Step:
         )
 
     def most_held(self, device: int) -> float:
-        """Return what the device holds at most whatever the order, in the unit of ``Costs.memory_changes``."""
+        """Return the most memory that the device can hold in any order, in the unit of ``Costs.memory_changes``."""
         return sum(chain.count * sum(max(0, *chain.held[s]) for s in self._stages[device]) for chain in self._chains)
 
     def device_bound(self, device: int, cap: float) -> float:
-        """Return the seconds that no order of a device undercuts."""
+        """Return the seconds that no order of a device can beat."""
         stages, chains = self._stages[device], self._chains
         work = sum(c.count * sum(c.forward[s] + c.input[s] + c.weight[s] for s in stages) for c in chains)
         first, last = stages[0], stages[-1]
@@ -339,17 +336,18 @@ class _Step:
         idle = max(head, tail) if all_at_once else head + tail
         for stage in stages:
             if stage == 0 and any(c.held[0].input > c.held[0].forward for c in chains):
-                continue  # in a full backward, which takes less, nothing comes after it
+                continue  # a full backward, which takes less memory, leaves nothing after it
             after_last_input = min(c.after_input[stage] for c in self._first)
             idle = max(idle, head + after_last_input - self._left(stages, cap, stage))
         lives = sum(c.count * c.lives(stages) for c in chains)
         return max(work + idle, lives / cap if cap else 0.0, max(c.end for c in chains))
 
     def _left(self, stages: Sequence[int], cap: float, done: int) -> float:
-        """Return the longest that a device's remaining backward can take when all its forwards have run. ``done``: stages
-        from this one up have run all their I; only W are left there.
+        """Return the longest remaining backward of a device after all its forwards.
+
+        Stages from ``done`` on have run all their I, and only W are left there.
         """
-        # A slice has not gone back before those behind it have.
+        # A slice runs backward after the slices that follow it.
         waiting = [s for s in stages if s < done]
         shares, whole = self._in_turn(waiting, lambda chain, s: chain.input[s] + chain.weight[s])
         for chain in self._chains:
@@ -368,7 +366,7 @@ class _Step:
 
 
 def _most(shares: Sequence[Share], cap: float, whole: bool = True) -> float:
-    """Return the longest that work takes which fits the cap at once. ``whole``: a share is there as a whole or not at all."""
+    """Return the longest work that fits the cap at once. ``whole``: shares are indivisible."""
     for_nothing = [share for share in shares if share[1] <= 0]
     shares = [share for share in shares if share[1] > 0]
     total = sum(seconds * count for seconds, _, count in for_nothing)
@@ -384,7 +382,7 @@ def _most(shares: Sequence[Share], cap: float, whole: bool = True) -> float:
         return total + max(
             n * seconds + _most([other], cap - n * memory) for n in range(min(count, int(loosened(cap / memory))) + 1)
         )
-    # With parts of passes allowed, the densest first: never less than the best of whole ones.
+    # Parts of passes are allowed here, the densest first: never less than the best of whole passes.
     room = max(0.0, cap)
     for seconds, memory, count in sorted(shares, key=lambda share: share[1] / share[0] if share[0] else math.inf):
         taken = min(count, room / memory)

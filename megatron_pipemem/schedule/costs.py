@@ -1,4 +1,4 @@
-"""Price actions: seconds of a device, seconds on a link, memory."""
+"""Costs: the prices of all actions and messages, and the memory that actions take or give back."""
 
 from __future__ import annotations
 
@@ -37,47 +37,51 @@ _PRICED: tuple[tuple[str, Kind], ...] = (
 )
 
 SELECTIVE_BYTES = 13 / 32
-"""Of what F keeps that RS makes again: 14 of 34 bytes per element (arXiv 2503.01328), as a fraction whose sums are exact."""
+"""Bytes that RS makes again, as a share of those that F keeps: 14 of 34 per element (arXiv 2503.01328), rounded so that
+sums are exact."""
 
 
 @dataclass(frozen=True)
 class Costs:
     """Prices of the actions of one microbatch.
 
-    A single number is the price of one *device's whole share* of the model: a stage on a device with ``v`` chunks costs
-    ``1/v`` of it, so makespans of different placements are comparable. A device of a bidirectional pipeline has its share
-    of every replica, and each at the full price: it does either for a part of the microbatches only. A sequence holds one
-    price per stage, or one per stage of a replica when all replicas cost the same. Where a microbatch is cut into ``n``
-    sequence slices, each costs ``1/n`` of it; or a sequence holds one price per stage and slice, stage by stage.
-    ``PartPrices`` are those of a model's layers, embedding and head: they price the stages of every placement.
+    A single number is the price of one *device's whole share* of the model. A stage on a device with ``v`` chunks
+    costs ``1/v`` of it, so makespans of different placements are comparable. A device of a bidirectional pipeline has
+    a share of every replica, each at the full price, because a microbatch runs through one replica only.
+
+    A sequence holds one price per stage, or one per stage of a replica if all replicas cost the same. If microbatches
+    are cut into ``n`` sequence slices, each slice costs ``1/n``. A sequence may also hold one price per stage and
+    slice, stage by stage. ``PartPrices`` are the prices of a model's layers, embedding and head, for any placement.
 
     Args:
         forward: seconds of F.
         backward_input: seconds of I.
         backward_weight: seconds of W. B costs I + W.
         p2p: seconds of one message between two devices; one number, or ``{(source, destination): seconds}``.
-        memory: by how much each kind of action changes what its device holds, per kind one number or one per stage.
-            Default: activation units, where a stage's forward takes ``1/model_stages`` (the whole model's activations of one
-            microbatch are 1.0) and its W or B gives them back. With bytes instead, I gives a part back already; B defaults to
-            I + W, and W to B - I. A single number is a device's whole share here too. What a forward keeps although its
-            stage is recomputed stands under F, what R takes under R; a stage that is not recomputed takes both with F, and
-            without R, recomputed stages keep nothing (activation units: always). RS takes what a selectively recomputed
-            forward leaves out, by default ``SELECTIVE_BYTES``. WAIT_OFFLOAD gives back what may leave the device, by default
-            all that a forward takes (what RS makes never leaves); RELOAD takes it again. Of the passes and collectives of
-            vocabulary parallelism, which change nothing by default, it is every device's, and a sequence has one per device.
-        recompute: seconds of R; ``None``: those of F.
-        recompute_selective: seconds of RS; ``None``: ``SELECTIVE_SECONDS`` of those of F.
-        channel: how fast activations move to the host; ``None``: at once.
-        vocabulary: seconds of the passes and collectives of vocabulary parallelism. Default: the whole head takes as long
-            as one device's share of the layers (their average), the embedding and the collectives take no time.
-        copy_sum: seconds to add up the gradients of a stage over the devices that hold its replicas. Once per step, it is
-            priced like the actions of a microbatch.
-        microbatch: by how much every microbatch takes longer, and holds more, than these prices say; ``None``: they are
-            alike. What prices a stage (``seconds``, ``memory_changes``) leaves it out; ``simulate`` puts it in.
-        slice_units: how sequence slices divide the activation units of a stage, where they do not evenly: by how much each
-            kind of action changes what is held, one value per slice, in what F of the whole microbatch keeps. As
-            ``slice_costs`` makes it.
-        further: seconds of kinds that none of these names (``register_kind``); by default those of ``KindSpec.shares``.
+        memory: per kind, the change of the memory that the device holds; ``None`` for activation units. See below.
+        recompute: seconds of R; ``None`` for those of F.
+        recompute_selective: seconds of RS; ``None`` for ``SELECTIVE_SECONDS`` of those of F.
+        channel: speed of copies between device and host; ``None`` if they take no time.
+        vocabulary: seconds of vocabulary passes and collectives. By default the whole head takes as long as the
+            average device's share of the layers, and the rest takes no time.
+        copy_sum: seconds to sum the gradients of a stage over its replicas. It runs once per step, and is priced like
+            an action of a microbatch.
+        microbatch: factors of time and memory per microbatch; ``None`` if microbatches are alike. ``simulate``
+            applies them, ``seconds`` and ``memory_changes`` do not.
+        slice_units: per kind, the change of memory per slice as a share of the bytes that F of a whole microbatch
+            keeps; ``None`` for even slices. ``slice_costs`` returns such values.
+        further: seconds of kinds added by ``register_kind``; by default those of ``KindSpec.shares``.
+
+    Memory in activation units: a stage's forward takes ``1/model_stages``, and its W or B gives it back. In bytes,
+    one number per kind is a device's whole share, and a sequence has one value per stage:
+
+    - I gives back a part. B defaults to I + W, and W to B - I.
+    - F of a recomputed stage takes the value of F, and R that of R. F of any other stage takes both. Without a value
+      for R, recomputed stages keep nothing, as they do in activation units.
+    - RS takes the bytes that a selectively recomputed forward leaves out, by default ``SELECTIVE_BYTES`` of F.
+    - WAIT_OFFLOAD gives back the bytes that may leave the device, by default all that F takes except those of RS.
+      RELOAD takes them again.
+    - Vocabulary passes and collectives change nothing by default. Their values are per device.
     """
 
     forward: Price = 1.0
@@ -115,7 +119,7 @@ class Costs:
 
     @property
     def part_prices(self) -> PartPrices | None:
-        """Return the seconds of F, I and W of every part of the model; ``None`` if the prices are those of stages."""
+        """Return the seconds of F, I and W together, per part of the model; ``None`` if the prices are per stage."""
         found = [each for each in self._passes if isinstance(each, PartPrices)]
         return sum(found[1:], found[0]) if len(found) == len(self._passes) else None
 
@@ -129,7 +133,7 @@ class Costs:
         return self.forward, self.backward_input, self.backward_weight
 
     def with_parts(self, **changes: Any) -> Costs:
-        """Return the costs with other fields of their ``PartPrices``, as in ``with_parts(cut=(4, 3))``."""
+        """Return the costs with changed fields of their ``PartPrices``, as in ``with_parts(cut=(4, 3))``."""
 
         def changed(price: Any) -> Any:
             return replace(price, **changes) if isinstance(price, PartPrices) else price
@@ -143,7 +147,7 @@ class Costs:
         return replace(self, **prices, memory=memory, channel=channel, further=further)
 
     def without_ends(self) -> Costs:
-        """Return the costs without the seconds of embedding and head, if they are prices of parts."""
+        """Return the costs without the seconds of embedding and head, if the prices are per part."""
         passes = {name: getattr(self, name) for name in ("forward", "backward_input", "backward_weight")}
         alone: dict[str, Any] = {
             name: replace(price, first=price.middle, last=price.middle)
@@ -158,26 +162,26 @@ class Costs:
         Args:
             head: seconds of forward and backward of the whole head.
             num_devices: pipeline ranks.
-            barriers: of the passes, 1 or 2.
+            barriers: vocabulary barriers, 1 or 2.
         """
         embedding = 0.0 if self.part_prices is None else self.part_prices.embedding
         vocabulary = VocabularyCosts.of_head(head, num_devices, barriers, embedding=embedding)
         return replace(self.without_ends(), vocabulary=vocabulary)
 
     def require_alike(self, who: str) -> None:
-        """Raise a CostsError in the name of whoever cannot take microbatches that have weights."""
+        """Raise a CostsError if microbatches have weights. ``who`` begins the message."""
         if self.microbatch is not None:
             raise CostsError(
                 "costs-mismatch",
-                f"{who} takes the prices of microbatches that are alike, and these costs weigh them; leave the key microbatch "
-                "out, and plan every step for its own with plan_step, or in a run with --pipemem-microbatch-costs",
+                f"{who} takes prices of microbatches that are alike, and these costs weigh them; leave the key microbatch out, "
+                "and plan each step with plan_step, or in a run with --pipemem-microbatch-costs",
             )
 
     def seconds(self, placement: Placement, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
         """Return the seconds of every compute kind, one value per stage and slice, stage by stage.
 
         Raises:
-            CostsError: a sequence has not one value per stage, or per stage and slice.
+            CostsError: a sequence does not have one value per stage, or per stage and slice.
         """
         given = [(name, kind, getattr(self, name)) for name, kind in _PRICED if kind is not Kind.REDUCE_REPLICAS]
         prices: dict[Kind, tuple[float, ...]] = {
@@ -195,7 +199,7 @@ class Costs:
         """Return the seconds of REDUCE_REPLICAS, one value per stage.
 
         Raises:
-            CostsError: a sequence has not one value per stage.
+            CostsError: a sequence does not have one value per stage.
         """
         return per_slice("copy_sum", self.copy_sum, placement, 1)
 
@@ -203,8 +207,8 @@ class Costs:
         """Return the costs of a schedule with vocabulary parallelism.
 
         Args:
-            placement: which device holds which stage.
-            barriers: of the schedule, 1 or 2.
+            placement: the placement of the schedule.
+            barriers: vocabulary barriers of the schedule, 1 or 2.
             slices: sequence slices of a microbatch.
         """
         if self.vocabulary is not None:
@@ -214,21 +218,22 @@ class Costs:
         return VocabularyCosts.of_head(model / placement.num_devices, placement.num_devices, barriers)
 
     def link_seconds(self, source: int, destination: int) -> float:
-        """Return the seconds that a message from one device to another takes; 0 within a device."""
+        """Return the seconds of a message from one device to another; 0 within a device."""
         if source == destination:
             return 0.0
         if isinstance(self.p2p, Mapping):
             try:
                 return self.p2p[(source, destination)]
             except KeyError:
-                raise CostsError("missing-option", f"no p2p cost for the link {source} -> {destination}") from None
+                raise CostsError(
+                    "missing-option", f"p2p has no cost for the link {source} -> {destination}; add it"
+                ) from None
         return self.p2p
 
     def memory_unit(self, placement: Placement, slices: int = 1) -> float:
-        """Return what one of ``memory_changes`` counts: a stage's share in activation units by default, or that of one of
-        its slices, else 1.
+        """Return the size of one unit of ``memory_changes``: a stage's or slice's share in activation units, otherwise 1.
 
-        Sums of whole stages stay exact this way, where sums of ``1/model_stages`` would not.
+        Sums of whole stages stay exact this way, and sums of ``1/model_stages`` would not.
         """
         return 1 / placement.model_stages / slices if self.memory is None else 1.0
 
@@ -238,7 +243,7 @@ class Costs:
         """Return the seconds of OFFLOAD and RELOAD, one value per stage and slice; 0 without a channel.
 
         Args:
-            placement: which device holds which stage.
+            placement: the placement of the schedule.
             recomputed: as in ``memory_changes``.
             slices: sequence slices of a microbatch.
         """
@@ -255,14 +260,14 @@ class Costs:
     def memory_changes(
         self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({}), slices: int = 1
     ) -> dict[Kind, tuple[float, ...]]:
-        """Change of held memory after every kind of action, one value per stage and slice, stage by stage, in
-        ``memory_unit``.
+        """Return the change of held memory by every kind of action, in ``memory_unit``, one value per stage and slice,
+        stage by stage.
 
         Kinds left out change nothing.
 
         Args:
-            placement: which device holds which stage.
-            recomputed: the stages whose forwards are run again, and whether by R or by RS.
+            placement: the placement of the schedule.
+            recomputed: the recomputed stages, each with R or RS.
             slices: sequence slices of a microbatch.
         """
         changes = self._changes(placement, slices)
@@ -285,7 +290,7 @@ class Costs:
             changes[Kind.RS] = in_part
             selective = [part if kind is Kind.RS else 0 for kind, part in zip(kinds, in_part, strict=True)]
             for kind, sign in ((Kind.WAIT_OFFLOAD, 1), (Kind.RELOAD, -1)):
-                # Not below nothing: what RS makes may be more than what may leave.
+                # At least nothing: RS may make more than may leave the device.
                 changes[kind] = tuple(
                     sign * min(0, sign * whole + part) for whole, part in zip(changes[kind], selective, strict=True)
                 )
@@ -296,10 +301,10 @@ class Costs:
     def host_changes(
         self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({}), slices: int = 1
     ) -> dict[Kind, tuple[float, ...]]:
-        """Change of the host memory that a device uses, as ``memory_changes``.
+        """Return the change of the host memory of a device, as ``memory_changes`` does for device memory.
 
         Args:
-            placement: which device holds which stage.
+            placement: the placement of the schedule.
             recomputed: as in ``memory_changes``.
             slices: sequence slices of a microbatch.
         """
@@ -307,14 +312,16 @@ class Costs:
         return {Kind.OFFLOAD: tuple(-change for change in leaves), Kind.WAIT_RELOAD: leaves}
 
     def _changes(self, placement: Placement, slices: int) -> dict[Kind, tuple[float, ...]]:
-        """Return what ``memory`` says, or activation units, with the one of B and W that it leaves out."""
+        """Return ``memory`` or activation units, and derive W or B if one of them is left out."""
         places = placement.num_stages * slices
         if self.memory is None and self.slice_units is not None:
             units = self.slice_units.items()
             if slices != (found := len(self.slice_units[Kind.F])):
-                what = f"activation units of {found} slices, and microbatches are cut into {slices}"
-                raise CostsError("costs-mismatch", f"the costs have {what}; price the slices again with slice_costs")
-            # One of ``memory_unit`` is what an even slice would keep.
+                given_units = f"activation units of {found} slices, and microbatches are cut into {slices}"
+                raise CostsError(
+                    "costs-mismatch", f"the costs have {given_units}; price the slices again with slice_costs"
+                )
+            # An even slice keeps one ``memory_unit``.
             return {kind: tuple(part * slices for part in parts) * placement.num_stages for kind, parts in units}
         if self.memory is None:
             return {kind: (kind.spec.units,) * places for kind in Kind if kind.spec.units}
@@ -323,7 +330,7 @@ class Costs:
             name = f"memory of {kind}"
             if kind in VOCABULARY:
                 changes[kind] = per_device(name, values, placement.num_devices, slices)
-            elif kind in WHOLE_STAGE:  # no slice has a share of it
+            elif kind in WHOLE_STAGE:  # slices do not share it
                 whole = per_slice(name, values, placement, 1)
                 changes[kind] = tuple(change for change in whole for _ in range(slices))
             else:
@@ -340,18 +347,22 @@ class Costs:
     def from_json(cls, path: str | Path) -> Costs:
         """Read ``{"forward": ..., "backward_input": ..., "backward_weight": ..., "p2p": ..., "memory": {"F": ...}}``.
 
-        ``p2p`` may be one per link, ``{"0-1": ..., "1-0": ...}``. ``recompute``, ``recompute_selective`` and
-        ``copy_sum`` are prices like the others, and ``channel`` is
-        ``{"offload": ..., "reload": ..., "duplex": false, "switches": [[0, 1]]}``, with ``{"ratio": k}`` in place of the
-        first two where ``k`` is all that is known (``Channel.of_ratio``). ``vocabulary`` holds
-        ``{"score": ..., "gradient": ...}``, the fields of ``VocabularyCosts``, and ``microbatch``
-        ``{"time": [...], "memory": [...], "kinds": {"W": [...]}}``, those of ``MicrobatchWeights``; ``further`` holds
-        ``{"NOISE": ...}``. What ``profile`` says is
-        for readers of ``pipemem profile``. ``parts`` takes the place of F, I, W and memory: what every layer, embedding and
-        head take, as ``pipemem profile --output`` writes it. ``layers_per_stage`` says how they are cut into stages.
+        Further keys:
+
+        - ``p2p`` may have one price per link, ``{"0-1": ..., "1-0": ...}``.
+        - ``recompute``, ``recompute_selective`` and ``copy_sum`` are prices like the others.
+        - ``channel`` is ``{"offload": ..., "reload": ..., "duplex": false, "switches": [[0, 1]]}``. ``{"ratio": k}``
+          replaces the first two (``Channel.of_ratio``).
+        - ``vocabulary`` has the fields of ``VocabularyCosts``: ``{"score": ..., "gradient": ...}``.
+        - ``microbatch`` has those of ``MicrobatchWeights``: ``{"time": [...], "memory": [...], "kinds": {"W": [...]}}``.
+        - ``further`` is ``{"NOISE": ...}``.
+        - ``parts`` replaces F, I, W and memory by prices of layers, embedding and head, as ``pipemem profile
+          --output`` writes them. ``layers_per_stage`` cuts the layers into stages.
+        - ``profile`` is for readers of ``pipemem profile`` and is ignored here.
 
         Raises:
-            CostsError: the file is missing, is not JSON, or has unknown keys or values of the wrong type; it names the key.
+            CostsError: the file is missing, is not JSON, or has unknown keys or values of the wrong type. The message
+                has the key.
         """
         data = read_json(path, "costs", CostsError)
         try:

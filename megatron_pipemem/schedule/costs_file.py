@@ -1,4 +1,4 @@
-"""Read and write costs, and read the weights of microbatches that are not alike."""
+"""Costs files: checks of their JSON, and the weights of microbatches that are not alike."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _MICROBATCH = ("time", "memory", "kinds")
 _CHANNEL = ("ratio", "offload", "reload", "duplex", "switches")
 
 _Part = tuple[dict[str, float], dict[Kind, float]]
-"""Seconds of a part's passes, and by how much its actions change what is held."""
+"""Seconds of a part's passes, and changes of held memory by its actions."""
 
 
 def costs_arguments(data: object) -> dict[str, Any]:
-    """Check the names in the file of ``Costs.from_json``; whoever takes the values checks those. Return the arguments of
-    ``Costs``, of which ``vocabulary``, ``microbatch`` and ``channel`` are themselves arguments of ``VocabularyCosts``,
-    ``MicrobatchWeights`` and ``Channel`` or ``Channel.of_ratio``.
+    """Check the keys of a costs file, and return the arguments of ``Costs``.
+
+    ``vocabulary``, ``microbatch`` and ``channel`` are arguments of ``VocabularyCosts``, ``MicrobatchWeights`` and
+    ``Channel`` (or ``Channel.of_ratio``). Those classes check the values.
     """
     if not isinstance(data, dict) or set(data) - set(_KEYS):
         unknown = f", not {shortened(sorted(set(data) - set(_KEYS))[0])}" if isinstance(data, dict) else ""
@@ -39,13 +40,13 @@ def costs_arguments(data: object) -> dict[str, Any]:
         if given := sorted(data.keys() & {*_PASSES, "memory"}):
             raise CostsError(
                 "conflicting-options",
-                f"costs have the keys parts and {given[0]}, which parts already say; leave one of the two out",
+                f"costs have the keys parts and {given[0]}, which both give the same prices; leave one of the two out",
             )
         costs |= _of_parts(_object("parts", parts, _PARTS), _cut(data.get("layers_per_stage")))
     elif "layers_per_stage" in data:
         raise CostsError(
             "conflicting-options",
-            "layers_per_stage says how parts are cut, and there are none; leave it out, or give parts",
+            "layers_per_stage says how parts are cut, and the costs have no parts; leave it out, or give parts",
         )
     if (memory := data.get("memory")) is not None:
         costs["memory"] = {_kind("memory", kind): values for kind, values in _object("memory", memory).items()}
@@ -104,7 +105,7 @@ def _of_parts(parts: dict[str, Any], cut: tuple[int, ...] | None) -> dict[str, A
 
 
 def _part(key: str, value: object) -> _Part:
-    """Return the seconds of a part's passes, and by how much its actions change what is held."""
+    """Return the seconds of a part's passes, and the changes of held memory by its actions."""
     part = _object(key, value)
     seconds, memory = (_object(f"{key}.{name}", part.get(name, {})) for name in ("seconds", "memory"))
     return (
@@ -139,7 +140,7 @@ def _channel(settings: dict[str, Any]) -> dict[str, Any]:
             "bad-switches", f"channel.switches is {shortened(switches)}; give lists of devices, as in [[0, 1], [2, 3]]"
         )
     if "ratio" in settings and not settings.keys().isdisjoint(("offload", "reload")):
-        raise CostsError("conflicting-options", "channel has a ratio, and seconds too; give either")
+        raise CostsError("conflicting-options", "channel has both a ratio and seconds; give one of the two")
     if "ratio" not in settings and "offload" not in settings:
         raise CostsError(
             "missing-option", "channel lacks the key offload, seconds to the host; give it, or ratio in its place"
@@ -157,7 +158,7 @@ def _microbatch(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object(key: str, value: object, known: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return a JSON object, whose keys are known."""
+    """Return a JSON object after a check of its keys."""
     if not isinstance(value, dict):
         raise CostsError("bad-type", f"{key} is {shortened(value)}; give an object{_EXAMPLES.get(key, '')}")
     if known is not None and (unknown := sorted(set(value) - set(known))):
@@ -193,19 +194,19 @@ _EXAMPLES = {
 
 
 class FileWeights(NamedTuple):
-    """Hold the weights of a file."""
+    """The weights of microbatches in a file."""
 
     path: str
-    steps: tuple[MicrobatchWeights, ...]  # the weights of every training step, or one for all
-    one_for_all: bool  # whether these are the weights of every step
+    steps: tuple[MicrobatchWeights, ...]  # the weights of every training step, or one object for all steps
+    one_for_all: bool
 
     def of_step(self, iteration: int, num_microbatches: int) -> MicrobatchWeights:
         """Return the weights of a training step, counted from 0."""
         if not self.one_for_all and iteration >= len(self.steps):
             raise CostsError(
                 "wrong-count",
-                f"{self.path} has weights of {len(self.steps)} training steps, and this is step {iteration + 1}; give those of "
-                "every step, or one object for all",
+                f"{self.path} has weights of {len(self.steps)} training steps, and this is step {iteration + 1}; give weights "
+                "for every step, or one object for all",
             )
         weights = self.steps[0 if self.one_for_all else iteration]
         if len(weights) != num_microbatches:
@@ -218,14 +219,14 @@ class FileWeights(NamedTuple):
 
 
 class FunctionName(NamedTuple):
-    """Name a function that weighs a microbatch: its module, or the path of a Python file, and its name there."""
+    """The name of a function that weighs a microbatch: its module or Python file, and its name there."""
 
     module: str
     name: str
 
 
 def read_microbatch_costs(asked: str) -> str | FileWeights | FunctionName:
-    """Return ``tokens``, ``flops``, the weights of a JSON file, or the name of a function, whichever is asked for."""
+    """Return ``tokens``, ``flops``, the weights of a JSON file, or the name of a function."""
     if asked.lower() in (TOKENS, FLOPS):
         return asked.lower()
     if asked.endswith(".json"):
@@ -241,7 +242,7 @@ def read_microbatch_costs(asked: str) -> str | FileWeights | FunctionName:
 
 
 def _file(path: str) -> FileWeights:
-    """What stands in the file is for all steps alike, or a list of it, one for each."""
+    """Read a file of weights: one object for all steps, or a list with one per step."""
     found = read_json(path, "weights of microbatches", CostsError)
     one_for_all = not isinstance(found, list) or not any(isinstance(each, list | dict) for each in found)
     steps = tuple(_weights(path, each) for each in ([found] if one_for_all else found))

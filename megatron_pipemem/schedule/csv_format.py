@@ -1,15 +1,14 @@
-"""Read and write schedule tables as text: a line per device, an action per comma-separated cell; empty cells are idle
-steps.
+"""Text tables of schedules: one line per device, one action per comma-separated cell. Empty cells are idle steps.
 
-Three sets of letters are about. Ours are those of torch.distributed.pipelining since 2.6: ``F``, ``I`` input gradient,
-``W`` weight gradient, ``B`` full backward. Before 2.6 torch wrote ``B`` for the input gradient and ``BW`` for the full
-backward. Both torches write gradient messages as ``SEND_B`` and ``RECV_B``, ours are ``SEND_I`` and ``RECV_I``.
+There are three sets of letters. Ours are those of torch.distributed.pipelining since 2.6: ``F``, ``I`` input
+gradient, ``W`` weight gradient, ``B`` full backward. Before 2.6 torch wrote ``B`` for the input gradient and ``BW``
+for the full backward. Both versions of torch write gradient messages as ``SEND_B`` and ``RECV_B``. Ours are
+``SEND_I`` and ``RECV_I``.
 
-The first line, the header, says what a table of actions cannot:
-``# replicas=2 devices=0-1-1-0`` (the device of every stage, for stages that run nothing), ``idle=2`` (devices that run
-nothing, and have no line), ``# slices=4``, ``# vocabulary=1`` (barriers), or
-``# update_every=4 versions_kept=2 update_delay=1``. Schedules that need none of it have no such line, so that other readers of
-the format take their files too.
+The header, a first line that starts with ``#``, has properties that a table of actions cannot show: ``# replicas=2
+devices=0-1-1-0`` (the device of every stage, if some stages run nothing), ``idle=2`` (devices without actions, which
+have no line), ``# slices=4``, ``# vocabulary=1`` (barriers), or ``# update_every=4 versions_kept=2 update_delay=1``.
+Schedules without such properties have no header, so that other readers of the format accept their files.
 """
 
 from __future__ import annotations
@@ -29,36 +28,36 @@ from megatron_pipemem.schedule.placement import Placement
 _FROM_ZERO = ("devices", "idle", "update_delay")
 _SEVERAL = ("devices", "idle")
 _FORMER_NAMES = {"pieces": "slices"}
-"""Of files that earlier versions wrote."""
+"""Names in files that earlier versions wrote."""
 
 
 class Header(NamedTuple):
-    """Hold what the line says, or what holds without one. The fields are the words of the line."""
+    """The values of the header. Fields have its words as names, and its meaning without a word as default."""
 
-    replicas: int = 1  # of the model
-    devices: tuple[int, ...] = ()  # of every stage; empty where the table shows them
-    idle: tuple[int, ...] = ()  # devices that have no line of their own
+    replicas: int = 1
+    devices: tuple[int, ...] = ()  # the device of every stage; empty if the table shows it
+    idle: tuple[int, ...] = ()  # devices without a line of their own
     slices: int = 1  # sequence slices of a microbatch
     vocabulary: int = 0  # barriers of vocabulary parallelism
-    update_every: int | None = None  # of ``WeightUpdates``, as the two that follow
-    versions_kept: int | None = None  # of them
-    update_delay: int | None = None  # of them
+    update_every: int | None = None  # fields of ``WeightUpdates``
+    versions_kept: int | None = None
+    update_delay: int | None = None
 
 
 def split_lines(text: str) -> list[str]:
-    """Return the lines of a file, which end as files' lines do. ``str.splitlines`` knows of a dozen ends more."""
+    """Return the lines of a file. ``str.splitlines`` would also split at a dozen other characters."""
     return _LINE_END.split(text)
 
 
 def write_header(header: Header) -> str:
-    """Return the line with its end, or nothing if all of it is as it is without one."""
+    """Return the header line with its end; empty if all fields have their defaults."""
     said = ((name, value) for name, value in header._asdict().items() if value != Header._field_defaults[name])
     words = [f"{name}={'-'.join(map(str, value)) if name in _SEVERAL else value}" for name, value in said]
     return f"# {' '.join(words)}\n" if words else ""
 
 
 def read_header(text: str) -> tuple[Header, str]:
-    """Return the header, and the text with its line blank. Settings of weight updates need one another."""
+    """Return the header, and the text with the header line blank."""
     lines = split_lines(text)
     marked = [number for number, line in enumerate(lines) if line.lstrip(_BLANK).startswith("#")]
     if not marked:
@@ -66,7 +65,7 @@ def read_header(text: str) -> tuple[Header, str]:
     first = marked[0]
     if len(marked) > 1:
         raise ScheduleFormatError(
-            "bad-header", "the file has a line that starts with # already; join the two", line=marked[1] + 1
+            "bad-header", "the file has a second line that starts with #; join the two", line=marked[1] + 1
         )
     header = Header(**_parse(lines[first].strip(_BLANK + "\r,").removeprefix("#"), first + 1))
     lines[first] = ""
@@ -74,14 +73,14 @@ def read_header(text: str) -> tuple[Header, str]:
     if devices and (len(devices) % replicas or set(devices) != set(range(max(devices) + 1))):
         raise ScheduleFormatError(
             "bad-header",
-            "devices names the device of every stage, as in devices=0-1-1-0: all devices from 0 up, and as many stages "
-            f"for each of {replicas} replicas",
+            "devices must name the device of every stage, as in devices=0-1-1-0: all devices from 0 up, and equally many "
+            f"stages for each of {replicas} replicas",
             line=first + 1,
         )
     if list(idle) != sorted(set(idle)) or (idle and (not devices or idle[-1] > max(devices))):
         raise ScheduleFormatError(
             "bad-header",
-            "idle names devices without actions, in order, as in devices=0-1-2 idle=0-2; devices must be there too",
+            "idle must name devices without actions, in order, as in devices=0-1-2 idle=0-2; devices must be given too",
             line=first + 1,
         )
     missing = [name for name in ("update_every", "versions_kept") if getattr(header, name) is None]
@@ -103,8 +102,8 @@ def _parse(line: str, number: int) -> dict[str, Any]:
         ):
             raise ScheduleFormatError(
                 "bad-header",
-                f"{shown(word)} is no setting; write name=number, as in replicas=2, with {MOST_DIGITS} digits at most (names: "
-                f"{', '.join(Header._fields)})",
+                f"{shown(word)} is not a setting; write name=number, as in replicas=2, with {MOST_DIGITS} digits at most "
+                f"(names: {', '.join(Header._fields)})",
                 line=number,
             )
         settings[name] = tuple(map(int, numbers)) if name in _SEVERAL else int(value)
@@ -113,12 +112,12 @@ def _parse(line: str, number: int) -> dict[str, Any]:
 
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _NUMBER = re.compile(rf"[0-9]{{1,{MOST_DIGITS}}}")
-# Spreadsheets put the first at the start of a file.
+# Spreadsheets put the first character at the start of a file.
 _BLANK = "\ufeff \t"
 
 
 DIALECTS = ("auto", "pipemem", "torch", "torch-new", "torch-old")
-"""What a reader may be told: ``torch`` leaves open which torch, ``auto`` everything."""
+"""Names of dialects for readers. ``torch`` leaves the version of torch open, and ``auto`` everything."""
 
 LETTERS = {
     "pipemem": "F, I, W, B (gradient messages SEND_I, RECV_I)",
@@ -128,40 +127,40 @@ LETTERS = {
 
 
 class Cell(NamedTuple):
-    """An action, and where its cell stands. Lines and columns count from 1; an overlapped pair makes two of these."""
+    """An action with its place in the file. Lines and columns count from 1. An overlapped pair makes two cells."""
 
     action: Action
     line: int
     column: int
 
     def fault(self, code: str, message: str) -> ScheduleFormatError:
-        """Return the error that says what is wrong with it."""
+        """Return the error of a faulty cell."""
         return ScheduleFormatError(code, message, line=self.line, column=self.column)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A file as read, in our letters and with its messages."""
+    """The contents of a file in our letters, with its messages."""
 
     rows: tuple[tuple[Cell, ...], ...]  # the cells of every device, in order
     letters: str  # a key of ``LETTERS``
-    reason: str  # why it was read in these letters: ``stated``, or what gave them away
-    ignored: dict[str, int]  # how often what has no meaning here occurred, for example ``{"UNSHARD": 4}``
-    pairs: int  # number of overlapped pairs, which are read as their two actions in turn
-    header: Header = Header()  # what the line that starts with ``#`` says
+    reason: str  # ``stated``, or the sign by which the letters were detected
+    ignored: dict[str, int]  # number of occurrences of actions without meaning here, for example ``{"UNSHARD": 4}``
+    pairs: int  # number of overlapped pairs, which are read as two actions in turn
+    header: Header = Header()
 
     @property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
-        """Return what a schedule's orders hold: the actions without messages and gradient reductions."""
+        """Return the orders of the schedule: the actions without messages and gradient reductions."""
         return tuple(tuple(cell.action for cell in row if cell.action.kind in ORDERED) for row in self.rows)
 
     @property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """All actions of every device."""
+        """Return all actions of every device."""
         return tuple(tuple(cell.action for cell in row) for row in self.rows)
 
     def cell_of(self, device: int, action: Action) -> Cell | None:
-        """Return where an action of a device stands first, or None where it does not stand in the file."""
+        """Return the first cell with an action of a device; ``None`` if there is none."""
         return next((cell for cell in self.rows[device] if cell.action == action), None)
 
     @property
@@ -174,17 +173,17 @@ class Table:
         return ((device, cell) for device, row in enumerate(self.rows) for cell in row)
 
     def require_orders_only(self) -> None:
-        """Raises ScheduleFormatError at the first message or gradient reduction."""
+        """Raise a ScheduleFormatError at the first message or gradient reduction."""
         for _, cell in self.placed:
             if cell.action.kind not in ORDERED:
                 raise cell.fault(
                     "not-computed",
-                    f"{cell.action} is not a compute action; keep F, I, W, B, R and the actions on memory, messages are "
-                    "derived from them",
+                    f"{cell.action} is not a compute action; keep F, I, W, B, R and the actions on memory, because messages "
+                    "are derived from them",
                 )
 
     def placement(self) -> Placement:
-        """Return which device runs which stage, as the header says, or else as the cells do."""
+        """Return the placement in the header, or the one that the cells show."""
         if not any(self.orders):
             raise ScheduleFormatError(
                 "no-actions", "the file holds no actions; write a line per device, one action per cell, as in 0F0,0B0"
@@ -199,7 +198,7 @@ class Table:
                 )
             return placement
         devices: dict[int, int] = {}
-        # Of what is cut over the vocabulary, the number says the device.
+        # Vocabulary actions have a device in place of a stage.
         of_stages = [(device, cell) for device, cell in self.placed if cell.action.kind not in VOCABULARY]
         for device, cell in of_stages:
             stage = cell.action.stage
@@ -214,8 +213,8 @@ class Table:
             stray = next(cell for _, cell in of_stages if cell.action.stage > missing[0])
             raise stray.fault(
                 "bad-placement",
-                f"{stray.action} is of stage {stray.action.stage}, but no device runs stage {missing[0]}; stages count from 0 "
-                "without a gap",
+                f"{stray.action} belongs to stage {stray.action.stage}, but no device runs stage {missing[0]}; number stages "
+                "from 0 without a gap",
             )
         empty = sorted(set(range(len(self.rows))) - set(devices.values()))
         if empty:
@@ -227,14 +226,14 @@ class Table:
         if len(devices) % self.header.replicas:
             raise ScheduleFormatError(
                 "bad-header",
-                f"{len(devices)} stages do not make {self.header.replicas} replicas; mend the line that starts with #",
+                f"{len(devices)} stages do not make {self.header.replicas} replicas; correct the line that starts with #",
             )
         return Placement.from_devices(tuple(devices[stage] for stage in range(len(devices))), self.header.replicas)
 
     def num_microbatches(self) -> int:
-        """Return how many microbatches the step has: what most stages say whose forwards are 0, 1, 2 ... without a gap.
+        """Return the number of microbatches by which most stages run forwards 0, 1, 2 ... without a gap.
 
-        A stray number on a few stages is then out of range, rather than a microbatch that all others lack.
+        A stray number on a few stages is then out of range, and not a microbatch that all other stages lack.
         """
         forwards: dict[int, set[int]] = {}
         stages = len(self.header.devices) or max((cell.action.stage for _, cell in self.placed), default=0) + 1
@@ -287,9 +286,7 @@ def read_table(text: str, dialect: str = "auto") -> Table:
 
 
 def write_table(actions: Iterable[Sequence[Action]], letters: str = "pipemem") -> str:
-    """Return a line per device that does anything, in the letters of a key of ``LETTERS``; ``torch`` means the current
-    ones.
-    """
+    """Return a line per device that has actions, in the letters of a key of ``LETTERS``; ``torch`` means the current ones."""
     names = _WRITTEN.get(letters, {})
     return "".join(
         ",".join(
@@ -303,7 +300,7 @@ def write_table(actions: Iterable[Sequence[Action]], letters: str = "pipemem") -
 
 
 def in_letters(message: str, letters: str) -> str:
-    """Return a message with the actions it names in the letters of a key of ``LETTERS``."""
+    """Return a message with its actions in the letters of a key of ``LETTERS``."""
     names = _WRITTEN.get(letters, {})
     return _NAMED.sub(lambda found: found[1] + names.get(Kind(found[2]), found[2]) + found[3], message)
 
@@ -330,7 +327,7 @@ def _cells(line: str) -> list[str]:
 
 
 def _letters(lines: list[list[tuple[int, int, str]]], dialect: str) -> tuple[str, str]:
-    """Return the letters of a file, and why these."""
+    """Return the letters of a file, and the reason for them."""
     if dialect not in ("auto", "torch"):
         return dialect, "stated"
     cells = [cell for row in lines for _, _, cell in row]

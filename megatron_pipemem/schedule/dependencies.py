@@ -1,9 +1,7 @@
-"""Say what every action of a schedule or a program waits for, make the graph of all of them, and walk along it.
+"""Dependencies of actions: the graph of all waits, walks along it, and the circle of a deadlock.
 
-A walk shows who can run when, who never can, and who then waits for whom in a circle.
-
-A graph has nodes in lanes. A lane runs its nodes one after another, in its order; besides, a node waits for other nodes.
-Devices are lanes, and what several of them do together is a node in a lane of its own.
+A graph has nodes in lanes. A lane runs its nodes one after another, and a node also waits for other nodes. Devices
+are lanes. A collective of all devices is a node in a lane of its own.
 """
 
 from __future__ import annotations
@@ -20,14 +18,14 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Schedule
 
 Waits = Sequence[tuple[int, int]]
-"""``(node, link)``: what a node waits for, and over which link its result comes."""
+"""``(node, link)`` pairs: the needed nodes, each with the link that carries its result."""
 
 NEVER = -1
-"""In place of a node: what waits for it waits for ever."""
+"""In place of a needed node that never runs."""
 
 
 def numbered(orders: Sequence[Sequence[Action]]) -> list[range]:
-    """Return the nodes of every device when all actions are numbered, device by device."""
+    """Return the nodes of every device if all actions are numbered device by device."""
     lanes, first = [], 0
     for order in orders:
         lanes.append(range(first, first + len(order)))
@@ -36,25 +34,25 @@ def numbered(orders: Sequence[Sequence[Action]]) -> list[range]:
 
 
 Step = tuple[int, int, Waits, int]
-"""A node, its lane, what it waits for, and its price."""
+"""A node, its lane, its waits, and its price."""
 
 
 class Walk(NamedTuple):
-    """Say how far the lanes of a graph come."""
+    """The nodes of a graph that can run."""
 
-    nodes: list[int]  # all that run, none before what it waits for
-    reached: list[int]  # per lane, how many of its nodes run
+    nodes: list[int]  # every node comes after the nodes that it waits for
+    reached: list[int]  # per lane, the number of its nodes that run
 
 
 @dataclass(eq=False)
 class Graph:
-    """Hold who waits for whom."""
+    """Nodes in lanes, and their waits."""
 
     lanes: Sequence[Sequence[int]]
-    """The nodes of every lane, in the order in which it runs them. Every node is in one lane."""
-    waits: Sequence[Waits]  # per node, the others that it waits for
-    prices: Sequence[int] = ()  # per node, which price it takes (see ``Times``)
-    lane_of: Sequence[int] = ()  # per node, its lane; left out, it is looked up in ``lanes``
+    """The nodes of every lane in running order. Every node is in one lane."""
+    waits: Sequence[Waits]  # per node
+    prices: Sequence[int] = ()  # per node, the index of its price (see ``Times``)
+    lane_of: Sequence[int] = ()  # per node, its lane; derived from ``lanes`` if left out
 
     def __post_init__(self) -> None:
         if not self.lane_of:
@@ -69,7 +67,7 @@ class Graph:
         return ((node, self.lane_of[node], self.waits[node], self.prices[node]) for node in nodes)
 
     def walk(self) -> Walk:
-        """Run every lane as far as it comes."""
+        """Run every lane as far as possible."""
         waits, done = self.waits, bytearray(len(self.waits) + 1)  # the last is NEVER
         nodes: list[int] = []
         reached = [0] * len(self.lanes)
@@ -94,8 +92,10 @@ class Graph:
         return Walk(nodes, reached)
 
     def by_urgency(self, urgency: Callable[[int], Any]) -> Iterator[int]:
-        """Yield all nodes that run: of those that can run always the one with the smallest urgency, and of equal ones that
-        of the first lane. The urgency of a node is asked once, when all that it waits for has been yielded.
+        """Yield all nodes that run, always the runnable one with the smallest urgency, and of equal ones that of the
+        first lane.
+
+        ``urgency`` is called once per node, when all nodes that it waits for have been yielded.
         """
         done = bytearray(len(self.waits) + 1)
         reached = [0] * len(self.lanes)
@@ -120,14 +120,10 @@ class Graph:
 
 
 class Times[Number: (int, float)]:
-    """Say when the nodes of a graph start and end if each starts as soon as it can.
+    """Start and end of every node of a graph if each starts as soon as it can.
 
-    Args:
-        graph: who waits for whom.
-        seconds: by the numbers in ``graph.prices``, how long nodes take.
-        lags: per link, how long a result takes over it.
-        zero: when the lanes begin; an integer where seconds and lags are ticks.
-        serve: when a node whose price is a negative number ends, given when it can start; it takes no time of its own.
+    ``seconds`` are indexed by ``graph.prices``, and ``lags`` by link. ``zero`` is the time at which the lanes begin,
+    an integer if times are ticks. ``serve`` returns the end of a node with a negative price, given its start.
     """
 
     def __init__(
@@ -147,16 +143,13 @@ class Times[Number: (int, float)]:
         self.free: list[Number] = [zero] * len(graph.lanes)
 
     def start_of(self, node: int) -> Number:
-        """Return the earliest start of a node when all that it waits for has run."""
+        """Return the earliest start of a node after all nodes that it waits for have run."""
         graph = self._graph
         arrivals: list[Number] = [self.ends[needed] + self._lags[link] for needed, link in graph.waits[node]]
         return max([self.free[graph.lane_of[node]]] + arrivals)
 
     def run(self, steps: Iterable[Step]) -> None:
-        """Run nodes, none before what it waits for.
-
-        A hot loop: searches and planners spend their time in it.
-        """
+        """Run nodes, each after those that it waits for. A hot loop of searches and planners."""
         starts, ends, free, seconds, lags = self.starts, self.ends, self.free, self._seconds, self._lags
         for node, lane, waits, price in steps:
             start = free[lane]
@@ -165,7 +158,7 @@ class Times[Number: (int, float)]:
                 if arrival > start:
                     start = arrival
             if price < 0:
-                start = end = self._serve(node, start)  # type: ignore[misc]  # who has nodes with no price gives it
+                start = end = self._serve(node, start)  # type: ignore[misc]  # given if there are negative prices
             else:
                 end = start + seconds[price]
             starts[node] = start
@@ -173,22 +166,23 @@ class Times[Number: (int, float)]:
 
 
 class Wait(NamedTuple):
-    """A device that stands still."""
+    """A device that cannot go on."""
 
     device: int
-    position: int  # how far it came in its order
-    action: Action  # what it cannot run
+    position: int  # number of actions of its order that have run
+    action: Action  # the action that cannot run
     owner: int  # the device that it waits for
-    needed: Action  # what it waits for, which its owner has not come to
-    needed_position: int  # where that is in the owner's order
+    needed: Action  # the action that it waits for, which its owner has not reached
+    needed_position: int  # position of ``needed`` in the owner's order
 
 
 def find_cycle(
     orders: Sequence[Sequence[Action]], reached: Sequence[int], awaited: Callable[[int], tuple[int, int] | None]
 ) -> tuple[Wait, ...]:
-    """Return the devices that wait for one another: every one for the next, and the last for the first. ``awaited`` gives
-    device and position of what a device that stands still waits for; ``None`` if that comes in no order, and then there is
-    no circle.
+    """Return the devices that wait for one another in a circle: every one for the next, and the last for the first.
+
+    ``awaited`` returns device and position of the action that a blocked device waits for; ``None`` if that action
+    does not exist, and then there is no circle.
     """
     path: dict[int, Wait] = {}
     device = next((d for d, order in enumerate(orders) if reached[d] < len(order)), None)
@@ -206,7 +200,7 @@ def find_cycle(
 
 
 def deadlock(cycle: Sequence[Wait], where: str, mend: str) -> ScheduleError:
-    """Return the error of devices that wait for one another for ever."""
+    """Return the error of devices that wait for one another in a circle."""
     standing = {wait.device: wait.action for wait in cycle}
     steps = "; ".join(
         f"{wait.action} (device {wait.device}, position {wait.position}) waits for {wait.needed} (device {wait.owner}, "
@@ -225,14 +219,15 @@ def deadlock(cycle: Sequence[Wait], where: str, mend: str) -> ScheduleError:
 def dependencies(
     action: Action, placement: Placement, fused: Container[Action], slices: int = 1, vocabulary_barriers: int = 0
 ) -> tuple[Action, ...]:
-    """Return the actions of a schedule's orders that must end before ``action`` starts.
+    """Return the actions in a schedule's orders that must end before ``action`` starts.
 
-    What a backward needs besides, of a stage that is recomputed or offloaded, its own device has done before it anyway.
+    A backward of a recomputed or offloaded stage needs more, but its own device has done that before it.
 
-    Sequence slices of one microbatch share the keys and values of attention: a slice runs forward after the slice before
-    it, and backward after the slice behind it, which adds to the gradients of its keys and values. They share a loss, too.
+    Sequence slices of one microbatch share the keys and values of attention. A slice runs forward after the slice
+    before it, and backward after the slice that follows it, which adds to the gradients of its keys and values. The
+    slices also share a loss.
 
-    ``fused``: every B of the schedule; a stage's gradient comes from its neighbour's I or from its B.
+    ``fused`` has every B of the schedule: a stage's gradient comes from its neighbour's I or B.
     """
     kind, stage, unit = action
     needed = []
@@ -258,13 +253,13 @@ def dependencies(
 
 
 def _end_of(placement: Placement, end: str, kind: Kind) -> int:
-    """Return the first or the last stage of the model; for kinds that stand for a device, its device."""
+    """Return the first or last stage of the model; its device for kinds that have a device in place of a stage."""
     stage = {"first": 0, "last": placement.num_stages - 1}[end]
     return placement.devices[stage] if kind.spec.of_device else stage
 
 
 def _units(need: Need, unit: int, slices: int) -> Iterable[int]:
-    """Return the slices that an action of one of them needs, all of the same microbatch."""
+    """Return the slices that the action of a slice needs, all of the same microbatch."""
     if need.slices == "last":
         return (last_slice(unit, slices),)
     if need.slices == "until":
@@ -273,37 +268,32 @@ def _units(need: Need, unit: int, slices: int) -> Iterable[int]:
 
 
 class _Need(NamedTuple):
-    """Say what all actions of a kind on a stage wait for: for example the forwards of the stage before."""
+    """A need that all actions of a kind on a stage share, for example the forwards of the stage before."""
 
-    action: Action  # what the first of them waits for
-    nodes: dict[int, int]  # by microbatch, what may be waited for
-    shift: int  # how many microbatches after the one that waits
-    link: int  # number of the link over which the result comes
+    action: Action  # the action that the first of them needs
+    nodes: dict[int, int]  # by microbatch, the nodes that may be needed
+    shift: int  # microbatch of the needed action minus that of the waiting action
+    link: int  # number of the link that carries the result
     is_local: bool  # whether it is on the same device
 
 
 class Dependencies:
-    """The graph of the actions of all devices. They are its nodes, device by device; behind them stand the collectives.
+    """The graph of the actions of all devices. Actions are nodes, device by device, and collectives follow them.
 
-    A device is a lane, and so is the channel that serves the collectives in the order in which they are posted. Whoever waits
-    for a collective waits for its node, which waits for the posts of all devices. Of what an action waits for on its own
-    device, the graph has only what does not come before it.
+    A device is a lane, and so is the channel that serves the collectives in posting order. An action that needs a
+    collective waits for the collective's node, which waits for the posts of all devices. Needs that stand earlier on
+    an action's own device are left out of the graph.
 
-    Args:
-        orders: of all devices. They may be wrong: what is missing is waited for for ever.
-        placement: tells which device has a stage.
-        needs: what an action waits for. It is asked once per kind, stage and slice, since microbatches are alike.
-        slices: sequence slices of a microbatch.
-        already: actions that have run before.
+    ``orders`` may be wrong: a missing action is waited for without end. ``needs`` returns the needs of an action. It
+    is called once per kind, stage and slice, since microbatches are alike.
 
     Attributes:
-        num_devices: how many devices there are.
-        actions: the action of every node. A collective has ``EVERYWHERE`` for its stage.
-        kinds: kind and stage of all that has one price in the graph; actions on memory have the price -1.
-        links: source and destination of every link; the first leads nowhere.
-        lanes: the nodes of every device, and of the channel of the collectives, if there are any.
-        impossible: the nodes that wait for what is missing, or comes later on their own device.
-        graph: who waits for whom.
+        actions: the action of every node. A collective has the stage ``EVERYWHERE``.
+        kinds: kind and stage for every price in the graph; actions on memory have the price -1.
+        links: source and destination of every link; the first one stands for no link.
+        lanes: the nodes of every device, and of the channel of the collectives if there are any.
+        impossible: the nodes whose need is missing, or comes later on their own device.
+        graph: the waits.
     """
 
     def __init__(
@@ -339,7 +329,7 @@ class Dependencies:
         return cls(schedule.orders, placement, needs, slices, already)
 
     def _numbered(self) -> list[range]:
-        """Return the nodes of every device, and of the channel of the collectives, if there are any."""
+        """Return the nodes of every device, and of the channel of the collectives if there are any."""
         lanes, first = numbered(self._orders), len(self.actions)
         for kind, _, microbatch in [action for action in self.actions if action.kind in COLLECTIVES]:
             nodes = self._nodes.setdefault((kind, EVERYWHERE), {})
@@ -349,7 +339,7 @@ class Dependencies:
         return [*lanes, range(first, len(self.actions))] if len(self.actions) > first else lanes
 
     def _edges(self) -> tuple[list[list[tuple[int, int]]], list[int]]:
-        """Return what every node waits for, and its price."""
+        """Return the waits and the price of every node."""
         rules, slices = self._rules, self._slices
         waits: list[list[tuple[int, int]]] = []
         prices: list[int] = []
@@ -375,13 +365,13 @@ class Dependencies:
         return waits, prices
 
     def _rule(self, action: Action, lane: int) -> tuple[int, list[_Need]]:
-        """Return the price of all actions that are like this one, and what they wait for."""
+        """Return the price and the needs of all actions with this kind, stage and slice."""
         microbatch = action.microbatch or 0
         if action.stage == EVERYWHERE:
             wanted = [action._replace(stage=device) for device in range(len(self._orders))]
         else:
             wanted = list(self._needs(action))
-            # What a device waits for, it has posted before.
+            # A device posts a collective before it waits for it.
             wanted += [needed._replace(stage=lane) for needed in wanted if needed.stage == EVERYWHERE]
         needs = []
         for needed in wanted:
@@ -398,11 +388,11 @@ class Dependencies:
 
     @cached_property
     def walk(self) -> Walk:
-        """Return how far all devices come."""
+        """Return the nodes that can run."""
         return self.graph.walk()
 
     def needed_by(self, node: int) -> Iterator[Action]:
-        """Return what the action of a node waits for, by name, also on its own device and where it is missing."""
+        """Yield the actions that a node needs, also on its own device and if they are missing."""
         microbatch = self.actions[node].microbatch or 0
         for need in self._rules[(*self.actions[node][:2], microbatch % self._slices)][1]:
             found = need.nodes.get(microbatch + need.shift)
@@ -413,9 +403,7 @@ class Dependencies:
                 yield action
 
     def cycle(self) -> tuple[Wait, ...]:
-        """Return the devices that wait for one another for ever; nothing when all come to their ends, or something is
-        missing.
-        """
+        """Return the devices that wait for one another in a circle; empty if all end or an action is missing."""
 
         def awaited(device: int) -> tuple[int, int] | None:
             needed = self._awaited(self.lanes[device][self.walk.reached[device]])
@@ -427,15 +415,15 @@ class Dependencies:
         return find_cycle(self._orders, self.walk.reached, awaited)
 
     def _awaited(self, node: int) -> int | None:
-        """Return the first action of a device that a node waits for and that does not run."""
+        """Return the node of a device's action that a node waits for and that does not run."""
         needed = next(needed for needed, _ in self.graph.waits[node] if needed == NEVER or not self._runs(needed))
         if needed < self._num_ordered:
             return None if needed == NEVER else needed
-        # The channel may stand still at a collective before it.
+        # The channel may be stuck at an earlier collective.
         return self._awaited(self.lanes[-1][self.walk.reached[-1]])
 
     def stuck(self) -> ScheduleError | None:
-        """Return what waits for ever, and for what; nothing when all devices come to their ends."""
+        """Return the error of an action that can never run; ``None`` if all devices reach their ends."""
         for device, (order, reached) in enumerate(zip(self._orders, self.walk.reached, strict=False)):
             if reached < len(order):
                 unmet = [
@@ -443,7 +431,7 @@ class Dependencies:
                 ]
                 return ScheduleError(
                     "unmet-need",
-                    f"waits for ever for {', '.join(unmet)}; validate() shows why",
+                    f"waits for {', '.join(unmet)}, which never runs; validate() shows why",
                     at=(device, reached, order[reached]),
                     cycle=self.cycle(),
                 )

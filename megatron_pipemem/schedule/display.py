@@ -1,7 +1,7 @@
-"""Tell users about schedules and computations: values in one line, pictures, and where a long computation stands.
+"""Short text, pictures and progress messages about schedules and computations.
 
-Pictures are made in ``report``, which stands on ``schedule``. The front of the package knows both, and names the module that
-draws (``draw_with``).
+Pictures are made in ``report``, which imports ``schedule``. The front of the package knows both, and names the module
+that draws (``draw_with``).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 from megatron_pipemem.errors import UnsupportedError
 
 _MOST = 40
-"""Letters of a name or a value in such a line."""
+"""Most characters of a name or value."""
 _LINE = 190
-"""Letters of a line."""
+"""Most characters of a line."""
 
 
 def brief(value: object) -> str:
-    """Return a value in a few letters: numbers by their count and range, names cut."""
+    """Return a value in a few characters: a list of numbers by count and range, a long name cut."""
     if isinstance(value, str):
         return shorten(value, _MOST, placeholder="...") if value.isprintable() else brief(repr(value))
     if isinstance(value, float):
@@ -41,21 +41,21 @@ def brief(value: object) -> str:
 
 
 def changed_fields(instance: Any) -> str:
-    """Return a dataclass by its fields that are not what they are by default."""
-    told = [
+    """Return a dataclass as text with only the fields that differ from their defaults."""
+    progress = [
         f"{field.name}={brief(getattr(instance, field.name))}"
         for field in fields(instance)
         if getattr(instance, field.name) != field.default
     ]
-    return shorten(f"{type(instance).__name__}({', '.join(told)})", _LINE, placeholder=" ...)")
+    return shorten(f"{type(instance).__name__}({', '.join(progress)})", _LINE, placeholder=" ...)")
 
 
 LARGEST = 1e30
-"""Of seconds, bytes and caps, either sign: sums and products of larger ones would not be finite."""
+"""Of seconds, bytes and caps, with either sign. Sums and products of larger numbers might not be finite."""
 
 
 def shortened(value: object) -> str:
-    """Return a value for a message, however long it is."""
+    """Return a value of any length for a message."""
     if isinstance(value, int) and abs(value) > LARGEST:
         return f"a number of {value.bit_length() * 30103 // 100000 + 1} digits"
     text = repr(value)
@@ -66,7 +66,7 @@ _drawn_by = ""
 
 
 def draw_with(module: str) -> None:
-    """Take the full name of the module that draws; it is imported when something is shown."""
+    """Set the full name of the module that draws. It is imported when something is shown."""
     global _drawn_by
     _drawn_by = module
 
@@ -75,20 +75,21 @@ def drawing() -> Any:
     """Return the module that draws."""
     if not _drawn_by:
         raise UnsupportedError(
-            "nothing-draws", "nothing draws yet: take what you show from megatron_pipemem itself, not from its modules"
+            "nothing-draws",
+            "no module draws yet; import the shown object from megatron_pipemem itself, not from its modules",
         )
     return import_module(_drawn_by)
 
 
 class Shown:
-    """What notebooks and terminals can show."""
+    """A base class of objects that notebooks and terminals can show."""
 
     def show(self) -> None:
-        """Show it: as a picture to zoom into in a notebook, in coloured letters in a terminal."""
+        """Show the object: as a picture to zoom into in a notebook, in coloured letters in a terminal."""
         drawing().show(self)
 
     def _repr_html_(self) -> str:
-        """Return what notebooks show in its place."""
+        """Return the HTML that notebooks show in place of the object."""
         return drawing().to_html(self)
 
 
@@ -97,59 +98,59 @@ Listener = Callable[[str], None]
 _SECONDS_BETWEEN = 0.1
 
 
-class _Told:
-    """Keep to whom is told, within what, and when last."""
+class _Progress:
+    """The listener of progress messages, the prefix of its messages, and the time of the last one."""
 
     def __init__(self, listener: Listener) -> None:
         self.listener, self.around, self.last = listener, "", float("-inf")
 
 
-_told: ContextVar[_Told | None] = ContextVar("told", default=None)
+_progress: ContextVar[_Progress | None] = ContextVar("progress", default=None)
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tell ``listener``, within this block, ten times a second at most."""
-    token = _told.set(_Told(listener))
+    """Call ``listener`` with progress messages within this block, at most ten times a second."""
+    token = _progress.set(_Progress(listener))
     try:
         yield
     finally:
-        _told.reset(token)
+        _progress.reset(token)
 
 
 def has_listener() -> bool:
-    return _told.get() is not None
+    return _progress.get() is not None
 
 
 @contextmanager
-def doing(what: str) -> Iterator[None]:
-    """Put ``what`` before all that is told within this block."""
-    told = _told.get()
-    if told is None:
+def doing(task: str) -> Iterator[None]:
+    """Put ``task`` before all progress messages within this block."""
+    progress = _progress.get()
+    if progress is None:
         yield
         return
-    before, told.around = told.around, f"{told.around}{what}: "
-    told.listener(what if not before else f"{before}{what}")
+    before, progress.around = progress.around, f"{progress.around}{task}: "
+    progress.listener(task if not before else f"{before}{task}")
     try:
         yield
     finally:
-        told.around = before
+        progress.around = before
 
 
-def tell(what: Callable[[], str]) -> None:
-    """Say where things stand; ``what`` is called only if it is time to."""
-    told = _told.get()
-    if told is None or time.monotonic() - told.last < _SECONDS_BETWEEN:
+def tell(status: Callable[[], str]) -> None:
+    """Report progress. ``status`` is called only if the last message is old enough."""
+    progress = _progress.get()
+    if progress is None or time.monotonic() - progress.last < _SECONDS_BETWEEN:
         return
-    told.last = time.monotonic()
-    told.listener(told.around + what())
+    progress.last = time.monotonic()
+    progress.listener(progress.around + status())
 
 
 @contextmanager
 def rare_collection() -> Iterator[None]:
-    """Look for cycles rarely, within this block.
+    """Run the garbage collector rarely within this block.
 
-    Searches and plans make no cycles, and looking for them among their tuples takes a fifth of the time.
+    Searches and plans make no cycles, and the search for cycles among their tuples takes a fifth of the time.
     """
     before = gc.get_threshold()
     gc.set_threshold(max(200_000, before[0]) if before[0] else 0, *before[1:])

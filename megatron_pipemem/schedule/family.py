@@ -1,4 +1,4 @@
-"""Describe a schedule family: how to build its schedules, and what is to be known of them."""
+"""Descriptions of schedule families: how to build their schedules, and the properties that users compare."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
 
 _SIZES = ((4, 8), (4, 4), (2, 4), (8, 16), (3, 6), (1, 2))
-"""Devices and microbatches of a family's example: the first that it takes."""
+"""Devices and microbatches of a family's example: the first size that the family accepts."""
 
 
 class Formula(str):
-    """A closed form: a text to read, and a function that computes it, so that tests hold every family to what it claims."""
+    """A closed form: a text to read, and a function that computes it so that tests can check the claim."""
 
     compute: Callable[..., float | None]
     at_most: bool
@@ -27,35 +27,30 @@ class Formula(str):
         """Return a closed form.
 
         Args:
-            text: as the table of schedules shows it.
-            compute: called with all letters by name, in lower case: ``p`` devices, ``m`` microbatches, ``v`` chunks per device,
-                ``n`` sequence slices, and the seconds ``f``, ``i``, ``w`` and ``b`` (``i + w``) of one device's share of the
-                model. It returns ``None`` where the form says nothing. A peak holds from ``m = 2p`` on, and bounds it for fewer
-                microbatches; a bubble holds for equal F, I and W from ``m = 2p`` on.
-            at_most: whether it is a bound only.
+            text: the text in the table of schedules.
+            compute: a function of ``p`` devices, ``m`` microbatches, ``v`` chunks per device, ``n`` sequence slices,
+                and the seconds ``f``, ``i``, ``w`` and ``b`` (``i + w``) of one device's share of the model, all by
+                keyword. It returns ``None`` for sizes that the form does not cover. A peak holds from ``m = 2p`` on,
+                and is an upper bound for fewer microbatches. A bubble holds for equal F, I and W from ``m = 2p`` on.
+            at_most: whether the form is only an upper bound.
         """
         formula = super().__new__(cls, text)
         formula.compute, formula.at_most = compute, at_most
         return formula
 
-    def __getnewargs__(self) -> tuple[Any, ...]:  # pickle takes what __new__ takes
+    def __getnewargs__(self) -> tuple[Any, ...]:  # the arguments of __new__ when a pickle is read
         return str(self), self.compute, self.at_most
 
 
 PEAK_OF_1F1B = Formula("1", lambda p, m, **_: min(p, m) / p)
-"""The unit of activations: what the first device of 1F1B holds."""
+"""The peak of 1F1B's first device, which defines the activation unit."""
 
 PEAK_OF_SLICES = Formula("(p+n-1)/(pn)", lambda p, m, n, **_: min(p + n - 1, m * n) / (p * n))
-"""What the first device of 1F1B holds when microbatches are cut into ``n`` sequence slices."""
+"""The peak of 1F1B's first device if microbatches are cut into ``n`` sequence slices."""
 
 
 class _Fact:
-    """A field of ``Family`` that is found out, by its example, unless it was declared.
-
-    Args:
-        found: finds it out.
-        checked: whether a declared value must be the one that the example has. A formula for all sizes need not be.
-    """
+    """A field of ``Family`` that is derived from the family's example unless it is declared."""
 
     def __init__(self, found: Callable[[Family], object], checked: bool = True) -> None:
         self.found, self.checked = found, checked
@@ -74,7 +69,7 @@ class _Fact:
 
 
 def _fact[T](found: Callable[[Family], T], checked: bool = True) -> T:
-    """Return a ``_Fact`` for a field, typed as what the field gives (as ``dataclasses.field`` is)."""
+    """Return a ``_Fact`` for a field, with the type of the field's value, as ``dataclasses.field`` does."""
     fact: Any = _Fact(found, checked)
     return fact
 
@@ -90,32 +85,44 @@ def _idle_seconds(family: Family) -> float:
 
 @dataclass(frozen=True)
 class Family:
-    """A row of the schedule table.
+    """A named schedule that users can choose.
 
-    ``peak``, ``bubble`` and the fields from ``placement`` on are found out if they are left out: a schedule is built on
-    demand. A declared field is checked by ``check``.
+    Example: all forwards, then all backwards.
+
+        def build(num_devices, num_microbatches):
+            orders = tuple(
+                tuple(Action(kind, device, m) for kind in (Kind.F, Kind.B) for m in range(num_microbatches))
+                for device in range(num_devices)
+            )
+            return Schedule("all-then-all", Placement.linear(num_devices), num_microbatches, orders)
+
+        register_schedule(Family("all-then-all", build, "all forwards, then all backwards"))
+
+    ``peak``, ``bubble`` and the fields from ``placement`` on may be left out: they are derived from a small schedule
+    that is built on demand. ``check`` compares declared fields with that schedule.
 
     Args:
-        name: what the user types.
-        build: ``build(num_devices, num_microbatches, **options) -> Schedule``; called with counts of at least 1 and
-            with the options below only.
-        summary: one sentence for the user who chooses.
-        peak: highest activation memory of any device, in activation units, for many microbatches; a ``Formula``, or a text
-            that no test can check. Measured on the example by default.
-        bubble: idle time of a step, for many microbatches; likewise.
+        name: the name that users type.
+        build: ``build(num_devices, num_microbatches, **options) -> Schedule``. The counts are at least 1, and the
+            options are among those below.
+        summary: one sentence that helps a user to choose.
+        peak: highest activation memory of any device, in activation units, for many microbatches. A ``Formula``, or a
+            text that no test can check.
+        bubble: idle time of a step for many microbatches, likewise.
         source: arXiv number and section.
-        min_devices: fewest devices it works with.
-        options: name -> one-line description. A family that lists ``memory_cap`` or ``costs`` is given those of
-            ``build_schedule``, and fits its order to them.
-        needs: what it asks of the number of devices and microbatches, in a few words; it refuses others.
-        fewest_microbatches: of a step, by the number of devices, where that is more than one.
+        min_devices: smallest number of devices.
+        options: name -> one-line description. A family that lists ``memory_cap`` or ``costs`` gets those of
+            ``build_schedule`` and fits its order to them.
+        needs: a few words on the numbers of devices and microbatches that it requires; it refuses others.
+        fewest_microbatches: smallest number of microbatches of a step, as a function of the number of devices.
         placement: name of the placement.
         splits_backward: whether backwards run as I and W.
-        chunks: stages per device; ``None`` when an option decides.
-        asynchronous: whether weights change in the middle of a step, so that training differs from synchronous training.
-        slices: into which it cuts every sequence, unless an option says otherwise.
+        chunks: stages per device; ``None`` if an option decides.
+        asynchronous: whether weights change in the middle of a step, so that training differs from synchronous
+            training.
+        slices: number of slices of every sequence, unless an option changes it.
         offloads: whether activations spend time in host memory.
-        replicas: how often the devices hold the model.
+        replicas: number of replicas of the model that the devices hold.
     """
 
     name: str
@@ -155,7 +162,7 @@ class Family:
                 if isinstance(built, Schedule):
                     return built
                 refusal = TypeError(f"it returns {built!r}, not a Schedule")
-            except Exception as error:  # whatever somebody else's function raises
+            except Exception as error:  # build functions are code of others and may raise anything
                 refusal = refusal or error
         raise UnsupportedError(
             "family-build-failed",
@@ -169,10 +176,10 @@ class Family:
         Args:
             num_devices: pipeline ranks.
             num_microbatches: microbatches of one step.
-            options: the family's own; ``chunks`` may always be given and must agree with the family.
+            options: options of the family. ``chunks`` is always accepted, and must agree with the family.
 
         Raises:
-            UnsupportedError: the family has no such options, or builds nothing with these arguments.
+            UnsupportedError: the family lacks one of the options, or builds nothing with these arguments.
         """
         if num_devices < self.min_devices:
             raise UnsupportedError(
@@ -199,14 +206,16 @@ class Family:
         return self.build(num_devices, num_microbatches, **options)
 
     def placement_on(self, num_devices: int, options: Mapping[str, Any]) -> Placement:
-        """Return the placement of its schedules, that of the smallest step, which is built once.
+        """Return the placement of the family's schedules on so many devices.
+
+        The smallest step is built once to find it.
 
         Args:
             num_devices: pipeline ranks.
-            options: as ``schedule`` takes them.
+            options: options of the family, as for ``schedule``.
 
         Raises:
-            UnsupportedError: as ``schedule``.
+            UnsupportedError: as for ``schedule``.
         """
         key = num_devices, repr(sorted(options.items()))
         if key not in self._placements:
@@ -215,13 +224,13 @@ class Family:
         return self._placements[key]
 
     def chunks_per_device(self, options: Mapping[str, Any]) -> int:
-        """Return the stages per device of its schedules.
+        """Return the stages per device of the family's schedules.
 
         Args:
-            options: as ``schedule`` takes them.
+            options: options of the family, as for ``schedule``.
 
         Raises:
-            UnsupportedError: as ``schedule``.
+            UnsupportedError: as for ``schedule``.
         """
         return self.placement_on(self.min_devices, options).num_chunks
 
@@ -230,10 +239,10 @@ class Family:
         return {}
 
     def check(self) -> None:
-        """Hold what is declared against what ``build`` does.
+        """Compare the declared fields with a schedule that ``build`` returns.
 
         Raises:
-            UnsupportedError: the family builds nothing, or something else than it declares.
+            UnsupportedError: the family builds nothing, or a schedule that differs from its declaration.
         """
         for name, fact in vars(Family).items():
             if not isinstance(fact, _Fact) or not fact.checked:
@@ -244,6 +253,6 @@ class Family:
             size = f"{self.example.num_devices} devices and {self.example.num_microbatches} microbatches"
             raise UnsupportedError(
                 "family-declaration",
-                f"schedule {self.name!r} declares {name}={declared!r}, but what it builds for {size} has {name}={found!r}; "
-                f"leave {name} out, or mend one of them",
+                f"schedule {self.name!r} declares {name}={declared!r}, but its schedule for {size} has {name}={found!r}; "
+                f"leave {name} out, or correct one of them",
             )

@@ -1,4 +1,4 @@
-"""Judge a table that somebody else wrote: find its first fault, the cell it is in, and a deadlock as the cycle it is."""
+"""Lint of schedule tables from other programs: the first fault, its cell in the file, and the circle of a deadlock."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from megatron_pipemem.schedule.validator import check_microbatch_order, validate
 
 @dataclass(frozen=True)
 class Fault:
-    """Say what is wrong with a table."""
+    """A fault of a table."""
 
-    error: ScheduleError  # what is wrong and how to mend it, in our letters
+    error: ScheduleError  # the fault and its remedy, in our letters
     message: str  # the same in the letters of the table
-    cell: Cell | None  # where, unless something is missing
+    cell: Cell | None  # the place of the fault; ``None`` if an action is missing
 
     @property
     def cycle(self) -> tuple[Wait, ...]:
-        """Return who waits in a deadlock: every device waits for the next, and the last for the first."""
+        """Return the waits of a deadlock: every device waits for the next one, and the last for the first."""
         return self.error.cycle
 
 
 def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[float] | None = None) -> Fault | None:
-    """Return the first fault of ``table``, or None when it computes every microbatch and ends; see also ``find_obstacle``.
+    """Return the first fault of a table; ``None`` if it computes every microbatch and ends.
 
-    A table with messages is judged by its own: they must match, and every directed pair of devices must send and receive in
-    one order. Without any gradient reduction, as torch writes tables, ours are taken.
+    If the table has messages, they must match, and every directed pair of devices must send and receive in one order.
+    If it has no gradient reductions, as in torch's tables, ours are added.
     """
     try:
         _check_numbering(schedule)
         validate(schedule, memory_cap=memory_cap, microbatch_order=False)
         if table.has_messages:
-            # Who runs the table posts its messages; here they would be placed anew.
+            # The table's own runner posts its messages. Here they would be placed anew.
             validate_program(_program(table, schedule), microbatch_order=False, host_waits=False)
     except ScheduleError as error:
         if not error.cycle:
@@ -51,9 +51,7 @@ def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[fl
 
 
 def find_obstacle(table: Table, schedule: Schedule) -> Fault | None:
-    """Return why a table without fault cannot run here, although it can elsewhere: it adds gradients up in another
-    order.
-    """
+    """Return the reason why a table without fault cannot run here: it adds gradients up in another order."""
     try:
         check_microbatch_order(schedule)
     except ScheduleError as error:
@@ -66,7 +64,7 @@ def _fault(table: Table, error: ScheduleError) -> Fault:
 
 
 def _describe(cycle: tuple[Wait, ...]) -> str:
-    """Say who waits in the circle, and one move that opens it: of what is waited for and is not reached yet."""
+    """Return the circle of waits, and one move that opens it."""
     stands = {wait.device: wait.action for wait in cycle}
     wait = next(wait for wait in cycle if wait.needed != stands[wait.owner])
     members = ", ".join(f"device {member.device} at {member.action}" for member in cycle)
@@ -83,7 +81,7 @@ def _program(table: Table, schedule: Schedule) -> Program:
 
 
 def _check_numbering(schedule: Schedule) -> None:
-    """Tell a stage whose microbatches are all shifted by one number so, not that it lacks the first."""
+    """Report a stage whose microbatches are all shifted by one number as shifted, not as incomplete."""
     wanted = range(schedule.num_units)
     for device, order in enumerate(schedule.orders):
         found: dict[tuple[Kind, int], list[tuple[int, Action]]] = {}
@@ -104,7 +102,7 @@ def _check_numbering(schedule: Schedule) -> None:
 
 
 def _cell(table: Table, error: ScheduleError) -> Cell | None:
-    """Return where the action of ``error`` stands in the file; of the same action twice, the second is the fault."""
+    """Return the place of an error's action in the file. If the action stands there twice, take the second."""
     if error.device is None or error.device >= len(table.rows):
         return None
     found = [cell for cell in table.rows[error.device] if str(cell.action) == error.action]

@@ -1,35 +1,33 @@
-"""Lower the order of compute actions to the full program that the executor interprets: what is sent where, and when each end
-posts it. There are three ways.
+"""Lowering: it adds messages, sums over replicas and gradient reductions to the orders of a schedule. There are three ways.
 
-**One channel per edge** (``add_messages``). NCCL has no tags, so a directed edge (source device -> destination device) is one
-channel: both ends must post its messages in the same order. Ours is the order in which the source produces them. Sends are
-posted as soon as the producer has run. Receives follow the same order, each as late as it allows, one compute action ahead of
-the consumer so that the transfer can hide behind that action, and behind the waits for activations that stand between the two.
+**One channel per edge** (``add_messages``). NCCL has no tags, so both ends of a directed edge (source device ->
+destination device) must post its messages in one order. Ours is the order in which the source produces them. A send
+is posted when its producer has run. A receive is posted as late as that order allows, one compute action ahead of its
+consumer, so that the transfer can hide behind that action and behind waits for activations in between.
 
-This adds no deadlock. Posts never block, a send is posted before its source waits for anything else, and a receive is
-posted before its destination waits for it or for any later message of the edge. So a message that a device waits for
-is held up by nothing but its producer, and that wait is already in the schedule.
+This adds no deadlock. Posts never block. A send is posted before its source waits for anything else. A receive is
+posted before its destination waits for it or for a later message of the edge. So a message waits only for its
+producer, and the schedule has that wait already.
 
-A host may also wait for its whole device at any place (``schedule.waits``). So a receive is never posted before an action of
-its own device on which the message depends, which hides nothing anyway. Nor is it posted after an action that depends on what
-the source launches after the send. The first place after the former comes before the latter, or the schedule would wait in a
-circle.
+A host may also wait for its whole device at any place (``schedule.waits``). So a receive is never posted before an
+action of its own device on which the message depends, which would hide nothing anyway. It is also never posted after
+an action that depends on actions that the source launches after the send. The first of these two places comes before
+the second, because otherwise the schedule would wait in a circle.
 
-**With collectives between the actions** (``add_messages_in_sequence``). Messages and collectives may share a queue that each
-device serves strictly in posting order: every message then holds up what the device posts after it until the other end has
-posted it too. So all lists are cut from one sequence, in which a message stands once, for both ends, right after its producer,
-and a collective stands once for all devices. Whatever waits waits for something earlier in that sequence, so nothing waits in a
-circle.
+**With collectives between the actions** (``add_messages_in_sequence``). Messages and collectives may share a queue
+that each device serves strictly in posting order. Then a message holds up all later posts of its device until the
+other end has posted it too. So all lists are cut from one sequence: a message stands in it once, for both ends, right
+after its producer, and a collective once, for all devices. Every wait is then for something earlier in that sequence,
+so there is no circle.
 
-**Everything in one queue** (``add_messages_to_single_queues``). With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` whatever a device
-launches goes into one hardware queue: a message that waits for its other end may hold up what the device launches after it,
-computing included. Here it is taken to hold up everything: the strict model, in which an action starts when the one before it
-has ended, and a message moves when both its ends are at the head of their queues.
+**Everything in one queue** (``add_messages_to_single_queues``). With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` a device
+launches everything into one hardware queue. A message that waits for its other end may hold up all later launches,
+computing included. The strict model here assumes that it does: an action starts when the one before it has ended, and
+a message moves when both ends are at the head of their queues.
 
-All lists are cut from one run of all devices, in which a message stands once, for both ends, and a collective once for all.
-So whatever waits in a queue waits for something earlier in that run, and nothing waits in a circle, whatever the times are.
-When both ends of a message are between two actions, it moves. A device that could hand one over only later, because the other
-end is busy, waits for that if computing first would delay the other end by more.
+All lists are cut from one run of all devices with one entry per message and per collective. Every wait is for
+something earlier in that run, so there is no circle, for any times. A message moves when both its ends are between
+two actions. If the other end is busy, a device waits for it if computing first would delay the other end by more.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ from megatron_pipemem.schedule.waits import last_needed
 
 
 class Horizons:
-    """Count the actions of other devices that must run before a device gets to a place in its order."""
+    """Counts of other devices' actions that must run before a device reaches a position of its order."""
 
     def __init__(self, schedule: Schedule) -> None:
         found = Dependencies.of_schedule(schedule)
@@ -63,7 +61,7 @@ class Horizons:
         self._lanes, self._needed = found.lanes, last_needed(found)
 
     def place(self, device: int, position: int, other: int) -> int:
-        """Return how many actions of another device must have run before a device gets to a position of its order."""
+        """Return the number of actions of another device that must run before a device reaches a position of its order."""
         if position == 0:
             return 0
         return max(0, self._needed[self._lanes[device][position - 1]][other] - self._lanes[other].start + 1)
@@ -72,8 +70,8 @@ class Horizons:
 def add_messages(schedule: Schedule, horizons: Horizons) -> tuple[Order, ...]:
     """Insert the sends and receives of every device.
 
-    Between two compute actions stand first the send of the one before, then the receives, ordered by source device and,
-    from one source, as it sends.
+    Between two compute actions comes first the send of the earlier one. Then come the receives, by source device and
+    in sending order.
     """
     orders, router = schedule.orders, Router(schedule.placement)
     consumers = {
@@ -93,7 +91,7 @@ def add_messages(schedule: Schedule, horizons: Horizons) -> tuple[Order, ...]:
             if message.receive not in consumers:
                 raise ScheduleError(
                     "unmet-need",
-                    "no device runs the action that needs its result; validate() says what to add",
+                    "no device runs the action that needs its result; validate() shows the action to add",
                     at=(device, position, order[position]),
                 )
             edges.setdefault(message.edge, []).append((position, message.receive))
@@ -107,7 +105,7 @@ def add_messages(schedule: Schedule, horizons: Horizons) -> tuple[Order, ...]:
 
 
 def _ahead_of(consumers: list[int], order: Order) -> list[int]:
-    """Return before which action of its order each receive of an edge is posted, one compute action ahead."""
+    """Return the positions at which the receives of an edge are posted, one compute action ahead of their consumers."""
     positions = []
     first = consumers[-1]
     for consumer in reversed(consumers):
@@ -120,7 +118,7 @@ def _ahead_of(consumers: list[int], order: Order) -> list[int]:
 
 
 def _between(edge: Edge, sent: int, position: int, horizons: Horizons) -> int:
-    """Return the place closest to a position where no host has to go on for the message to move once both ends are posted.
+    """Return the place closest to a position at which no host must go on for a posted message to move.
 
     Both bounds grow along an edge, so its order stays.
     """
@@ -142,12 +140,10 @@ def _interleave(order: Order, receives: list[list[Action]], sends: list[Action |
 
 
 def add_gradient_reductions(actions: Order) -> Order:
-    """Insert ``REDUCE_GRAD`` after the last weight gradient (W or B) of every stage of a device.
+    """Insert ``REDUCE_GRAD`` after the last weight gradient (W, B, T or EMBED_B) of every stage of a device.
 
-    The device's shards of embedding and head belong to its first stage, whose number is theirs: T and EMBED_B count as well.
-
-    It comes after that action's own send: a neighbour waits for the send, and nobody for the reduction. Stages
-    without backwards get none.
+    The device's shards of embedding and head belong to its first stage, which has the same number. The reduction
+    comes after the gradient's own send, because a neighbour waits for the send. Stages without backwards get none.
     """
     last = {action.stage: position for position, action in enumerate(actions) if action.kind in COMPLETING}
     lowered: list[Action] = []
@@ -167,15 +163,13 @@ def add_gradient_reductions(actions: Order) -> Order:
 def add_replica_reductions(
     actions: tuple[Order, ...], placement: Placement, horizons: Horizons | None = None
 ) -> tuple[Order, ...]:
-    """Return where the model stands on the devices more than once, add up the gradients of a stage's replicas.
+    """Insert the sums of gradients over replicas, if the devices hold the model more than once.
 
-    Every replica of a stage that trains gets a ``REDUCE_REPLICAS``, also one that runs no microbatch of this step: as soon
-    as its own gradients are complete and the sums of all deeper stages on its device have been posted. Deeper stages end
-    their backwards earlier, and one order for all devices needs no more than one channel between two of them. A device
-    whose later actions another replica needs to complete its gradients posts its sum after these actions. ``REDUCE_GRAD``
-    waits for the sum and thus for other devices; it stands behind all else, where nothing is held up by that.
-
-    Without ``horizons`` the sums stand behind all else, too, where nothing is held up if they wait for other devices.
+    Every replica of a trained stage gets a ``REDUCE_REPLICAS``, also if it runs no microbatch of this step. The sum
+    is posted when the replica's gradients are complete and the device's sums of deeper stages are posted. Deeper
+    stages end their backwards earlier, and with one order two devices need only one channel. If another replica needs
+    later actions of a device, the device posts its sum after them. ``REDUCE_GRAD`` waits for the sum, and so stands
+    at the end of the program. Without ``horizons`` the sums stand there too.
     """
     if placement.replicas == 1:
         return actions
@@ -196,7 +190,7 @@ def add_replica_reductions(
 
 
 def _place_after_gradients(actions: Order, places: dict[int, int]) -> None:
-    """Place the sums of a device where its own gradients are complete: after how many actions of its order."""
+    """Place the sums of a device at the positions of its order at which its own gradients are complete."""
     passed = 0
     for action in actions:
         passed += action.kind in ORDERED
@@ -206,14 +200,12 @@ def _place_after_gradients(actions: Order, places: dict[int, int]) -> None:
 
 
 def _keep_order(places: dict[int, int]) -> None:
-    """Let no sum stand before one of a deeper stage."""
+    """Move every sum to or after the place of the deeper stages' sums."""
     places |= zip(places, accumulate(places.values(), max), strict=True)
 
 
 def _postpone(places: list[dict[int, int]], placement: Placement, horizons: Horizons) -> bool:
-    """Move every sum behind the actions of its device that other replicas need before they post theirs, and return whether
-    any has moved.
-    """
+    """Move sums after the actions that other replicas need first, and return whether any has moved."""
     moved = False
     for device, own in enumerate(places):
         for stage, place in own.items():
@@ -245,8 +237,9 @@ def _with_sums(actions: Order, places: dict[int, int]) -> Order:
 def add_messages_in_sequence(
     schedule: Schedule, actions: Iterable[tuple[int, Action]] | None = None
 ) -> tuple[Order, ...]:
-    """Insert sends and receives, both ends of each at the same place of one sequence of all actions. Raise a ScheduleError
-    if no such sequence exists.
+    """Insert sends and receives, both ends of each at one place of a sequence of all actions.
+
+    Raise a ScheduleError if there is no such sequence.
     """
     router = Router(schedule.placement)
     lowered: list[list[Action]] = [[] for _ in schedule.orders]
@@ -259,10 +252,10 @@ def add_messages_in_sequence(
 
 
 def sequence(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """``(device, action)`` of all actions, none before what it needs, the posts of a collective one after the other, and
-    otherwise by when they end with unit costs, so that nothing is received long before it is needed. Raise a ScheduleError
-    if there is none: some device would have to post a collective before and after what another one posts after and before
-    it.
+    """Yield ``(device, action)`` of all actions, each after its needs, and the posts of a collective one after another.
+
+    Otherwise actions come in the order of their ends with unit costs, so that messages are not received long before
+    they are needed. Raise a ScheduleError if devices would have to post collectives in contradicting orders.
     """
     found = Dependencies.of_schedule(schedule)
     ends = [(end, device) for device, spans in enumerate(simulate(schedule).spans) for _, end in spans]
@@ -271,7 +264,7 @@ def sequence(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     firsts = {nodes.start for nodes in devices}
     for collective in channel:
         posts = [post for post, _ in waits[collective]]
-        # All posts stand where the last of them can.
+        # All posts stand at the place of the last one.
         waits[collective] = [
             *((post - 1, 0) for post in posts if post not in firsts),
             *(w for p in posts for w in waits[p]),
@@ -292,7 +285,7 @@ def sequence(schedule: Schedule) -> Iterator[tuple[int, Action]]:
             if node not in passed:
                 raise ScheduleError(
                     "collective-order",
-                    "stands in no sequence of all devices' actions: the devices would wait for one another in a circle; take "
+                    "stands in no sequence of all devices' actions: the devices would wait for one another in a circle; use "
                     "the passes and collectives that with_vocabulary() places",
                     at=(device, position, found.actions[node]),
                 )
@@ -301,13 +294,12 @@ def sequence(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 def lower_paired(schedule: Schedule) -> Program:
     """Add messages, both ends of each at the same step of one run of all devices, and gradient reductions.
 
-    Everything thus stands in one global sequence that the lists are cut from, so they cannot wait for one another in a
-    circle, even if a send waits for its receive.
+    All lists are cut from one global sequence. So there is no circle of waits, even if a send waits for its receive.
     """
     found = Dependencies.of_schedule(schedule)
     if error := found.stuck():
         raise error
-    # Devices take turns, the first one first, and who waits for a message lets the others go on.
+    # Devices take turns, the first one first. A device that waits for a message lets the others go on.
     waits, device_of = found.graph.waits, found.graph.lane_of
     turns, following = [0] * len(found.actions), [0] * len(schedule.orders)
     for node in found.walk.nodes:
@@ -322,14 +314,15 @@ def lower_paired(schedule: Schedule) -> Program:
 def add_messages_to_single_queues(
     schedule: Schedule, costs: Costs, orders: tuple[Order, ...] | None = None, arrived: Iterable[Action] = ()
 ) -> tuple[Order, ...]:
-    """Insert sends and receives such that no queue waits for ever. ``costs`` choose the places of the messages; any are
-    safe. ``orders`` may be a part of the schedule's own; ``arrived`` are the receives that earlier parts have posted.
+    """Insert sends and receives so that no queue blocks for good. ``costs`` choose their places; any places are safe.
+
+    ``orders`` may be a part of the schedule's own. ``arrived`` are the receives that earlier parts have posted.
     """
     return _Run(schedule, costs, schedule.orders if orders is None else orders, arrived).lists()
 
 
 class _Run:
-    """One run of all devices. A device is busy until a time, or between two actions."""
+    """A run of all devices. A device is either busy until a time, or between two actions."""
 
     def __init__(self, schedule: Schedule, costs: Costs, orders: tuple[Order, ...], arrived: Iterable[Action]) -> None:
         self._orders, self._router = orders, Router(schedule.placement)
@@ -360,7 +353,7 @@ class _Run:
             if self._at[device] < len(order):
                 raise ScheduleError(
                     "unmet-need",
-                    "waits for ever for its message, or for a collective; validate() says why",
+                    "waits for a message or collective that never comes; validate() shows why",
                     at=(device, self._at[device], order[self._at[device]]),
                 )
         return tuple(map(tuple, self._lists))
@@ -371,7 +364,7 @@ class _Run:
         heappush(self._events, (until, device))
 
     def _exchange(self, now: float) -> bool:
-        """Move messages between devices that are both between two actions, and return whether there were any."""
+        """Move a message between devices that are both between two actions, and return whether there was one."""
         for device in sorted(self._idle):
             for message in self._heads(device):
                 other = message.edge[1]
@@ -386,11 +379,11 @@ class _Run:
         return False
 
     def _heads(self, device: int) -> Iterator[Message]:
-        """Return what can be sent next over every edge."""
+        """Return the message that can be sent next over every edge."""
         return (messages[0] for messages in self._outgoing[device].values() if messages)
 
     def _post_collective(self, now: float) -> bool:
-        """Post a collective that all devices have come to, and return whether there was one."""
+        """Post a collective that all devices have reached, and return whether there was one."""
         if len(self._idle) < len(self._orders):
             return False
         following = [order[at] for order, at in zip(self._orders, self._at, strict=True) if at < len(order)]
@@ -404,7 +397,7 @@ class _Run:
         return True
 
     def _compute(self, now: float) -> bool:
-        """Return what devices run on their own, if that is better than to wait; whether any did."""
+        """Run actions of devices that should not wait instead, and return whether there were any."""
         ran = False
         for device in sorted(self._idle):
             order = self._orders[device]
@@ -426,7 +419,7 @@ class _Run:
         return ran
 
     def _should_wait(self, device: int, now: float, end: float) -> bool:
-        """Return whether another end would be held up for longer if it got its message after ``end`` only."""
+        """Return whether another end would be delayed longer if it got its message only after ``end``."""
         for message in self._heads(device):
             other = message.edge[1]
             wait = self._busy_until[other] - now
@@ -435,9 +428,9 @@ class _Run:
         return False
 
     def _needed_at(self, device: int, receive: Action, latest: float) -> float:
-        """Return when a busy device can come to what consumes a message; no more is said of what is after ``latest``."""
+        """Return when a busy device can reach the consumer of a message. Times after ``latest`` are not computed."""
         time, order = self._busy_until[device], self._orders[device]
-        # What a later part consumes is not in the orders.
+        # The consumer may belong to a later part.
         for position in range(self._at[device], self._consumers.get(receive, len(order))):
             if time >= latest:
                 break
@@ -450,9 +443,9 @@ __all__ = ["lower"]
 
 @explained_by_validation
 def lower(schedule: Schedule, *, single_queue: bool = False, costs: Costs | None = None) -> Program:
-    """Add messages, sums over copies and gradient reductions to a valid schedule. ``validate_program`` proves the result.
-    ``single_queue``: for devices that serve all of their streams in one queue; ``costs`` then choose the places of
-    messages.
+    """Add messages, sums over replicas and gradient reductions to a valid schedule. ``validate_program`` proves the result.
+
+    ``single_queue`` is for devices that serve all their streams in one queue. ``costs`` then choose the places of messages.
     """
     horizons = None
     if single_queue:

@@ -1,13 +1,19 @@
-"""Hold one training step as it ran, run it again with other times of its actions, and split idle time by its causes.
+"""A measured training step: its times, its rerun with other times, and the causes of its idle time.
 
-Times are whole nanoseconds, so that what idle time is split into adds up exactly.
+Times are whole nanoseconds, so that the parts of idle time add up exactly.
 
-For the causes, the step is run again several times, and every time with more of what really happened: with even stages and
-instant messages, which leaves what the schedule makes unavoidable; with the usual time of every stage; with microbatches that
-are not alike; with the delays of messages; with those of the host; and as it was. What a device idles more than the time before
-is due to what was added. It is never less than nothing: where something makes a device idle less (a stage with more work than
-others), what is left of the causes before it counts. How much of the whole the barrier at the step's end makes is what would be
-saved if every device began the next step as soon as it is done.
+To find the causes, the step is rerun several times, each time with more of the measured times:
+
+- even stages and instant messages, which leaves the idle time that the schedule makes unavoidable;
+- the usual time of every stage;
+- microbatches that are not alike;
+- the delays of messages;
+- the delays of the host;
+- the measured times.
+
+The idle time that a rerun adds on a device is due to the added times. If an addition reduces idle time (a stage with
+more work than others), the parts of earlier causes shrink, and no part is negative. The part of the barrier at the
+step's end is the time saved if every device began the next step at once.
 """
 
 from __future__ import annotations
@@ -30,39 +36,42 @@ from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 NANOSECONDS = 10**9
 _ALIKE = 0.1
-"""Times that differ by less are alike: clocks and caches make that much."""
+"""Relative difference up to which times are alike, because clocks and caches make that much."""
 
 Span = tuple[int, int]
 
 
 class Rerun(NamedTuple):
-    """Say when everything ran."""
+    """The times of a rerun."""
 
     starts: list[int]  # per node of the step's graph
-    ends: list[int]  # likewise
-    free: list[int]  # per device, when it had done its last action
+    ends: list[int]  # per node
+    free: list[int]  # per device, the end of its last action
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredStep:
-    """One step of a pipeline as it ran."""
+    """The times of one step of a pipeline."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
-    """Per device, when every action began and ended that computes, in their order; nanoseconds since the step began."""
-    split: Costs = Costs()  # what the schedule was priced with: it says which part of a fused backward is I
+    """Per device, begin and end of every computing action, in order, in nanoseconds since the step began."""
+    split: Costs = Costs()  # the schedule's prices, which divide a fused backward into I and W
 
     def __post_init__(self) -> None:
         counts = [sum(action.kind in COMPUTE for action in order) for order in self.schedule.orders]
         if [*map(len, self.spans)] != counts:
             found = [*map(len, self.spans)]
             raise ConfigError(
-                "wrong-count", f"times of {found} actions are not those of {counts} on the devices of the schedule"
+                "wrong-count",
+                f"there are times of {found} actions, and the devices of the schedule have {counts}; give one per action",
             )
         for device, spans in enumerate(self.spans):
             moments = [0, *(moment for span in spans for moment in span)]
             if any(after < before for before, after in zip(moments, moments[1:], strict=False)):
-                raise ConfigError("wrong-order", f"the actions of device {device} do not follow one another in time")
+                raise ConfigError(
+                    "wrong-order", f"the actions of device {device} overlap in time; give their times in order"
+                )
 
     @cached_property
     def _graph(self) -> tuple[Dependencies, list[Step]]:
@@ -79,7 +88,7 @@ class MeasuredStep:
 
     @property
     def lanes(self) -> Sequence[int]:
-        """Return the device of every node; the channel of the collectives stands behind the devices."""
+        """Return the device of every node. The channel of the collectives is numbered after the devices."""
         return self._graph[0].graph.lane_of
 
     @cached_property
@@ -96,7 +105,7 @@ class MeasuredStep:
 
     @cached_property
     def seconds(self) -> list[int]:
-        """Return how long every node took; what was not timed took nothing."""
+        """Return the nanoseconds of every node; 0 if they were not measured."""
         found = [0] * len(self.actions)
         for node, (start, end) in self._by_node.items():
             found[node] = end - start
@@ -117,20 +126,21 @@ class MeasuredStep:
 
     @property
     def delays(self) -> list[int]:
-        """Return how long after all that it needs had been computed, and its device was free, every node began. It is negative
-        where the clocks of two devices disagree.
+        """Return how long every node began after its device was free and its needs were computed.
+
+        A delay is negative if the clocks of two devices disagree.
         """
         return self._waits[0]
 
     @property
     def awaits_message(self) -> list[bool]:
-        """Return of every node whether it began when something had come from elsewhere, and not when its device was free."""
+        """Return per node whether the arrival of a message, and not the end of the previous action, determined its start."""
         return self._waits[1]
 
     def rerun(self, seconds: Sequence[int], delays: Sequence[int], begins: Sequence[int] = ()) -> Rerun:
-        """Run the step again with other nanoseconds of every node. With its own ``seconds`` and ``delays``, it runs as it did.
+        """Run the step again with other nanoseconds of every node. ``begins`` are per device.
 
-        ``begins``: per device.
+        With its own ``seconds`` and ``delays`` the result is the measured step.
         """
         found, steps = self._graph
         starts, ends = [0] * len(seconds), [0] * len(seconds)
@@ -145,7 +155,7 @@ class MeasuredStep:
         return Rerun(starts, ends, free[: self.schedule.num_devices])
 
     def work_of(self, seconds: Sequence[int]) -> list[int]:
-        """Return how long every device computes if its nodes take so long."""
+        """Return the computing time of every device for given times of its nodes."""
         lanes = self._graph[0].graph.lanes[: self.schedule.num_devices]
         return [sum(seconds[node] for node in nodes) for nodes in lanes]
 
@@ -160,9 +170,7 @@ class MeasuredStep:
 
     @cached_property
     def usual(self) -> dict[tuple[Kind, int], int]:
-        """Return the median time of every kind of action on a stage (of a vocabulary pass: on a device); of slices, that of
-        every slice there, by its ``place``.
-        """
+        """Return the median time of every kind of action on a stage and slice, or on a device for vocabulary passes."""
         durations: dict[tuple[Kind, int], list[int]] = {}
         for node in self._by_node:
             durations.setdefault(self.key_of(self.actions[node]), []).append(self.seconds[node])
@@ -170,8 +178,10 @@ class MeasuredStep:
 
     @cached_property
     def weights(self) -> tuple[float, ...]:
-        """Return by how much every microbatch takes longer than usual: 1 where it is as the others. It is not where each of its
-        forwards and backwards differs the same way; W goes by tokens, which documents of other lengths do not change.
+        """Return the factor by which every microbatch takes longer than usual; 1 unless all its F, I and B differ
+        the same way.
+
+        W is left out: it depends on tokens, which documents of other lengths do not change.
         """
         ratios: list[list[float]] = [[] for _ in range(self.schedule.num_microbatches)]
         for node in self._by_node:
@@ -185,7 +195,7 @@ class MeasuredStep:
 
     @cached_property
     def links(self) -> dict[tuple[int, int], float]:
-        """Return the seconds of a message between two devices: the median over those that somebody waited for."""
+        """Return the seconds of a message between two devices: the median over messages that delayed an action."""
         found: dict[tuple[int, int], list[int]] = {}
         graph = self._graph[0]
         for node in self._by_node:
@@ -202,8 +212,9 @@ class MeasuredStep:
         return any(kind is Kind.B for kind, _ in self.usual)
 
     def of_stages(self) -> dict[Kind, tuple[float, ...]]:
-        """Return the usual seconds of F, I and W of every stage and slice. A fused backward is split as ``split`` says, a part
-        that runs again belongs to I.
+        """Return the usual seconds of F, I and W of every stage and slice.
+
+        A fused backward is divided as in ``split``. Recomputation belongs to I.
         """
         slices = self.schedule.slices
         known, places = self.split.seconds(self.schedule.placement, slices), range(self.schedule.num_stages * slices)
@@ -234,7 +245,7 @@ class MeasuredStep:
         return VocabularyCosts(score, gradient, embed, embed_gradient, loss)
 
     def p2p(self) -> dict[tuple[int, int], float]:
-        """Return the seconds of a message between any two devices: what was measured, and the mean of it elsewhere."""
+        """Return the seconds of a message between any two devices; the mean of the measured links for the others."""
         measured = self.links
         mean = sum(measured.values()) / len(measured) if measured else 0.0
         devices = range(self.schedule.num_devices)
@@ -263,7 +274,7 @@ class MeasuredStep:
         )
 
     def timeline(self, costs: Costs) -> Timeline:
-        """Return the step as it ran, to draw it; copies to the host were not timed."""
+        """Return the measured step as a timeline. Copies to the host were not timed."""
         orders = tuple(tuple(a for a in order if a.kind in COMPUTE) for order in self.schedule.orders)
         spans = tuple(tuple((s / NANOSECONDS, e / NANOSECONDS) for s, e in spans) for spans in self.spans)
         messages = count_messages(self.schedule)
@@ -271,7 +282,7 @@ class MeasuredStep:
 
 
 _STEPS = 8
-"""Steps without a barrier, of which the second half is taken to have come to its period."""
+"""Number of simulated steps without a barrier. The second half is taken to repeat."""
 
 SCHEDULE, IMBALANCE, MICROBATCHES, MESSAGES, HOST, LATE, BARRIER = (
     "warm-up and drain",
@@ -283,20 +294,20 @@ SCHEDULE, IMBALANCE, MICROBATCHES, MESSAGES, HOST, LATE, BARRIER = (
     "barrier",
 )
 CAUSES = (SCHEDULE, IMBALANCE, MICROBATCHES, MESSAGES, HOST, LATE, BARRIER)
-"""In the order in which they are looked for."""
+"""Causes of idle time, in the order in which they are added."""
 
 
 class DeviceIdle(NamedTuple):
-    """Say why a device idled."""
+    """The idle time of a device by cause."""
 
     device: int
-    idle: int  # nanoseconds in which it computed nothing, from the beginning of the step to its end
-    causes: Mapping[str, int]  # nanoseconds by cause; they sum up to ``idle``
-    late: Mapping[int, int]  # of the late actions, nanoseconds by the device that ran them
+    idle: int  # nanoseconds without computing, from the beginning of the step to its end
+    causes: Mapping[str, int]  # nanoseconds by cause; their sum is ``idle``
+    late: Mapping[int, int]  # nanoseconds of the cause "late actions" by the device that ran them
 
 
 def idle_causes(step: MeasuredStep) -> list[DeviceIdle]:
-    """Return why every device of a step idled."""
+    """Return the idle time of every device of a step by cause."""
     actions, delays = step.actions, step.delays
     even = _of_actions(step, _even(step), weighed=False)
     stages = _of_actions(step, step.usual, weighed=False)
@@ -347,14 +358,14 @@ def _idle(step: MeasuredStep, seconds: list[int], delays: list[int]) -> list[int
 
 
 def _late_alone(step: MeasuredStep, usual: list[int], late: int) -> list[int]:
-    """Return how long every device would idle if the actions of one device alone took as long as they did."""
+    """Return the idle time of every device if only the actions of one device took their measured times."""
     nodes = zip(step.lanes, step.seconds, usual, strict=True)
     seconds = [real if device == late else one for device, real, one in nodes]
     return _idle(step, seconds, step.delays)
 
 
 def _shared(amount: int, weights: list[int]) -> dict[int, int]:
-    """Share an amount out by weights, exactly; what rounding leaves goes to the largest."""
+    """Divide an amount exactly by weights. The largest part takes the rounding error."""
     total = sum(weights)
     if not amount:
         return {}
@@ -366,8 +377,9 @@ def _shared(amount: int, weights: list[int]) -> dict[int, int]:
 
 
 def _period(step: MeasuredStep) -> int:
-    """Return the time from step to step if no device waited for another one at the end of a step; no more than the step
-    took. Of a schedule with replicas of the model, whose gradients are summed up at the end, it is what the step took.
+    """Return the time from step to step without a barrier, at most the length of the step.
+
+    With replicas of the model it is that length, because gradients are summed at the end of the step.
     """
     if step.schedule.placement.replicas > 1 or step.schedule.updates is not None:
         return step.length

@@ -1,4 +1,4 @@
-"""Read memory caps as users write them."""
+"""Memory caps: how users write them, and how they are compared."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class MemoryCap:
     """The most activations a rank may hold."""
 
     amount: float | tuple[float, ...]
-    """Bytes, as the activation ledger counts them, or activation units (1.0 is what 1F1B's first rank holds): one number
-    for all ranks, or one per pipeline rank."""
-    in_bytes: bool  # which of the two
+    """One number for all ranks, or one per pipeline rank. The unit is the byte, as the activation ledger counts, or the
+    activation unit (1.0 is the peak of 1F1B's first rank)."""
+    in_bytes: bool
 
     def __str__(self) -> str:
         if self.in_bytes:
@@ -31,7 +31,7 @@ class MemoryCap:
 
     @property
     def amounts(self) -> tuple[float, ...]:
-        """Return the amounts as they were given: one for all ranks, or one per rank."""
+        """Return the given amounts: one for all ranks, or one per rank."""
         return self.amount if isinstance(self.amount, tuple) else (self.amount,)
 
     def of(self, num_devices: int) -> tuple[float, ...]:
@@ -39,16 +39,16 @@ class MemoryCap:
         return per_device(self.amount, num_devices)
 
 
-def per_device(limit: float | Sequence[float], num_devices: int, what: str = "memory caps") -> tuple[float, ...]:
-    """A limit of every device, where one number is that of all. ``what`` names them in the message."""
-    # No Sequence is asked for: arrays and tensors come too.
+def per_device(limit: float | Sequence[float], num_devices: int, subject: str = "memory caps") -> tuple[float, ...]:
+    """Return the limit of every device. ``subject`` names the limits in the message."""
+    # Not only a Sequence, because arrays and tensors come too.
     limits = tuple(map(float, limit)) if isinstance(limit, Iterable) else (float(limit),) * num_devices
     if len(limits) != num_devices:
         raise UnsupportedError(
-            "wrong-count", f"{len(limits)} {what} for {num_devices} devices; give one number, or one per device"
+            "wrong-count", f"{len(limits)} {subject} for {num_devices} devices; give one number, or one per device"
         )
     if not all(0 <= each < math.inf for each in limits):
-        raise UnsupportedError("bad-number", f"{what} must be numbers of at least 0, not {limit!r}")
+        raise UnsupportedError("bad-number", f"{subject} must be numbers of at least 0, not {limit!r}")
     return limits
 
 
@@ -76,14 +76,14 @@ def parse_cap(value: float | str) -> MemoryCap:
     if not 0 < amount <= LARGEST:
         raise UnsupportedError(
             "bad-number",
-            f"memory cap {text!r} is no positive number of activation units (1.0 is what 1F1B's first rank holds) and no "
-            f"number of bytes per rank; write 0.6, 6GiB, 800MiB or 123456B{_binary(text)}",
+            f"memory cap {text!r} is neither a positive number of activation units (1.0 is the peak of 1F1B's first rank) nor "
+            f"a number of bytes per rank; write 0.6, 6GiB, 800MiB or 123456B{_binary(text)}",
         )
     return MemoryCap(amount, False)
 
 
 def parse_bytes(flag: str, value: str) -> float:
-    """Read ``60GiB`` and the like, after a flag that takes nothing else."""
+    """Read a number of bytes, such as ``60GiB``. ``flag`` begins the message."""
     number = _bytes(value.strip())
     if number is None:
         raise UnsupportedError(
@@ -102,13 +102,15 @@ def _bytes(text: str) -> float | None:
 
 
 def _binary(text: str) -> str:
-    """Return a hint for units of 10^3, which nobody here reads: they are often meant as those of 2^10."""
+    """Return a hint for units of 10^3, which are not accepted and often meant as units of 2^10."""
     match = _DECIMAL.fullmatch(text.strip())
     return f"; for {text.strip()} take {match[1]}{match[2].upper()}iB, if that was meant" if match else ""
 
 
 def loosened(limit: float) -> float:
-    """Return a limit with what floats may be off by: peaks are sums of shares, and a cap of 2/3 means 4 of 6 stages."""
+    """Return a limit raised by the rounding errors of floats: a cap of 2/3 means 4 of 6 stages, and peaks are sums
+    of shares.
+    """
     return limit * (1 + 1e-9)
 
 

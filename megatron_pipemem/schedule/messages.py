@@ -1,5 +1,4 @@
-"""Say which message carries the result of every compute action, and prove the rules of messages, of gradient reductions, of
-recomputation and of activations that are away."""
+"""Messages of a program: their routes, and the rules of messages, gradient reductions, recomputation and offload."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class Message(NamedTuple):
 
 
 class Router:
-    """Say which message a compute action emits and which one it waits for, under one placement."""
+    """Map compute actions to the messages that they emit and wait for, under one placement."""
 
     def __init__(self, placement: Placement):
         devices = placement.devices
@@ -59,7 +58,6 @@ class Router:
 
     @property
     def edges(self) -> set[Edge]:
-        """All directed edges that messages use."""
         return {edge for edge, *_ in self._emits.values()}
 
     def emits(self, action: Action) -> bool:
@@ -67,7 +65,7 @@ class Router:
         return action[:2] in self._emits
 
     def emitted(self, action: Action) -> Message | None:
-        """Return the message that carries the result of a compute action; ``None`` when the result stays on the device."""
+        """Return the message with the result of a compute action; ``None`` if the result stays on the device."""
         kind, stage, microbatch = action
         route = self._emits.get((kind, stage))
         if route is None:
@@ -76,7 +74,7 @@ class Router:
         return Message(edge, Action(send, source, microbatch), Action(receive, destination, microbatch))
 
     def awaited(self, action: Action) -> Action | None:
-        """Return the receive that a compute action needs; ``None`` when its input is on the device already."""
+        """Return the receive that a compute action needs; ``None`` if its input is on the device."""
         kind, stage, microbatch = action
         receive = self._awaits.get((kind, stage))
         return None if receive is None else Action(receive, stage, microbatch)
@@ -87,7 +85,7 @@ Places = dict[Action, tuple[int, int]]
 
 
 def check_compute_actions(program: Program) -> None:
-    """Check that a program without its messages and gradient reductions is the orders of its schedule."""
+    """Check that a program without messages and gradient reductions equals the orders of its schedule."""
     orders = program.schedule.orders
     if len(program.actions) != len(orders):
         raise ScheduleError(
@@ -109,9 +107,7 @@ def check_compute_actions(program: Program) -> None:
 
 
 def check_posts(places: Places, messages: Mapping[Action, Message], receives: Mapping[Action, Action]) -> None:
-    """Check that every message is sent after its producer and received before its consumer, on their devices, and that none
-    is idle.
-    """
+    """Check that every message is sent after its producer, is received before its consumer, and is used."""
     for producer, message in messages.items():
         _check_post(message.send, producer, places, after=True)
     for consumer, receive in receives.items():
@@ -167,8 +163,10 @@ _LAST_GRADIENT = "the last weight gradient of the stage"
 
 
 def check_reductions(program: Program, places: Mapping[Action, tuple[int, int]]) -> None:
-    """Check that every stage that has gradients reduces them once, after the last of them; if it has replicas, in all
-    of them, and after a sum that comes after the last of all.
+    """Check that every stage with gradients reduces them once, after the last gradient.
+
+    A stage with replicas reduces in every replica, after a sum over the replicas that follows the last gradient of
+    each.
     """
     placement = program.placement
     last = {
@@ -188,31 +186,31 @@ def check_reductions(program: Program, places: Mapping[Action, tuple[int, int]])
         else:
             _check_there(total, program, places)
         _check_there(reduction, program, places)
-        _check_after(reduction, *places[total], total, "the sum over its copies", places)
+        _check_after(reduction, *places[total], total, "the sum over its replicas", places)
     for action, (device, position) in places.items():
         if action.kind in WHOLE_STAGE and (
             action.stage not in trained or action.kind is Kind.REDUCE_REPLICAS and placement.replicas == 1
         ):
-            what = "copies to sum" if action.stage in trained else "weight gradients to reduce"
+            role = "replicas to sum" if action.stage in trained else "weight gradients to reduce"
             raise ScheduleError(
-                "useless-action", f"stage {action.stage} has no {what}; remove it", at=(device, position, action)
+                "useless-action", f"stage {action.stage} has no {role}; remove it", at=(device, position, action)
             )
 
 
 def _check_there(action: Action, program: Program, places: Mapping[Action, tuple[int, int]]) -> None:
-    """Check that it exists, on its stage's device, whether or not that has gradients of its own for the stage."""
+    """Check that an action exists on its stage's device, whether or not that device has gradients for the stage."""
     home = program.placement.devices[action.stage]
     if action not in places:
         raise ScheduleError(
             "missing-action",
-            f"is missing, and {_others(action, program)} of its copies waits for it; add it",
+            f"is missing, and {_others(action, program)} of its replicas waits for it; add it",
             at=(home, len(program.actions[home]), action),
         )
     device, position = places[action]
     if device != home:
         raise ScheduleError(
             "misplaced-action",
-            f"has no stage {action.stage} to add to {_others(action, program)}, device {home} has; move it there",
+            f"has no stage {action.stage} to add to {_others(action, program)}; device {home} has it, so move it there",
             at=(device, position, action),
         )
 
@@ -223,9 +221,9 @@ def _others(action: Action, program: Program) -> str:
 
 
 def _check_after(
-    action: Action, device: int, position: int, before: Action, what: str, places: Mapping[Action, tuple[int, int]]
+    action: Action, device: int, position: int, before: Action, role: str, places: Mapping[Action, tuple[int, int]]
 ) -> None:
-    """Check that it exists, on that device, behind that position."""
+    """Check that an action exists on a device, after a position of its order."""
     if action not in places:
         raise ScheduleError(
             "missing-action",
@@ -236,19 +234,20 @@ def _check_after(
     if found != device or at < position:
         raise ScheduleError(
             "wrong-order",
-            f"must come after {before} at position {position} of device {device}, {what}; move it there",
+            f"must come after {before} at position {position} of device {device}, {role}; move it there",
             at=(found, at, action),
         )
 
 
 def check_sums(program: Program, places: Mapping[Action, tuple[int, int]]) -> Mapping[Action, Sequence[Action]]:
-    """Check that devices that hold replicas of the same stages post their sums in the same order: they share one channel.
-    Return, for every reduction, the sums that must have been posted before it can go on.
+    """Check that devices with replicas of the same stages post their sums in one order, because they share a channel.
+
+    Return, for every reduction, the sums that must be posted before it can go on.
     """
     placement = program.placement
     posted: dict[tuple[int, ...], dict[int, dict[int, tuple[int, Action]]]] = {}
     needs = {}
-    # A device that holds several replicas of a stage sums when it has posted the last of them.
+    # A device with several replicas of a stage starts the sum when it has posted the last of them.
     sums = ((*place, action) for action, place in places.items() if action.kind is Kind.REDUCE_REPLICAS)
     for device, position, action in sorted(sums):
         replicas = placement.counterparts(action.stage)
@@ -262,15 +261,17 @@ def check_sums(program: Program, places: Mapping[Action, tuple[int, int]]) -> Ma
                 if other.stage not in placement.counterparts(action.stage):
                     raise ScheduleError(
                         "collective-order",
-                        f"meets {action}, which device {first} posts at position {position}; sums over the same devices "
-                        "are posted in one order everywhere, so move it",
+                        f"meets {action}, which device {first} posts at position {position}; post sums over the same "
+                        "devices in one order everywhere, so move it",
                         at=(device, other_position, other),
                     )
     return needs
 
 
 def prepared_needs(schedule: Schedule, action: Action, actions: Container[Action]) -> Iterator[Action]:
-    """Yield the actions that prepare an action: for a backward, those that run its forward again or bring it back."""
+    """Yield the actions that prepare an action: for a backward, recomputation of its forward or the reload of its
+    activations.
+    """
     for kind in schedule.prepared.get(action.stage, ()):
         if action.kind in kind.spec.prepares:
             yield action._replace(kind=kind)
@@ -280,13 +281,15 @@ def prepared_needs(schedule: Schedule, action: Action, actions: Container[Action
 
 
 def check_memory_actions(schedule: Schedule, places: Mapping[Action, tuple[int, int]]) -> None:
-    """Check that all that is prepared is used, and that every action on memory is part of a whole round trip of a
-    microbatch that is not recomputed as a whole. Its local order and the needs of its backwards have been checked.
+    """Check that all prepared results are used, and that every action on memory belongs to a whole round trip.
+
+    A stage that is recomputed as a whole has no round trips. Local orders and the needs of backwards are checked
+    elsewhere.
     """
     for action, (device, position) in places.items():
         again = schedule.recomputed.get(action.stage)
         if action.kind in RECOMPUTE and action.kind is not again:
-            code, problem = "duplicate-action", f"stage {action.stage} has {again} as well; remove one or the other"
+            code, problem = "duplicate-action", f"stage {action.stage} has {again} as well; remove one of the two"
         elif action.kind is Kind.OFFLOAD and again is Kind.R:
             code = "useless-action"
             problem = f"stage {action.stage} is recomputed and keeps nothing to move; remove this round trip, or its R"
@@ -294,10 +297,10 @@ def check_memory_actions(schedule: Schedule, places: Mapping[Action, tuple[int, 
             action._replace(kind=Kind(user)) in places for user in users
         ):
             code = "useless-action"
-            problem = f"no {' or '.join(users)} uses what it prepares; remove it, or add one"
+            problem = f"no {' or '.join(users)} uses its result; remove it, or add one"
         elif (name := action.kind.spec.followed_by) and action._replace(kind=Kind(name)) not in places:
             code = "missing-action"
-            problem = f"has no {action._replace(kind=Kind(name))} after it, which completes it; add it"
+            problem = f"has no {action._replace(kind=Kind(name))} after it to complete it; add one"
         else:
             continue
         raise ScheduleError(code, problem, at=(device, position, action))

@@ -1,4 +1,4 @@
-"""Read what users type about schedules and searches, wherever they do: names, choices, options."""
+"""Options of schedules and searches that users type: their names, choices and checks."""
 
 from __future__ import annotations
 
@@ -12,48 +12,47 @@ from megatron_pipemem.schedule.placement import Placement
 
 STOCK: Final = "stock"
 AUTO: Final = "auto"
-"""Users name these in the place of a family: Megatron's own schedule, and a search."""
+"""Names in the place of a family: Megatron's own schedule, and a search."""
 OFF: Final = "off"
 Offload = Literal["off", "half", "full", "auto"]
 OFFLOAD: tuple[Offload, ...] = get_args(Offload)
-"""Which activations wait on the host: none, the longer-lived half of every device's, all, as many as it takes."""
+"""Activations that wait on the host: none, the longer-lived half of every device's, all, or as many as needed."""
 RECOMPUTE = ("none", "selective", "full", AUTO)
-"""What forwards run again: nothing, what is cheap of every stage, all of it, whatever of them a memory cap needs."""
+"""Parts of forwards that run again: none, the cheap parts of every stage, all, or as many as a memory cap needs."""
 VocabularyCut = Literal["off", "1", "2", "auto"]
 VOCABULARY: tuple[VocabularyCut, ...] = get_args(VocabularyCut)
-"""How the vocabulary is cut over the pipeline: not, by an algorithm of arXiv 2411.05288, by whatever suits the model."""
+"""The cut of the vocabulary over the pipeline: none, by Algorithm 1 or 2 of arXiv 2411.05288, or the best of these for
+the model."""
 LAYERWISE: Final = "layerwise"
 RandomStreams = Literal["stock", "layerwise"]
 RANDOM: tuple[RandomStreams, ...] = get_args(RandomStreams)
-"""What first weights and dropout depend on: as in Megatron on the rank and the order of its forwards, or on the layer."""
+"""The source of first weights and dropout: the rank and the order of its forwards, as in Megatron, or the layer."""
 MESSAGE_SHAPES = ("step", "message")
 """How ranks learn shapes that differ: all of a step at its start, or each from a header before its message."""
 SHARDED: Final = "sharded"
 GATHERED: Final = "gathered"
 WeightInputs = Literal["auto", "sharded", "gathered"]
 WEIGHT_INPUTS: tuple[WeightInputs, ...] = get_args(WeightInputs)
-"""What waits for W of a tensor that sequence parallelism gathers: this rank's shard, or all of it. ``auto`` keeps shards where
-the tensor-parallel ranks are of one node, whose links gather them again while W computes."""
+"""The part of a tensor gathered by sequence parallelism that waits for W: this rank's shard, or all of it. ``auto``
+keeps shards if the tensor-parallel ranks share a node, whose links gather the tensor again while W computes."""
 EarlyWeights = Literal["head", "experts_fc1", "experts_fc2"]
 EARLY_WEIGHTS: tuple[EarlyWeights, ...] = get_args(EarlyWeights)
 """Modules whose weight gradients may be computed in I: the LM head, and the two matrices of routed experts."""
 
 SliceCut = Literal["tokens", "flops"]
 TOKENS, FLOPS = SLICE_CUTS = get_args(SliceCut)
-"""By what microbatches are weighed, in the place of a file or a function (in capitals or not), and by what a sequence is cut:
-into slices of equally many tokens, or of equal time of F."""
+"""Measures by which microbatches are weighed or sequences are cut into slices: number of tokens, or time of F. Users may
+write them in capitals."""
 
 SEARCH_SECONDS = 20.0
-"""How long a search for an order takes at most, where nobody says."""
+"""Time limit of a search for an order, by default."""
 
 
 def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
-    """Read ``KEY=VALUE`` pairs: values that read as JSON (numbers, true, null) or as a number (``.5``) as such, others as text.
+    """Read ``KEY=VALUE`` pairs. Values that are JSON (numbers, true, null) or a number (``.5``) are read as such, others
+    as text.
 
-    A ``-`` in a key is ``_``.
-
-    Raises:
-        UnsupportedError: a pair lacks ``=``, its key or its value, or a key comes twice.
+    A ``-`` in a key is read as ``_``.
     """
     options: dict[str, Any] = {}
     for pair in pairs:
@@ -62,7 +61,7 @@ def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
         if not key or not value:
             raise UnsupportedError("bad-syntax", f"{flag} {pair!r}: write KEY=VALUE, as in {flag} chunks=4")
         if key in options:
-            raise UnsupportedError("given-twice", f"{flag} {pair!r}: {key} is given twice")
+            raise UnsupportedError("given-twice", f"{flag} {pair!r}: {key} is given twice; leave one out")
         options[key] = _value(value)
     return options
 
@@ -70,18 +69,13 @@ def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
 def early_weights(text: str, hidden: int, expert_width: float) -> frozenset[EarlyWeights]:
     """Return the modules whose weight gradients are computed in I.
 
-    ``auto`` chooses the second matrix of experts that are narrower than the model. Of a token this matrix keeps ``hidden`` +
-    ``expert_width`` elements for W, among them a gradient that is as wide as the model and replaces nothing that F kept. Its W
-    takes ``hidden`` x ``expert_width`` products. So it keeps more bytes per second of W than a square matrix of the model does.
-    An LM head keeps fewer.
+    ``text`` is ``auto``, ``none``, or some of ``EARLY_WEIGHTS`` with commas between. ``expert_width`` counts channels
+    within a routed expert on one rank, 0 without experts.
 
-    Args:
-        text: ``auto``, ``none``, or some of ``EARLY_WEIGHTS`` with commas between.
-        hidden: channels of the model.
-        expert_width: channels within a routed expert on one rank; 0 without experts.
-
-    Raises:
-        UnsupportedError: the text names another module.
+    ``auto`` chooses the second matrix of experts that are narrower than the model. Per token it keeps ``hidden`` +
+    ``expert_width`` elements for W. Among them is a gradient as wide as the model, which replaces nothing that F
+    kept. Its W takes ``hidden`` x ``expert_width`` products. So it keeps more bytes per second of W than a square
+    matrix of the model does. An LM head keeps fewer.
     """
     if text == AUTO:
         return frozenset(("experts_fc2",) if 0 < expert_width < hidden else ())
@@ -89,8 +83,8 @@ def early_weights(text: str, hidden: int, expert_width: float) -> frozenset[Earl
     if unknown := [each for each in named if each not in EARLY_WEIGHTS]:
         raise UnsupportedError(
             "bad-choice",
-            f"early_weights {unknown[0]!r} is none of {', '.join(EARLY_WEIGHTS)}; name some of them with commas between, or "
-            "auto or none",
+            f"early_weights {unknown[0]!r} is not one of {', '.join(EARLY_WEIGHTS)}; name some of them with commas between, "
+            "or auto or none",
         )
     return frozenset(each for each in EARLY_WEIGHTS if each in named)
 
@@ -104,21 +98,15 @@ def _value(text: str) -> object:
     return text
 
 
-def check_whole(what: str, value: object, least: int = 1) -> None:
-    """Refuse what is no count; ``what`` is its name, for the error's sentence.
-
-    Raises:
-        UnsupportedError: it is no whole number, or less than ``least``.
-    """
+def check_whole(subject: str, value: object, least: int = 1) -> None:
+    """Raise an UnsupportedError if a value is not a whole number of at least ``least``. ``subject`` names the value."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UnsupportedError("bad-number", f"{what} must be a whole number of at least {least}, not {value!r}")
+        raise UnsupportedError("bad-number", f"{subject} must be a whole number of at least {least}, not {value!r}")
 
 
 def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> None:
-    """Check what says how long a search tries.
-
-    Raises:
-        UnsupportedError: seconds or effort is no number of at least 0, or the seed no whole number.
+    """Raise an UnsupportedError if the settings that limit a search are not numbers of at least 0, or the seed not
+    a whole one.
     """
     for name, value in (("seconds", seconds), ("effort", effort)):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
@@ -128,18 +116,16 @@ def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> Non
 
 
 def check_recompute(mode: object) -> None:
-    """Raises:
-    UnsupportedError: it is none of ``RECOMPUTE``.
-    """
+    """Raise an UnsupportedError if the mode is not one of ``RECOMPUTE``."""
     if mode not in RECOMPUTE:
-        raise UnsupportedError("bad-choice", f"recompute {mode!r} is none of {', '.join(RECOMPUTE)}")
+        raise UnsupportedError(
+            "bad-choice", f"recompute {mode!r} is not one of {', '.join(RECOMPUTE)}; give one of these"
+        )
 
 
 def slice_counts(given: object) -> tuple[int, ...]:
-    """Return the numbers of slices that a search is to try, each once, in order: of one number, a list, or a text as ``1,2,4``.
-
-    Raises:
-        UnsupportedError: it is something else, or one of them is less than 1.
+    """Return the numbers of slices for a search, sorted and without duplicates, from a number, a list, or a text such as
+    ``1,2,4``.
     """
     counts: list[object] = [given]
     if isinstance(given, list | tuple):
@@ -147,20 +133,18 @@ def slice_counts(given: object) -> tuple[int, ...]:
     elif isinstance(given, str):
         counts = [int(each) if each.strip().isdecimal() else each for each in given.split(",")]
     if not counts:
-        raise UnsupportedError("bad-syntax", "slices of a search are none; name some, as in slices=1,2,4,8")
+        raise UnsupportedError("bad-syntax", "slices of a search are empty; name some, as in slices=1,2,4,8")
     for each in counts:
         check_whole("slices of a search, as in slices=1,2,4,8,", each)
     return tuple(sorted({each for each in counts if isinstance(each, int)}))
 
 
 def searched_placements(num_devices: int, kind: Any = None, chunks: Any = None) -> tuple[Placement, ...]:
-    """Return the placements that a user leaves to a search; any kind, and two chunks (one if linear), where none is named.
-
-    Raises:
-        UnsupportedError: one of them is nothing of the kind, or they do not go together.
-    """
+    """Return the placements that a search tries. By default these are all kinds, with two chunks (one if linear)."""
     if kind not in (None, "v", "interleaved", "linear"):
-        raise UnsupportedError("bad-choice", f"placement {kind!r} of a search is none of v, interleaved, linear")
+        raise UnsupportedError(
+            "bad-choice", f"placement {kind!r} of a search is not one of v, interleaved, linear; give one of these"
+        )
     if chunks is None:
         chunks = 1 if kind == "linear" else 2
     check_whole("chunks of a search", chunks)

@@ -1,4 +1,4 @@
-"""Say which device holds which stage."""
+"""Placements: the device of every stage."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from megatron_pipemem.errors import ScheduleError, UnsupportedError
 
 @dataclass(frozen=True)
 class Placement:
-    """An assignment of the model's stages to devices.
+    """The device of every stage of the model.
 
-    A bidirectional pipeline holds the model more than once. Its stages are numbered replica by replica: with ``S`` stages in
-    one replica, stages ``r * S`` to ``(r + 1) * S - 1`` are the whole model as replica ``r``, and every microbatch runs
-    through one replica.
+    A bidirectional pipeline holds the model more than once. Its stages are numbered replica by replica: with ``S``
+    stages in one replica, stages ``r * S`` to ``(r + 1) * S - 1`` are replica ``r``. Every microbatch runs through
+    one replica.
 
     Args:
         name: ``linear``, ``interleaved``, ``v``, ``wave``, ``bidirectional``, or ``custom``.
         devices: ``devices[stage]`` is the device that holds the stage.
-        replicas: how often the devices hold the model.
+        replicas: number of replicas of the model.
     """
 
     name: str
@@ -37,13 +37,13 @@ class Placement:
         if not held or held != set(range(len(held))):
             raise ScheduleError(
                 "bad-placement",
-                f"a placement needs every device from 0 up to hold a stage; this one uses {sorted(held)}",
+                f"every device from 0 up must hold a stage; this placement uses {sorted(held)}",
             )
         if self.replicas < 1 or len(self.devices) % self.replicas:
             raise ScheduleError(
                 "bad-placement",
-                f"{len(self.devices)} stages do not make {self.replicas} replicas of a model; every replica needs the "
-                "same number of stages",
+                f"{len(self.devices)} stages do not make {self.replicas} replicas of a model; give every replica the same "
+                "number of stages",
             )
 
     @property
@@ -53,7 +53,7 @@ class Placement:
 
     @cached_property
     def model_stages(self) -> int:
-        """Stages of one replica: into how many slices the model is cut."""
+        """Stages of one replica."""
         return len(self.devices) // self.replicas
 
     @cached_property
@@ -75,7 +75,7 @@ class Placement:
 
     @cached_property
     def is_round_robin(self) -> bool:
-        """Return whether one replica of the model is dealt round robin, as Megatron deals its chunks."""
+        """Return whether there is one replica, dealt round robin as Megatron deals its chunks."""
         return self.replicas == 1 and all(
             device == stage % self.num_devices for stage, device in enumerate(self.devices)
         )
@@ -117,8 +117,8 @@ class Placement:
 
     @classmethod
     def v_shape(cls, num_devices: int) -> Placement:
-        """Place two stages on every device: ``device`` and ``2p - 1 - device``. Device 0 holds the first and the last
-        stage.
+        """Place two stages on every device, ``device`` and ``2p - 1 - device``: device 0 holds the first and the
+        last stage.
         """
         return cls.wave(num_devices, 2)
 
@@ -131,7 +131,7 @@ class Placement:
 
     @classmethod
     def bidirectional(cls, num_devices: int) -> Placement:
-        """Place two replicas, one stage of each per device: one runs up the devices, the other runs down."""
+        """Place two replicas, one stage of each per device: one runs up the devices, and the other runs down."""
         p = _positive(num_devices)
         return cls("bidirectional", (*range(p), *reversed(range(p))), replicas=2)
 
@@ -149,7 +149,7 @@ class Placement:
         return cls("custom", devices)
 
 
-def _positive(count: int, what: str = "devices") -> int:
+def _positive(count: int, counted: str = "devices") -> int:
     if count < 1:
-        raise UnsupportedError("bad-number", f"a schedule needs at least 1 of {what}, not {count}")
+        raise UnsupportedError("bad-number", f"a schedule needs at least 1 of {counted}, not {count}")
     return count

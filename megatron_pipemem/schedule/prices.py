@@ -1,4 +1,6 @@
-"""Say what a price may be: one number, one per stage, those of a model's parts, of copies to the host, or weights."""
+"""Forms of a price: one number, one per stage, prices of a model's parts, of copies to the host, and weights of
+microbatches.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from megatron_pipemem.schedule.placement import Placement
 Several = float | Sequence[float]
 
 
-def number(what: str, value: object, wanted: str = "a number") -> float:
-    """Return a number of any library as a float. ``wanted`` says in the error what else would do."""
+def number(subject: str, value: object, wanted: str = "a number") -> float:
+    """Return a number of any library as a float. ``wanted`` is the part of the error message that names the allowed values."""
     try:
         found = math.nan if isinstance(value, bool | str) else float(value)  # type: ignore[arg-type]
     except OverflowError:
@@ -26,36 +28,34 @@ def number(what: str, value: object, wanted: str = "a number") -> float:
         found = math.nan
     if not abs(found) <= LARGEST:
         give = f"numbers of at most {LARGEST:g}" if abs(found) > LARGEST else wanted
-        raise CostsError("bad-type", f"{what} is {shortened(value)}; give {give}")
+        raise CostsError("bad-type", f"{subject} is {shortened(value)}; give {give}")
     return found
 
 
-def numbers(what: str, value: object) -> Several:
+def numbers(subject: str, value: object) -> Several:
     """Return a number as ``number`` does, or a tuple of several."""
     if (several := listed_objects(value)) is not None:
-        return tuple(number(what, each) for each in several)
-    return number(what, value, "a number, or a list of one per stage")
+        return tuple(number(subject, each) for each in several)
+    return number(subject, value, "a number, or a list of one per stage")
 
 
 def listed_objects(value: object) -> list[Any] | None:
-    """Return what a sequence of any library holds (arrays and tensors are no ``Sequence``); ``None`` if it holds nothing or
-    is something else.
-    """
+    """Return the items of a sequence of any library (arrays and tensors too); ``None`` if it is empty or something else."""
     if isinstance(value, str | Mapping) or not isinstance(value, Sized) or not isinstance(value, Iterable):
         return None
     return list(value) or None
 
 
-def price(what: str, value: object, kind: Kind | None = None, *, several: bool = True) -> Several:
-    """Return seconds. ``kind``: of the action that takes them, if one does. ``several``: there may be more than one."""
-    seconds = numbers(what, value) if several else number(what, value)
+def price(subject: str, value: object, kind: Kind | None = None, *, several: bool = True) -> Several:
+    """Return seconds after a check. ``kind`` names the action in the message, and ``several`` allows more than one value."""
+    seconds = numbers(subject, value) if several else number(subject, value)
     if (least := min(listed(seconds))) < 0:
-        raise CostsError("bad-number", f"cost of {kind or what} is negative: {least}")
+        raise CostsError("bad-number", f"cost of {kind or subject} is negative: {least}; give numbers of at least 0")
     return seconds
 
 
 def shared(values: Sequence[float], slices: int) -> tuple[float, ...]:
-    """Return one value per stage and slice, stage by stage, where every slice has an equal share of its stage's."""
+    """Return one value per stage and slice, stage by stage, with equal shares for the slices of a stage."""
     return tuple(values) if slices == 1 else tuple(value / slices for value in values for _ in range(slices))
 
 
@@ -68,8 +68,8 @@ def listed(value: Several) -> Sequence[float]:
 class PartPrices:
     """One price of every part of a model, from which the stages of any cut are priced.
 
-    A stage is its layers and its *frame*. The first frame has the embedding, the last has the head and the loss. If one
-    stage holds the whole model, it has both.
+    A stage has its layers and its *frame*. The first frame has the embedding, the last one the head and the loss. If
+    one stage holds the whole model, it has both.
     """
 
     layers: tuple[float, ...]  # one value per layer, in model order
@@ -77,7 +77,7 @@ class PartPrices:
     middle: float = 0.0  # the frame of every stage in between
     last: float = 0.0  # the frame of the last stage
     end_layers: tuple[float, ...] | None = None
-    """The same of layers on the first or last stage; ``None`` if they are as elsewhere."""
+    """Prices of layers on the first or last stage; ``None`` if they equal ``layers``."""
     cut: tuple[int, ...] | None = None
     """Layers of every stage. A placement with another number of stages gets an even cut."""
 
@@ -113,12 +113,12 @@ class PartPrices:
 
     @property
     def embedding(self) -> float:
-        """The first frame without messages, which a stage in between has too."""
+        """The price of the embedding: the first frame less the middle one, which has messages only."""
         return self.first - self.middle
 
     @property
     def head(self) -> float:
-        """The last frame without messages, which a stage in between has too."""
+        """The price of the head: the last frame less the middle one, which has messages only."""
         return self.last - self.middle
 
     def __add__(self, other: PartPrices) -> PartPrices:
@@ -141,31 +141,30 @@ Price = Several | PartPrices
 
 
 def checked_changes(name: str, value: object) -> Price:
-    """Return by how much an action changes what is held, as ``numbers`` does, or the prices of parts."""
+    """Return changes of held memory as ``numbers`` does, or the prices of parts."""
     return value if isinstance(value, PartPrices) else numbers(name, value)
 
 
 def checked_seconds(name: str, value: object, kind: Kind | None = None) -> Price:
-    """Return seconds, as ``price`` does, or the prices of parts."""
+    """Return seconds as ``price`` does, or the prices of parts."""
     if not isinstance(value, PartPrices):
         return price(name, value, kind)
     parts = (*value.layers, *(value.end_layers or ()), value.first, value.middle, value.last)
     if (least := min(parts)) < 0:
-        raise CostsError("bad-number", f"cost of {kind or name} is negative: {least}")
+        raise CostsError("bad-number", f"cost of {kind or name} is negative: {least}; give numbers of at least 0")
     return value
 
 
 def even_layers(layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return the layers of every stage: as many on each, one fewer on the last ones if they do not divide."""
+    """Return the layers of every stage: equally many, and one fewer on the last stages if they do not divide."""
     whole, rest = divmod(layers, num_stages)
     return tuple(whole + (stage < rest) for stage in range(num_stages))
 
 
 def stage_memory(memory: Mapping[Kind, Price], placement: Placement) -> dict[Kind, Several]:
-    """Return the changes of held memory with the prices of parts made into one value per stage.
+    """Return the changes of held memory with one value per stage in place of the prices of parts.
 
-    Two neighbouring stages on one device hand tensors over: what would be received is there as soon as the neighbour has
-    made it, and nothing is sent.
+    Two neighbouring stages on one device exchange no messages. The tensor exists as soon as the neighbour has made it.
     """
     parts = {kind: each for kind, each in memory.items() if isinstance(each, PartPrices)}
     found = {kind: list(each.of_placement(placement)) for kind, each in parts.items()}
@@ -222,7 +221,7 @@ def _added(one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
 
 
 class PassPrices(Protocol):
-    """What ``Costs`` say of F, I and W."""
+    """The part of ``Costs`` with F, I and W."""
 
     @property
     def forward(self) -> Price: ...
@@ -236,17 +235,17 @@ class PassPrices(Protocol):
 
 @dataclass(frozen=True)
 class Channel:
-    """Say what it takes to move activations between a device and the host.
+    """The speed of copies of activations between a device and the host.
 
-    Every device has one channel, which serves its transfers one at a time, in the order in which they are issued.
+    Every device has one channel. It serves one transfer at a time, in the order in which they are issued.
     """
 
     offload: Price
-    """Seconds to copy activations to the host; as the prices of ``Costs``, one number for a device's whole share of the
-    model, one per stage, or one per stage and slice."""
-    reload: Price | None = None  # seconds to copy them back; ``None``: as long
-    duplex: bool = False  # one transfer of each direction at a time, rather than one at all
-    switches: tuple[tuple[int, ...], ...] = ()  # devices that share one channel, for example behind one PCIe switch
+    """Seconds to copy activations to the host: one number for a device's whole share of the model, one per stage, or one
+    per stage and slice."""
+    reload: Price | None = None  # seconds to copy them back; ``None`` if they equal ``offload``
+    duplex: bool = False  # whether one transfer of each direction can run at a time
+    switches: tuple[tuple[int, ...], ...] = ()  # devices that share a channel, for example through one PCIe switch
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -258,14 +257,15 @@ class Channel:
         switches = tuple(tuple(map(int, devices)) for devices in self.switches)
         members = [device for devices in switches for device in devices]
         if len(members) != len(set(members)):
-            raise CostsError("bad-switches", f"switches {switches} name a device twice; a device is behind one switch")
+            raise CostsError("bad-switches", f"switches {switches} name a device twice; name it once")
         object.__setattr__(self, "switches", switches)
 
     @classmethod
     def of_ratio(
         cls, ratio: float, costs: PassPrices, duplex: bool = False, switches: tuple[tuple[int, ...], ...] = ()
     ) -> Channel:
-        """Return the channel on which activations take ``ratio`` times as long to the host and back as their F, I and W.
+        """Return the channel on which activations take ``ratio`` times their F, I and W to the host and back.
+
         ``switches``: devices that share a channel.
         """
         price("channel.ratio", ratio, several=False)
@@ -276,14 +276,16 @@ class Channel:
             return cls(sum(parts[1:], parts[0]) * (ratio / 2), duplex=duplex, switches=switches)
         if parts or len({len(price) if isinstance(price, tuple) else None for price in prices}) > 1:
             raise CostsError(
-                "costs-mismatch", "an offload ratio needs F, I and W all as one number, or all with one per stage"
+                "costs-mismatch",
+                "an offload ratio needs F, I and W all as one number, or all with one per stage; give them in one form",
             )
         sums = tuple(ratio / 2 * sum(each) for each in zip(*map(listed, prices), strict=True))
         return cls(sums if isinstance(costs.forward, tuple) else sums[0], duplex=duplex, switches=switches)
 
     def seconds(self, placement: Placement, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
-        """Return the seconds of a copy in either direction, one value per stage and slice, stage by stage. Raise a
-        CostsError if a switch has devices that are not there.
+        """Return the seconds of a copy in either direction, one value per stage and slice, stage by stage.
+
+        Raise a CostsError if a switch has unknown devices.
         """
         if any(not 0 <= device < placement.num_devices for devices in self.switches for device in devices):
             raise CostsError(
@@ -297,7 +299,7 @@ class Channel:
         }
 
     def lane_of(self, device: int, kind: Kind) -> tuple[int, bool]:
-        """Return what serves copies of a direction one after another: whose channel, and which half of a duplex one."""
+        """Return the lane of copies in a direction: the owner of the channel, and the half of a duplex one."""
         owner = next((members[0] for members in self.switches if device in members), device)
         return owner, self.duplex and kind is Kind.RELOAD
 
@@ -307,26 +309,26 @@ class Channel:
 
 
 LAYERS = kinds_where(lambda spec: spec.runs_layers)
-"""What runs the layers of a stage. Its seconds go by ``time``; those of all else go by tokens, and so by ``memory``."""
+"""Kinds that run the layers of a stage. Their seconds scale with ``time``; those of all others scale with tokens
+(``memory``)."""
 WEIGHED = kinds_where(lambda spec: spec.resource in (Resource.COMPUTE, Resource.COPY, Resource.COLLECTIVE))
-"""The kinds whose seconds may have weights of their own."""
+"""Kinds whose seconds may have weights of their own."""
 
 
 @dataclass(frozen=True)
 class MicrobatchWeights:
-    """Say by how much the actions of every microbatch take longer, and hold more, than those that ``Costs`` prices.
+    """Factors by which the actions of every microbatch take longer, and hold more, than ``Costs`` says.
 
-    1.0 is as priced. A ``Schedule`` numbers microbatches by position, and these weights stand in that order.
+    1.0 is the price in ``Costs``. The weights stand in the order in which a ``Schedule`` numbers microbatches.
     """
 
-    time: tuple[float, ...]  # per microbatch, of the seconds of its layers' actions: F, I, W, B, R and RS
+    time: tuple[float, ...]  # per microbatch, the factor of the seconds of F, I, W, B, R and RS
     memory: tuple[float, ...] | None = None
-    """Per microbatch, of what it holds, in device and host memory; and, since they go by tokens too, of the seconds of its
-    messages, of its transfers to the host, and of the passes and collectives of vocabulary parallelism. ``None``: 1
-    each."""
+    """Per microbatch, the factor of its device and host memory. The seconds of messages, copies to the host and
+    vocabulary actions scale with it too, because they depend on tokens. ``None``: 1 each."""
     kinds: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
-    """Weights of the seconds of single kinds, in place of those above: attention's F grows with the square of the document,
-    its W does not. R takes those of F if it has none of its own, and B costs its I and its W."""
+    """Factors of the seconds of single kinds, in place of those above. For example, F of attention grows with the square
+    of a document's length, and W does not. R takes those of F if it has none, and B costs its I and its W."""
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -355,7 +357,7 @@ class MicrobatchWeights:
         return len(self.time)
 
     def check(self, num_microbatches: int) -> None:
-        """Raise a CostsError if these are not the weights of so many microbatches."""
+        """Raise a CostsError if the number of microbatches differs."""
         if len(self) != num_microbatches:
             raise CostsError(
                 "wrong-count",
@@ -363,18 +365,18 @@ class MicrobatchWeights:
             )
 
     def seconds_of(self, kind: Kind) -> tuple[float, ...]:
-        """Return the weights of a kind's seconds; B has its own only where ``kinds`` says so."""
+        """Return the factors of a kind's seconds. B has its own only if ``kinds`` has them."""
         if kind is Kind.R and kind not in self.kinds:
             kind = Kind.F
         return self.kinds.get(kind) or (self.time if kind in LAYERS else self.tokens)
 
     @property
     def tokens(self) -> tuple[float, ...]:
-        """Return the weights of all that goes by tokens: ``memory``."""
+        """Return the factors of everything that scales with tokens: ``memory``."""
         return (1.0,) * len(self) if self.memory is None else self.memory
 
     def reordered(self, order: Sequence[int]) -> MicrobatchWeights:
-        """Return the weights by position if position ``i`` runs the microbatch ``order[i]`` of these."""
+        """Return the weights if position ``i`` runs the microbatch ``order[i]`` of these."""
         if sorted(order) != list(range(len(self))):
             raise CostsError(
                 "wrong-order",
@@ -400,5 +402,8 @@ def _weights(name: str, given: object) -> tuple[float, ...]:
         )
     weights = tuple(number(f"microbatch.{name}[{at}]", each) for at, each in enumerate(listed))
     if (least := min(weights)) < 0:
-        raise CostsError("bad-number", f"microbatch.{name}[{weights.index(least)}] is negative: {least}")
+        raise CostsError(
+            "bad-number",
+            f"microbatch.{name}[{weights.index(least)}] is negative: {least}; give weights of at least 0",
+        )
     return weights

@@ -1,9 +1,8 @@
-"""Keep the schedule table: name -> how to build it and what it promises. Open to users and to installed packages.
+"""The table of schedule families, which users and installed packages can extend.
 
-The families of this package are discovered: every module of ``families`` adds the ``Family`` objects among its
-names. Others come by ``register_schedule``, by ``register_module``, or by an entry point of the group
-``megatron_pipemem.schedules``, named like the family, that leads to a ``Family``; it is imported when somebody asks for
-that name or for the whole table.
+Every module of ``families`` adds the ``Family`` objects among its names. Others come from ``register_schedule``, from
+``register_module``, or from an entry point of the group ``megatron_pipemem.schedules``. The entry point has the
+family's name and leads to a ``Family``. It is imported when that name or the whole table is needed.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ ENTRY_POINT_GROUP = "megatron_pipemem.schedules"
 
 _FAMILIES: dict[str, Family] = {}
 _OF_MODULES: dict[str, tuple[Family, ...]] = {}
-"""What ``register_module`` has added, by the module's name."""
+"""The families that ``register_module`` has added, by the module's name."""
 
 
 def register_schedule(family: Family, *, replace: bool = False) -> Family:
-    """Add a family to the table, if it builds what it declares.
+    """Add a family to the table, if its schedules are as it declares.
 
     Raises:
-        UnsupportedError: another family of that name is there already and ``replace`` is not set, or the family builds nothing,
-            or something else than it declares.
+        UnsupportedError: another family has that name and ``replace`` is not set, or the family builds nothing or
+            differs from its declaration.
     """
     there = _table().get(family.name)
     if there is not None and there is not family and not replace:
@@ -55,14 +54,14 @@ def register_schedule(family: Family, *, replace: bool = False) -> Family:
     return family
 
 
-_LISTED = 8  # names in place of an unknown one
+_LISTED = 8  # names in the message of an unknown one
 
 
 def family(name: str) -> Family:
     """Return the family of that name.
 
     Raises:
-        UnknownScheduleError: no such family; the message suggests the nearest name.
+        UnknownScheduleError: there is no such family. The message suggests the nearest name.
         UnsupportedError: an installed package offers it but is broken.
     """
     table = _table()
@@ -95,17 +94,13 @@ def families() -> tuple[Family, ...]:
 
 
 def register_module(target: str) -> tuple[Family, ...]:
-    """Add the families of a module, which it registers itself or has among its names.
+    """Add the families of a module, which it registers itself or has among its names, and return them.
 
-    Args:
-        target: path of a Python file (``mine.py``), or full name of a module (``package.module``).
-
-    Returns:
-        The families of the module, whether they are added now or were when it was named before.
+    ``target`` is the path of a Python file (``mine.py``) or the full name of a module (``package.module``). A module
+    that was added before gives the same families.
 
     Raises:
-        UnsupportedError: there is no such module, it cannot be imported, it has no family, or one that ``register_schedule``
-            refuses.
+        UnsupportedError: the module does not exist, cannot be imported, or has no family that ``register_schedule`` accepts.
     """
     before = set(_table())
     module = import_target(f"schedule module {target}", target)
@@ -142,15 +137,14 @@ def build_schedule(
         name: family name.
         num_devices: pipeline ranks.
         num_microbatches: microbatches of one step.
-        memory_cap: the most any device may hold, one number or one per device, in activation units (1.0 is what 1F1B's
-            device 0 holds). Families that fit their order to a cap fit it to the lowest.
-        costs: for families that fit their order to them; others are the same for all costs.
-        options: the family's own; ``chunks`` may always be given and must agree with the family.
+        memory_cap: the most memory of any device, one number or one per device, in activation units (1.0 is the peak
+            of 1F1B's device 0). Families that fit their order to a cap take the lowest one.
+        costs: prices for families that fit their order to them. Other families ignore them.
+        options: options of the family. ``chunks`` is always accepted, and must agree with the family.
 
     Raises:
         UnknownScheduleError: no family has that name.
-        UnsupportedError: the family cannot be built with these arguments, or not within the cap; the message says what
-            can.
+        UnsupportedError: the family cannot be built with these arguments or within the cap. The message names alternatives.
     """
     chosen = family(name)
     check_whole("num_devices", num_devices)
@@ -163,21 +157,17 @@ def build_schedule(
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Check options that a user typed.
-
-    Raises:
-        UnsupportedError: one of them is an argument that every family takes, and has another place.
-    """
+    """Raise an UnsupportedError if options that a user typed contain an argument of every family, which has its own flag."""
     for argument in ("memory_cap", "costs", "num_devices", "num_microbatches"):
         if argument in options:
             raise UnsupportedError(
                 "has-own-flag",
-                f"{argument} is no option of schedule {name!r} alone; give it by its own flag or argument",
+                f"{argument} is not an option of schedule {name!r} alone; give it by its own flag or argument",
             )
 
 
 def _fitted_to(chosen: Family, caps: Sequence[float] | None, costs: Costs | None = None) -> dict[str, Any]:
-    """Return those of the arguments that are given and that the family fits its order to."""
+    """Return the given arguments that the family fits its order to."""
     arguments = {"memory_cap": None if caps is None else min(caps), "costs": costs}
     return {name: value for name, value in arguments.items() if name in chosen.options and value is not None}
 
@@ -188,16 +178,16 @@ def megatrons_own(chunks: int | None) -> str:
 
 
 def synchronous_families() -> Iterator[Family]:
-    """Yield the families that train as 1F1B does in one pipeline on the devices alone, on whole microbatches unless asked."""
+    """Yield the families that train as 1F1B does: on the devices alone, in one pipeline, with whole microbatches
+    by default.
+    """
     for each in families():
         if not (each.offloads or each.slices > 1 or each.asynchronous or each.replicas > 1):
             yield each
 
 
 def sliced_families() -> Iterator[Family]:
-    """Yield the families that train as 1F1B does in one pipeline on the devices alone, and cut microbatches into slices where
-    their option ``slices`` says so.
-    """
+    """Yield the families that train as 1F1B does, on the devices alone in one pipeline, and have the option ``slices``."""
     for each in families():
         if "slices" in each.options and not (each.offloads or each.asynchronous or each.replicas > 1):
             yield each
@@ -206,14 +196,10 @@ def sliced_families() -> Iterator[Family]:
 def synchronous_schedules(
     num_devices: int, num_microbatches: int, costs: Costs | None = None, max_chunks: int | None = None
 ) -> Iterator[Schedule]:
-    """Yield the schedules of all synchronous families that take these arguments.
+    """Yield the schedules of all synchronous families that accept these arguments.
 
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``.
-        costs: for families that fit their order to them.
-        max_chunks: build families with any number of chunks per device with every number up to this one, and leave out
-            what has more; ``None`` builds every family once, with its own default.
+    With ``max_chunks``, families with the option ``chunks`` are built with every number up to it, and schedules with
+    more chunks are left out. Without it, every family is built once with its defaults.
     """
     for each in synchronous_families():
         variants: Sequence[dict[str, Any]] = ({},)
@@ -238,7 +224,7 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units:
     worst = max(over, key=lambda device: held[device])
     fitting = []
     for other in families():
-        # What offload holds depends on the channel to the host; replicas save activations and pay with weights.
+        # The memory of offload depends on the channel to the host. Replicas save activations but hold more weights.
         own = ("offloads", "asynchronous", "slices", "replicas")
         if any(getattr(other, n) > getattr(chosen, n) for n in own):
             continue
@@ -270,9 +256,7 @@ def _load(entry: EntryPoint) -> Family:
 
 
 def _table() -> dict[str, Family]:
-    """Return the families by name. The first call imports every module of ``families``, whose names are not
-    known here.
-    """
+    """Return the families by name. The first call imports every module of ``families``."""
     if not _FAMILIES:
         modules = [import_module(f"{built_in.__name__}.{found.name}") for found in iter_modules(built_in.__path__)]
         found = {each.name: each for module in modules for each in families_of(module)}
@@ -280,33 +264,28 @@ def _table() -> dict[str, Family]:
     return _FAMILIES
 
 
-def import_target(what: str, target: str) -> ModuleType:
-    """Return a module that a user names: by the path of its Python file (``mine.py``), or by its full name.
+def import_target(subject: str, target: str) -> ModuleType:
+    """Return a module that a user names by the path of its Python file (``mine.py``) or by its full name.
 
-    Raises:
-        UnsupportedError: there is none, or it cannot be imported; ``what`` begins the sentence.
+    ``subject`` begins the message of the UnsupportedError if the module does not exist or cannot be imported.
     """
-    return _import(what, partial(_module, target), "give a Python file, or the name of a module on the Python path")
+    return _import(subject, partial(_module, target), "give a Python file, or the name of a module on the Python path")
 
 
-def _import[T](what: str, load: Callable[[], T], remedy: str) -> T:
-    """Call ``load``, which imports other people's code.
-
-    Raises:
-        UnsupportedError: it fails.
-    """
+def _import[T](subject: str, load: Callable[[], T], remedy: str) -> T:
+    """Call ``load``, which imports code of others, and raise an UnsupportedError if it fails."""
     try:
         return load()
     except PipememError as error:
-        raise UnsupportedError("no-file", f"{what}: {error}") from error
-    except Exception as error:  # whatever somebody else's module raises
+        raise UnsupportedError("no-file", f"{subject}: {error}") from error
+    except Exception as error:  # code of others may raise anything
         raise UnsupportedError(
-            "cannot-import", f"{what} cannot be loaded: {type(error).__name__}: {error}; {remedy}"
+            "cannot-import", f"{subject} cannot be loaded: {type(error).__name__}: {error}; {remedy}"
         ) from error
 
 
 def _module(target: str) -> ModuleType:
-    """Return the module of that name or in that file, imported once however often it is named."""
+    """Return the module of that name or in that file. A file is imported once."""
     if not target.endswith(".py"):
         return import_module(target)
     where = Path(target).resolve()

@@ -1,4 +1,4 @@
-"""Define a schedule: a placement, and for every device the order of its actions."""
+"""Schedules: a placement and the order of actions of every device, before and after lowering."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from megatron_pipemem.schedule.placement import Placement
 Order = tuple[Action, ...]
 
 NEVER_FLUSHED = (
-    "a file shows a stretch of a pipeline that is never flushed, and not what its steps have in common; name the family that "
-    "made it"
+    "a file shows a part of a pipeline that is never flushed, and not the steps in it; name the family that made it"
 )
-"""Why schedules with weight updates do not run from a file."""
+"""The reason why schedules with weight updates do not run from a file."""
 
 
 class WeightUpdates(NamedTuple):
-    """Say how an asynchronous schedule updates its weights."""
+    """The weight updates within an asynchronous schedule."""
 
     every: int  # microbatches per update; the last group may be smaller
-    kept: int  # how many versions, counted from the newest, a stage has room for
+    kept: int  # versions that a stage has room for, counted from the newest
     delay: int | None = None
-    """Group ``g`` uses version ``max(0, g - delay)`` on every stage; ``None``: a forward takes the newest version of its
-    stage."""
+    """Group ``g`` uses version ``max(0, g - delay)`` on every stage. ``None``: a forward takes the newest version
+    of its stage."""
 
 
 @dataclass(frozen=True)
 class Schedule(Shown):
-    """Immutable. Says what runs where and in which order, not when and not how messages travel.
+    """The actions of every device, in order. It has no times and no messages. Immutable.
 
     Args:
-        name: the name it was built under, or ``csv`` for an imported one.
-        placement: which device holds which stage.
-        num_microbatches: microbatches of one step, or of the window shown of an asynchronous schedule.
+        name: the name of its family, or ``csv`` for an imported schedule.
+        placement: the device of every stage.
+        num_microbatches: microbatches of one step, or of the window that an asynchronous schedule shows.
         orders: one tuple of actions (``action.ORDERED``) per device.
-        slices: sequence slices into which every microbatch is cut; each is a unit of its own in ``orders`` (``Action``).
-        updates: when weights change within the orders; ``None`` when they only do at the end of the step.
-        vocabulary_barriers: barriers between the last stage's forward and backward when head and embedding are cut over the
-            devices: 1 (Algorithm 2 of arXiv 2411.05288) or 2 (its Algorithm 1). 0: they are part of the end stages.
+        slices: sequence slices per microbatch. Each slice has its own actions in ``orders`` (``Action``).
+        updates: weight updates within the orders; ``None`` if weights change only at the end of the step.
+        vocabulary_barriers: barriers between forward and backward of the last stage if head and embedding are cut
+            over the devices: 1 (Algorithm 2 of arXiv 2411.05288) or 2 (its Algorithm 1). 0: head and embedding belong
+            to the end stages.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Schedule(Shown):
 
     @property
     def num_units(self) -> int:
-        """Return what a stage runs forward and backward once each: microbatches, or the sequence slices of all of them."""
+        """Return the number of forwards of a stage: microbatches, or their sequence slices."""
         return self.num_microbatches * self.slices
 
     @cached_property
@@ -83,12 +83,12 @@ class Schedule(Shown):
 
     @cached_property
     def recomputed(self) -> Mapping[int, Kind]:
-        """The stages whose forwards run again before their backwards, whole (``R``) or in part (``RS``)."""
+        """The stages whose forwards run again before their backwards, each with ``R`` or ``RS``."""
         return {a.stage: a.kind for order in self.orders for a in order if a.kind in RECOMPUTE}
 
     @cached_property
     def prepared(self) -> Mapping[int, tuple[Kind, ...]]:
-        """The stages on which other actions wait for one of their own, and for which kinds (``KindSpec.prepares``)."""
+        """The stages with actions that others wait for (``KindSpec.prepares``), and the kinds of these actions."""
         found: dict[int, dict[Kind, None]] = {}
         for order in self.orders:
             for kind, stage, _ in order:
@@ -108,9 +108,7 @@ class Schedule(Shown):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def forward_only(self) -> Schedule:
-        """Return the same schedule with nothing but its forwards, and the losses where they stand in it, for
-        evaluation.
-        """
+        """Return the schedule for evaluation: its forwards and losses alone."""
         return replace(
             self,
             name=f"{self.name} (forward only)",
@@ -119,40 +117,39 @@ class Schedule(Shown):
         )
 
     def to_csv(self) -> str:
-        """Return one line per device, one action per cell, as torch's ``_dump_csv`` writes compute-only schedules.
+        """Return one line per device and one action per cell, as torch's ``_dump_csv`` writes compute-only schedules.
 
-        What those cannot say, replicas, slices, weight updates and vocabulary parallelism, stands in a first line that
-        starts with ``#``.
+        Replicas, slices, weight updates and vocabulary parallelism stand in a first line that starts with ``#``.
         """
         return write_header(self.header(self.orders)) + write_table(self.orders)
 
     def header(self, rows: Sequence[Order]) -> Header:
-        """Return what a table with these rows, one per device, cannot say about the schedule."""
+        """Return the properties of the schedule that a table with these rows (one per device) cannot show."""
         placement = self.placement
         idle = tuple(device for device, row in enumerate(rows) if not row)
-        told = {action.stage for row in rows for action in row if action.kind not in VOCABULARY}
-        tells_devices = placement.replicas == 1 and not idle and told == set(range(placement.num_stages))
-        devices = () if tells_devices else placement.devices
+        shown = {action.stage for row in rows for action in row if action.kind not in VOCABULARY}
+        shows_devices = placement.replicas == 1 and not idle and shown == set(range(placement.num_stages))
+        devices = () if shows_devices else placement.devices
         return Header(placement.replicas, devices, idle, self.slices, self.vocabulary_barriers, *(self.updates or ()))
 
     @classmethod
     def from_csv(cls, text: str, dialect: str = "pipemem", name: str = "csv") -> Schedule:
-        """Read what ``to_csv`` writes. The placement is recovered from which device runs which stage.
+        """Read the text of ``to_csv``. The placement follows from the stages in every line.
 
-        Nothing is validated beyond the form: pass the result to ``validate``.
+        Only the form is checked: pass the result to ``validate``.
 
         Args:
-            text: one line per device; empty cells are idle steps and are dropped. A line that starts with ``#`` tells
-                of replicas, slices, weight updates and vocabulary parallelism.
-            dialect: one of ``csv_format.DIALECTS``. ``pipemem`` reads what ``to_csv`` writes and nothing else. The
-                others also read both generations of torch.distributed.pipelining's letters, drop the messages and
-                sharding actions of its lowered files, because ``lower`` derives our own, and take an ``OVERLAP_F_B``
-                pair for its two actions in turn.
+            text: one line per device. Empty cells are idle steps and are dropped. A line that starts with ``#`` has
+                replicas, slices, weight updates and vocabulary parallelism.
+            dialect: one of ``csv_format.DIALECTS``. ``pipemem`` reads only text of ``to_csv``. The others also read
+                the letters of torch.distributed.pipelining before and since 2.6. They drop the messages and sharding
+                actions of torch's lowered files, because ``lower`` derives ours, and read an ``OVERLAP_F_B`` pair as
+                two actions in turn.
             name: name of the resulting schedule.
 
         Raises:
-            ScheduleFormatError: with the line and the cell, when a cell is no such action, or when a stage stands
-                on two devices or on none.
+            ScheduleFormatError: a cell is not an action, or a stage stands on two devices or on none. The error has
+                line and cell.
         """
         table = read_table(text, dialect)
         if dialect == "pipemem":
@@ -161,10 +158,10 @@ class Schedule(Shown):
 
     @classmethod
     def of_table(cls, table: Table, name: str, num_microbatches: int) -> Schedule:
-        """Return the schedule in a table that has been read.
+        """Return the schedule in a table.
 
         Args:
-            table: as ``read_table`` returns it.
+            table: the result of ``read_table``.
             name: name of the schedule.
             num_microbatches: microbatches of the step.
 
@@ -181,7 +178,7 @@ class Schedule(Shown):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A lowered schedule: what the executor interprets. Equal to itself alone."""
+    """A lowered schedule, which the executor interprets. It is equal to itself alone."""
 
     schedule: Schedule  # the schedule it was lowered from
     actions: tuple[Order, ...]
@@ -196,23 +193,20 @@ class Program:
 
 
 class Use(NamedTuple):
-    """One action of a schedule and the weights it meets."""
+    """An action of a schedule with the version of the weights that it uses."""
 
     action: Action
     device: int
     position: int
-    version: int
-    """the version that the action uses"""
-    newest: int
-    """the newest version of its stage when the action starts"""
-    updates: bool
-    """whether its stage makes the next version right after it"""
+    version: int  # the version that the action uses
+    newest: int  # the newest version of its stage when the action starts
+    updates: bool  # whether its stage makes the next version right after it
 
 
 def weight_uses(schedule: Schedule) -> Iterator[Use]:
-    """Yield every action with its weights, device by device, for a schedule that has ``updates``.
+    """Yield every action with its weight version, device by device, for a schedule that has ``updates``.
 
-    A backward whose forward does not come before it is taken to use the version that a forward would take now.
+    A backward without an earlier forward is taken to use the version that a forward would take then.
     """
     assert schedule.updates is not None
     every, _, delay = schedule.updates
@@ -237,10 +231,9 @@ def weight_uses(schedule: Schedule) -> Iterator[Use]:
 
 
 def versions_held(schedule: Schedule) -> tuple[int, ...]:
-    """Return per device, the most versions that it holds of any of its stages: the newest, and all that are still to be
-    used.
+    """Return per device, the most weight versions of one stage held at once: the newest, and all with uses to come.
 
-    The old version is gone by the time the new one is counted, unless some action still needs it.
+    A version that no action needs any more is dropped before the next one is counted.
     """
     most = [1] * len(schedule.orders)
     if schedule.updates is None:

@@ -1,4 +1,4 @@
-"""Read the schedule of a file, prove it, and check that it fits a run's pipeline and step."""
+"""Schedules from files for a run: reading, proof, and checks of their size against the run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,10 @@ from megatron_pipemem.schedule.validator import validate
 
 
 def schedule_of_file(path: str, memory_cap: float | Sequence[float] | None) -> Schedule:
-    """Return the schedule of a file, proved.
+    """Return the schedule of a file as ``Schedule.to_csv`` writes it, after its proof.
 
-    Args:
-        path: of a file as ``Schedule.to_csv`` writes it.
-        memory_cap: in activation units, of all devices or one each, or ``None``.
-
-    Raises:
-        ScheduleFormatError: the file cannot be read as a schedule.
-        UnsupportedError: its weights change in the middle of a step.
-        ScheduleError: it is wrong or above the cap.
+    ``memory_cap`` is in activation units, one for all devices or one each. A file that cannot be read raises a
+    ScheduleFormatError, a wrong schedule a ScheduleError, and weight updates within a step an UnsupportedError.
     """
     schedule = Schedule.from_csv(read_schedule_file(path), name=Path(path).name)
     if schedule.updates is not None:
@@ -33,9 +27,7 @@ def schedule_of_file(path: str, memory_cap: float | Sequence[float] | None) -> S
 
 
 def check_devices_of_file(schedule: Schedule, num_devices: int) -> None:
-    """Raises:
-    UnsupportedError: a file's schedule is for another number of devices.
-    """
+    """Raise an UnsupportedError if a file's schedule is for another number of devices."""
     if num_devices != schedule.num_devices:
         raise UnsupportedError(
             "other-size",
@@ -45,9 +37,7 @@ def check_devices_of_file(schedule: Schedule, num_devices: int) -> None:
 
 
 def check_microbatches_of_file(schedule: Schedule, num_microbatches: int) -> None:
-    """Raises:
-    UnsupportedError: a file's schedule is for another number of microbatches.
-    """
+    """Raise an UnsupportedError if a file's schedule is for another number of microbatches."""
     own = schedule.num_microbatches
     if num_microbatches != own:
         raise UnsupportedError(

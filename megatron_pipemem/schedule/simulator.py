@@ -1,4 +1,4 @@
-"""Simulate a schedule: when every action runs, what is held, and where the bubbles are."""
+"""The simulator: start and end of every action of a schedule, its peak memory, and its bubbles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_pipemem.schedule.validator import explained_by_validation
 
 
 class Transfer(NamedTuple):
-    """A copy of activations between a device and the host: when its channel served it."""
+    """A copy of activations between a device and the host, with the time of its channel."""
 
     action: Action
     start: float
@@ -27,7 +27,7 @@ class Transfer(NamedTuple):
 
 
 class CollectiveTransfer(NamedTuple):
-    """A collective that all devices have posted: when the channel of the collectives served it."""
+    """A collective that all devices have posted, with the time of the collectives' channel."""
 
     kind: Kind
     microbatch: int
@@ -36,7 +36,7 @@ class CollectiveTransfer(NamedTuple):
 
 
 class ReplicaReduction(NamedTuple):
-    """The gradients of a stage of the model are added up over its copies: when their channel did it."""
+    """The sum of a stage's gradients over its replicas, with the time of its channel."""
 
     stage: int
     start: float
@@ -44,38 +44,38 @@ class ReplicaReduction(NamedTuple):
 
 
 class CopyStall(NamedTuple):
-    """Computing stood still until a copy had ended, also where it would have had nothing else to do."""
+    """The time in which a device waited for a copy. It counts too if the device had nothing else to do."""
 
     action: Action
     seconds: float
 
 
 class Measured(NamedTuple):
-    """Measurements of the run that a timeline shows one step of."""
+    """Measurements of the run whose step a timeline shows."""
 
-    bubble_rate: float | None = None  # of the run, over its steps; ``None`` to take that of the step
+    bubble_rate: float | None = None  # of the run, over its steps; ``None`` to take the rate of the step
     held: tuple[tuple[int, ...], ...] | None = None
-    """Per device, the bytes that it held after every action of its order; ``None`` if they were not counted."""
-    bytes_of_1f1b: float | None = None  # the peak that 1F1B would have of the same model; ``None`` if it is not known
+    """Per device, the bytes held after every action of its order; ``None`` if they were not counted."""
+    bytes_of_1f1b: float | None = None  # the peak of 1F1B for the same model; ``None`` if it is unknown
 
 
 @dataclass(frozen=True)
 class Timeline(Shown):
-    """The simulated run of a schedule. Seconds are those of the costs; memory is in activation units or bytes.
+    """The simulated run of a schedule. Seconds are those of the costs. Memory is in activation units or bytes.
 
     Args:
-        schedule: what was run.
-        costs: what it was priced with.
-        spans: per device, ``(start, end)`` of every action of its order, in order. Those on memory take no time: they start
+        schedule: the schedule that was run.
+        costs: the prices that were used.
+        spans: per device, ``(start, end)`` of every action of its order. Actions on memory take no time: they start
             and end when the device goes on.
-        peaks: per device, the most it held after any action.
+        peaks: per device, the most memory held after any action.
         messages: number of messages between different devices in one step.
-        transfers: per device, its transfers in the order in which it issued them.
-        stalls: per device, its waits for transfers that had not ended.
-        host_peaks: per device, the most it held in host memory after any action.
-        collectives: of vocabulary parallelism, in the order of their channel.
-        replica_reductions: of every stage with replicas on other devices, the deepest first.
-        measured: of a step that ran.
+        transfers: per device, its copies to and from the host, in the order in which it issued them.
+        stalls: per device, its waits for copies.
+        host_peaks: per device, the most host memory held after any action.
+        collectives: vocabulary collectives, in the order of their channel.
+        replica_reductions: sums over replicas on other devices, the deepest stage first.
+        measured: measurements, if the timeline is of a step that ran.
     """
 
     schedule: Schedule
@@ -99,7 +99,7 @@ class Timeline(Shown):
 
     @cached_property
     def makespan(self) -> float:
-        """First start to last end over all devices, sums of copies included."""
+        """Time from the first start to the last end over all devices, sums over replicas included."""
         used = [spans for spans in self.spans if spans]
         if not used:
             return 0.0
@@ -108,12 +108,12 @@ class Timeline(Shown):
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """Seconds every device computes."""
+        """Seconds that every device computes."""
         return tuple(sum(end - start for start, end in spans) for spans in self.spans)
 
     @property
     def ideal(self) -> float:
-        """Work of the busiest device: no schedule of this placement is faster."""
+        """Work of the busiest device. No schedule with this placement is faster."""
         return max(self.work)
 
     @cached_property
@@ -137,12 +137,14 @@ class Timeline(Shown):
 
     @cached_property
     def stall_seconds(self) -> tuple[float, ...]:
-        """Per device, how long it stood still for copies."""
+        """Seconds that every device waited for copies."""
         return tuple(sum(stall.seconds for stall in stalls) for stalls in self.stalls)
 
     def to_dataframe(self) -> Any:
-        """Return a ``pandas.DataFrame`` with a row per action: device, action, kind, stage, chunk, microbatch, start and end in
-        seconds from the first start of the run, and what the device holds after it.
+        """Return a ``pandas.DataFrame`` with a row per action.
+
+        The columns are device, action, kind, stage, chunk, microbatch, start and end in seconds since the first
+        start, and the memory held afterwards.
 
         Raises:
             UnsupportedError: pandas is missing.
@@ -151,7 +153,7 @@ class Timeline(Shown):
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
-        """Per device, the most versions of the weights of any of its stages that it holds at once; 1 when synchronous."""
+        """Per device, the most weight versions of one stage held at once; 1 for synchronous schedules."""
         return versions_held(self.schedule)
 
 
@@ -161,23 +163,25 @@ def simulate(
 ) -> Timeline:
     """Run ``schedule``: every action starts as soon as its device is free and its inputs have arrived.
 
-    Messages take ``costs.p2p`` and do not occupy the devices; nor do collectives, which run one after the other, each
-    when all devices have posted it. A device posts when it has ready what it brings. Sums over replicas take
-    ``costs.copy_sum`` when both ends have their last gradients, one after the other between two devices. One of ``n``
-    sequence slices costs ``1/n`` of everything: of the seconds, of its messages, and of the memory; of seconds and memory it
-    costs what the costs say, where they have a price per slice. A microbatch with weights
-    (``costs.microbatch``) costs its multiple of everything. Transfers to the host wait
-    for their channel: whose transfer is issued first is served first. A device that waits for one does nothing else.
+    - A message takes ``costs.p2p`` and does not occupy the devices.
+    - Collectives run one after the other. Each starts when all devices have posted it, and a device posts when its
+      data are ready.
+    - A sum over replicas takes ``costs.copy_sum``. It starts when both ends have their last gradients. Two devices
+      share one channel for their sums.
+    - One of ``n`` sequence slices costs ``1/n`` of everything, unless the costs have a price per slice.
+    - A microbatch with a weight (``costs.microbatch``) costs that multiple of everything.
+    - Copies to and from the host wait for their channel, in the order in which they are issued. A device that waits
+      for a copy does nothing else.
 
     Args:
-        schedule: what to run.
-        costs: what it costs; unit costs by default.
-        already: actions that have run before, and whose messages have arrived: what earlier windows of a stream did.
-        begins: per device, when it can begin; at 0 by default.
+        schedule: the schedule to run.
+        costs: the prices of its actions; unit costs by default.
+        already: actions that have run before, in earlier windows of a stream. Their messages have arrived.
+        begins: per device, the time at which it can begin; 0 by default.
 
     Raises:
-        ScheduleError: some action waits for ever; the message names it and what it waits for.
-        CostsError: the costs do not fit the placement, or their weights not the microbatches.
+        ScheduleError: an action can never run. The message names it and the actions it waits for.
+        CostsError: the costs do not fit the placement, or their weights do not fit the microbatches.
     """
     costs = costs or Costs()
     placement, orders = schedule.placement, schedule.orders
@@ -190,7 +194,7 @@ def simulate(
     graph, seconds, lags = prices.of_graph(found)
     times = Times(graph, seconds, lags, 0.0, lambda node, start: transfers.run(lane_of[node], actions[node], start))
     times.free[: len(begins)] = begins
-    # Where devices share a channel, their actions are taken in order of time, so that transfers queue up as they are issued.
+    # Devices that share a channel run in order of time, so that their copies queue up as they are issued.
     in_turn = schedule.offloads and costs.channel is not None and costs.channel.is_shared
     times.run(graph.steps(graph.by_urgency(times.start_of) if in_turn else found.walk.nodes))
     spans = list(zip(times.starts, times.ends, strict=True))
@@ -212,7 +216,7 @@ def simulate(
 def _replica_reductions(
     placement: Placement, costs: Costs, ends: Iterable[tuple[Action, float]]
 ) -> tuple[ReplicaReduction, ...]:
-    """Run the sums over replicas in the order in which ``lower`` posts them; those within one device take no time."""
+    """Run the sums over replicas in the order in which ``lower`` posts them. Sums within one device take no time."""
     if placement.replicas == 1:
         return ()
     complete: dict[int, float] = {}
@@ -243,7 +247,9 @@ class _Transfers:
         self.stalls: list[list[CopyStall]] = [[] for _ in schedule.orders]
 
     def run(self, device: int, action: Action, now: float) -> float:
-        """Run an action on memory that its device reaches at ``now``, and return when the device goes on."""
+        """Run an action on memory that its device reaches at ``now``, and return the time at which the device goes
+        on.
+        """
         if action.kind in COPIES:
             lane = self._channel.lane_of(device, action.kind)
             start = max(now, self._vacant.get(lane, now))
@@ -265,7 +271,9 @@ def count_messages(schedule: Schedule) -> int:
 
 
 def peaks(schedule: Schedule, costs: Costs | None = None, *, host: bool = False) -> tuple[float, ...]:
-    """Return the most that every device holds after any of its actions. It depends on the orders alone, not on time."""
+    """Return the most memory that every device holds after any of its actions. It depends on the orders and not on
+    time.
+    """
     costs = costs or Costs()
     placement, slices = schedule.placement, schedule.slices
     changes = (costs.host_changes if host else costs.memory_changes)(placement, schedule.recomputed, slices)

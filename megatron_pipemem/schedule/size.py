@@ -1,4 +1,4 @@
-"""Estimate what schedules take to be built, proved and simulated, from their size alone."""
+"""Estimates of time and memory to build, prove and simulate a schedule, from its size alone."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import families
 
 _ACTION_SECONDS, _ACTION_BYTES = 60e-6, 500
-"""Of one core of 2024, to build, prove and simulate."""
+"""Of one action, to build, prove and simulate it on one core of 2024."""
 _PAIR_SECONDS = 5e-6
-"""Times the square of the number of devices: orders of devices are compared."""
+"""Times the square of the number of devices, because the orders of devices are compared."""
 _DEVICE_SECONDS = 1e-6
-"""Times its cube: an order that is fitted to times and memory weighs all devices at every place in it."""
+"""Times the cube of the number of devices: fitting an order weighs all devices at every position."""
 _BY_RULE = ("linear", "interleaved")
 LARGE_SECONDS, LARGE_BYTES = 60, 2 << 30
 
 
 @dataclass(frozen=True)
 class ScheduleSize:
-    """Hold the actions of a step on all devices, the seconds of a core, and the bytes of memory that they take."""
+    """The actions of a step on all devices, with the seconds of one core and the bytes of memory that they take."""
 
     actions: int
     seconds: float
@@ -28,7 +28,7 @@ class ScheduleSize:
 
     @property
     def is_large(self) -> bool:
-        """Return whether the user should be asked first."""
+        """Return whether to ask the user first."""
         return self.seconds > LARGE_SECONDS or self.nbytes > LARGE_BYTES
 
     def __str__(self) -> str:
@@ -36,31 +36,24 @@ class ScheduleSize:
 
 
 def is_fitted(name: str) -> bool:
-    """Return whether the order of a family, ``auto`` or a file is fitted to all devices' times and memory. Others follow a
-    rule, or stand in a file.
-    """
+    """Return whether a family's order is fitted to the times and memory of all devices."""
     return name == AUTO or any(each.name == name and each.placement not in _BY_RULE for each in families())
 
 
 def estimated(devices: int, microbatches: int, chunks: int, fitted: bool = True) -> ScheduleSize:
-    """Estimate the size within a factor of three or so; see ``is_fitted``. Searches keep to the time that they are given."""
+    """Estimate the size of a schedule within a factor of about three."""
     actions = 3 * devices * microbatches * chunks
     seconds = actions * _ACTION_SECONDS + (_DEVICE_SECONDS * devices**3 if fitted else _PAIR_SECONDS * devices**2)
     return ScheduleSize(actions, seconds, actions * _ACTION_BYTES)
 
 
-def check_affordable(devices: int, microbatches: int, chunks: int, what: str, fitted: bool = True) -> None:
-    """Refuse what takes long, or much memory, before it is begun. ``what`` begins the message: "--devices 9 and --microbatches
-    9 make".
-
-    Raises:
-        UnsupportedError: it is too large; the message says how much it takes.
-    """
+def check_affordable(devices: int, microbatches: int, chunks: int, subject: str, fitted: bool = True) -> None:
+    """Refuse a schedule that takes long or much memory to compute. ``subject`` begins the message ("--devices 9 makes")."""
     size = estimated(devices, microbatches, chunks, fitted)
     if size.is_large:
         raise UnsupportedError(
             "too-large",
-            f"{what} {size}; take fewer (a tenth of the microbatches tells nearly as much), or go on with --yes",
+            f"{subject} {size}; take fewer (a tenth of the microbatches shows nearly the same), or continue with --yes",
         )
 
 

@@ -1,19 +1,18 @@
-"""Simulate training steps without a barrier between them, and cut the stream of an asynchronous schedule into windows.
+"""Consecutive training steps without a barrier: their period, and the windows of an asynchronous schedule.
 
-At the end of a step Megatron joins all pipeline ranks, for the gradient norm among others, although most devices of some
-schedules are done long before the last one. An optimizer that is validated later (arXiv 2401.10241, section 4) lets every
-device begin a step as soon as it has done its own part of the one before. Steps then follow each other in a *period*, which
-is at most the time of a step that ends in a barrier, and for many schedules no less.
+At the end of a step Megatron joins all pipeline ranks, although some devices finish long before the last one. An
+optimizer that is validated later (arXiv 2401.10241, section 4) lets every device begin a step when its own part of
+the previous step is done. Steps then follow each other in a *period*. For many schedules the period equals the time
+of a step with a barrier.
 
-Asynchronous schedules need no such optimizer: a step uses older weights anyway. Their steps are the windows of their stream,
-and a window does not wait for other devices to end the one before. A training loop asks for one batch after the other, and
-steps the optimizer in between. So an endless stream of batches is cut, on every device, right behind its last backward of a
-batch: a window runs all backwards of its own batch and no other, and the first forwards of the batches behind it. The last
-device looks ahead of nothing, so its losses are of the window's own batch.
+Asynchronous schedules need no such optimizer, because a step uses older weights anyway. Their endless stream of
+batches is cut into *windows*, one per call of the training loop. On every device a window ends after the last
+backward of its batch. So a window runs all backwards of its own batch and no others, and the first forwards of later
+batches. The last device runs no forwards ahead, so its losses belong to the window's own batch.
 
-A window is cut out of a stream that is long enough to look like the endless one, is lowered as a whole, and is proved as a
-whole. What is left out of a window afterwards are whole microbatches, on all devices alike: those that nobody will run
-backward, when the stream ends, or that earlier windows did not run, when it begins in the middle.
+A window is cut out of a long stream, lowered and proved as a whole. Afterwards whole microbatches are left out, the
+same on all devices. When the stream ends, these are the microbatches that will never run backward. When it begins in
+the middle, they are those that earlier windows did not run.
 """
 
 from __future__ import annotations
@@ -38,29 +37,29 @@ from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.schedule.waits import run_single_queues
 
 UPDATE_EVERY = "update_every"
-"""The option of families that update after groups of microbatches: how many."""
+"""The option of families for the number of microbatches per weight update."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Say where in the stream a window stands, as far as it matters to its order."""
+    """The place of a window in its stream, as far as its order depends on it."""
 
-    before: int  # batches whose updates came before it, at most ``horizon``
-    done: int  # batches from its own one on of which earlier windows ran the forwards that belong to them
-    left: int  # batches behind its own that the stream will have, at most ``horizon``
+    before: int  # earlier batches that have updated the weights, at most ``horizon``
+    done: int  # batches, counted from its own, whose early forwards ran in earlier windows
+    left: int  # later batches in the stream, at most ``horizon``
 
 
 def horizon(num_devices: int, batch: int) -> int:
-    """Return over how many batches the pipeline spreads: 1F1B runs at most ``p - 1`` forwards ahead."""
+    """Return the number of batches that the pipeline spreads over: 1F1B runs at most ``p - 1`` forwards ahead."""
     return -(-(num_devices - 1) // batch)
 
 
 @dataclass(frozen=True)
 class Window:
-    """Hold what every device runs in one call.
+    """The actions of every device in one call of the training loop.
 
-    Microbatches are numbered from the first one of the call's own batch, versions of the weights from the newest one at its
-    start, which is 0; older ones are negative.
+    Microbatches count from the first one of the call's batch. Weight versions count from the newest one at the start
+    of the window, which is 0. Older versions are negative.
     """
 
     stream: Schedule  # the schedule it was cut from
@@ -68,23 +67,24 @@ class Window:
     moment: Moment  # its place in the stream
     actions: tuple[Order, ...]  # per device
     past: tuple[Order, ...]
-    """Per device, what the stream ran before, in the numbers of this window, as if it had begun with ``before`` batches;
-    without what it did not run forward."""
+    """Per device, the earlier actions of the stream in the numbers of this window, from ``before`` batches ago on,
+    without forwards that did not run."""
     versions: Mapping[Action, int]  # the version that every forward and backward uses
     updates: Mapping[Action, frozenset[int]]
-    """The actions behind which a device makes its next version, and the older versions that it needs after that."""
+    """The actions after which a device makes its next version, each with the older versions that are still needed
+    afterwards."""
 
     def __repr__(self) -> str:
         return f"<Window of {self.batch} microbatches, {sum(map(len, self.actions))} actions, of {self.stream!r}>"
 
     @cached_property
     def program(self) -> Program:
-        """Return the window's program for the executor. ``stream`` is what was proved."""
+        """Return the window's program for the executor. Only ``stream`` as a whole is proved."""
         return Program(self.stream, self.actions)
 
     @cached_property
     def up_to_its_end(self) -> Program:
-        """All that the stream has run when the window ends: from it follows what is held."""
+        """All actions of the stream up to the end of the window. The held memory follows from them."""
         return Program(self.stream, tuple(map(tuple.__add__, self.past, self.actions)))
 
     @cached_property
@@ -94,19 +94,17 @@ class Window:
 
     @cached_property
     def versions_held(self) -> tuple[int, ...]:
-        """Per device, the most versions of its weights at once."""
+        """Per device, the most weight versions held at once."""
         return versions_held(self.stream)
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The computing of the window alone, as a schedule that one can look at."""
+        """The computing of the window alone, as a schedule for display."""
         orders = tuple(tuple(a for a in actions if a.kind in COMPUTE) for actions in self.actions)
         return replace(self.stream, orders=orders, updates=None, num_microbatches=self.batch)
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
-        """Return when every action of the window runs if all devices begin it together, as a training loop makes them
-        do.
-        """
+        """Simulate the window if all devices begin it together, as in a training loop."""
         costs = costs or Costs()
         costs.require_alike("a window of a stream that is never flushed")
         run = frozenset(action for actions in self.past for action in actions)
@@ -122,15 +120,16 @@ def steady(num_devices: int, batch: int) -> Moment:
 
 
 def updates_per_batch(name: str) -> bool:
-    """Return whether a family updates once per batch, so that a training loop can do it between two calls; else it
-    updates after every microbatch.
+    """Return whether a family updates its weights once per batch, and not after every microbatch.
+
+    A training loop can then update between two calls.
     """
     return UPDATE_EVERY in family(name).options
 
 
 def check_batch(name: str, num_devices: int, batch: int) -> None:
-    """Return whether a family keeps its promise of two versions of the weights. Raise an UnsupportedError if it updates
-    once per call, and calls are too short for that.
+    """Raise an UnsupportedError if a family that updates once per call needs more microbatches to keep only two weight
+    versions.
     """
     if updates_per_batch(name) and batch < num_devices:
         raise UnsupportedError(
@@ -143,13 +142,13 @@ def check_batch(name: str, num_devices: int, batch: int) -> None:
 def family_window(
     name: str, num_devices: int, batch: int, moment: Moment, *, single_queue: bool = False, **arguments: Any
 ) -> Window:
-    """Cut a window out of the stream of a registered family. ``batch``: microbatches per call. ``arguments``: of
+    """Cut a window out of the stream of a family. ``batch`` counts microbatches per call, ``arguments`` are for
     ``build_schedule``.
     """
     per_batch = updates_per_batch(name)
     if per_batch:
         arguments = {**arguments, UPDATE_EVERY: batch}
-    # One batch more than is looked at, so that the window is none of those in which a stream runs dry.
+    # One batch more than needed, so that the window is not affected by the end of the stream.
     batches = moment.before + 1 + horizon(num_devices, batch) + 1
     stream = build_schedule(name, num_devices=num_devices, num_microbatches=batches * batch, **arguments)
     program = lower(stream)
@@ -161,7 +160,7 @@ def family_window(
     }
     _check_messages(program, number, moment.before)
     first = moment.before * batch
-    # Of every window up to this one, what each device runs.
+    # Per window up to this one, the actions of each device.
     windows: list[list[Order]] = [[() for _ in program.actions] for _ in range(moment.before + 1)]
     for device, actions in enumerate(program.actions):
         rows: list[list[Action]] = [[] for _ in windows]
@@ -180,7 +179,7 @@ def family_window(
         windows = [_in_single_queues(stream, orders, costs) for orders in windows]
     *earlier, own = windows
     past = [tuple(chain.from_iterable(orders[device] for orders in earlier)) for device in range(num_devices)]
-    if per_batch:  # gradients are complete then, and are to be summed over data-parallel ranks
+    if per_batch:  # then gradients are complete, and are summed over data-parallel ranks
         own = list(map(add_gradient_reductions, own))
     uses = _weights(stream, batch, first, behind_messages=not single_queue)
     found = Window(stream, batch, moment, tuple(own), tuple(past), *uses)
@@ -190,8 +189,9 @@ def family_window(
 
 
 def _in_single_queues(stream: Schedule, actions: Sequence[Order], costs: Costs) -> list[Order]:
-    """Return the actions of a window in an order for single queues. What it receives it is also sent in it
-    (``_check_messages``).
+    """Return the actions of a window in an order for single queues.
+
+    Every message that a window receives is also sent in it (``_check_messages``).
     """
     router = Router(stream.placement)
     orders = tuple(tuple(a for a in row if a.kind not in MESSAGES) for row in actions)
@@ -202,8 +202,8 @@ def _in_single_queues(stream: Schedule, actions: Sequence[Order], costs: Costs) 
 
 
 def _window_numbers(actions: Order, batch: int) -> list[int]:
-    """Return the window of every action: a window ends behind the last gradient of its batch, and behind the message
-    that sends it.
+    """Return the window of every action. A window ends after the last gradient of its batch, and after the message that
+    sends it.
     """
     last = {action.microbatch // batch: at for at, action in enumerate(actions) if action.kind in COMPLETING}
     numbers: list[int] = []
@@ -216,8 +216,8 @@ def _window_numbers(actions: Order, batch: int) -> list[int]:
 
 
 def _check_messages(program: Program, number: Mapping[Action, int], last: int) -> None:
-    """Check that nothing is on its way when windows up to the ``last`` end, so that evaluation in between meets empty
-    channels.
+    """Check that no message crosses the end of a window up to the ``last``, so that evaluation in between finds
+    empty channels.
     """
     router = Router(program.placement)
     for order in program.schedule.orders:
@@ -239,8 +239,10 @@ def _check_messages(program: Program, number: Mapping[Action, int], last: int) -
 def _weights(
     stream: Schedule, batch: int, first: int, behind_messages: bool
 ) -> tuple[dict[Action, int], dict[Action, frozenset[int]]]:
-    """``versions`` and ``updates`` of a window whose batch begins with microbatch ``first`` of the stream. Updates wait for
-    the messages of their actions if these follow at once, because the other end does."""
+    """Return ``versions`` and ``updates`` of the window whose batch begins with microbatch ``first`` of the stream.
+
+    If messages follow their actions at once, an update waits for the message too, because the other end waits for it.
+    """
     assert stream.updates is not None
     newest = first // stream.updates.every
     router = Router(stream.placement)
@@ -260,31 +262,33 @@ def _weights(
 
 
 LEAST_GAIN = 1.001
-"""Below this, to leave the barrier out is not worth its trouble."""
+"""The smallest speed-up for which leaving the barrier out pays."""
 
 _MOST_STEPS = 64
-"""How many steps may pass until they repeat; more than any family here takes."""
+"""Most steps until they repeat; more than any family here takes."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Tell how long consecutive steps take."""
+    """The times of consecutive steps."""
 
-    synchronous: float  # seconds from step to step where all devices wait for each other before the optimizer
-    period: float  # seconds from step to step where no device waits for another one
+    synchronous: float  # seconds from step to step if all devices wait for each other before the optimizer
+    period: float  # seconds from step to step if no device waits for another one
     ends: tuple[tuple[float, ...], ...]
-    """Per step, when every device had done it, its tail included, without barriers. The first step begins at 0."""
+    """Per step, the end of every device's part with its tail, without barriers. The first step begins at 0."""
 
     @property
     def gain(self) -> float:
-        """How many times as fast steps follow each other without the barrier."""
+        """Speed-up of consecutive steps without the barrier."""
         return self.synchronous / self.period if self.period else 1.0
 
 
 def stream(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float] = (), steps: int = 8) -> Stream:
-    """Run steps one after another until they repeat, and so find their period. ``tails``: per device, the seconds of what
-    it does at the end of a step by itself: its optimizer, and what of its gradients' reduction no computing hides.
-    ``steps``: how many to run at least. Raise a ScheduleError if the steps have not come to a period after ``64``.
+    """Run steps one after another until they repeat, and so find their period.
+
+    ``tails`` has per device the seconds of its own work at the end of a step: its optimizer, and the part of its
+    gradients' reduction that no computing hides. At least ``steps`` steps are run. Raise a ScheduleError if there is
+    no period after 64 steps.
     """
     tails = tuple(tails) or (0.0,) * schedule.num_devices
     if len(tails) != schedule.num_devices:
@@ -302,9 +306,10 @@ def stream(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float
 def until_they_repeat(
     name: str, run: Callable[[int, Sequence[float]], Sequence[float]], tails: Sequence[float], steps: int = 1
 ) -> tuple[float, tuple[tuple[float, ...], ...]]:
-    """Run steps one after another until they repeat. Return their period, and when every device had ended each of them.
-    ``run`` tells when every device ends a step, from the step's number and from when every device begins it. ``tails``: per
-    device, the seconds behind that until it begins the next step.
+    """Run steps one after another until they repeat. Return their period, and the end of every device's part of each step.
+
+    ``run`` returns the ends of a step on every device, given its number and the times at which the devices begin it.
+    ``tails`` has per device the seconds from its end of a step to its beginning of the next.
     """
     begins: tuple[float, ...] = (0.0,) * len(tails)
     found: list[tuple[float, ...]] = []
@@ -322,22 +327,21 @@ def until_they_repeat(
 
 
 def gain_without_barrier(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float] = ()) -> float:
-    """Return how many times as fast steps follow each other without the barrier; ``LEAST_GAIN`` tells whether that is worth
-    it. ``tails``: see ``stream``.
-    """
+    """Return the speed-up of consecutive steps without the barrier. Compare it with ``LEAST_GAIN``."""
     return stream(schedule, costs, tails, steps=1).gain
 
 
 def draw_steps(timeline: Timeline, steps: int) -> Timeline:
-    """Run several steps without a barrier between them as one schedule, to draw them. Microbatches go on being counted."""
+    """Simulate several steps without a barrier as one schedule with consecutive microbatches, to draw them."""
     schedule, costs = timeline.schedule, timeline.costs
     if schedule.placement.replicas > 1:
         raise UnsupportedError(
-            "no-steps", f"{schedule.name}: several steps cannot be drawn of a schedule with replicas; leave --steps out"
+            "no-steps",
+            f"{schedule.name}: a schedule with replicas cannot be drawn for several steps; leave --steps out",
         )
     if costs.microbatch is not None:
         raise UnsupportedError(
-            "no-steps", "several steps cannot be drawn of microbatches with weights; leave --steps or the weights out"
+            "no-steps", "microbatches with weights cannot be drawn for several steps; leave --steps or the weights out"
         )
     if schedule.updates is not None:
         drawn = _endless(schedule, steps)
@@ -356,14 +360,14 @@ def draw_steps(timeline: Timeline, steps: int) -> Timeline:
 
 
 def _endless(schedule: Schedule, steps: int) -> Schedule:
-    """Return so many steps of an asynchronous family's schedule, whose microbatches are those of a step."""
+    """Return so many steps of an asynchronous family as one schedule."""
     _check_family(schedule)
     devices, microbatches = schedule.num_devices, schedule.num_microbatches * steps
     return build_schedule(schedule.name, num_devices=devices, num_microbatches=microbatches, **_options(schedule))
 
 
 def _options(schedule: Schedule) -> dict[str, Any]:
-    """Return the options with which an asynchronous family builds steps of these microbatches."""
+    """Return the options with which an asynchronous family builds steps of this size."""
     if updates_per_batch(schedule.name):
         return {UPDATE_EVERY: schedule.num_microbatches}
     assert schedule.updates is not None
@@ -371,14 +375,14 @@ def _options(schedule: Schedule) -> dict[str, Any]:
 
 
 def _check_family(schedule: Schedule) -> None:
-    """Raise an UnsupportedError if an asynchronous schedule is of a file, or has too few microbatches."""
+    """Raise an UnsupportedError if an asynchronous schedule comes from a file, or has too few microbatches."""
     if schedule.name not in {family.name for family in families() if family.asynchronous}:
         raise UnsupportedError("no-steps", f"{schedule.name} has no steps: {NEVER_FLUSHED}, or leave --steps out")
     check_batch(schedule.name, schedule.num_devices, schedule.num_microbatches)
 
 
 class _Windows:
-    """The steps of an asynchronous family's schedule: the windows of its stream, one after the other."""
+    """The steps of an asynchronous family: the windows of its stream, one after the other."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         _check_family(schedule)
@@ -387,17 +391,17 @@ class _Windows:
         self._size = schedule.name, schedule.num_devices, schedule.num_microbatches
         self._found: dict[Moment, Window] = {}
         self._forwards: dict[Action, float] = {}
-        """ends of the forwards of the step before, in the numbers of the next one"""
+        """ends of the forwards of the previous step, in the numbers of the next one"""
 
     def run(self, number: int, begins: Sequence[float]) -> list[float]:
-        """Return when every device has done a step. The first step fills the pipeline; all others are alike."""
+        """Return the end of every device's part of a step. The first step fills the pipeline, and all others are alike."""
         far = horizon(*self._size[1:])
         moment = Moment(min(number, far), far if number else 0, far)
         if moment not in self._found:
             self._found[moment] = family_window(*self._size, moment, costs=self._costs, **_options(self._schedule))
         window = self._found[moment]
         already = {action for actions in window.past for action in actions}
-        # What comes from a step to the next over a link is what a device needs first.
+        # A device's first action is the only one that may need data of the previous step from another device.
         starts = [
             max(begin, self._arrival(device, order[0]))
             for device, (begin, order) in enumerate(zip(begins, window.schedule.orders, strict=True))
@@ -412,7 +416,7 @@ class _Windows:
         return _ends(timeline, starts)
 
     def _arrival(self, device: int, first: Action) -> float:
-        """Return when a device's first action of a step has what the step before sends it; 0 where that sends nothing."""
+        """Return the time at which a device's first action has its input from the previous step; 0 if it needs none."""
         placement = self._schedule.placement
         return max(
             (
@@ -425,7 +429,7 @@ class _Windows:
 
 
 def _ends(timeline: Timeline, begins: Sequence[float]) -> list[float]:
-    """Return when every device is done, sums over replicas included."""
+    """Return the end of every device, sums over replicas included."""
     ends = [spans[-1][1] if spans else begin for spans, begin in zip(timeline.spans, begins, strict=True)]
     for each in timeline.replica_reductions:
         for device in timeline.schedule.placement.holders(each.stage):
@@ -434,7 +438,7 @@ def _ends(timeline: Timeline, begins: Sequence[float]) -> list[float]:
 
 
 def _period(ends: Sequence[tuple[float, ...]]) -> float | None:
-    """Return the seconds from step to step if the last one ended as an earlier one did, only later."""
+    """Return the seconds from step to step if the last step repeats an earlier one with a delay."""
     last = ends[-1]
     for back, before in enumerate(reversed(ends[:-1]), start=1):
         shifts = [b - a for a, b in zip(before, last, strict=True)]

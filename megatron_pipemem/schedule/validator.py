@@ -1,6 +1,6 @@
-"""Prove that a schedule or a program may run: complete, ordered, matched, free of deadlock, within memory.
+"""Proofs that a schedule or a program may run: complete, ordered, matched, free of deadlock, within memory.
 
-Every error names the device, the position in its order (or program), the action there, what it lacks, and the mend.
+Every error names the device, the position in its order or program, the action there, the fault, and the remedy.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ def validate(
 ) -> None:
     """Prove that ``schedule`` computes every microbatch correctly on all devices and ends.
 
-    A schedule without any backward is valid when its forwards are: that is what evaluation runs.
+    A schedule without any backward is valid if its forwards are, because evaluation runs such schedules.
 
     Args:
         schedule: the schedule to check.
-        costs: its ``memory``, times the weight of every microbatch, is what the cap is compared with; default activation
-            units.
-        memory_cap: the most a device may hold after any action, one number or one per device, in activation units, or in
-            bytes when ``costs.memory`` is in bytes.
-        host_budget: the most host memory that a device may use, in the same unit.
-        microbatch_order: whether to ask for what only our own runs need, see ``check_microbatch_order``.
+        costs: the costs whose ``memory``, times the weight of every microbatch, is compared with the cap; by default
+            activation units.
+        memory_cap: the most memory of a device after any action, one number or one per device, in activation units,
+            or in bytes if ``costs.memory`` is in bytes.
+        host_budget: the most host memory of a device, in the same unit.
+        microbatch_order: whether to check the order that only our own runs need (``check_microbatch_order``).
 
     Raises:
         ScheduleError: the first violation found.
-        CostsError: ``costs`` do not fit the placement, or their weights not the microbatches.
-        UnsupportedError: there are not as many caps as devices.
+        CostsError: the costs do not fit the placement, or their weights do not fit the microbatches.
+        UnsupportedError: the number of caps differs from the number of devices.
     """
     check_switch(schedule)
     places = _place_all(schedule)
@@ -88,10 +88,9 @@ def validate_program(
 ) -> None:
     """Prove that ``program`` computes its schedule and that its messages match and arrive.
 
-    The rules of the transport: posts never block, a compute action waits for its own message, and every directed edge moves
-    its messages one at a time in posted order, each when both ends have posted it.
-
-    ``host_waits``, ``single_queue``: prove the models of ``schedule.waits`` too.
+    The rules of the transport: posts never block, and a compute action waits for its own message. Every directed edge
+    moves its messages one at a time in posted order, each when both ends have posted it. ``host_waits`` and
+    ``single_queue`` add the proofs of ``schedule.waits``.
     """
     validate(program.schedule, microbatch_order=microbatch_order)
     check_compute_actions(program)
@@ -107,8 +106,8 @@ def validate_program(
     check_edges(places, messages.values())
     check_reductions(program, places)
     sums = check_sums(program, places)
-    # Both ends of an edge post the same sequence, posts never block, and a consumer stands behind its own receive: so
-    # its message, and all before it on the edge, have moved as soon as the source has posted the send.
+    # Both ends of an edge post the same sequence, posts never block, and a consumer comes after its own receive. So its
+    # message, and all before it on the edge, have moved as soon as the source has posted the send.
     sends = {message.receive: message.send for message in messages.values()}
     barriers = program.schedule.vocabulary_barriers
 
@@ -116,7 +115,7 @@ def validate_program(
         before = [sends[receives[action]]] if action in receives else [*sums.get(action, ())]
         if barriers and action.kind in ORDERED:
             waited = dependencies(action, program.placement, (), program.schedule.slices, barriers)
-            # Messages stand for what is needed of other stages.
+            # Needs of other stages are covered by messages.
             before += [each for each in waited if action.kind in VOCABULARY or each.kind in VOCABULARY]
         return before
 
@@ -131,9 +130,7 @@ def validate_program(
 
 
 def _place_all(schedule: Schedule) -> Places:
-    """Return where every action stands, once each is known to exist, to be on its stage's device and to be the only
-    one.
-    """
+    """Return the place of every action, after a check that it exists, is on its stage's device, and is unique."""
     placement = schedule.placement
     if len(schedule.orders) != placement.num_devices:
         raise ScheduleError(
@@ -152,18 +149,18 @@ def _place_all(schedule: Schedule) -> Places:
 
 
 def _problem_of(action: Action, device: int, schedule: Schedule) -> tuple[str, str] | None:
-    """Return the code and the sentence of what is wrong with an action on this device, whatever the other actions are."""
+    """Return the code and the message of an action's fault on this device, whatever the other actions are."""
     kind, stage, microbatch = action
     devices = schedule.placement.devices
     if kind not in ORDERED:
         return (
             "not-computed",
-            "is not a compute action; keep F, I, W, B, R and the actions on memory only, lower() derives the rest",
+            "is not a compute action; keep F, I, W, B, R and the actions on memory, because lower() derives the rest",
         )
     if kind in VOCABULARY and stage != device:
         return (
             "misplaced-action",
-            f"is of the shard on device {stage}; move it there, or number it after its own device",
+            f"belongs to the shard on device {stage}; move it there, or give it the number of its own device",
         )
     if kind not in VOCABULARY and not 0 <= stage < len(devices):
         return (
@@ -171,10 +168,10 @@ def _problem_of(action: Action, device: int, schedule: Schedule) -> tuple[str, s
             f"needs stage {stage}, but the placement holds stages 0 to {len(devices) - 1}; remove or renumber it",
         )
     if microbatch is None or not 0 <= microbatch < schedule.num_units:
-        what, several = ("microbatch", "microbatches") if schedule.slices == 1 else ("slice", "slices")
+        noun, several = ("microbatch", "microbatches") if schedule.slices == 1 else ("slice", "slices")
         return (
             "unknown-microbatch",
-            f"needs {what} {microbatch}, but the step has {several} 0 to {schedule.num_units - 1}; remove or "
+            f"needs {noun} {microbatch}, but the step has {several} 0 to {schedule.num_units - 1}; remove or "
             "renumber it, or change the number of microbatches",
         )
     if kind not in VOCABULARY and devices[stage] != device:
@@ -183,9 +180,7 @@ def _problem_of(action: Action, device: int, schedule: Schedule) -> tuple[str, s
 
 
 def _check_replicas(schedule: Schedule, places: Places) -> Mapping[int, int]:
-    """Check that every microbatch runs through the stages of one replica, and return which one, where there are
-    several.
-    """
+    """Check that every microbatch runs through the stages of one replica, and return that replica if there are several."""
     placement = schedule.placement
     if placement.replicas == 1:
         return {}
@@ -208,12 +203,12 @@ def _check_replicas(schedule: Schedule, places: Places) -> Mapping[int, int]:
 
 
 def _check_unique(places: Places, action: Action, device: int, position: int) -> None:
-    """Note where an action stands; nothing runs twice."""
+    """Record the place of an action that has not occurred before."""
     if action in places:
         other_device, other_position = places[action]
         raise ScheduleError(
             "duplicate-action",
-            f"stands already at position {other_position} of device {other_device}; remove one of the two, or renumber "
+            f"already stands at position {other_position} of device {other_device}; remove one of the two, or renumber "
             "the one that was meant to be another action",
             at=(device, position, action),
         )
@@ -221,13 +216,13 @@ def _check_unique(places: Places, action: Action, device: int, position: int) ->
 
 
 def _check_local_order(schedule: Schedule, places: Places, found: Dependencies) -> None:
-    """Check that everything an action needs exists and, on the same device, stands before it."""
+    """Check that all needs of an action exist, and come before it if they are on the same device."""
     suspects: Iterable[int] = found.impossible
     if any(kind.spec.prepares or kind in MEMORY for kind, _ in found.kinds):
         suspects = range(len(places))
     for node in suspects:
         action = found.actions[node]
-        if action not in places:  # a collective: who needs it says so
+        if action not in places:  # a collective: the actions that need it are checked
             continue
         device, position = places[action]
         for needed in (*found.needed_by(node), *prepared_needs(schedule, action, places)):
@@ -242,14 +237,12 @@ def _check_local_order(schedule: Schedule, places: Places, found: Dependencies) 
 
 
 def _or_fused(needed: Action) -> str:
-    """Let a full backward supply a missing input gradient as well."""
+    """Return the text of a needed action. A full backward can replace an input gradient."""
     return f"{needed} (or {needed._replace(kind=Kind.B)})" if needed.kind is Kind.I else str(needed)
 
 
 def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[int, int]) -> None:
-    """Check that every stage runs every microbatch of its replica forward once, and backward once, fused or split, if
-    anything runs backward.
-    """
+    """Check that every stage runs each microbatch of its replica forward once, and backward once if anything runs backward."""
     backwards = any(action.kind in (Kind.I, Kind.W, Kind.B) for action in places)
     for stage in range(schedule.num_stages):
         replica = schedule.placement.replica_of(stage)
@@ -270,7 +263,7 @@ def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[
             if full in places and (inputs in places or weights in places):
                 half = inputs if inputs in places else weights
                 device, position = places[half]
-                twice = f"does what {full} at position {places[full][1]} does too"
+                twice = f"repeats work of {full} at position {places[full][1]}"
                 code, problem = "duplicate-action", f"{twice}; keep {full}, or {inputs} and {weights}"
             elif full in places or weights in places:
                 continue
@@ -284,11 +277,11 @@ def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[
 
 
 def check_microbatch_order(schedule: Schedule) -> None:
-    """Prove that training by ``schedule`` can be bit-identical to stock 1F1B, which our runs promise; others may do
-    without.
+    """Prove that training by ``schedule`` can be bit-identical to stock 1F1B. Our own runs promise this; others may
+    do without.
 
-    Per stage, forwards run in microbatch order because data come from an iterator and dropout from one stream of random
-    numbers, and gradients accumulate in that order. Sequence slices of one microbatch run backward from the last to the
+    Forwards of a stage run in microbatch order, because data come from an iterator and dropout from one stream of
+    random numbers. Gradients accumulate in that order too. Slices of one microbatch run backward from the last to the
     first.
     """
     names = {Kind.F: "forwards", Kind.I: "input gradients", Kind.W: "weight gradients"}
@@ -315,14 +308,12 @@ def check_microbatch_order(schedule: Schedule) -> None:
 
 
 def _check_weight_versions(schedule: Schedule) -> None:
-    """Check that forward and backward of a microbatch on a stage meet one version of the weights, and that the stage
-    has it then.
-    """
+    """Check that forward and backward of a microbatch use one version of the weights, and that the stage has it then."""
     updates = schedule.updates
     assert updates is not None
     if updates.every < 1 or updates.kept < 1 or (updates.delay or 0) < 0:
         raise ScheduleError(
-            "bad-number", f"{updates} makes no sense; every and kept are at least 1 and delay at least 0"
+            "bad-number", f"{updates} is impossible; give every and kept of at least 1, and delay of at least 0"
         )
     for action, device, position, version, newest, _ in weight_uses(schedule):
         if version > newest:
@@ -346,7 +337,7 @@ def _check_memory(
     placement, weights = schedule.placement, unit_weights(schedule, costs)
     slices = schedule.slices
     unit = costs.memory_unit(placement, slices)
-    what = "activation units" if costs.memory is None else "bytes"
+    noun = "activation units" if costs.memory is None else "bytes"
     device_mend = "run a W or B before it, choose a schedule with a lower peak, or raise the cap"
     on_device, on_host = (
         of(placement, schedule.recomputed, slices) for of in (costs.memory_changes, costs.host_changes)
@@ -364,10 +355,10 @@ def _check_memory(
             for position, held in enumerate(held_after(order, changes, weights, slices)):
                 if held > allowed:
                     if weights is not None:
-                        _check_alone(schedule, device, changes, weights, allowed, f"{what} {over} {limit:.12g}", unit)
+                        _check_alone(schedule, device, changes, weights, allowed, f"{noun} {over} {limit:.12g}", unit)
                     raise ScheduleError(
                         "over-cap",
-                        f"the device holds {held * unit:.12g} {what} after it, {over} {limit:.12g}; {mend}",
+                        f"the device holds {held * unit:.12g} {noun} after it, {over} {limit:.12g}; {mend}",
                         at=(device, position, order[position]),
                     )
 
@@ -381,7 +372,7 @@ def _check_alone(
     over: str,
     unit: float,
 ) -> None:
-    """Raise a ScheduleError if some microbatch alone holds too much on a device: no order of microbatches mends that."""
+    """Raise a ScheduleError if a microbatch alone exceeds the cap on a device, because no order of microbatches helps then."""
     order, slices = schedule.orders[device], schedule.slices
     for microbatch in range(schedule.num_microbatches):
         own = [(at, action) for at, action in enumerate(order) if action.microbatch // slices == microbatch]
@@ -397,7 +388,7 @@ def _check_alone(
 
 
 def _check_progress(found: Dependencies) -> None:
-    """Check that all devices come to the ends of their orders."""
+    """Check that all devices reach the ends of their orders."""
     error = found.stuck()
     if error is None:
         return
@@ -409,11 +400,9 @@ def _check_progress(found: Dependencies) -> None:
 
 
 def explained_by_validation[F: Callable[..., Any]](function: F) -> F:
-    """Make a function of a schedule raise the error of ``validate`` if an invalid schedule breaks it.
+    """Make a function of a schedule raise the error of ``validate`` if it fails on an invalid schedule.
 
-    A valid schedule pays nothing: validation runs only after a lookup has failed.
-
-    The function takes the schedule first.
+    The function takes the schedule first. Validation runs only after a lookup has failed, so valid schedules cost nothing.
     """
 
     @wraps(function)

@@ -1,5 +1,4 @@
-"""Say what the passes and collectives of vocabulary parallelism wait for and take, which of them there are, and prove that a
-schedule has them."""
+"""Vocabulary parallelism in schedules: its passes and collectives, their costs, and the proof that a schedule has them."""
 
 from __future__ import annotations
 
@@ -26,21 +25,21 @@ if TYPE_CHECKING:
     from megatron_pipemem.schedule.schedule import Schedule
 
 _SCORE_SHARE = {1: 2 / 3, 2: 1 / 3}
-"""Of the head's three matrix products per weight (logits, input gradient, weight gradient), those that S does. With one
-barrier it forms the input gradient from the local softmax; only the weight gradient is left to T."""
+"""Share of S in the head's three matrix products per weight (logits, input gradient, weight gradient). With one barrier
+S also forms the input gradient from the local softmax, and T has only the weight gradient."""
 
 
 @dataclass(frozen=True)
 class VocabularyCosts:
     """Seconds of one microbatch: one number for every device, one per device, or one per device and slice."""
 
-    score: Several = 0.0  # of S
-    gradient: Several = 0.0  # of T
-    embed: Several = 0.0  # of EMBED_F
-    embed_gradient: Several = 0.0  # of EMBED_B
-    loss: float = 0.0  # of LOSS on the last stage's device, one number; it stands with the last slice
+    score: Several = 0.0  # seconds of S
+    gradient: Several = 0.0  # seconds of T
+    embed: Several = 0.0  # seconds of EMBED_F
+    embed_gradient: Several = 0.0  # seconds of EMBED_B
+    loss: float = 0.0  # seconds of LOSS, one number; it runs on the last stage's device, with the last slice
     collectives: float | Mapping[Kind, float] = 0.0
-    """Of one collective, one number for all kinds or one per kind; kinds left out take no time."""
+    """Seconds of one collective: one number for all kinds, or one per kind. Kinds left out take no time."""
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -52,7 +51,9 @@ class VocabularyCosts:
         name = "vocabulary.collectives"
         if isinstance(self.collectives, Mapping):
             if strange := sorted(set(self.collectives) - COLLECTIVES):
-                raise CostsError("unknown-key", f"{strange[0]} is no collective; give {', '.join(sorted(COLLECTIVES))}")
+                raise CostsError(
+                    "unknown-key", f"{strange[0]} is not a collective; give {', '.join(sorted(COLLECTIVES))}"
+                )
             given = self.collectives.items()
             prices = {Kind(kind): price(f"{name}.{kind}", seconds, several=False) for kind, seconds in given}
             object.__setattr__(self, "collectives", prices)
@@ -70,9 +71,11 @@ class VocabularyCosts:
         scaling: float = 1.0,
         collectives: float | Mapping[Kind, float] = 0.0,
     ) -> VocabularyCosts:
-        """Cut a head and an embedding into equal shards. ``head`` and ``embedding``: seconds of forward and backward of the
-        whole on one device; a third of the embedding's is forward. ``barriers`` says how the head's matrix products are
-        divided between S and T. ``scaling``: how much of a shard's speed is left of the whole head's, 1 at best.
+        """Cut a head and an embedding into equal shards.
+
+        ``head`` and ``embedding`` are seconds of forward and backward of the whole on one device. A third of the
+        embedding is forward. ``barriers`` determines how S and T divide the head's matrix products. ``scaling`` is
+        the speed of a shard relative to the whole head, at best 1.
         """
         shard, rows = head / num_devices / scaling, embedding / num_devices
         share = _SCORE_SHARE[barriers]
@@ -90,15 +93,16 @@ class VocabularyCosts:
         return {**seconds, Kind.LOSS: (*(0.0,) * (slices - 1), self.loss) * num_devices}
 
     def collective_seconds(self, slices: int = 1) -> dict[Kind, float]:
-        """Return the seconds of every kind of collective, of one of so many slices of a microbatch."""
+        """Return the seconds of every kind of collective for one of so many slices of a microbatch."""
         if isinstance(self.collectives, Mapping):
             return {kind: self.collectives.get(kind, 0.0) / slices for kind in COLLECTIVES}
         return dict.fromkeys(COLLECTIVES, self.collectives / slices)
 
 
-def per_device(what: str, price: Several, num_devices: int, slices: int = 1) -> tuple[float, ...]:
-    """Return one value per device and slice, device by device. A sequence has one value per device, shared evenly by the
-    slices, or one per device and slice.
+def per_device(subject: str, price: Several, num_devices: int, slices: int = 1) -> tuple[float, ...]:
+    """Return one value per device and slice, device by device.
+
+    A sequence has one value per device, shared evenly by the slices, or one per device and slice.
     """
     if not isinstance(price, Sequence):
         return (price / slices,) * (num_devices * slices)
@@ -108,22 +112,23 @@ def per_device(what: str, price: Several, num_devices: int, slices: int = 1) -> 
         cut = f", {num_devices * slices} of one per device and slice" if slices > 1 else ""
         raise CostsError(
             "costs-mismatch",
-            f"{what} has {len(price)} values for {num_devices} devices; give one per device{cut}, or one number for all",
+            f"{subject} has {len(price)} values for {num_devices} devices; give one per device{cut}, or one number for all",
         )
     return tuple(price)
 
 
 BARRIERS = (1, 2)
 BARRIERS_OF_ALGORITHM = {1: 2, 2: 1}
-"""The paper's Algorithm 1 has two barriers, its Algorithm 2 one. Users name the algorithm, schedules count barriers."""
+"""The paper's Algorithm 1 has two barriers, and its Algorithm 2 one. Users name the algorithm, and schedules count
+barriers."""
 
 
 def check_placement(placement: Placement) -> None:
-    """Raise an UnsupportedError if there is no device for every shard, or more than one replica of the model."""
+    """Raise an UnsupportedError if a shard has no device, or if the devices hold several replicas of the model."""
     if placement.replicas > 1:
         raise UnsupportedError(
             "unsupported-placement",
-            "vocabulary parallelism cuts head and embedding of one model copy, and this placement holds "
+            "vocabulary parallelism cuts head and embedding of one replica of the model, and this placement holds "
             f"{placement.replicas}; take a schedule with one pipeline",
         )
     if placement.devices[: placement.num_devices] != tuple(range(placement.num_devices)):
@@ -150,7 +155,7 @@ def vocabulary_actions(schedule: Schedule, backwards: bool) -> Iterator[tuple[Ac
 
 
 def check_switch(schedule: Schedule) -> None:
-    """Check that the schedule says that it has passes if it has, and is one that can have them."""
+    """Check that only a schedule with barriers has vocabulary actions, and that its features go with them."""
     if schedule.vocabulary_barriers:
         if schedule.vocabulary_barriers not in BARRIERS:
             raise ScheduleError(
@@ -160,7 +165,7 @@ def check_switch(schedule: Schedule) -> None:
         if schedule.updates is not None or schedule.offloads or schedule.recomputed:
             raise ScheduleError(
                 "conflicting-features",
-                "vocabulary parallelism goes with one version of the weights, and activations that are neither moved nor "
+                "vocabulary parallelism needs one version of the weights, and activations that are neither moved nor "
                 "recomputed; leave the passes out",
             )
         check_placement(schedule.placement)
@@ -170,15 +175,17 @@ def check_switch(schedule: Schedule) -> None:
             if action.kind in VOCABULARY:
                 raise ScheduleError(
                     "useless-action",
-                    "is not a compute action of this schedule: it is of vocabulary parallelism, and the schedule does not "
-                    "say how many barriers it has; set vocabulary to 1 or 2, or remove it",
+                    "is not a compute action of this schedule: it belongs to vocabulary parallelism, and the schedule has "
+                    "no number of barriers; set vocabulary to 1 or 2, or remove it",
                     at=(device, position, action),
                 )
 
 
 def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> None:
-    """Check that every device has every pass and post once, passes in microbatch order (T and EMBED_B from a microbatch's
-    last slice to its first) and posts in one order of all devices.
+    """Check that every device has every pass and post once, in the right order.
+
+    Passes run in microbatch order. T and EMBED_B run from a microbatch's last slice to its first. Posts have one
+    order on all devices.
     """
     backwards = any(action.kind in (Kind.I, Kind.W, Kind.B) for action in places)
     wanted, slices = dict(vocabulary_actions(schedule, backwards)), schedule.slices
@@ -186,7 +193,7 @@ def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> N
         if action not in places:
             raise ScheduleError(
                 "missing-action",
-                "is missing; with_vocabulary() derives all passes and collectives from a schedule without",
+                "is missing; with_vocabulary() adds all passes and collectives to a schedule without them",
                 at=(device, len(schedule.orders[device]), action),
             )
     for action, (device, position) in places.items():
@@ -216,7 +223,7 @@ def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> N
 
 
 def _check_one_sequence(schedule: Schedule) -> None:
-    """Check that all devices post the collectives in one order: they share a channel that serves them as they come."""
+    """Check that all devices post the collectives in one order, because they share a channel that serves posts in order."""
     posted = [
         [(position, action) for position, action in enumerate(order) if action.kind in COLLECTIVES]
         for order in schedule.orders
@@ -226,7 +233,7 @@ def _check_one_sequence(schedule: Schedule) -> None:
             if first._replace(stage=device) != action:
                 raise ScheduleError(
                     "collective-order",
-                    f"is posted where device 0 posts {first}; collectives run in the order in which they are posted, so "
-                    "all devices post them in one order",
+                    f"is posted where device 0 posts {first}; collectives run in posting order, so post them in one order on "
+                    "all devices",
                     at=(device, position, action),
                 )

@@ -1,16 +1,16 @@
-"""Prove that a program ends on GPUs in two models that are stricter than messages alone: hosts that wait, and single queues.
+"""Proofs that a program ends on GPUs, in two models that are stricter than messages alone: waiting hosts, and single queues.
 
-On a GPU a message that has been posted is a kernel that runs until the other end has come. Whatever makes a host wait for its
-whole device then waits for that message too: a kernel that is loaded when it is first launched, a synchronisation, an
-allocation. If the message needs an action that this host launches later, both wait without end.
+On a GPU a posted message is a kernel that runs until the other end has come. Some events make a host wait for its
+whole device, and so for that message: loading a kernel at its first launch, a synchronisation, an allocation. If the
+message needs an action that this host launches later, both wait without end.
 
-So the rule for hosts is: no message, collective or sum over replicas needs anything that one of its devices launches after its
-own post. Each end stands still until the computation before it has ended. The message thus needs exactly what its own ends
-need, and the rule compares, for every two ends, the post of one with the last action of that device that the other one needs.
+So the rule for hosts is: no message, collective or sum over replicas needs an action that one of its devices launches
+after its own post. A message needs exactly the same as its two posts. The rule therefore compares, for every two ends,
+the post of one with the last action of that device that the other one needs.
 
-The model of one queue for everything is strict: an action starts when the one before it on its device has ended, and what
-several devices do together, a message, a collective or a sum over replicas, starts when all of them have come to it. Transfers
-to the host take their time in the queue too. No hardware queue is stricter, so what ends here ends on any.
+In the model of single queues an action starts when the one before it on its device has ended. A message, a collective
+or a sum over replicas starts when all its devices have reached it. Copies to the host take time in the queue too. No
+hardware queue is stricter, so a program that ends in this model ends on any.
 """
 
 from __future__ import annotations
@@ -30,12 +30,9 @@ from megatron_pipemem.schedule.schedule import Program
 
 
 def last_needed(found: Dependencies) -> list[Sequence[int]]:
-    """Return, per node and device, the last node of the device that must run before the node's own device gets past the
-    node.
+    """Return, per node and device, the last node of that device that must run before the node can end; -1 for none.
 
-    The entry of the node's own device is of no use. -1 is no node.
-
-    All devices come to the ends of their lists.
+    The entry of the node's own device has no meaning. The graph must be free of deadlock.
     """
     graph, num_devices = found.graph, found.num_devices
     waits, lane_of = graph.waits, graph.lane_of
@@ -55,18 +52,19 @@ def last_needed(found: Dependencies) -> list[Sequence[int]]:
 
 
 def check_host_waits(program: Program, found: Dependencies, messages: Iterable[Message]) -> None:
-    """Prove that each host may wait for its device before any of its actions, while all other hosts go on. Messages match,
-    and all devices come to the ends of their lists.
+    """Prove that each host may wait for its device before any of its actions while all other hosts go on.
+
+    Messages must match, and the program must be free of deadlock.
     """
     for end, other, later in refused_waits(program, found, messages):
         raise _fault(found, end, other, later)
 
 
 def refused_waits(program: Program, found: Dependencies, messages: Iterable[Message]) -> Iterator[tuple[int, int, int]]:
-    """Yield the posts after which a host must not wait for its device.
+    """Yield the posts after which a host must not wait for its device, as triples of nodes.
 
-    Each comes with another post that completes together with it and the later action of its own device that this one needs,
-    all by their nodes. The host must not wait after its post and before the later action.
+    The second node is another post that completes together with the first. The third is the later action of the first
+    post's device that the second one needs. The host must not wait between the first and the third.
     """
     needed, lane_of = last_needed(found), found.graph.lane_of
     for end, other in _pairs(program, found, messages):
@@ -76,13 +74,13 @@ def refused_waits(program: Program, found: Dependencies, messages: Iterable[Mess
 
 
 def _pairs(program: Program, found: Dependencies, messages: Iterable[Message]) -> Iterator[tuple[int, int]]:
-    """Yield every post, by its node, with every other post that completes together with it."""
+    """Yield every post with every other post that completes together with it, as nodes."""
     nodes = {action: node for node, action in enumerate(found.actions)}
     for message in messages:
         yield from permutations((nodes[message.send], nodes[message.receive]), 2)
     for collectives in found.lanes[found.num_devices :]:
         for collective in collectives:
-            # The node of a collective needs the latest of what its posts need.
+            # The node of a collective needs everything that its posts need.
             yield from ((post, collective) for post, _ in found.graph.waits[collective])
     sums: dict[int, dict[int, int]] = {}
     placement = program.placement
@@ -102,7 +100,7 @@ def _fault(found: Dependencies, end: int, other: int, later: int) -> ScheduleErr
     if action.kind in RECEIVES:
         mend = f"post it after {after}"
     else:
-        mend = f"post {partner} before what needs {after}, or {action} after {after}"
+        mend = f"post {partner} before the actions that need {after}, or {action} after {after}"
     return ScheduleError(
         "host-wait",
         f"is complete only after {after} at position {later - first} of its own device; a host that waits for its whole device "
@@ -113,7 +111,7 @@ def _fault(found: Dependencies, end: int, other: int, later: int) -> ScheduleErr
 
 @dataclass(frozen=True)
 class QueueRun:
-    """Say how a program ran."""
+    """The run of a program in single queues."""
 
     program: Program
     spans: tuple[tuple[tuple[float, float], ...], ...]
@@ -138,8 +136,8 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
     prices = ActionPrices(program.schedule, costs or Costs())
     lanes, actions = numbered(program.actions), [action for order in program.actions for action in order]
     meetings = _meetings(program, prices)
-    # Behind the actions stand the meetings, each in a lane of its own. Those who take part wait for it, and it waits until all
-    # of them have done what is before it in their queues.
+    # Meetings follow the actions, each in a lane of its own. A meeting waits until all its devices have done the actions
+    # before it in their queues, and the devices wait for the meeting.
     waits: list[Waits] = [()] * len(actions)
     seconds = [prices.of(*action) for action in actions]
     meeting_of: dict[int, int] = {}
@@ -154,7 +152,7 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
     if len(nodes) < len(waits):
 
         def awaited(device: int) -> tuple[int, int]:
-            """Whom a device waits for, and what that one has not come to."""
+            """Return the device that a device waits for, and the position of the missing post there."""
             posts, _ = meetings[meeting_of[lanes[device][reached[device]]] - len(actions)]
             places = ((owner := graph.lane_of[post], post - lanes[owner].start) for post in posts)
             return next((owner, position) for owner, position in places if position != reached[owner])
@@ -170,7 +168,7 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
 
 
 def _meetings(program: Program, prices: ActionPrices) -> list[tuple[list[int], float]]:
-    """Whatever several devices do together: the nodes of the actions that take part, and how long it takes."""
+    """Return the messages, collectives and sums: the nodes of the actions that take part, and the seconds."""
     router, placement = Router(program.placement), program.placement
     nodes = {action: node for node, action in enumerate(action for order in program.actions for action in order)}
     together: dict[tuple[Kind, int] | Action, tuple[list[int], float]] = {}
@@ -183,7 +181,7 @@ def _meetings(program: Program, prices: ActionPrices) -> list[tuple[list[int], f
             key = (action.kind, action.microbatch)
             together.setdefault(key, ([], prices.of(*action)))[0].append(node)
         elif action.kind is Kind.REDUCE_REPLICAS:
-            # Of a device that holds several replicas of a stage, the last post is the one that counts.
+            # A device with several replicas of a stage takes part with its last post.
             stage = action.stage % placement.model_stages
             sums.setdefault(stage, {})[placement.devices[action.stage]] = node
     for stage, last in sums.items():
@@ -192,9 +190,10 @@ def _meetings(program: Program, prices: ActionPrices) -> list[tuple[list[int], f
 
 
 def check_queues(program: Program, found: Dependencies) -> None:
-    """Prove that messages and collectives do not hang, however strictly a device serves its queue of whatever it posts: a
-    message moves when it is at the head of both ends' queues, a collective when it is at the head of all, and nothing
-    behind a head moves. A post waits for the data it brings.
+    """Prove that messages and collectives end even if every device serves all its posts strictly in order.
+
+    A message moves when it is at the head of both ends' queues, and a collective when it is at the head of all
+    queues. A post waits for its data.
     """
     router, nodes = Router(program.placement), {action: node for node, action in enumerate(found.actions)}
     *devices, channel = found.lanes
@@ -207,7 +206,7 @@ def check_queues(program: Program, found: Dependencies) -> None:
     for nodes_of_device in devices:
         before = None
         for node in nodes_of_device:
-            # Who waits for a message to be sent waits until it has moved.
+            # An action that needs a send waits until the message has moved.
             waits[node] = [(moves.get(needed, needed), 0) for needed, _ in waits[node]]
             if (move := moves.get(node)) is not None:
                 waits[move] += [] if before is None else [(before, 0)]
@@ -219,7 +218,7 @@ def check_queues(program: Program, found: Dependencies) -> None:
             if node not in done or moves.get(node, node) not in done:
                 raise ScheduleError(
                     "queue-order",
-                    "never gets through where a device serves its messages and collectives strictly in posting order; post "
-                    "them in one order on all devices that take part, as lower() does",
+                    "can never end if its device serves messages and collectives strictly in posting order; post them in one "
+                    "order on all devices that take part, as lower() does",
                     at=(device, position, found.actions[node]),
                 )

@@ -30,8 +30,8 @@ ACTION = re.compile(rf"\d+(?:{'|'.join(Kind)})\d*")
 # What is wrong with an action on its own account, where no other action is unmet.
 IDLE = re.compile(
     r"needs (stage|microbatch|slice) (-?\d+|None),|uses weight version \d+"
-    r"|no action here|is missing;|stands already at position \d+ of device \d+;"
-    r"|has no weight gradients|is not a compute action|uses what it prepares"
+    r"|no action here|is missing;|already stands at position \d+ of device \d+;"
+    r"|has no weight gradients|is not a compute action|uses its result"
 )
 MEND = re.compile(r"\b(add|remove|move|renumber|keep|make|lower|receive)\b")
 
@@ -304,13 +304,13 @@ def test_every_single_edit_of_a_program(name):
         (
             "0F0 0F1 0B0 0I1 0B1\n1F0 1F1 1B0 1B1",
             "device 0, position 3, action 0I1",
-            "does what 0B1 at position 4 does",
+            "repeats work of 0B1 at position 4",
         ),
         ("0F0 0F1 0B0 0W1\n1F0 1F1 1B0 1B1", "device 0, position 3, action 0W1", "needs 0I1 (or 0B1), which no device"),
         (
             "0F0 0F1 0F0 0B0 0B1\n1F0 1B0 1F1 1B1",
             "device 0, position 2, action 0F0",
-            "already at position 0 of device 0",
+            "already stands at position 0 of device 0",
         ),
         ("0F0 0F1 1B0 0B0 0B1\n1F0 1F1 1B1", "device 0, position 2, action 1B0", "device 1 holds; move it there"),
         ("0F0 0F1 0B0 0B1\n1F0 2F1 1B0 1B1", "device 1, position 1, action 2F1", "the placement holds stages 0 to 1"),
@@ -442,7 +442,7 @@ def test_program_as_written():
     [
         ("0F1 0SEND_F1", "0F1", "device 0, position 2, action 0F1", "without 0SEND_F1; add 0SEND_F1 after it"),
         ("0RECV_I0 ", "", "device 0, position 4, action 0B0", "without 0RECV_I0; add 0RECV_I0 before it"),
-        ("0SEND_F0", "0SEND_F0 0SEND_F0", "device 0, position 2, action 0SEND_F0", "stands already at position 1"),
+        ("0SEND_F0", "0SEND_F0 0SEND_F0", "device 0, position 2, action 0SEND_F0", "already stands at position 1"),
         ("0F0 0SEND_F0", "0SEND_F0 0F0", "device 0, position 0, action 0SEND_F0", "must come after 0F0 at position 1"),
         ("0RECV_I0 0B0", "0B0 0RECV_I0", "device 0, position 5, action 0RECV_I0", "must come before 0B0 at position 4"),
         (

@@ -350,7 +350,7 @@ SLICED = ("schedule.name=seq1f1b", "schedule.options={slices: 4}")
             ],
             "under any schedule but stock",
         ),
-        (["schedule.name=zb-auto", "schedule.options={costs: 1}"], "costs is no option"),
+        (["schedule.name=zb-auto", "schedule.options={costs: 1}"], "costs is not an option"),
         (
             ["schedule.offload=full", "megatron.pipemem-recompute=full", "schedule.vocab_parallel=1"],
             "not planned together",
