@@ -1,1 +1,1 @@
-"""From a request to a schedule: for runs, the command line and the planner."""
+"""The choice of a schedule for a request: for runs, the command line and the planner."""

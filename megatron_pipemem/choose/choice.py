@@ -1,7 +1,7 @@
-"""Choose the schedule for a request: the one way from what a user asks to what runs.
+"""The choice of the schedule for a request, the only way from a request to a schedule.
 
-A run asks here on its rank 0, again whenever it has measured more; the command line and the planner ask the same way. What
-searches for orders is imported when a request wants it.
+Rank 0 of a run asks here, again whenever the run has measured more. The command line and the planner ask the same
+way. The search is imported when a request needs it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS
 
 
 def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
-    """Return the schedule for a request: proved, and within its memory cap as far as bytes are known.
+    """Return the schedule for a request: proved, and within its memory cap if bytes are known.
 
-    Where ``knowledge`` lacks bytes that a run will count, the schedule is the one for counting them: one microbatch after
-    another, which holds least.
+    If ``knowledge`` lacks bytes that a run will count, the result is a schedule for counting them. It runs one
+    microbatch after another, which holds least.
 
     Raises:
-        UnsupportedError: there is no such schedule, or none keeps the cap; the message names the least that would do.
-        ScheduleError: a family has built what must not run.
+        UnsupportedError: there is no such schedule, or none keeps the cap. The message has the smallest possible cap.
+        ScheduleError: a family has built an invalid schedule.
         CostsError: the costs do not fit the schedule's placement.
     """
     check_conflicts(request)
     if max(request.slice_counts) > 1 and request.in_bytes and (knowledge.measures or knowledge.changes is not None):
         raise UnsupportedError(
             "unit-mismatch",
-            "a run counts the bytes of whole microbatches, not of slices; give the memory cap in activation units, or drop the "
-            "option slices",
+            "a run counts the bytes of whole microbatches, not of slices; give the memory cap in activation units, or leave "
+            "the option slices out",
         )
     if shape.forward_only:
         chosen = _forwards(request, shape, knowledge)
@@ -54,12 +54,9 @@ def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 def vocabulary_ways(
     request: Request, chosen: Callable[[Request], Choice], refused: Callable[[int, PipememError], None]
 ) -> dict[int, Choice]:
-    """Return the choices without vocabulary passes (0) and with those of 1 or 2 barriers, by their number.
+    """Return the choices without vocabulary passes (0) and with those of 1 or 2 barriers, by number of barriers.
 
-    ``refused`` is told of a number of barriers that cannot be, and why.
-
-    Raises:
-        PipememError: there is no schedule without passes.
+    ``refused`` is called with each impossible number and its error. Without passes there must be a schedule.
     """
     ways = {0: chosen(request.decided(0))}
     for barriers in BARRIERS:
@@ -71,7 +68,7 @@ def vocabulary_ways(
 
 
 def with_barriers(schedule: Schedule, barriers: int, costs: Costs) -> Schedule:
-    """Return the schedule with the passes of a vocabulary that is cut with so many barriers; 0 for a whole one."""
+    """Return the schedule with the passes of a vocabulary cut with so many barriers; 0 for an uncut one."""
     if not barriers:
         return schedule
     from megatron_pipemem.features.vocabulary import orders
@@ -80,7 +77,7 @@ def with_barriers(schedule: Schedule, barriers: int, costs: Costs) -> Schedule:
 
 
 def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
-    from megatron_pipemem.choose import searching  # loads the search, and the planning of copies
+    from megatron_pipemem.choose import searching  # only here, because it loads the search and offload planning
 
     if knowledge.lacks_bytes(request):
         return searching.counting(request, shape.num_microbatches, knowledge)
@@ -98,7 +95,7 @@ def _built(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
         check_microbatches_of_file(request.file, shape.num_microbatches)
     alone = request.file or _of_family(request, shape, knowledge)
     schedule = with_barriers(alone, request.barriers, knowledge.costs)
-    if schedule is not request.file:  # which was proved when it was read
+    if schedule is not request.file:  # files are proved when they are read
         counted = knowledge.counted_costs(schedule.placement, request.in_bytes)
         cap = None if request.memory_cap is None else request.memory_cap.amount
         validate(schedule, counted, cap, microbatch_order=request.file is None)
@@ -106,11 +103,11 @@ def _built(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 
 
 def _of_family(request: Request, shape: Shape, knowledge: Knowledge) -> Schedule:
-    """Build a family's schedule for a model with as many chunks per rank as ``shape`` says."""
+    """Build a family's schedule for a model with the chunks per rank of ``shape``."""
     options, accepted = dict(request.options), family(request.schedule).options
-    # Megatron's default, and ours, which copes better with an odd last group.
+    # Replace the default of Megatron by our default, which copes better with an odd last group.
     group_size = None if shape.group_size == shape.num_devices else shape.group_size
-    # Only where the user left them to us: Megatron's own flags then say how the model is cut.
+    # Options of the user have priority. Without them Megatron's flags give the cut of the model.
     for option, value in (("chunks", shape.chunks), ("group_size", group_size)):
         if option in accepted and value is not None:
             options.setdefault(option, value)
@@ -125,10 +122,10 @@ def _of_family(request: Request, shape: Shape, knowledge: Knowledge) -> Schedule
 
 
 def _forwards(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
-    """Return the forwards of an evaluation step, in the family's order if it builds steps of so many microbatches."""
+    """Return the forwards of an evaluation step, in the family's order if it builds steps of this size."""
     bare, schedule = request.without_offload(), None
     if bare.family is not None:
-        # It may be for training alone, with as many microbatches as these; evaluation has other numbers.
+        # The family may require numbers of microbatches that hold for training only.
         with suppress(UnsupportedError):
             schedule = _of_family(bare, shape, knowledge).forward_only()
     if schedule is None:
@@ -139,7 +136,7 @@ def _forwards(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 
 
 def forward_schedule(placement: Placement, num_microbatches: int, name: str = "forward only") -> Schedule:
-    """Return forwards alone: with equal passes, a device runs the deepest stage whose input has come.
+    """Return forwards alone: with equal passes, a device runs the deepest stage whose input has arrived.
 
     Replicas of the model take the microbatches in turn.
     """

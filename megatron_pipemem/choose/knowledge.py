@@ -1,4 +1,4 @@
-"""Hold what a schedule is chosen by (prices from the start, and what a run has measured since), and what was chosen."""
+"""The inputs and the output of a choice: prices, measurements of a run, and the chosen schedule."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:  # loaded when something is searched for
     from megatron_pipemem.search.result import ResultCache
 
 UNIT, FILE, MEASURED = "unit", "file", "measured"
-"""Where costs are from: nowhere, a file of the user's, the run itself."""
+"""Origins of costs: unit costs, a file of the user, or measurements of the run."""
 
 ASSUMED_RATIO = 1.0
-"""Of the round trip of a layer's activations to its F, I and W, until both are measured."""
+"""Round trip of a layer's activations over its F, I and W, until both are measured."""
 
 MemoryDeltas = Mapping[Kind, tuple[float, ...]]
-"""By how many bytes every kind of action, messages included, changes what its device holds, one value per stage and slice,
+"""Bytes by which every kind of action, messages included, changes its device's memory, one value per stage and slice,
 stage by stage."""
 
 
@@ -41,34 +41,33 @@ class Shape(NamedTuple):
 
     num_devices: int
     chunks: int | None
-    """Model chunks per rank; ``None`` before a model is there."""
+    """Model chunks per rank; ``None`` before a model exists."""
     num_microbatches: int
     group_size: int | None = None
-    """Microbatches per group of the interleaved schedule, as Megatron's flags say."""
+    """Microbatches per group of the interleaved schedule, from Megatron's flags."""
     forward_only: bool = False
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule, and what was expected of it when it was chosen."""
+    """A schedule, and the expectations with which it was chosen."""
 
     schedule: Schedule
     costs: Costs
-    """What it was chosen for, in seconds unless they are unit costs. Where it was searched for, their memory is what the cap is
-    about: none for activation units."""
+    """Costs of the choice, in seconds unless they are unit costs. After a search, their memory is in the unit of the
+    cap, ``None`` for activation units."""
     priced_by: str = UNIT
     why: str = ""
     bound: float | None = None
-    """No schedule of this placement within the cap is faster; ``None`` without a search."""
+    """Seconds that no schedule with this placement within the cap can beat; ``None`` without a search."""
     search_seconds: float | None = None
     notes: str = ""
     search: SearchResult | None = None
-    """The best of all placements, where orders were searched for."""
+    """The best schedules of all placements, after a search."""
     offload: OffloadPlan | None = None
-    """What leaves the device or is computed again, and why not more, where that was planned."""
+    """The plan of offload and recomputation, with the reasons against more, if there is one."""
     arrival_makespan: float | None = None
-    """Of the microbatches of one step in arrival order, by the schedule that all steps begin with, where the step has a plan of
-    its own."""
+    """Makespan of the step's microbatches in arrival order with the common schedule, if the step has its own plan."""
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -76,46 +75,45 @@ class Choice:
 
     @property
     def alone(self) -> Choice:
-        """Return the choice without what else was found: what ranks tell each other."""
+        """Return the choice without other results, for the messages between ranks."""
         return replace(self, search=None, offload=None)
 
 
 @dataclass(frozen=True)
 class Knowledge:
-    """Hold what a schedule is chosen for."""
+    """The facts that a schedule is chosen for."""
 
     costs: Costs = Costs()
-    """Seconds; with bytes and a channel to the host where these are known beforehand."""
+    """Seconds; with bytes and a channel to the host if these are known in advance."""
     priced_by: str = UNIT
     """``unit``, ``file`` or ``measured``."""
     measures: bool = False
-    """Whether a run will measure what is not known, bytes first and seconds then."""
+    """Whether a run will measure unknown values, first bytes and then seconds."""
     changes: MemoryDeltas | None = None
     """Bytes that a run has counted; ``None`` before."""
     selective: tuple[float, ...] | None = None
-    """Per stage and slice, bytes of a forward in a step in which every stage was recomputed selectively."""
+    """Per stage and slice, bytes of a forward in a step that recomputed every stage selectively."""
     placement: Placement | None = None
-    """Where the model's stages are; ``None`` before it has been built."""
+    """The placement of the model; ``None`` before it is built."""
     ratio: float | None = None
-    """Seconds of a round trip of a layer's activations to the host over those of its F, I and W, if given."""
+    """Round trip of a layer's activations to the host over its F, I and W, if given."""
     links: tuple[HostLink, ...] | None = None
-    """Per device, the way to its host as it was measured."""
+    """Per device, the measured link to its host."""
     switches: tuple[tuple[int, ...], ...] = ()
     """Groups of devices that share a channel to the host."""
     host_budget: float | None = None
     """The most host memory of a device, in the unit of the costs' memory."""
     queues: tuple[bool, ...] = (False,)
-    """The orders that steps run by, each as whether it is for ranks that serve everything in one hardware queue."""
+    """The kinds of programs that steps run, each as whether it is for single hardware queues."""
     with_passes: tuple[Schedule, ...] | None = None
-    """Schedules with as many vocabulary passes as are asked for, which a search compares with what it finds; ``None`` for those
-    of all families."""
+    """Schedules with the asked vocabulary passes, to compare with the search's results; ``None`` for those of all families."""
     cache: ResultCache | None = None
-    """Where finished searches are kept and looked up; ``None`` searches afresh."""
+    """The cache of finished searches; ``None`` always searches."""
 
     def with_measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> Knowledge:
-        """Return what is known after more steps of a run; ``None`` for what was not timed or counted.
+        """Return the knowledge after more steps of a run; ``None`` for values that were not measured.
 
-        Bytes of a second time are of a step in which every stage was recomputed selectively.
+        Bytes that come a second time are from a step that recomputed every stage selectively.
         """
         known = self
         if costs is not None:
@@ -129,11 +127,11 @@ class Knowledge:
         return replace(known, selective=changes[Kind.F])
 
     def lacks_seconds(self, request: Request) -> bool:
-        """Return whether the channel is to be measured, which says little without the seconds of everything else."""
+        """Return whether the channel is still to be measured, which is of little use without all other seconds."""
         return self.measures and request.offload != OFF and self.ratio is None and self.costs.channel is None
 
     def lacks_bytes(self, request: Request) -> bool:
-        """Return whether nothing can be chosen before a step has shown what actions take and give back."""
+        """Return whether a step must count bytes before anything can be chosen."""
         if not self.measures or self.costs.memory is not None:
             return False
         if not request.plans_offload:
@@ -145,21 +143,22 @@ class Knowledge:
         )
 
     def counted_costs(self, placement: Placement, in_bytes: bool) -> Costs:
-        """Return the costs with the memory that a cap in bytes, or else in activation units, is about. Messages are counted
-        with the actions that need or make them.
+        """Return the costs with memory in the unit of the cap: bytes or activation units.
+
+        Messages are counted with the actions that need or make them.
         """
         if not in_bytes:
             return replace(self.costs, memory=None)
         if self.changes is None:
             return self.costs
         memory = self._memory(self.changes, placement, _with_messages(self.changes))
-        # Of the vocabulary's passes and collectives every device has its own.
+        # Vocabulary actions have one value per device.
         devices = placement.num_devices * _slices(self.changes, placement)
         memory |= {kind: self.changes[kind][:devices] for kind in VOCABULARY & set(self.changes)}
         return replace(self.costs, memory=memory)
 
     def offload_costs(self, request: Request, placement: Placement) -> Costs:
-        """Return the costs with the channel to the host, and with bytes where they are known."""
+        """Return the costs with the channel to the host, and with bytes if they are known."""
         costs = self.counted_costs(placement, request.memory_cap is None or request.in_bytes)
         if request.offload == OFF:
             return costs
@@ -167,8 +166,9 @@ class Knowledge:
         return replace(costs, channel=channel if channel.switches else replace(channel, switches=self.switches))
 
     def held(self, schedule: Schedule, costs: Costs) -> Sequence[float]:
-        """Return the most that every device holds, between messages too where their bytes are known. Where nothing was counted,
-        the memory of ``costs`` says what is held.
+        """Return the peak memory of every device, also between messages if their bytes are known.
+
+        Without counted bytes the memory of ``costs`` is used.
         """
         if self.changes is None or costs.memory is None:
             return peaks(schedule, costs)
@@ -188,7 +188,7 @@ class Knowledge:
         ]
 
     def excess(self, request: Request, schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-        """Return by how much every device of a schedule exceeds the cap, in the unit of the costs' memory; see ``held``."""
+        """Return the excess of every device over the cap, in the unit of the costs' memory."""
         caps = request.caps(schedule.num_devices)
         if caps is None:
             return (0.0,) * schedule.num_devices
@@ -201,12 +201,12 @@ class Knowledge:
         return max(self._messages(1))
 
     def _messages(self, slices: int) -> list[float]:
-        """Return the bytes of the largest messages that were counted, one of every slice."""
+        """Return the bytes of the largest counted messages, one per slice."""
         received = (self.changes or {}).get(Kind.RECV_F, (0,) * slices)
         return [max(received[at::slices]) for at in range(slices)]
 
     def _channel(self, placement: Placement) -> Channel:
-        """Return the channel as if no device shared it, unless the costs say so."""
+        """Return the channel without sharing, unless the costs have one."""
         if self.costs.channel is not None:
             return self.costs.channel
         if self.ratio is not None:
@@ -224,8 +224,9 @@ class Knowledge:
     def _memory(
         self, counted: MemoryDeltas, placement: Placement, with_their_messages: MemoryDeltas
     ) -> dict[Kind, tuple[float, ...]]:
-        """Return the bytes of every action, by what was counted. A recomputed forward keeps nothing but its output, until
-        that is sent or used here.
+        """Return the bytes of every action from the counted ones.
+
+        A recomputed forward keeps only its output, until that is sent or used on the device.
         """
         changes = {**counted, **with_their_messages}
         handed_on: list[float] = []
@@ -245,7 +246,7 @@ class Knowledge:
 
 
 def _slices(changes: MemoryDeltas, placement: Placement) -> int:
-    """Return how many sequence slices of a microbatch have been counted."""
+    """Return the number of slices of a microbatch that were counted."""
     return len(changes[Kind.F]) // placement.num_stages
 
 
@@ -258,7 +259,7 @@ _WITH_MESSAGES = {
 
 
 def _with_messages(changes: MemoryDeltas) -> dict[Kind, tuple[float, ...]]:
-    """Return what compute actions change, their messages included, for searches that know no messages."""
+    """Return the changes by compute actions with their messages, for searches, which have no messages."""
     empty = (0.0,) * len(changes[Kind.F])
     return {
         kind: tuple(map(sum, zip(*(changes.get(part, empty) for part in parts), strict=True)))

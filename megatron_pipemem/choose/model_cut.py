@@ -1,4 +1,4 @@
-"""Check whether a schedule runs a model that is cut as the user has it cut: into how many model chunks per pipeline rank."""
+"""Checks that a schedule runs a model with the user's number of model chunks per pipeline rank."""
 
 from __future__ import annotations
 
@@ -14,27 +14,23 @@ from megatron_pipemem.schedule.registry import family
 
 @dataclass(frozen=True)
 class Cut:
-    """Say how a model is cut, and what says so."""
+    """The cut of a model, and the setting that gives it."""
 
     chunks: float
-    """Model chunks per pipeline rank; no whole number where the ranks cannot share the model's pieces evenly."""
+    """Model chunks per pipeline rank; not whole if the ranks cannot share the model's pieces evenly."""
     words: str
-    """For messages: ``--num-virtual-stages-per-pipeline-rank 4``."""
+    """The setting for messages, for example ``--num-virtual-stages-per-pipeline-rank 4``."""
     remedy: Callable[[int], str]
-    """``remedy(chunks)`` tells the user how to get another number of chunks."""
+    """``remedy(chunks)`` returns the advice for another number of chunks."""
 
 
 def known_chunks(placement: Placement) -> int:
-    """Return the model chunks per rank that Megatron knows of: those of one replica of the model."""
+    """Return the model chunks per rank that Megatron sees: those of one replica of the model."""
     return placement.num_chunks // placement.replicas
 
 
 def check_cut(cut: Cut, schedule: str, placement: Placement) -> None:
-    """Check that the model has as many chunks as the schedule's placement.
-
-    Raises:
-        UnsupportedError: it has another number.
-    """
+    """Raise an UnsupportedError if the model does not have as many chunks as the schedule's placement."""
     needed = known_chunks(placement)
     if needed != cut.chunks:
         raise UnsupportedError(
@@ -47,16 +43,14 @@ def check_cut(cut: Cut, schedule: str, placement: Placement) -> None:
 def placements_of(
     schedule: str, options: Mapping[str, Any], num_devices: int, cut: Cut | None = None
 ) -> tuple[Placement, ...]:
-    """Return the placements that a family may have on a model, or those among which ``auto`` chooses; without a cut, the
-    schedule decides.
+    """Return the possible placements of a schedule on a model, or those among which ``auto`` chooses.
 
-    Raises:
-        UnsupportedError: the schedule runs no model that is cut so, or cannot be built at all.
+    Without a cut the schedule decides. Raise an UnsupportedError if it does not run a model with this cut.
     """
     asked = dict(options)
     is_open = schedule == AUTO or ("chunks" in family(schedule).options and "waves" not in asked)
     if cut is not None and is_open and asked.get("chunks") is None:
-        # Only where the options leave it open do the flags that cut the model decide.
+        # The flags that cut the model decide only if the options do not.
         usual = _placements(schedule, asked, num_devices)[0]
         if cut.chunks != int(cut.chunks):
             check_cut(cut, schedule, usual)

@@ -1,4 +1,4 @@
-"""Compare all schedules of a pipeline by memory and bubble, and mark those that anybody would choose."""
+"""The comparison of all schedules of a pipeline by memory and bubble, with a mark on those that others dominate."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class ParetoPoint:
-    """A schedule by its memory, in activation units or in the unit of the costs, and by its seconds."""
+    """A schedule with its memory, in activation units or in the unit of the costs, and its seconds."""
 
     schedule: Schedule
     peak: float
     makespan: float
     bubble_rate: float
     cap: float | None
-    """Of the search; ``None`` for a family's schedule."""
+    """Cap of the search; ``None`` for a family's schedule."""
     dominated: bool
-    """Whether another one is no worse in both memory and time and better in one."""
+    """Whether another point is no worse in memory and time, and better in one of them."""
 
     def __repr__(self) -> str:
         cap = "" if self.cap is None else f" under {self.cap:.4g}"
@@ -48,7 +48,7 @@ class ParetoPoint:
 
 @dataclass(frozen=True)
 class Trade:
-    """A little memory for much time: a schedule, and the next one worth its memory."""
+    """A little memory for much time: a schedule, and the next one that is worth its memory."""
 
     less: ParetoPoint
     more: ParetoPoint
@@ -66,8 +66,10 @@ class Trade:
 
 
 def useful_caps(num_devices: int, most: int = 13) -> list[float]:
-    """Return at most so many memory caps, evenly spread, in activation units: between the least that two chunks per device
-    need and 1F1B's. A V has ``2p`` stages, and a cap between two multiples of ``1 / 2p`` is no better than the lower.
+    """Return at most so many memory caps, evenly spread, in activation units.
+
+    They lie between the least that two chunks per device need and 1F1B's peak. A V has ``2p`` stages, so a cap
+    between two multiples of ``1 / 2p`` is no better than the lower one.
     """
     counts = range(max(2, num_devices // 2), 2 * num_devices + 1)
     picked = {counts[round(i * (len(counts) - 1) / (most - 1))] for i in range(most)} if len(counts) > most else counts
@@ -85,12 +87,11 @@ def choices(
     priced: Callable[[Schedule], Costs] | None = None,
     max_chunks: int = MAX_CHUNKS,
 ) -> list[ParetoPoint]:
-    """Return every synchronous family that runs in one pipeline, with any number of chunks, and the search under every cap, by
-    peak.
+    """Return all synchronous one-pipeline families with any number of chunks, and the search under every cap, by peak.
 
-    Orders are fitted to ``costs``. ``priced`` gives what the actions of a found schedule take and hold, where that is more (a
-    head). Caps that no schedule fits are left out. ``barriers`` gives schedules with that many barriers of vocabulary
-    parallelism each, 0 those without. ``seconds`` are for each search.
+    Orders are fitted to ``costs``. ``priced`` returns the costs of a found schedule if they are higher (a head). Caps
+    that no schedule fits are left out. ``barriers`` lists numbers of vocabulary barriers, 0 for none. ``seconds`` are
+    per search.
     """
     costs = costs or Costs()
     costs.require_alike("the table of all schedules")
@@ -108,8 +109,8 @@ def choices(
         for number, cap in enumerate(caps):
             at_most = (len(caps) - number) * seconds
             request = Request.for_search(MemoryCap(cap, costs.memory is not None), options, count)
-            what = f"memory cap {cap:.4g}, search {number + 1} of {len(caps)}, at most {at_most:.0f} s for all"
-            with suppress(PipememError), doing(what):
+            progress = f"memory cap {cap:.4g}, search {number + 1} of {len(caps)}, at most {at_most:.0f} s for all"
+            with suppress(PipememError), doing(progress):
                 found.append((choose(request, shape, knowledge).schedule, cap))
     timelines = [simulate(schedule, priced(schedule) if priced else costs) for schedule, _ in found]
     rows = [(t.peak, t.makespan) for t in timelines]
@@ -123,7 +124,7 @@ def choices(
 
 
 def _dominated(index: int, rows: Sequence[tuple[float, float]]) -> bool:
-    """Return whether a point is dominated. Of equals, the first is no worse than the others."""
+    """Return whether a point is dominated. Of equal points, all but the first are."""
     peak, makespan = rows[index]
     for other, (other_peak, other_makespan) in enumerate(rows):
         no_worse = other_peak <= peak * (1 + _TOLERANCE) and other_makespan <= makespan * (1 + _TOLERANCE)
@@ -134,8 +135,9 @@ def _dominated(index: int, rows: Sequence[tuple[float, float]]) -> bool:
 
 
 def trades(front: Sequence[ParetoPoint], least: float = 0.03) -> list[Trade]:
-    """Return steps along the front (not dominated, by peak) that save at least ``least`` of the makespan for at most a quarter
-    of the largest peak more.
+    """Return steps along the front that save at least ``least`` of the makespan for at most a quarter of the largest peak.
+
+    The front has the points that are not dominated, by peak.
     """
     largest = max((choice.peak for choice in front), default=0.0)
     return [
@@ -152,11 +154,12 @@ def bound_line(
     priced: Callable[[Schedule], Costs] | None = None,
     levels: int = 64,
 ) -> list[tuple[float, float]]:
-    """Return ``(memory, bubble rate)``, ascending, that no order beats in a placement of ``found`` with as many barriers.
+    """Return ``(memory, bubble rate)``, ascending: lower bounds for all orders with a placement of ``found`` and as many
+    barriers.
 
-    What holds no more than that memory takes at least so much of its makespan beyond the work of the busiest device; of the
-    least busy such one, where placements share the work in different ways. Memory has so many levels, evenly spread, besides
-    the peaks of ``found``.
+    The bubble rate compares the least time within that memory with the work of the busiest device. Placements may
+    share the work in different ways; then the smallest such work counts. Memory has evenly spread levels and the
+    peaks of ``found``.
     """
     costs = costs or Costs()
     peaks = {choice.peak for choice in found}
@@ -180,9 +183,7 @@ def _work(choice: ParetoPoint) -> float:
 
 
 def _least_seconds(choice: ParetoPoint, costs: Costs, cap: float) -> float:
-    """Return the seconds that any order of a choice's placement takes at least under a cap; infinitely many where none
-    keeps it.
-    """
+    """Return the least seconds of any order with a point's placement under a cap; infinity if none keeps it."""
     schedule = choice.schedule
     if not _is_plain(schedule):
         return _work(choice)
@@ -193,5 +194,5 @@ def _least_seconds(choice: ParetoPoint, costs: Costs, cap: float) -> float:
 
 
 def _is_plain(schedule: Schedule) -> bool:
-    """Return whether ``lower_bound`` knows all that the order may do."""
+    """Return whether ``lower_bound`` covers everything in the order."""
     return schedule.slices == 1 and schedule.placement.replicas == 1 and not (schedule.recomputed or schedule.offloads)

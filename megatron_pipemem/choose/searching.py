@@ -1,7 +1,7 @@
-"""Search for the schedule of a request: the fastest order within a memory cap, with what leaves the device or runs again.
+"""Searches for the schedule of a request: the fastest order within a memory cap, with offload and recomputation.
 
-Every search ends in the one loop that tightens a cap (`tightened`). Steps of one microbatch after another are for counting
-bytes, and the last resort for a cap.
+Every search ends in one loop that tightens a cap (``tightened``). Steps of one microbatch after another serve to
+count bytes, and as the last resort for a cap.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ COUNTING = "one microbatch at a time, to count bytes"
 UNIFORM = "uniform repeating"
 
 _HIGHER = (1.0, 2.0, 4.0)
-"""Times the cap, what orders may hold that are searched for: what exceeds the cap is to leave the device."""
+"""Factors of the cap under which orders are searched. The excess over the cap is then offloaded."""
 _ATTEMPTS = 4
 
 
 def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
-    """Return the fastest schedule of any order that keeps the cap, its vocabulary passes and messages included.
+    """Return the fastest schedule of any order that keeps the cap, vocabulary passes and messages included.
 
-    Both come on top of what a search counts, so what it finds may exceed the cap with them. Every family with its passes is
-    considered first, whatever the time.
+    The search does not count these two, so its result may exceed the cap with them. All families with their passes
+    are considered first, without a time limit.
     """
     devices, microbatches, options = shape.num_devices, shape.num_microbatches, request.options
     placements = searched(request, shape, knowledge)
@@ -65,7 +65,7 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     results: list[SearchResult] = []
 
     def consider(found: Candidate) -> Sequence[float]:
-        """Keep it, if nothing is faster within the cap; by how much it exceeds that."""
+        """Keep a candidate within the cap if none is faster. Return its excess over the cap."""
         schedule = with_barriers(found.schedule, request.barriers, costs)
         if not request.searches_period and (request.barriers or tries > 1):
             found = _candidate(schedule, costs, caps if not request.barriers else None, found.found_by)
@@ -88,7 +88,7 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
         for schedule in known:
             if schedule.placement in placements:
                 consider(_candidate(schedule, costs, None, schedule.name))
-    why = "what was found exceeds it"
+    why = "the found schedules exceed it"
     try:
         tightened(caps, find, tries)
     except UnsupportedError as error:
@@ -112,7 +112,7 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 
 
 def with_planned_offload(base: Schedule, request: Request, knowledge: Knowledge) -> Choice:
-    """Return a schedule within the cap by what of it is recomputed, and by round trips of its activations."""
+    """Return a schedule that keeps the cap by recomputation and by round trips of its activations."""
     costs = knowledge.offload_costs(request, base.placement)
     plans = Plans(request, knowledge, costs)
     plans.add(base.name, base)
@@ -124,9 +124,9 @@ def with_planned_offload(base: Schedule, request: Request, knowledge: Knowledge)
 def with_chosen_offload(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     """Return the fastest plan of any order that keeps the cap.
 
-    Orders are those of all families and uniform repeating. All that could win are planned for, whatever the time, unless fewer
-    seconds than the default are given: then the fastest of them are, as long as there is time. Then, as long as there is time,
-    families over a V with fewer W waiting, and those of searches under higher caps.
+    Orders of all families and of uniform repeating come first. All that could win are planned, without a time limit
+    unless fewer seconds than the default are given. Then, while there is time, come families over a V with fewer
+    waiting W, and orders of searches under higher caps.
     """
     started, p, m = time.perf_counter(), shape.num_devices, shape.num_microbatches
     placements = searched(request, shape, knowledge)
@@ -145,7 +145,7 @@ def with_chosen_offload(request: Request, shape: Shape, knowledge: Knowledge) ->
             return Choice(one_by_one, costs, search_seconds=seconds, notes=ONE_BY_ONE)
     best, found_by = plans.fastest()
     validate(best.schedule, costs, host_budget=knowledge.host_budget)
-    # What is away takes no memory, so bounds are those without a cap.
+    # Offloaded activations take no memory, so the bounds are those without a cap.
     fastest = {}
     for plan, how in sorted(plans.kept, key=lambda each: each[0].makespan):
         placement = plan.schedule.placement
@@ -166,7 +166,7 @@ def _under_higher_caps(
     placements: Sequence[Placement],
     deadline: float,
 ) -> Iterator[tuple[str, Schedule]]:
-    """Yield orders that are found in half of the time that is left, under caps that what leaves the device may exceed."""
+    """Yield orders found under higher caps, in half of the remaining time. Their excess is to be offloaded."""
     search = _search(request, shape, knowledge, costs, placements, effort=0.3)
     for number, factor in enumerate(_HIGHER):
         left = (deadline - time.perf_counter()) / 2 / (len(_HIGHER) - number)
@@ -186,12 +186,12 @@ def _under_higher_caps(
 def _search(
     request: Request, shape: Shape, knowledge: Knowledge, costs: Costs, placements: Sequence[Placement], effort: float
 ) -> Callable[..., SearchResult]:
-    """Return the search that takes what is left: caps and seconds."""
+    """Return the search as a function of caps and seconds."""
     return partial(
         search_schedule,
         num_devices=shape.num_devices,
         num_microbatches=shape.num_microbatches,
-        costs=replace(costs, channel=None),  # of no use to it, and results kept before are found again
+        costs=replace(costs, channel=None),  # the search does not use it, and cached results stay valid
         placements=placements,
         effort=request.options.get("effort", effort),
         seed=request.options.get("seed", 0),
@@ -208,12 +208,10 @@ def _candidate(schedule: Schedule, costs: Costs, caps: Sequence[float] | None, f
 
 
 def searched(request: Request, shape: Shape, knowledge: Knowledge) -> tuple[Placement, ...]:
-    """Return the placements among which a search chooses: that of the model once there is one, else those that the request and
-    the model's number of chunks leave open.
+    """Return the placements among which a search chooses.
 
-    Raises:
-        UnsupportedError: the options of the search do not go together.
-        CostsError: costs per stage are for none of them.
+    That is the model's placement once the model exists. Before, the request and the number of chunks limit them.
+    Raise an UnsupportedError if options contradict each other, and a CostsError if costs per stage fit none.
     """
     if knowledge.placement is not None:
         return (knowledge.placement,)
@@ -222,7 +220,7 @@ def searched(request: Request, shape: Shape, knowledge: Knowledge) -> tuple[Plac
         return usual_placements(devices, options["max_chunks"], knowledge.costs, request.slice_counts)
     kind = options.get("placement")
     chunks = options.get("chunks") if shape.chunks is None else shape.chunks
-    if kind is None and chunks is None:  # two, unless costs per stage say otherwise
+    if kind is None and chunks is None:  # two chunks, unless costs per stage require others
         chunks = usual_placements(devices, MAX_CHUNKS, knowledge.costs, request.slice_counts)[0].num_chunks
     return fitting(searched_placements(devices, kind, chunks), knowledge.costs, request.slice_counts)
 
@@ -230,7 +228,7 @@ def searched(request: Request, shape: Shape, knowledge: Knowledge) -> tuple[Plac
 def _known_orders(
     families: Iterable[Schedule], num_microbatches: int, placements: Sequence[Placement]
 ) -> Iterator[tuple[str, Schedule]]:
-    """Yield the orders of these families, and those of uniform repeating in these placements, by name."""
+    """Yield the orders of these families, and those of uniform repeating with these placements, by name."""
     p, m = placements[0].num_devices, num_microbatches
     found = [(schedule.name, schedule) for schedule in families]
     found += [(f"{UNIFORM}, {v} chunks", uniform_repeating(p, m, v)) for v in {each.num_chunks for each in placements}]
@@ -239,7 +237,7 @@ def _known_orders(
 
 
 def _prompt_orders(families: Iterable[Schedule], costs: Costs) -> Iterator[tuple[str, Schedule]]:
-    """Yield the orders of those of the families that are over a V with fewer W waiting, by name."""
+    """Yield the orders of families over a V with fewer waiting W, by name."""
     for schedule in families:
         if schedule.placement.name == "v":
             for most, prompt in enumerate(with_prompt_weights(schedule, costs)):
@@ -247,8 +245,9 @@ def _prompt_orders(families: Iterable[Schedule], costs: Costs) -> Iterator[tuple
 
 
 def _times_to_look(request: Request, knowledge: Knowledge) -> int:
-    """Return how often to look for something within a cap: several times where what is found grows afterwards, by messages
-    whose bytes are known, or by vocabulary passes.
+    """Return the number of attempts to keep a cap.
+
+    There are several if messages with known bytes, or vocabulary passes, are added to the search's result.
     """
     grows = request.barriers or (request.in_bytes and knowledge.changes is not None)
     return _ATTEMPTS if grows and request.memory_cap is not None else 1
@@ -260,11 +259,9 @@ def tightened[T](
     attempts: int,
     margin: float = 0.0,
 ) -> tuple[T, Sequence[float]]:
-    """Return what is found within the caps, one per device; as long as that exceeds them after all, within caps lowered by as
-    much and ``margin`` more.
+    """Return a result within the caps, one per device. While it exceeds them, lower the caps by the excess plus ``margin``.
 
-    ``find`` finds something within caps, as far as it can count, and returns by how much every device really exceeds the caps
-    that are asked for.
+    ``find`` returns a result within caps as far as it can count, and the true excess of every device over the asked caps.
     """
     found, over = find(caps)
     for _ in range(attempts - 1):
@@ -276,26 +273,26 @@ def tightened[T](
             break
         try:
             found, over = find(caps)
-        except UnsupportedError:  # nothing is within the lower caps
+        except UnsupportedError:  # no result is within the lower caps
             break
     return found, over
 
 
 class Plans:
-    """Plan what is recomputed and what makes round trips, for one order after another. Keep the plans within the cap."""
+    """Plans of recomputation and round trips for one order after another, as far as they keep the cap."""
 
     def __init__(self, request: Request, knowledge: Knowledge, costs: Costs) -> None:
         self._request, self._knowledge, self._costs = request, knowledge, costs
         self._attempts = _times_to_look(request, knowledge)
         self._known: set[tuple] = set()
         self.kept: list[tuple[OffloadPlan, str]] = []
-        """Those that keep the cap, and how their orders came about."""
+        """Plans that keep the cap, each with the origin of its order."""
         self._missed: list[tuple[float, OffloadPlan]] = []
 
     def add(self, name: str, order: Schedule, slow_down: bool = True) -> bool:
-        """Plan for an order with as little recomputed as is asked for, and with ever more where that keeps no cap for free.
+        """Plan for an order with as little recomputation as asked, and with more while the cap is not kept without delay.
 
-        With ``slow_down`` the steady state may become slower where only that keeps the cap. Return whether some plan keeps it.
+        With ``slow_down`` the steady state may become slower if only that keeps the cap. Return whether some plan keeps it.
         """
         before = len(self.kept)
         within_cap = partial(self._within_cap, slow_down)
@@ -309,14 +306,14 @@ class Plans:
         return len(self.kept) > before
 
     def add_all(self, orders: Iterable[tuple[str, Schedule]], deadline: float) -> None:
-        """Plan for those of these orders, by name, that can win, until the deadline once something keeps the cap."""
+        """Plan for the orders that can win, by name, until the deadline if some plan keeps the cap."""
         new: list[tuple[float, str, Schedule]] = []
         for name, order in orders:
             known = (order.placement.devices, order.orders)
             if known not in self._known:
                 self._known.add(known)
                 new.append((simulate(order, self._costs).makespan, name, order))
-        # Uniform repeating reaches the lowest peaks: what it takes says which of the others are worth a try.
+        # Uniform repeating has the lowest peaks. Its times show which other orders are worth a try.
         new.sort(key=lambda each: (not each[1].startswith(UNIFORM), each[0]))
         for slow_down in (False, True):
             over = []
@@ -324,17 +321,15 @@ class Plans:
                 tell(lambda: f"planning copies, {len(new) - number} orders left; {self._state(deadline)}")  # noqa: B023
                 if self.kept and time.perf_counter() > deadline:
                     return
-                # Nothing makes an order faster than it is.
+                # Planning never makes an order faster.
                 if makespan < self._fastest and not self.add(name, order, slow_down):
                     over.append((makespan, name, order))
             new = over
 
     def fastest(self) -> tuple[OffloadPlan, str]:
-        """Return the fastest plan that keeps the cap, and how its order came about.
+        """Return the fastest plan that keeps the cap, with the origin of its order.
 
-        Raises:
-            MemoryCapError: none keeps it.
-            UnsupportedError: no order was there to plan for.
+        Raise a MemoryCapError if no plan keeps it, and an UnsupportedError if there was no order.
         """
         if not (self.kept or self._missed):
             raise UnsupportedError(
@@ -348,7 +343,7 @@ class Plans:
         _, plan = min(self._missed, key=lambda each: each[0])
         request = self._request
         least = MemoryCap(max(self._knowledge.held(plan.schedule, self._costs)), request.in_bytes)
-        why = f"; what stays: {plan.binds}" if plan.binds else ""
+        why = f"; these activations stay: {plan.binds}" if plan.binds else ""
         return MemoryCapError(
             "cap-unreachable",
             f"no plan of {request.schedule} with offload {request.offload} and recompute {request.recompute} keeps a memory "
@@ -388,10 +383,10 @@ class Plans:
 def serial_schedule(
     placement: Placement, num_microbatches: int, name: str = "serial", full: Collection[int] = ()
 ) -> Schedule:
-    """Run one microbatch after another through all stages and back: the slowest order, and none holds less, if the stages whose
-    I takes memory (``full``) run full backwards.
+    """Run one microbatch after another through all stages and back: the slowest order, with the lowest memory.
 
-    Replicas of the model take the microbatches in turn.
+    Stages whose I takes memory (``full``) must run full backwards for that. Replicas of the model take the
+    microbatches in turn.
     """
     orders = []
     for stages in placement.stages:
@@ -407,9 +402,9 @@ def serial_schedule(
 
 
 def counting(request: Request, num_microbatches: int, knowledge: Knowledge) -> Choice:
-    """Return the schedule of a step that shows the bytes of every action: one microbatch after another holds least.
+    """Return the schedule of a step that counts the bytes of every action. One microbatch after another holds least.
 
-    Where the run has counted bytes already, every stage is recomputed selectively.
+    If the run has counted bytes already, every stage is recomputed selectively.
     """
     placement, name = knowledge.placement, f"{request.schedule} (counting bytes)"
     assert placement is not None, "the model has been built"
@@ -424,11 +419,9 @@ def counting(request: Request, num_microbatches: int, knowledge: Knowledge) -> C
 def _last_resort(
     request: Request, placements: Sequence[Placement], microbatches: int, knowledge: Knowledge, costs: Costs
 ) -> Iterator[Schedule]:
-    """Yield schedules of one microbatch after another, each offloaded if anything may be, in the placements where they keep
-    the cap.
+    """Yield schedules of one microbatch after another that keep the cap, offloaded if offload is on.
 
-    Raises:
-        UnsupportedError: in none of them.
+    Raise an UnsupportedError if no placement has one.
     """
     least: list[tuple[float, int, Schedule]] = []
     for placement in placements:
@@ -450,7 +443,7 @@ def _last_resort(
 
 
 def _away(schedule: Schedule) -> Schedule:
-    """Return a serial order with every forward leaving at once, and returning right before its backward."""
+    """Return a serial order in which every forward is offloaded at once, and reloaded right before its backward."""
 
     def away(order: Order) -> Order:
         found: list[Action] = []

@@ -1,4 +1,4 @@
-"""Hold the built-in schedule families. Each module writes down one group of families."""
+"""The built-in schedule families, one group of families per module."""
 
 ORDER = (
     "gpipe",
@@ -27,4 +27,4 @@ ORDER = (
     "pipedream",
     "pipedream-2bw",
 )
-"""Of the table, from the simplest; families that are not named come behind these, by module."""
+"""Order of the table of schedules, from the simplest. Families without an entry follow, by module."""

@@ -1,7 +1,8 @@
-"""Build pipelines that are never flushed: weights change while microbatches are on their way.
+"""Asynchronous families: pipelines that are never flushed, with weights that change while microbatches are in them.
 
-A schedule shows a window of such a run, from an empty pipeline to an empty one; in between no device waits for the last
-microbatch of an update. Training differs from synchronous training: gradients are of older weights.
+A schedule shows a window of such a run, from an empty pipeline to an empty one. In between no device waits for the
+last microbatch of an update. Training differs from synchronous training, because gradients are computed with older
+weights.
 """
 
 from __future__ import annotations
@@ -16,16 +17,10 @@ from megatron_pipemem.schedule.schedule import Schedule, WeightUpdates
 
 
 def pipedream(num_devices: int, num_microbatches: int, vertical_sync: bool = False) -> Schedule:
-    """Build 1F1B with an update after every backward; a backward uses the weights of its own forward.
+    """Build 1F1B with an update after every backward. A backward uses the weights of its own forward.
 
-    Args:
-        num_devices: ``p``.
-        num_microbatches: microbatches of the window.
-        vertical_sync: all stages use the version that the first stage had to offer, so that a microbatch meets one
-            version of the whole model.
-
-    Raises:
-        UnsupportedError: ``vertical_sync`` is neither true nor false.
+    With ``vertical_sync`` all stages use the version that the first stage had, so a microbatch uses one version of
+    the whole model.
     """
     if not isinstance(vertical_sync, bool):
         raise UnsupportedError("bad-choice", f"pipedream: vertical_sync must be true or false, not {vertical_sync!r}")
@@ -34,16 +29,9 @@ def pipedream(num_devices: int, num_microbatches: int, vertical_sync: bool = Fal
 
 
 def pipedream_2bw(num_devices: int, num_microbatches: int, update_every: int | None = None) -> Schedule:
-    """Build 1F1B with an update after every group of microbatches; a group uses the version before the newest, on all
-    stages.
+    """Build 1F1B with an update after every group of at least ``p`` microbatches.
 
-    Args:
-        num_devices: ``p``.
-        num_microbatches: microbatches of the window; the last group may be smaller.
-        update_every: microbatches per group, at least ``p``; default ``p``.
-
-    Raises:
-        UnsupportedError: ``update_every`` is out of range.
+    On all stages a group uses the version before the newest. The last group may be smaller.
     """
     every = num_devices if update_every is None else update_every
     check_whole("pipedream-2bw: update_every", every, least=num_devices)

@@ -1,10 +1,10 @@
-"""Build two pipelines in opposite directions over the same devices, each with its own replica of the model; and DualPipeV.
+"""Bidirectional families, and DualPipeV: two pipelines in opposite directions over the same devices.
 
-Device ``r`` holds stage ``r`` of one replica and stage ``p - 1 - r`` of the other, so that one direction computes while
-the other fills and drains. The replicas add up the gradients of a stage as soon as both have theirs.
+Device ``r`` holds stage ``r`` of one replica and stage ``p - 1 - r`` of the other, so that one direction computes
+while the other fills and drains. The replicas sum the gradients of a stage when both are complete.
 
-DualPipeV is DualPipe (arXiv 2412.19437, section 3.2.1) cut in half and folded onto a V, as deepseek-ai/DualPipe does. Its
-steady state pairs a forward with a backward, which can hide each other's communication.
+DualPipeV is DualPipe (arXiv 2412.19437, section 3.2.1) cut in half and folded onto a V, as deepseek-ai/DualPipe does.
+Its steady state pairs a forward with a backward, so that each can hide the other's communication.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron_pipemem.schedule.schedule import Order, Schedule
 
 
 def dualpipe_v(num_devices: int, num_microbatches: int) -> Schedule:
-    """Build DualPipeV's eight steps; backwards are split only where the pipeline fills and drains.
+    """Build DualPipeV's eight steps. Backwards are split only where the pipeline fills and drains.
 
-    A forward and the backward it is paired with run one after the other, each handing on its result when it ends. Passes
-    beyond the last microbatch are dropped.
+    A forward and its paired backward run one after the other, and each sends its result when it ends. Passes beyond
+    the last microbatch are dropped.
     """
     p, n = num_devices, max(2 * num_devices, num_microbatches)
     passes = (_device_passes(device, p, n) for device in range(p))
@@ -51,7 +51,7 @@ def _device_passes(device: int, p: int, n: int) -> list[Pass]:
         passes.append(f1)
     passes += [f0, b1, f1, b0] * (n - 2 * p + device + 1)
     passes += [b1, f1, b0] * below
-    # The other half of these backwards waits until nothing else can run.
+    # The second half of these backwards is split: their W wait until nothing else can run.
     split_from = device + 1
     for index in range(2 * (device + 1)):
         stage = first if index % 2 else second
@@ -80,18 +80,10 @@ DUALPIPE_V = Family(
 def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> Schedule:
     """Build units of ``p`` microbatches, half of them in either direction, on a grid of slots without conflicts.
 
-    The next unit starts ``2p`` slots later, within the gaps at the end of the one before. A last unit with fewer
-    microbatches leaves their slots empty.
-
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``.
-        doubling: two forwards in a slot, so that it is as long as that of a backward; their backwards take two slots,
-            one after the other. A unit is twice as many microbatches in ``3p`` slots, and between units is no bubble.
-
-    Raises:
-        UnsupportedError: an odd number of devices, on which the two directions would collide, or ``doubling`` is neither
-            true nor false.
+    The next unit starts ``2p`` slots later, within the gaps at the end of the previous one. A last unit with fewer
+    microbatches leaves slots empty. With ``doubling`` a slot holds two forwards, so it is as long as a backward. Then
+    a unit has ``2p`` microbatches in ``3p`` slots, and there is no bubble between units. The number of devices must
+    be even, because the two directions collide otherwise.
     """
     p, m = num_devices, num_microbatches
     _check_even("chimera", p)
@@ -115,9 +107,7 @@ def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> 
 
 
 def gems(num_devices: int, num_microbatches: int) -> Schedule:
-    """Run one microbatch at a time on a device: the next one, in the other direction, goes forward right behind its
-    backward.
-    """
+    """Run one microbatch at a time. The next one goes forward in the other direction right after the backward."""
     p = num_devices
     orders = (
         tuple(
@@ -131,13 +121,11 @@ def gems(num_devices: int, num_microbatches: int) -> Schedule:
 
 
 def dualpipe(num_devices: int, num_microbatches: int) -> Schedule:
-    """Build the eight steps of DeepSeek's schedule; half of the microbatches run in either direction.
+    """Build the eight steps of DeepSeek's schedule, with half of the microbatches in either direction.
 
-    What the source overlaps in one unit, a forward of one direction and a backward of the other, is adjacent here, and
-    each of the two passes on its result as soon as it ends.
-
-    Raises:
-        UnsupportedError: an odd number of devices or of microbatches, or fewer than ``2p`` microbatches.
+    The source overlaps a forward of one direction with a backward of the other. Here they are adjacent, and each
+    sends its result when it ends. It needs an even number of devices, and an even number of at least ``2p``
+    microbatches.
     """
     p, m = num_devices, num_microbatches
     _check_even("dualpipe", p)
@@ -147,8 +135,8 @@ def dualpipe(num_devices: int, num_microbatches: int) -> Schedule:
             f"dualpipe needs an even number of microbatches, at least 2p = {2 * p}, not {m}; use another number or "
             "'chimera', which takes any",
         )
-    # Device d and its mirror image do what device d of a V of half as many devices does with its two chunks: d's stage of the
-    # direction that begins on its side, and its stage of the other.
+    # Device d and its mirror image act like device d of a V of half as many devices. The V's two chunks become the stage of
+    # the direction that begins on d's side, and the stage of the other direction.
     half = dualpipe_v(p // 2, m // 2).orders
 
     def order(device: int) -> Order:

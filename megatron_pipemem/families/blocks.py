@@ -1,14 +1,13 @@
-"""Write schedules as passes, and make passes from building blocks.
+"""Construction of families from passes, and of passes from building blocks.
 
-A pass is what a device runs next, not yet for which microbatch. Every family here takes the microbatches of a stage in order,
-forward as well as backward, and the sequence slices of each from the first to the last forward, from the last to the first
-backward. A device's order is then fully told by the sequence of its passes, and weight gradients accumulate in the order in
-which 1F1B does it.
+A pass is a kind on a stage, without a microbatch. Every family here takes the microbatches of a stage in order,
+forward and backward. Slices of a microbatch run from the first to the last forward, and from the last to the first
+backward. The passes of a device then determine its order, and weight gradients accumulate as in 1F1B.
 
-A block is the passes of one microbatch at fixed time slots. Repeated at a fixed interval, reordered and squeezed it is a
-schedule whose peak follows from how long each activation lives (arXiv 2405.15362, sections 2 and 3). Time is in slots: F, I and
-W take one, B takes two. Where microbatches are cut into sequence slices, a block is of one slice, and backwards wait for the
-last one.
+A block has the passes of one microbatch at fixed time slots. It is repeated at a fixed interval, reordered and
+squeezed into a schedule. The peak follows from the time that each activation lives (arXiv 2405.15362, sections 2 and
+3). F, I and W take one slot, and B takes two. With sequence slices a block is for one slice, and backwards wait for
+the last slice.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 
 
 class Pass(NamedTuple):
-    """Name one class of compute actions: a kind on a stage, for whichever microbatch comes next."""
+    """A kind on a stage, for the next microbatch."""
 
     kind: Kind
     stage: int
@@ -37,24 +36,17 @@ class Pass(NamedTuple):
 def in_microbatch_order(
     name: str, placement: Placement, num_microbatches: int, passes: Iterable[Iterable[Pass]], slices: int = 1
 ) -> Schedule:
-    """Return the schedule in which the k-th forward of a stage is of unit ``k``, and its k-th backward, I or B, of the unit
-    that ``mirrored`` gives. Without slices, units are the microbatches.
+    """Return the schedule in which the k-th forward of a stage is of unit ``k``, and its k-th I or B of unit ``mirrored(k)``.
 
-    The k-th W of a stage is of the unit of its k-th I; where a stage has no I at all, of that of the k-th backward.
-
-    Args:
-        name: name of the schedule.
-        placement: which device holds which stage.
-        num_microbatches: microbatches of one step; occurrences beyond it are dropped.
-        passes: the passes of every device, in order: one per kind, stage and unit.
-        slices: sequence slices of a microbatch.
+    Units are slices, or microbatches without slices. The k-th W of a stage is of the unit of its k-th I, or of its
+    k-th backward if the stage has no I. Units beyond the last microbatch are dropped.
     """
     orders = (_order(list(device_passes), num_microbatches * slices, slices) for device_passes in passes)
     return Schedule(name, placement, num_microbatches, tuple(orders), slices)
 
 
 def _order(passes: list[Pass], num_units: int, slices: int) -> tuple[Action, ...]:
-    # Only a stage that mixes I and B has a W whose place is not simply the number of W before it.
+    # Only on a stage that mixes I and B, the place of a W is not the number of W before it.
     split: dict[int, list[int]] = {}
     backwards: dict[int, int] = {}
     for kind, stage in passes:
@@ -83,26 +75,20 @@ SLOTS = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
 _HELD = {Kind.F: 1, Kind.I: 0, Kind.W: -1, Kind.B: -1}
 
 Timetable = list[tuple[int, Pass]]
-"""``(start slot, pass)`` of everything that runs, by slot. A device's W are interchangeable until ``squeeze``."""
+"""``(start slot, pass)`` of all passes, by slot. A device's W are interchangeable until ``squeeze``."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Hold the passes of one microbatch.
+    """The passes of one microbatch: per stage F and either B, or I and W.
 
-    Args:
-        placement: which device holds which stage.
-        interval: slots between one microbatch and the next; at least what a device computes per microbatch.
-        starts: slot in which every pass starts: per stage F and either B, or I and W.
-
-    Raises:
-        ScheduleError: a pass is missing or starts before its input ends, or two passes of a device would collide once
-            the block is repeated.
+    A pass that is missing, starts before its input ends, or collides with another one when the block is repeated is
+    an error.
     """
 
     placement: Placement
-    interval: int
-    starts: Mapping[Pass, int]
+    interval: int  # slots between one microbatch and the next; at least the device's work per microbatch
+    starts: Mapping[Pass, int]  # the slot in which every pass starts
 
     def __post_init__(self) -> None:
         for stage in range(self.placement.num_stages):
@@ -137,16 +123,7 @@ class Block:
 
     @classmethod
     def with_weight_gradients(cls, placement: Placement, interval: int, starts: Mapping[Pass, int]) -> Block:
-        """Make a block from its F and I: the W take the next vacant slots, first I first.
-
-        Args:
-            placement: of the stages.
-            interval: slots from one microbatch to the next.
-            starts: slot of every F and I.
-
-        Raises:
-            ScheduleError: as for a block, or when no slot is vacant.
-        """
+        """Make a block from its F and I. Each W takes the next vacant slot, in the order of their I."""
         starts = dict(starts)
         taken = {(placement.devices[each.stage], slot % interval) for each, slot in starts.items()}
         for slot, stage in sorted((slot, each.stage) for each, slot in starts.items() if each.kind is Kind.I):
@@ -164,13 +141,10 @@ class Block:
         return cls(placement, interval, starts)
 
     def sliced(self, slices: int) -> Block:
-        """Return the block of one sequence slice: its forwards where they were, its backwards ``slices - 1`` intervals later.
+        """Return the block of one sequence slice: its forwards stay, and its backwards come ``slices - 1`` intervals later.
 
-        So the last slice of a microbatch, whose backward comes first, has it as soon as before; and its first one, whose
-        backward comes last, ``2 (slices - 1)`` intervals later.
-
-        Args:
-            slices: sequence slices of a microbatch.
+        The last slice of a microbatch then has its backward as soon as before, and the first slice ``2 (slices - 1)``
+        intervals later.
         """
         later = (slices - 1) * self.interval
         starts = {each: start + (0 if each.kind is Kind.F else later) for each, start in self.starts.items()}
@@ -182,16 +156,16 @@ class Block:
         return max(start + SLOTS[each.kind] for each, start in self.starts.items())
 
     def lifespan(self, stage: int) -> int:
-        """Return the slots from the start of the stage's F to the end of the pass that releases its activation, W or B."""
+        """Return the slots from the start of the stage's F to the end of the W or B that releases its activation."""
         kind = Kind.B if Pass(Kind.B, stage) in self.starts else Kind.W
         return self.starts[Pass(kind, stage)] + SLOTS[kind] - self.starts[Pass(Kind.F, stage)]
 
     def peaks(self) -> tuple[int, ...]:
-        """Return the most stage activations that every device holds at once when the block is repeated without end."""
+        """Return the most stage activations that every device holds if the block is repeated without end."""
 
         def most(stages: tuple[int, ...]) -> int:
             lives = [(self.starts[Pass(Kind.F, stage)], self.lifespan(stage)) for stage in stages]
-            # It grows only where some forward starts.
+            # The number of live activations grows only when a forward starts.
             return max(
                 sum(-(-(lifespan - (slot - start) % self.interval) // self.interval) for start, lifespan in lives)
                 for slot, _ in lives
@@ -214,23 +188,16 @@ def reorder(
 ) -> Timetable:
     """Fill the idle slots of warm-up and cool-down without raising any device's peak above ``peak`` stage activations.
 
-    Warm-up lasts until the first backward of stage 0, cool-down begins after its last forward. Passes move, in order of
-    time, to the earliest idle slots that their inputs allow. In the cool-down W give way to everything else and fill
-    what is left.
-
-    Args:
-        timetable: what ``repeat`` returns.
-        placement: which device holds which stage.
-        peak: the most stage activations that any device may hold.
-        steady: move the passes between warm-up and cool-down too. It gains a slot or so with full backwards; with split
-            ones it destroys the rhythm of the block.
-        slices: sequence slices of a microbatch.
+    Warm-up lasts until the first backward of stage 0, and cool-down begins after its last forward. Passes move, in
+    order of time, to the earliest idle slots that their inputs allow. In the cool-down W take the slots that all
+    other passes leave. ``steady`` also moves the passes in between, which gains about a slot with full backwards and
+    disturbs the block with split ones.
     """
     warm_up_end = min(slot for slot, each in timetable if each.stage == 0 and each.kind in (Kind.I, Kind.B))
     cool_down = 1 + max(slot for slot, each in timetable if each == Pass(Kind.F, 0))
-    # By slot, so the last forward of a device wins.
+    # The dictionary keeps the last forward of a device, because the timetable is sorted by slot.
     last_forward = {placement.devices[each.stage]: slot for slot, each in timetable if each.kind is Kind.F}
-    # Best without any W in the cool-down's way; but while forwards are to come, some may have to release memory in time.
+    # Cool-downs without W in between are best. But before the last forward, some W may have to release memory in time.
     for deferred_from in (dict.fromkeys(last_forward, cool_down), last_forward):
         kept = [
             (slot, each)
@@ -254,15 +221,7 @@ def reorder(
 
 
 def extend(timetable: Timetable, interval: int, num_microbatches: int) -> Timetable:
-    """Repeat one interval from the middle of the steady state until there are this many microbatches more.
-
-    The timetable is returned as it is when the number is not positive.
-
-    Args:
-        timetable: slots of every pass.
-        interval: slots from one microbatch to the next.
-        num_microbatches: how many to add.
-    """
+    """Insert repetitions of one interval from the middle of the steady state until there are so many more microbatches."""
     if num_microbatches <= 0:
         return timetable
     begin = timetable[len(timetable) // 2][0]
@@ -276,17 +235,7 @@ def extend(timetable: Timetable, interval: int, num_microbatches: int) -> Timeta
 
 
 def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Drop the idle slots: what remains is the order, and everything starts as soon as its inputs arrive.
-
-    A device's W are assigned in the order of its I. Passes beyond the last microbatch are dropped.
-
-    Args:
-        name: of the schedule.
-        timetable: slots of every pass.
-        placement: of the stages.
-        num_microbatches: of one step.
-        slices: sequence slices of a microbatch; the block repeated is one of them.
-    """
+    """Drop the idle slots and assign a device's W in the order of its I."""
 
     def device_passes(device: int) -> Iterator[Pass]:
         gradients = iter([each.stage for _, each in by_device[device] if each.kind is Kind.I])
@@ -301,21 +250,15 @@ def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatc
 
 
 def build(name: str, block: Block, num_microbatches: int, *, steady: bool = False, slices: int = 1) -> Schedule:
-    """Repeat, reorder and squeeze a block, to a schedule of which no device holds more than the block's highest peak.
+    """Repeat, reorder and squeeze a block into a schedule that keeps the block's highest peak on every device.
 
-    A step with fewer microbatches than the peak cannot fill the warm-up; it is the longer one without its surplus.
-
-    Args:
-        name: of the schedule.
-        block: of one microbatch, or of one sequence slice whose backward waits for no other (``sliced`` adds the wait).
-        num_microbatches: of one step.
-        steady: move the passes between warm-up and cool-down too, as ``reorder`` does.
-        slices: sequence slices of a microbatch.
+    A step with fewer microbatches than the peak is a longer step without its surplus. ``sliced`` is applied to the
+    block, so its backward must not wait for other slices yet.
     """
     check_whole(f"{name}: slices", slices, least=1)
     block = block.sliced(slices)
     peak = max(block.peaks())
-    # Whole microbatches, enough for a warm-up, a steady state longer than any pass waits for its input, and a cool-down.
+    # Whole microbatches: a warm-up, a steady state longer than any wait of a pass for its input, and a cool-down.
     enough = -(-3 * (block.length // block.interval + 1) // slices)
     timetable = repeat(block, slices * min(max(num_microbatches, -(-peak // slices)), enough))
     timetable = reorder(timetable, block.placement, peak, steady=steady, slices=slices)
@@ -351,7 +294,7 @@ def _peak(timetable: Timetable, placement: Placement) -> int:
 
 
 class _Plan:
-    """Keep where the passes of a timetable have been placed so far, and which slots are idle."""
+    """The passes placed so far, and the idle slots."""
 
     def __init__(self, timetable: Timetable, placement: Placement, slices: int) -> None:
         self.placed: Timetable = []
@@ -372,13 +315,13 @@ class _Plan:
         self._held = [list(accumulate(device_changes)) for device_changes in changes]
 
     def earliest(self, each: Pass) -> int:
-        """Return the first slot in which the next occurrence of this pass has its inputs."""
+        """Return the first slot in which the next occurrence of a pass has its inputs."""
         kind, stage = each
         if kind is Kind.W:
             device = self._placement.devices[stage]
             return self._input_gradient_ends[device][self._weight_gradients[device]]
         place = len(self._ends[each])
-        # Forwards and backwards of a stage come in orders of their own; only from a backward to its own forward they meet.
+        # Forwards and backwards of a stage have different orders. Only the step from a forward to its backward joins them.
         unit = place if kind is Kind.F else mirrored(place, self._slices)
         inputs = [
             self._ends[needed][unit if needed.kind is Kind.F else place]
@@ -387,16 +330,14 @@ class _Plan:
         return max([0, *self._ends[each][-1:], *inputs])
 
     def earliest_within(self, peak: int, each: Pass, earliest: int, slot: int) -> int:
-        """Return the first slot from which its device can hold one more activation until ``slot``."""
+        """Return the first slot from which the device can hold one more activation until ``slot``."""
         held = self._held[self._placement.devices[each.stage]]
         while slot > earliest and held[slot - 1] < peak:
             slot -= 1
         return slot
 
     def first_idle(self, each: Pass, earliest: int, planned: int | None = None) -> int:
-        """Return the first start from ``earliest`` on with enough idle slots; those in which it is ``planned`` count as
-        idle.
-        """
+        """Return the first start from ``earliest`` on with enough idle slots. The ``planned`` slots count as idle."""
         busy, length = self._busy[self._placement.devices[each.stage]], SLOTS[each.kind]
         own = range(0) if planned is None else range(planned, planned + length)
         start = earliest
@@ -419,7 +360,7 @@ class _Plan:
         self._weight_gradients[device] += each.kind is Kind.W
 
     def add_missing_weight_gradients(self) -> None:
-        """Put a W for every I that has none yet into the first idle slots."""
+        """Put a W for every I without one into the first idle slots."""
         for device, ends in enumerate(self._input_gradient_ends):
             missing = Pass(Kind.W, self._placement.stages[device][0])
             for end in ends[self._weight_gradients[device] :]:

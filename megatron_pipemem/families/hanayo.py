@@ -1,4 +1,4 @@
-"""Build Hanayo: several waves over the devices, so that each turn round hides in a neighbour's chunk (arXiv 2308.15762)."""
+"""Hanayo: several waves over the devices, so that the turn of a wave hides in a neighbour's chunk (arXiv 2308.15762)."""
 
 from __future__ import annotations
 
@@ -11,24 +11,16 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 
-# Extra slots between one chunk's forwards and the next's that are tried to make a block's lifespans shorter.
+# Numbers of extra slots between the forwards of consecutive chunks. The best of them makes the block's lifespans shortest.
 _DELAYS = range(6)
 
 
 def hanayo(num_devices: int, num_microbatches: int, waves: int | None = None, chunks: int | None = None) -> Schedule:
-    """Schedule by list, backwards first as in the paper, or repeat a block, whichever is faster.
+    """Schedule by list, backwards first as in the paper, or repeat a block. The faster schedule is taken.
 
-    List scheduling holds no more than 1F1B and is best for about ``p`` microbatches; its bubble grows with their number.
-    That of a block does not; a block that holds over a microbatch more than 1F1B is left alone.
-
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``.
-        waves: how often a microbatch goes up and down the devices; default 2.
-        chunks: stages per device, twice the waves; another way to give them.
-
-    Raises:
-        UnsupportedError: ``waves`` or ``chunks`` is out of range, or they disagree.
+    List scheduling holds no more than 1F1B and is best for about ``p`` microbatches, but its bubble grows with their
+    number. The bubble of a block does not grow. A block that holds over a microbatch more than 1F1B is not used.
+    ``waves`` (default 2) counts trips up and down the devices; ``chunks`` is twice the number.
     """
     p, m = num_devices, num_microbatches
     if waves is None:
@@ -37,7 +29,7 @@ def hanayo(num_devices: int, num_microbatches: int, waves: int | None = None, ch
     if chunks not in (None, 2 * waves):
         raise UnsupportedError(
             "conflicting-options",
-            f"hanayo: {waves} waves are {2 * waves} chunks, not {chunks!r}; leave one of them out",
+            f"hanayo: {waves} waves need {2 * waves} chunks, not {chunks!r}; leave one of them out",
         )
     placement = Placement.wave(p, 2 * waves)
     if m <= p:
@@ -59,31 +51,29 @@ def _waves(chunks: int) -> int:
 
 
 def _list_schedule(placement: Placement, num_microbatches: int) -> Schedule:
-    """Run what is there whenever a device is free: a backward if it can, and the oldest microbatch.
+    """Run a ready pass whenever a device is free: preferably a backward, and the oldest microbatch.
 
     A forward waits until its device holds less than 1F1B, and one stage less than that for every later chunk. So the
-    oldest microbatch always finds room, whatever younger ones hold, and nothing blocks for ever.
+    oldest microbatch always finds room, and nothing blocks for good.
     """
-    from megatron_pipemem.search.improve import dispatch  # loads the search
+    from megatron_pipemem.search.improve import dispatch  # only here, because it loads the search
     from megatron_pipemem.search.problem import FORWARD, INPUT, KINDS, WEIGHT, Problem, to_schedule, waits_of
 
     m, stages = num_microbatches, placement.num_stages
     device = tuple(device for device in placement.devices for _ in KINDS)
-    # I is the whole backward, and its W a shadow that takes no time and goes first.
+    # I stands for the whole backward. Its W takes no time and has priority.
     ticks, change = (SLOTS[Kind.F], SLOTS[Kind.B], 0) * stages, (1, -1, 0) * stages
     waits = waits_of(placement, lambda source, destination: 0)
     problem = Problem(m, device, ticks, change, waits, (stages,) * placement.num_devices, frozenset(range(stages)))
     rank = {FORWARD: m, INPUT: 0, WEIGHT: -m}
     urgency = [(k + rank[c % 3]) * stages - c // 3 for c in range(len(ticks)) for k in range(m)]
     table = dispatch(problem, urgency)
-    assert table is not None, "without caps nothing waits for ever"
+    assert table is not None, "without caps no pass is blocked"
     return to_schedule("hanayo", placement, problem, table.orders, problem.full_backwards)
 
 
 def _block(placement: Placement, delay: int) -> Block:
-    """Put every pass into the first slots after its input that leave room for the rest, ``delay`` later for every new
-    chunk.
-    """
+    """Put every pass into the first slots after its input that leave room for the rest, with a ``delay`` per new chunk."""
     p, chunks = placement.num_devices, placement.num_chunks
     interval = chunks * (SLOTS[Kind.F] + SLOTS[Kind.B])
     rhythms = [_Rhythm(interval, chunks) for _ in range(p)]
@@ -100,12 +90,12 @@ def _block(placement: Placement, delay: int) -> Block:
 
 
 class _Rhythm:
-    """Keep which slots of one device are taken in every interval, so that a B still finds two in a row for each F."""
+    """The taken slots of one device in every interval. For each F to come, two slots in a row stay free for a B."""
 
     def __init__(self, interval: int, forwards: int) -> None:
         self._interval = interval
         self._taken: set[int] = set()
-        self._forwards = forwards  # still to come; each can mend one odd gap
+        self._forwards = forwards  # still to come; each can close one odd gap
 
     def take(self, earliest: int, kind: Kind) -> int:
         """Take the first start from ``earliest`` on."""
@@ -115,7 +105,7 @@ class _Rhythm:
             if not slots & self._taken and self._odd_gaps(self._taken | slots) <= self._forwards:
                 self._taken |= slots
                 return start
-        raise AssertionError("even gaps always have room for what is left")
+        raise AssertionError("even gaps always have room for the remaining passes")
 
     def _odd_gaps(self, taken: set[int]) -> int:
         ordered = sorted(taken)

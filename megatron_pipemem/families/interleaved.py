@@ -1,8 +1,8 @@
-"""Build schedules that interleave several stages per device.
+"""Families that interleave several stages per device.
 
-Interleaved 1F1B has Megatron's exact order (arXiv 2104.04473, section 2.2). Looped BFS is of arXiv 2211.05953. SlimPipe cuts
-sequences into so many slices that every device holds about one microbatch (arXiv 2504.14519). GIS, GIS-H and everything between
-run groups of microbatches with a split backward (arXiv 2503.01328).
+Interleaved 1F1B has Megatron's exact order (arXiv 2104.04473, section 2.2). Looped BFS is from arXiv 2211.05953.
+SlimPipe cuts sequences into so many slices that all devices together hold about one microbatch (arXiv 2504.14519).
+GIS, GIS-H and the schedules between them run groups of microbatches with a split backward (arXiv 2503.01328).
 """
 
 from __future__ import annotations
@@ -25,27 +25,18 @@ from megatron_pipemem.schedule.schedule import Schedule
 def interleaved(
     num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None, slices: int = 1
 ) -> Schedule:
-    """Build Megatron's order where Megatron allows the arguments, and extend the same rule to every other number of
-    microbatches, and to their sequence slices.
+    """Build Megatron's order, and extend its rule to every other number of microbatches, and to their slices.
 
-    With a ``group_size`` given, the order is Megatron's table to the letter whenever that table can run at all, also
-    where Megatron itself refuses to run it because its last group is small.
+    A given ``group_size`` makes the order equal to Megatron's table whenever that table can run, even with a last
+    group that is too small for Megatron.
 
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``; need not be a multiple of anything.
-        chunks: stages per device.
-        group_size: microbatches that run through one chunk before the next chunk's turn, at least ``p``; default ``p``
-            (Megatron's ``microbatch_group_size_per_vp_stage``). With slices it counts them; by default a group is then ``p``
-            of them if the slices of a microbatch fill groups of ``p``, and else the fewest whole microbatches with ``p``.
-        slices: sequence slices of a microbatch.
-
-    Raises:
-        UnsupportedError: ``chunks``, ``group_size`` or ``slices`` is out of range.
+    ``group_size`` counts microbatches (or slices) that run through one chunk before the next chunk's turn, at least
+    ``p``: Megatron's ``microbatch_group_size_per_vp_stage``. The default is ``p``. If the slices of a microbatch do
+    not fill groups of ``p``, the default is the smallest number of whole microbatches with at least ``p`` slices.
     """
     check_whole("interleaved: slices", slices, least=1)
     p, units = num_devices, num_microbatches * slices
-    # Whose slices lie in more groups than they fill holds the chunks of all of them before its first backward.
+    # A microbatch spread over more groups than it fills would hold all their chunks before its first backward.
     group = (p if slices % p == 0 else _group(p, slices)) if group_size is None else group_size
     check_whole("interleaved: chunks", chunks, least=1)
     check_whole("interleaved: group_size", group, least=p)
@@ -54,16 +45,16 @@ def interleaved(
         exact = _from_visits(p, num_microbatches, chunks, group, sizes, slices)
         if Dependencies.of_schedule(exact).stuck() is None:
             return exact
-    # A last group of fewer than p leaves bubbles or deadlocks (Megatron refuses it), so it is laid out for p and loses
-    # its surplus passes.
+    # A last group of fewer than p leaves bubbles or deadlocks (Megatron refuses it). So it is laid out for p and loses its
+    # surplus passes.
     sizes = [min(group, max(p, units - first)) for first in range(0, units, group)]
     return _from_visits(p, num_microbatches, chunks, group, sizes, slices)
 
 
 def _from_visits(p: int, m: int, chunks: int, group: int, group_sizes: list[int], slices: int) -> Schedule:
-    # In which order a device visits its chunks going forward; going backward it visits the mirrored chunks.
+    # The order in which a device visits its chunks going forward. Going backward it visits the mirrored chunks.
     visits = [chunk for size in group_sizes for chunk in range(chunks) for _ in range(size)]
-    # How many forwards stand before the last slice's through the last chunk, less the backwards before its own.
+    # The forwards before the last slice's forward on the last chunk, less the backwards before the slice's own.
     there = [index for index, chunk in enumerate(visits) if chunk == chunks - 1]
     back = [index for index, chunk in enumerate(visits) if chunk == 0]
     waits = [there[k + slices - 1] - back[k] for k in range(0, m * slices, slices)]
@@ -80,9 +71,7 @@ def _from_visits(p: int, m: int, chunks: int, group: int, group_sizes: list[int]
 
 
 def _group(p: int, n: int) -> int:
-    """Return the slices of the fewest microbatches that have ``p``. Those of one that fill several groups of ``p`` wait as
-    long as if they were one group.
-    """
+    """Return the number of slices in the smallest group of whole microbatches with at least ``p`` slices."""
     return -(-p // n) * n
 
 
@@ -110,16 +99,9 @@ INTERLEAVED = Family(
 
 
 def looped_bfs(num_devices: int, num_microbatches: int, chunks: int = 2) -> Schedule:
-    """Run chunk after chunk for all microbatches. Backwards run in ascending order, as in 1F1B, so that gradients
-    accumulate in the same order.
+    """Run chunk after chunk for all microbatches. Backwards ascend, so that gradients accumulate in the order of 1F1B.
 
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``; fewer than ``p`` lengthen the bubble.
-        chunks: stages per device.
-
-    Raises:
-        UnsupportedError: ``chunks`` is out of range.
+    Fewer than ``p`` microbatches lengthen the bubble.
     """
     check_whole("looped-bfs: chunks", chunks, least=1)
     m, placement = num_microbatches, Placement.interleaved(num_devices, chunks)
@@ -134,7 +116,7 @@ def looped_bfs(num_devices: int, num_microbatches: int, chunks: int = 2) -> Sche
 LOOPED_BFS = Family(
     name="looped-bfs",
     build=looped_bfs,
-    summary="Chunk by chunk over all microbatches: touches a chunk's weights once per direction, holds what GPipe does.",
+    summary="Chunk by chunk over all microbatches: touches a chunk's weights once per direction, holds as much as GPipe.",
     peak=Formula("m/p", lambda p, m, **_: m / p),
     bubble=Formula("(p-1)(F+B)/v", lambda p, v, f, b, **_: (p - 1) * (f + b) / v),
     source="arXiv 2211.05953",
@@ -145,17 +127,9 @@ LOOPED_BFS = Family(
 def slimpipe(num_devices: int, num_microbatches: int, chunks: int = 2, slices: int | None = None) -> Schedule:
     """Run slices through the chunks in groups of ``p``, as interleaved 1F1B does with microbatches.
 
-    A device runs the forwards of a whole microbatch before its first backward. With a multiple of ``p`` slices that is all it
-    has to hold, but for what is on the way to the last device and back: ``2 (p - 1)`` slices of a stage at most.
-
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``.
-        chunks: stages per device; 1 is ``seq1f1b``.
-        slices: sequence slices of a microbatch, a multiple of ``p``; default ``p``.
-
-    Raises:
-        UnsupportedError: ``chunks`` or ``slices`` is out of range.
+    A device runs the forwards of a whole microbatch before its first backward. With a multiple of ``p`` slices it
+    holds that microbatch, and at most ``2 (p - 1)`` slices of a stage that are between it and the last device. One
+    chunk gives ``seq1f1b``.
     """
     p, n = num_devices, num_devices if slices is None else slices
     check_whole("slimpipe: chunks", chunks, least=1)
@@ -166,7 +140,7 @@ def slimpipe(num_devices: int, num_microbatches: int, chunks: int = 2, slices: i
             f"slimpipe: slices must be a multiple of the {p} devices, not {n}; take {-(-n // p) * p}, or 'seq1f1b' or "
             "'interleaved', which take any number",
         )
-    # With one chunk, interleaved 1F1B's warm-up would be up to p - 1 slices longer than it has to be.
+    # With one chunk, the warm-up of interleaved 1F1B would be up to p - 1 slices longer than needed.
     built = seq1f1b(p, num_microbatches, n) if chunks == 1 else interleaved(p, num_microbatches, chunks, slices=n)
     return replace(built, name="slimpipe")
 
@@ -190,47 +164,23 @@ SLIMPIPE = Family(
 )
 
 
-# F, I and W of one chunk.
+# Slots of F, I and W of one chunk.
 _SLOTS = 3
 
 
 def gis(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:
-    """Run groups of ``p`` microbatches: 1F1B's memory with two thirds of interleaved 1F1B's bubble.
-
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``; need not be a multiple of anything.
-        chunks: stages per device.
-        group_size: microbatches that run through one chunk before the next chunk's turn; default ``p``.
-
-    Raises:
-        UnsupportedError: ``chunks`` or ``group_size`` is out of range.
-    """
+    """Run groups of ``p`` microbatches: 1F1B's memory with two thirds of interleaved 1F1B's bubble."""
     return _gis("gis", num_devices, num_microbatches, chunks, num_devices if group_size is None else group_size)
 
 
 def gis_h(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:
-    """Run groups of half as many microbatches as devices: towards half of the memory, the more chunks there are.
-
-    Args:
-        num_devices: pipeline ranks.
-        num_microbatches: of one step.
-        chunks: stages per device.
-        group_size: microbatches of a group; ``ceil(p/2)`` by default.
-    """
+    """Run groups of half as many microbatches as devices. With many chunks this needs half of the memory of ``gis``."""
     p = num_devices
     return _gis("gis-h", p, num_microbatches, chunks, (p + 1) // 2 if group_size is None else group_size)
 
 
 def grouped_slots(num_devices: int, chunks: int, group_size: int) -> tuple[list[int], list[int]]:
-    """Return when the first microbatch of a group starts: the slots of its F on device 0 and of its I on the last, by
-    chunk.
-
-    Args:
-        num_devices: pipeline ranks.
-        chunks: stages per device.
-        group_size: microbatches of a group.
-    """
+    """Return the slots of the first microbatch of a group, by chunk: of its F on device 0, and of its I on the last device."""
     p, v, g = num_devices, chunks, group_size
     turns = -(-((p + 1) // 2) // g)
     distinct = v // gcd(v, turns)
@@ -244,7 +194,7 @@ def _gis(name: str, p: int, m: int, v: int, group: int) -> Schedule:
     check_whole(f"{name}: group_size", group, least=1)
     few, larger = divmod(m, -(-m // group))
     sizes = [few + 1] * larger + [few] * (-(-m // group) - larger)
-    # Groups of different sizes keep the rhythm only while each fills half of the pipeline.
+    # Groups of different sizes keep the rhythm only if each fills half of the pipeline.
     if len(sizes) == 1 or few >= (p + 1) // 2:
         passes = (_balanced(device, p, v, sizes) for device in range(p))
     else:
@@ -253,7 +203,7 @@ def _gis(name: str, p: int, m: int, v: int, group: int) -> Schedule:
 
 
 def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
-    """Run forwards ahead, then I, W and F in turn, which is the order of the slots for groups of one size."""
+    """Run forwards ahead, then I, W and F in turn. For groups of one size this is the order of the slots."""
     visits = [chunk for size in sizes for chunk in range(v) for _ in range(size)]
     forwards = [Pass(Kind.F, chunk * p + device) for chunk in visits]
     warm_up = max(sizes) * (v - 1) + p - device
@@ -267,7 +217,7 @@ def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
 
 
 def _in_slots(device: int, p: int, v: int, group: int, m: int) -> list[Pass]:
-    """Build full groups and, at the end, what is left of one: without some of its microbatches an order stays valid."""
+    """Build full groups, and a last one without some of its microbatches: the order stays valid without them."""
     forward, backward = grouped_slots(p, v, group)
     timetable = []
     for microbatch in range(m):

@@ -1,7 +1,7 @@
-"""Offload half or all chunks of uniform repeating, interleaved or over a V: PipeOffload (arXiv 2503.01328).
+"""PipeOffload (arXiv 2503.01328): half or all chunks of uniform repeating are offloaded, interleaved or over a V.
 
-In uniform repeating forwards keep the pace of the steady state from the first on, so that activations are made no faster than
-they can leave, and every W follows its I at once.
+In uniform repeating forwards have the pace of the steady state from the beginning. So activations are made no faster
+than they can leave. Every W follows its I at once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ _MOST_WAITING = 4
 
 
 def with_prompt_weights(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
-    """Orders in which at most 0, 1, 2 ... weight gradients of a device wait, and more run wherever it would be idle.
-
-    Args:
-        schedule: compute actions only.
-        costs: what they take.
-    """
+    """Yield orders in which at most 0, 1, 2 ... weight gradients of a device wait. More W run whenever it would be idle."""
     if not any(action.kind is Kind.W for order in schedule.orders for action in order):
         return
     timeline = simulate(schedule, costs)
@@ -61,23 +56,16 @@ def _prompt(timeline: Timeline, device: int, most: int) -> Order:
 def uniform_repeating(
     num_devices: int, num_microbatches: int, chunks: int = 2, placement: str = "interleaved"
 ) -> Schedule:
-    """Build what PipeOffload offloads from. It holds less than interleaved 1F1B, and more than it with offload.
+    """Build the schedule that PipeOffload starts from. Its peak lies between interleaved 1F1B without and with offload.
 
-    Args:
-        num_devices: pipeline ranks.
-        num_microbatches: of one step.
-        chunks: stages per device.
-        placement: ``interleaved`` or ``v``.
-
-    Raises:
-        UnsupportedError: there is no such placement.
+    ``placement`` is ``interleaved``, or ``v`` with 2 chunks.
     """
     if placement == "interleaved":
         return gis_h(num_devices, num_microbatches, chunks, group_size=1)
     if placement != "v" or chunks != 2:
         raise UnsupportedError(
             "unsupported-placement",
-            f"uniform repeating over {placement!r} with {chunks} chunks is not known; take interleaved with any number of "
+            f"uniform repeating over {placement!r} with {chunks} chunks does not exist; take interleaved with any number of "
             "chunks, or v with 2",
         )
     return next(with_prompt_weights(zbv(num_devices, num_microbatches), Costs()))
@@ -94,23 +82,12 @@ def pipe_offload(
     offload_chunks: int | None = None,
     costs: Costs | None = None,
 ) -> Schedule:
-    """Send the longer-lived ones of every device's chunks to the host, as far as that lowers the peak.
+    """Offload the longer-lived chunks of every device, as far as that lowers the peak.
 
-    Args:
-        name: of the family.
-        part: by default one chunk of so many may be offloaded, rounded up.
-        num_devices: ``p``.
-        num_microbatches: ``m``; need not be a multiple of anything.
-        chunks: stages per device.
-        k: how long activations take to the host and back, over their F, I and W; default what ``costs`` say, or 1.
-        placement: ``interleaved``, or ``v`` with 2 chunks.
-        offload_chunks: how many of a device's chunks may be offloaded.
-        costs: seconds and bytes; default unit costs.
-
-    Raises:
-        UnsupportedError: an option is out of range.
+    At most ``offload_chunks`` chunks per device are offloaded, by default one of ``part``, rounded up. ``k`` is the
+    time of activations to the host and back over that of their F, I and W, by default from ``costs``, or 1.
     """
-    from megatron_pipemem.features.offload.orders import plan_offload  # loaded for schedules that offload
+    from megatron_pipemem.features.offload.orders import plan_offload  # only here, because others do not need it
 
     check_whole(f"{name}: chunks", chunks, least=1)
     if offload_chunks is None:
@@ -120,7 +97,7 @@ def pipe_offload(
     costs = costs or Costs()
     if k is not None or costs.channel is None:
         costs = replace(costs, channel=Channel.of_ratio(1.0 if k is None else k, costs))
-    # Over a V only a paced warm-up is uniform.
+    # Over a V the warm-up is uniform only if it is paced.
     plan = plan_offload(base, costs, offload_chunks, pace=placement == "v")
     return replace(plan.schedule, name=name)
 
@@ -130,14 +107,14 @@ _OPTIONS = {
     "k": "time of activations to the host and back over their F, I and W (default: by the costs, or 1)",
     "placement": "interleaved (default), or v",
     "offload_chunks": "how many of a device's chunks may be offloaded (default: half for po-h, all for po-f)",
-    "costs": "seconds of every pass, and what copies take (default F = I = W)",
+    "costs": "seconds of every pass and copy (default F = I = W)",
 }
 
 _DECLARED: dict[str, Any] = {
     "bubble": Formula("less than (p-1)(F+I+W)", lambda p, f, b, **_: (p - 1) * (f + b), at_most=True),
     "source": "arXiv 2503.01328",
     "options": _OPTIONS,
-    # Told here and not found out, since planning an example takes a tenth of a second and numpy.
+    # Declared, because planning an example takes a tenth of a second and numpy.
     "placement": "interleaved",
     "splits_backward": True,
     "asynchronous": False,

@@ -1,8 +1,8 @@
-"""Build GPipe and the kinds of 1F1B.
+"""GPipe and the variants of 1F1B.
 
-GPipe runs all forwards, then all backwards (arXiv 1811.06965, section 2.3). 1F1B runs some forwards, then one forward and one
-backward in turn. It may be eager, lie over a V with a full backward (arXiv 2405.15362, appendix I), or run on slices of
-sequences instead of whole microbatches (arXiv 2406.03488).
+GPipe runs all forwards, then all backwards (arXiv 1811.06965, section 2.3). 1F1B runs some forwards, then one forward
+and one backward in turn. Variants are eager, lie over a V with a full backward (arXiv 2405.15362, appendix I), or run
+slices of sequences in place of whole microbatches (arXiv 2406.03488).
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from megatron_pipemem.schedule.schedule import Order, Schedule
 
 
 def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
-    """Run all forwards, then all backwards, in ascending order as in 1F1B, so that gradients accumulate in the same
-    order.
-    """
+    """Run all forwards, then all backwards. Backwards ascend, so that gradients accumulate in the order of 1F1B."""
     m = num_microbatches
     passes = ([Pass(Kind.F, r)] * m + [Pass(Kind.B, r)] * m for r in range(num_devices))
     return in_microbatch_order("gpipe", Placement.linear(num_devices), m, passes)
@@ -73,21 +71,12 @@ EAGER_ONE_F_ONE_B = Family(
 )
 
 
-# What a device computes for one microbatch, in slots: two chunks of F (1) and B (2).
+# Slots of a device's work per microbatch: two chunks of F (1) and B (2).
 _INTERVAL = 6
 
 
 def one_f_one_b_v(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Let every pass follow its input at once, but every third backward wait for the slots to come round.
-
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``.
-        slices: sequence slices of a microbatch.
-
-    Raises:
-        UnsupportedError: ``slices`` is out of range.
-    """
+    """Start every pass right after its input. Only every third backward waits for a free slot."""
     p, stages = num_devices, 2 * num_devices
     starts = {Pass(Kind.F, stage): stage for stage in range(stages)}
     clock = stages + (3 if p % 3 == 0 else 0)
@@ -115,15 +104,9 @@ ONE_F_ONE_B_V = Family(
 
 
 def seq1f1b(num_devices: int, num_microbatches: int, slices: int = 2) -> Schedule:
-    """Run forwards slice by slice; backwards begin with the last slice of a microbatch, to which no other attends.
+    """Run forwards slice by slice. Backwards begin with the last slice of a microbatch, which no other slice attends to.
 
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``.
-        slices: slices of a microbatch, ``n``; 1 is 1F1B.
-
-    Raises:
-        UnsupportedError: ``slices`` is out of range.
+    With one slice this is 1F1B.
     """
     check_whole("seq1f1b: slices", slices, least=1)
     p, n, units = num_devices, slices, num_microbatches * slices

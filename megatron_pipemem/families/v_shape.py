@@ -1,4 +1,4 @@
-"""Build the V family: two chunks per device, so that long-lived and short-lived activations meet (arXiv 2405.15362)."""
+"""The V family: two chunks per device, one with long-lived and one with short-lived activations (arXiv 2405.15362)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,12 @@ from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 
-# What a device computes for one microbatch, in slots: two chunks of F, I and W.
+# Slots of a device's work per microbatch: two chunks of F, I and W.
 INTERVAL = 6
 
 
 def zbv(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Build ZBV by its closed form for equal F, I and W; passes beyond the last microbatch are dropped.
-
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``.
-        slices: sequence slices of a microbatch.
-
-    Raises:
-        UnsupportedError: ``slices`` is out of range.
-    """
+    """Build ZBV by its closed form for equal F, I and W. Passes beyond the last microbatch are dropped."""
     check_whole("zbv: slices", slices, least=1)
     p, units = num_devices, max(2 * num_devices + slices - 2, num_microbatches * slices)
     passes = (_zbv_passes(device, p, units, slices - 1) for device in range(p))
@@ -33,39 +24,21 @@ def zbv(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
 
 
 def v_half(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Let forwards descend two slots per device and return one slot per device; backwards mirror them.
-
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``.
-        slices: sequence slices of a microbatch.
-
-    Raises:
-        UnsupportedError: ``slices`` is out of range.
-    """
+    """Let forwards go down the V in two slots per device and come back in one. Backwards mirror them."""
     p, turn = num_devices, 0 if num_devices % 2 else 3
     slots = ((2 * r, 3 * p - 2 - r, 3 * p - 1 + turn + 2 * r, 6 * p - 2 + turn - r) for r in range(p))
     return _repeated("v-half", slots, p, num_microbatches, slices)
 
 
 def v_min(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Let every pass follow its input at once, which is the shortest that activations can live.
-
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``.
-        slices: sequence slices of a microbatch.
-
-    Raises:
-        UnsupportedError: ``slices`` is out of range.
-    """
+    """Start every pass right after its input, so that activations live as short as possible."""
     p, turn = num_devices, 0 if num_devices % 3 else 2
     slots = ((r, 2 * p - 1 - r, 2 * p + turn + r, 4 * p - 1 + turn - r) for r in range(p))
     return _repeated("v-min", slots, p, num_microbatches, slices)
 
 
 def _repeated(name: str, slots: Iterable[tuple[int, ...]], p: int, num_microbatches: int, slices: int) -> Schedule:
-    """Repeat the block in which every device starts F of its two stages, and then I of both in reverse, in these slots."""
+    """Repeat a block given by the slots of every device: F of its two stages, then I of both in reverse."""
     starts: dict[Pass, int] = {}
     for device, own in enumerate(slots):
         down, up = device, 2 * p - 1 - device
@@ -76,7 +49,7 @@ def _repeated(name: str, slots: Iterable[tuple[int, ...]], p: int, num_microbatc
 
 
 def _zbv_passes(device: int, p: int, units: int, ahead: int) -> list[Pass]:
-    """Return the passes of a device that runs ``ahead`` forwards more of both stages before its first backward."""
+    """Return the passes of a device that runs ``ahead`` more forwards of both stages before its first backward."""
     r, first, second = device, device, 2 * p - 1 - device
     f0, i0, w0 = (Pass(kind, first) for kind in (Kind.F, Kind.I, Kind.W))
     f1, i1, w1 = (Pass(kind, second) for kind in (Kind.F, Kind.I, Kind.W))
@@ -89,7 +62,7 @@ def _zbv_passes(device: int, p: int, units: int, ahead: int) -> list[Pass]:
 
 
 def _bubble_of_v_half(p: int, f: float, n: int, **_: float) -> float:
-    # What every further slice adds to the memory lets the warm-up run two slots faster, up to a limit.
+    # Every further slice adds memory with which the warm-up runs two slots faster, up to a limit.
     slots = max(3 * p - 2 - 2 * n, 2 * p - 2) if p % 2 else max(3 * p - 5 - 2 * n, 2 * p - 3)
     return slots * f / (2 * n)
 

@@ -1,5 +1,4 @@
-"""Build zero bubble: ZB-H1 and ZB-H2 (arXiv 2401.10241, section 2), and the order that is fitted to costs and memory (section
-3.1)."""
+"""Zero bubble: ZB-H1 and ZB-H2 (arXiv 2401.10241, section 2), and an order fitted to costs and memory (section 3.1)."""
 
 from __future__ import annotations
 
@@ -22,16 +21,7 @@ from megatron_pipemem.schedule.simulator import simulate
 
 
 def zb_h1(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Keep 1F1B's memory: device r runs p-r forwards ahead and keeps its weight gradients r microbatches behind.
-
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``.
-        slices: sequence slices of a microbatch.
-
-    Raises:
-        UnsupportedError: ``slices`` is out of range.
-    """
+    """Keep 1F1B's memory: device r runs p-r forwards ahead, and its weight gradients follow r microbatches later."""
     check_whole("zb-h1: slices", slices, least=1)
     p, units = num_devices, num_microbatches * slices
     passes = (_device_passes(r, units, forwards_ahead=p - r + slices - 1, delay=r) for r in range(p))
@@ -39,16 +29,7 @@ def zb_h1(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
 
 
 def zb_h2(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Take twice 1F1B's memory: no device idles between its first and its last pass in unit costs (m >= 2p-1).
-
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``.
-        slices: sequence slices of a microbatch.
-
-    Raises:
-        UnsupportedError: ``slices`` is out of range.
-    """
+    """Take twice 1F1B's memory: with unit costs no device idles between its first and its last pass (m >= 2p-1)."""
     check_whole("zb-h2: slices", slices, least=1)
     p, units = num_devices, num_microbatches * slices
     passes = (_device_passes(r, units, forwards_ahead=2 * (p - r) + slices - 2, delay=2 * r) for r in range(p))
@@ -96,21 +77,11 @@ NAME = "zb-auto"
 def zb_auto(
     num_devices: int, num_microbatches: int, costs: Costs | None = None, memory_cap: float | None = None
 ) -> Schedule:
-    """Return the fastest of several greedy orders, of ZB-H1 and of ZB-H2, whichever of them fit.
+    """Return the fastest schedule of several greedy orders, ZB-H1 and ZB-H2 that fits the cap (by default 1F1B's memory).
 
-    Greedy orders differ in how many forwards a device runs ahead, and in how long it idles for a pass that is about to
-    arrive when it could run W instead. They are compared by the makespan, then by the longest time from a device's first
-    pass to its last.
-
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``.
-        costs: seconds of every pass and link; default F = I = W and no communication.
-        memory_cap: the most any device may hold, in activation units; default 1, what 1F1B holds.
-
-    Raises:
-        UnsupportedError: no device can hold a single microbatch within the cap.
-        CostsError: the costs do not fit the placement.
+    Greedy orders differ in the number of forwards ahead. They also differ in how long a device idles for a pass that
+    arrives soon when it could run W. Schedules are compared by the makespan, then by the longest time from a device's
+    first pass to its last.
     """
     p, costs, cap = num_devices, costs or Costs(), 1.0 if memory_cap is None else memory_cap
     most = int(loosened(cap * p))
@@ -121,7 +92,7 @@ def zb_auto(
             f"memory cap of {cap:.4g}",
         )
     policies = starmap(_Policy, product(dict.fromkeys(_forwards_ahead(costs, p, most)), (0.0, 0.5, 1.0)))
-    # What is best for a few microbatches is best for many: a longer steady state repeats its rhythm.
+    # The best policy for a few microbatches is the best for many, because a longer steady state repeats its rhythm.
     few = min(num_microbatches, 2 * p + 8)
     best = min(policies, key=lambda policy: _quality(_greedy(costs, policy, few, most), costs))
     candidates = [_greedy(costs, best, num_microbatches, most)]
@@ -133,11 +104,10 @@ def zb_auto(
 
 
 class _Policy(NamedTuple):
-    """Say how a device chooses.
+    """The choices of every device.
 
-    Args:
-        ahead: per device, how many microbatches may be between its F and its I.
-        patience: W gives way to a pass that arrives within this share of its own duration.
+    ``ahead``: per device, the most microbatches between its F and its I. ``patience``: W waits for a pass that
+    arrives within this share of W's duration.
     """
 
     ahead: tuple[int, ...]
@@ -145,7 +115,7 @@ class _Policy(NamedTuple):
 
 
 def _forwards_ahead(costs: Costs, p: int, most: int) -> list[tuple[int, ...]]:
-    """Return few, as in 1F1B; as many as end before the first gradient can be back; and the middle of both."""
+    """Return three choices: few, as in 1F1B; as many as end before the first gradient can be back; and the middle of both."""
     seconds = costs.seconds(Placement.linear(p))
     forward, backward = seconds[Kind.F], seconds[Kind.I]
     few = [min(most, p - device) for device in range(p)]
@@ -162,7 +132,7 @@ def _forwards_ahead(costs: Costs, p: int, most: int) -> list[tuple[int, ...]]:
 
 def _quality(schedule: Schedule, costs: Costs) -> tuple[float, float]:
     timeline = simulate(schedule, costs)
-    # Rounded so that sums of the same seconds in another order are equal.
+    # Rounded, because sums of the same seconds in another order may differ.
     return (float(f"{timeline.makespan:.9g}"), float(f"{timeline.device_bubble_rate:.9g}"))
 
 
@@ -175,20 +145,19 @@ def _greedy(costs: Costs, policy: _Policy, num_microbatches: int, most: int) -> 
 
 
 def _run(costs: Costs, policy: _Policy, m: int, most: int) -> Iterator[tuple[int, Kind]]:
-    """Start passes in order of time. Every device always has something to wait for, since the oldest microbatch is
-    never held up by a limit on younger ones."""
+    """Start passes in order of time. No device blocks, because limits on younger microbatches never delay the oldest one."""
     last, seconds = len(policy.ahead) - 1, costs.seconds(Placement.linear(len(policy.ahead)))
     arrivals: dict[Kind, list[list[float]]] = {kind: [[] for _ in policy.ahead] for kind in (Kind.F, Kind.I)}
     ran = {kind: [0] * (last + 1) for kind in (Kind.F, Kind.I, Kind.W)}
     free = [0.0] * (last + 1)
 
     def coming(kind: Kind, device: int) -> float:
-        """Return when the next pass of this kind can start, as far as that is known."""
+        """Return when the next pass of this kind can start; infinity if that is unknown."""
         known, started = arrivals[kind][device], ran[kind][device]
         return known[started] if started < len(known) else inf
 
     def choose(device: int, now: float) -> Kind | None:
-        """Choose what to start at ``now``; ``None`` waits for the next arrival."""
+        """Choose the kind to start at ``now``; ``None`` waits for the next arrival."""
         forwards, gradients, weights = (ran[kind][device] for kind in (Kind.F, Kind.I, Kind.W))
         gradient, forward = coming(Kind.I, device), coming(Kind.F, device)
         if gradient <= now:
@@ -212,14 +181,14 @@ def _run(costs: Costs, policy: _Policy, m: int, most: int) -> Iterator[tuple[int
         end = free[device] = now + seconds[kind][device]
         heapq.heappush(awake, (end, device))
         if kind is Kind.F and device < last:
-            receiver, what, arrival = device + 1, Kind.F, end + costs.link_seconds(device, device + 1)
+            receiver, arriving, arrival = device + 1, Kind.F, end + costs.link_seconds(device, device + 1)
         elif kind is Kind.F:
-            receiver, what, arrival = device, Kind.I, end
+            receiver, arriving, arrival = device, Kind.I, end
         elif kind is Kind.I and device > 0:
-            receiver, what, arrival = device - 1, Kind.I, end + costs.link_seconds(device, device - 1)
+            receiver, arriving, arrival = device - 1, Kind.I, end + costs.link_seconds(device, device - 1)
         else:
             continue
-        arrivals[what][receiver].append(arrival)
+        arrivals[arriving][receiver].append(arrival)
         heapq.heappush(awake, (arrival, receiver))
 
 

@@ -1,8 +1,8 @@
-"""Find the optimum of tiny problems: best-first search over what has run so far, with dominance.
+"""Exact solution of tiny problems: best-first search over beginnings of a step, with dominance.
 
-A step grows by the pass that starts next. What matters of the passes that have run is how many of every class there are,
-when each device is free, and when what nobody has used yet arrives. Of two ways to run the same passes, one that is no
-earlier in any of these is forgotten.
+A beginning grows by the pass that starts next. It is described by the number of started passes per class, the times
+at which devices are free, and the arrival times of unused results. Of two beginnings with the same passes, one that
+is no earlier in any of these times is dropped.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from megatron_pipemem.search.problem import INPUT, WEIGHT, Orders, Problem
 
 
 class Solved(NamedTuple):
-    """A finished search."""
+    """The result of a finished search."""
 
-    table: Timetable | None  # the shortest timetable; ``None`` when none is shorter than what was to be undercut
-    states: int  # how many beginnings of a step were kept
+    table: Timetable | None  # the shortest timetable; ``None`` if none is below the given length
+    states: int  # number of stored beginnings
 
 
 def solve(problem: Problem, shorter_than: int, most_states: int) -> Solved | None:
-    """Find the shortest timetable below a length, or prove that there is none. Return ``None`` if it was given up after
-    ``most_states``: states multiply with every pass, and one takes about a tenth of a millisecond on two devices.
+    """Find the shortest timetable below a length, or prove that there is none. Return ``None`` after ``most_states``.
+
+    States multiply with every pass, and each takes about a tenth of a millisecond on two devices.
     """
     steps = _Steps(problem)
     queue = [(0, 0, 0, steps.start)]
@@ -36,7 +37,7 @@ def solve(problem: Problem, shorter_than: int, most_states: int) -> Solved | Non
         if step.counts == steps.sizes:
             return Solved(as_soon_as_possible(problem, steps.orders(step)), number)
         if number and step.times not in kept[step.counts]:
-            continue  # another one that is no later was found since
+            continue  # a later beginning dominates it
         for longer in steps.grown(step):
             bound = steps.bound(longer)
             if bound >= shorter_than:
@@ -49,7 +50,7 @@ def solve(problem: Problem, shorter_than: int, most_states: int) -> Solved | Non
                 return None
             rivals[:] = [rival for rival in rivals if not _no_later(longer.times, rival)]
             rivals.append(longer.times)
-            # Of equal bounds the one that has run most is nearest to its end.
+            # Of equal bounds, the beginning with more passes is nearer to its end.
             heappush(queue, (bound, -sum(longer.counts), number, longer))
     return Solved(None, number)
 
@@ -61,27 +62,26 @@ def _no_later(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 class _Beginning(NamedTuple):
     """The beginning of a step."""
 
-    counts: tuple[int, ...]  # of every pool, the passes that have started
+    counts: tuple[int, ...]  # per pool, the number of started passes
     free: tuple[int, ...]
-    """Per device, when it has ended them, not before the last of all has started: no later one starts sooner."""
+    """Per device, the time at which it is free, but not before the last start of all: later passes start no sooner."""
     arrivals: tuple[tuple[int, ...], ...]
-    """Per pool of the way, when what its next passes wait for is there, as far as it is known and not before the last pass
-    has started."""
-    pool: int = -1  # of the last pass
+    """Per pool of the way, the known arrival times of its next passes' inputs, but not before the last start of all."""
+    pool: int = -1  # pool of the last pass
     before: _Beginning | None = None  # the beginning that this one has grown from
 
     @property
     def times(self) -> tuple[int, ...]:
-        """Comparable among beginnings of equal counts."""
+        """Return the times that are compared among beginnings of equal counts."""
         return (*self.free, *(time for arrivals in self.arrivals for time in arrivals))
 
 
 class _Steps:
-    """Say how beginnings grow, and how long the whole takes at least.
+    """Growth of beginnings, and lower bounds of the whole step.
 
-    Passes are counted in pools. The first ones are the classes of F and I, in the order of a microbatch's way to the loss
-    and back, so that each waits for the one before it. Of the W of a device, those that take as long and give back as much
-    are one pool, and run in the order of their I: whatever has been run by a free device is ready for its W.
+    Passes are counted in pools. The first pools are the classes of F and I along a microbatch's way to the loss and
+    back, so each waits for the pool before it. W of a device with equal time and memory form one pool, and run in the
+    order of their I.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -97,7 +97,7 @@ class _Steps:
         self._ticks = [problem.ticks[c] for c in first]
         self._change = [problem.change[c] for c in first]
         self._lags = [max((lag for _, lag in problem.waits[c]), default=0) for c in way]
-        # The I of a pool of W.
+        # Per pool of W, the pools of its I.
         self._sources = [[way.index(c - 1) for c in pool if c % 3 == WEIGHT] for pool in self._pools]
         self._of_device = [[i for i, d in enumerate(self._device) if d == e] for e in range(problem.num_devices)]
         self._forwards = [[i for i in pools if i < self._length // 2] for pools in self._of_device]
@@ -107,10 +107,10 @@ class _Steps:
         self.start = _Beginning((0,) * len(first), (0,) * problem.num_devices, ((0,) * m, *((),) * (self._length - 1)))
 
     def _tail(self, pool: int, microbatches: int) -> int:
-        """Return the time from the start of a pass to the end of the step, at least.
+        """Return the least time from the start of a pass to the end of the step.
 
-        A device still has to run what is left of the way of so many microbatches; the first of it begins, and the last
-        ends, as far from the ends as one microbatch takes.
+        A device still runs the rest of the way of so many microbatches. The first one begins, and the last one ends,
+        as far from the ends of the step as a microbatch takes.
         """
         begins = list(accumulate((t + lag for t, lag in zip(self._ticks, self._lags[1:], strict=False)), initial=0))
         weight = self._problem.ticks
@@ -130,7 +130,7 @@ class _Steps:
         return longest
 
     def grown(self, step: _Beginning) -> Iterator[_Beginning]:
-        """Yield a beginning with one pass more, for every pool that may be next."""
+        """Yield a beginning with one more pass, for every pool that may be next."""
         counts = step.counts
         candidates = []
         horizon = None
@@ -150,7 +150,7 @@ class _Steps:
                     continue
                 candidates.append((start, i))
                 end = start + self._ticks[i]
-                # Whatever ends before others begin, and takes no memory from them, does no harm.
+                # A pass that ends before others begin, and takes no memory from them, can go first.
                 if (self._change[i] <= 0 or most <= cap) and (horizon is None or end < horizon):
                     horizon = end
         for start, i in candidates:
@@ -170,13 +170,13 @@ class _Steps:
         return _Beginning(tuple(counts), tuple(free), tuple(arrivals), pool, step)
 
     def bound(self, step: _Beginning) -> int:
-        """Return a time that no step with this beginning undercuts."""
+        """Return a time that no step with this beginning can beat."""
         m, counts, earliest = self._problem.num_microbatches, step.counts, [0] * self._length
         longest = 0
         for i in range(self._length):
             if counts[i] == m:
                 continue
-            # Without an arrival, the pool before this one has as many passes to go.
+            # Without an arrival, the pool before this one has as many passes left.
             arrival = step.arrivals[i][0] if step.arrivals[i] else earliest[i - 1] + self._ticks[i - 1] + self._lags[i]
             earliest[i] = max(arrival, step.free[self._device[i]])
             longest = max(longest, earliest[i] + self._tails[i][counts[i]])
@@ -187,8 +187,8 @@ class _Steps:
         return longest
 
     def _before_inputs(self, step: _Beginning, device: int) -> int:
-        """Return the most that a device can run before its next I: the W that are ready, and forwards that the cap
-        admits.
+        """Return the most time that a device can fill before its next I, with ready W and with forwards that the
+        cap admits.
         """
         counts = step.counts
         room = self._problem.caps[device] - sum(counts[i] * self._change[i] for i in self._of_device[device])

@@ -1,4 +1,4 @@
-"""Search within one placement: make starts, improve them, and keep the best of all, for as long as the clock allows."""
+"""The search within one placement: starts, their improvement, and the best orders, within the time of the clock."""
 
 from __future__ import annotations
 
@@ -43,34 +43,35 @@ from megatron_pipemem.search.result import Candidate
 
 
 class SearchStep(Enum):
-    """Name what takes time in proportion to the passes of a placement, with the seconds per pass until one was timed."""
+    """Steps of a search, with their seconds per pass before the first measurement."""
 
-    FIRST = 4e-6  # run an order that is known; as every search does it once, it tells how fast the machine is
-    FAMILY = 10e-6  # build what one family has to offer
+    FIRST = 4e-6  # run a known order; every search does it once, so it measures the speed of the machine
+    FAMILY = 10e-6  # build the schedule of a family
     JUSTIFY = 20e-6  # justify a timetable
     TRY = 25e-6  # propose a periodic order and justify it
     DESCRIBE = 15e-6  # make a schedule of the best order and simulate it
 
 
 class Clock:
-    """The seconds of a search, which run from when the clock is made."""
+    """The time of a search, which starts when the clock is made."""
 
     def __init__(self, seconds: float) -> None:
         self._started, self.seconds = time.perf_counter(), seconds
         self.state: Callable[[], str] = lambda: "searching"
-        """What is told after every step."""
+        """Progress message after every step."""
         self._paces: dict[SearchStep, float] = {}
         self.refused_any = False
-        """Whether a step did not begin because it would have ended too late."""
+        """Whether a step was left out because it would have ended too late."""
 
     @property
     def elapsed(self) -> float:
         return time.perf_counter() - self._started
 
     def allows(self, step: SearchStep, passes: int, result: int, share: float = 1.0) -> bool:
-        """Return whether the step can be expected to end in time, and its result to be described then. ``passes`` are those
-        that the step works on, ``result`` those of the schedule that it leads to; ``share``: of the time that it may end
-        in.
+        """Return whether a step can end in time, with time left to describe its result.
+
+        ``passes`` are those of the step, and ``result`` those of the schedule. ``share`` limits the time to a share
+        of the whole.
         """
         expected = self._pace(step) * passes + self._pace(SearchStep.DESCRIBE) * result
         if self.elapsed + expected > self.seconds * share:
@@ -80,14 +81,14 @@ class Clock:
 
     @contextmanager
     def step(self, step: SearchStep, passes: int) -> Iterator[None]:
-        """Time a step: the next one of its kind is expected to go on at its pace."""
+        """Measure a step, to predict the next one of its kind."""
         before = self.elapsed
         yield
         self._paces[step] = (self.elapsed - before) / passes
         tell(lambda: f"{self.state()}; {max(0.0, self.seconds - self.elapsed):.0f} s left at most")
 
     def _pace(self, step: SearchStep) -> float:
-        """Return the pace of the last such step; of the first one the usual, or slower where the first start was."""
+        """Return the last pace of a step. Before its first run, scale the usual pace by the speed of the first start."""
         usual = SearchStep.FIRST.value
         slowness = max(1.0, self._paces.get(SearchStep.FIRST, usual) / usual)
         return self._paces.get(step, step.value * slowness)
@@ -95,47 +96,47 @@ class Clock:
 
 _POLISHED = ", polished"
 _EXACT = 1 + 1e-6
-# Families of many stages take long; the other half of the time is for better orders.
+# Families with many chunks take long. The other half of the time is for better orders.
 _SHARE_OF_MANY_CHUNKS = 0.5
-# Microbatches with which blocks are compared, per device: enough to start up and run dry, which is all that differs.
+# Microbatches per device when blocks are compared: enough for start and end, in which alone blocks differ.
 _MICROBATCHES_PER_DEVICE = 2
 # Passes scheduled over all trials at effort 1; a trial costs about ten microseconds per pass.
 _PASSES_TO_TRY = 100_000
 _FEWEST_TRIALS, _MOST_TRIALS = 16, 120
 _FINALISTS = 6
-# More have too many cyclic orders to list.
+# Devices with more chunks have too many cyclic orders to list.
 _CHUNKS_OF_A_CYCLE = 2
-# Times its bound, a makespan that other starts may still improve much.
+# Ratio to the bound above which other starts may still improve the makespan much.
 _FAR_FROM_BOUND = 1.03
-# Of the time that a longer interval idles, at least so much is left when justification has filled what it can.
+# Share of the idle time of a longer interval that justification leaves at least.
 _LEFT_IDLE = 1 / 6
-# Passes justified again with a part of them frozen, where the steady state idles.
+# Passes that are justified again, with a part of them frozen, if the steady state idles.
 _PASSES_TO_POLISH = 150_000
-# With more, small searches of slices took up to five times as long.
+# With more rounds, small searches of slices took up to five times as long.
 _MOST_ROUNDS_OF_SLICES = 60
-# Under a cap that makes the steady state idle, intervals multiply what there is to try.
+# Factor of trials under a cap that makes the steady state idle, because intervals multiply the possibilities.
 _EFFORT_WHEN_IDLE = 4
 
 
 @dataclass
 class Exploration:
-    """Search within one placement. Makespans and bounds are in seconds outside, in ticks inside."""
+    """The search within one placement. Its interface is in seconds, and its inner values are in ticks."""
 
     placement: Placement
     num_microbatches: int
-    costs: Costs  # what actions take, in seconds, and hold
+    costs: Costs
     caps: Sequence[float] | None
-    """The most every device may hold, in the unit of the costs' memory; ``None`` is no limit."""
-    seed: int  # of all random choices
-    slices: int = 1  # sequence slices of every microbatch
-    full: frozenset[int] = frozenset()  # stages of which only full backwards are looked at
+    """The most memory of every device, in the unit of the costs' memory; ``None`` is no limit."""
+    seed: int
+    slices: int = 1
+    full: frozenset[int] = frozenset()  # stages that are restricted to full backwards
     period: bool = False
-    """Look for what follows itself soonest without a barrier, and not for what ends soonest. Makespans are then seconds
-    from step to step, at most, and the bound is the work of the busiest device."""
+    """Whether to minimise the period without a barrier. Makespans are then upper bounds of the period, and the lower
+    bound is the work of the busiest device."""
     _finalists: list[tuple[int, int, str, Timetable]] = field(default_factory=list)
     _starts: list[tuple[str, Timetable]] = field(default_factory=list)
     idles: bool = False
-    """Whether no periodic order without a bubble in the steady state was found to fit the caps."""
+    """Whether all periodic orders without a bubble in the steady state exceed the caps."""
 
     def __post_init__(self) -> None:
         n = self.slices
@@ -169,20 +170,18 @@ class Exploration:
         return self.makespan <= self.bound * _EXACT
 
     def can_beat(self, makespan: float) -> bool:
-        """Return whether the bound leaves room below it."""
+        """Return whether the bound is below a makespan."""
         return self.bound * _EXACT < makespan
 
     def take_first(self, clock: Clock) -> None:
-        """Take an order that is there at once."""
+        """Take an order that needs no search."""
         with clock.step(SearchStep.FIRST, self.num_passes):
             table = first_start(self._problem)
         if table is not None:
             self._add("evenly spaced", table)
 
     def take_families(self, families: Sequence[Family], clock: Clock) -> None:
-        """Take what every one of the families has to offer as it is, while there is time; if that is nothing, what
-        needs least.
-        """
+        """Take the schedules of the families while there is time. If none fits, take a list schedule or the first order."""
 
         def in_time() -> bool:
             share = 1.0 if self.is_periodic else _SHARE_OF_MANY_CHUNKS
@@ -212,16 +211,16 @@ class Exploration:
 
     @property
     def starts(self) -> list[tuple[float, str, Timetable]]:
-        """Return what there is to improve: seconds, name and timetable, the families' first."""
+        """Return the orders to improve, with seconds, name and timetable, those of the families first."""
         return [(table.makespan / self._problem.ticks_per_second, name, table) for name, table in self._starts]
 
     def more_starts(self) -> Iterator[tuple[str, Timetable]]:
-        """List schedules that are no starts yet."""
+        """Return list schedules that are not among the starts."""
         tried = {name for name, _ in self._starts}
         return (start for start in list_schedules(self._problem) if start[0] not in tried)
 
     def may_justify(self, clock: Clock) -> bool:
-        """Return whether there is time for it."""
+        """Return whether there is time to justify a timetable."""
         return clock.allows(SearchStep.JUSTIFY, 2 * self.num_passes, self.num_passes)
 
     def justify(self, name: str, table: Timetable, clock: Clock) -> None:
@@ -236,7 +235,7 @@ class Exploration:
 
     @property
     def is_far_from_bound(self) -> bool:
-        """Return whether random starts may improve much; there is nothing else for slices."""
+        """Return whether random starts may improve much. Slices have no other improvement."""
         return self.makespan > self.bound * (_FAR_FROM_BOUND if self.slices == 1 else _EXACT)
 
     @property
@@ -245,16 +244,16 @@ class Exploration:
 
     @cached_property
     def is_periodic(self) -> bool:
-        """Return whether there are few enough cyclic orders to search for periodic ones, which go between neighbours."""
+        """Return whether a search for periodic orders is possible: few cyclic orders, and messages between neighbours."""
         hops = {frozenset(hop) for hop in pairwise(self.placement.devices)}
         neighbours = pairwise(range(self.placement.num_devices))
         few = self.slices == 1 and self.placement.num_chunks <= _CHUNKS_OF_A_CYCLE
         return few and all(frozenset(pair) in hops for pair in neighbours) and self._problem.is_steady
 
     def solve(self, reached: float, most_states: int) -> int:
-        """Look for what is shorter than ``reached`` seconds until there is no more; the number of states that took.
+        """Look for the shortest order below ``reached`` seconds, and return the number of states used.
 
-        What is proved raises ``bound``, unless orders with some full backwards may keep a cap that these exceed.
+        A proof raises ``bound``, unless orders with some full backwards may keep a cap that these orders exceed.
         """
         if (
             self.period
@@ -273,12 +272,13 @@ class Exploration:
         return solved.states
 
     def explore(self, clock: Clock, effort: float, reached: float) -> None:
-        """Try periodic starts until the bound is met, none is better for long, the effort is spent, or time is over.
-        Intervals that are too long for the makespan ``reached`` are not tried.
+        """Try periodic starts until the bound is met, progress stops, or effort or time is used up.
+
+        Intervals that are too long for the makespan ``reached`` are left out.
         """
         if self.is_optimal or not self.may_justify(clock):
             return
-        from megatron_pipemem.search.periodic import PeriodicStarts  # numpy takes a while to load
+        from megatron_pipemem.search.periodic import PeriodicStarts  # only here, because numpy takes long to load
 
         short = shortened(self._problem, _MICROBATCHES_PER_DEVICE * self.placement.num_devices)
         rest = self._problem.num_microbatches - short.num_microbatches
@@ -305,7 +305,7 @@ class Exploration:
                 assert table is not None, "a periodic order ends"
                 table = justify(short, table)
             source.learn(block, table.makespan)
-            # Every further microbatch costs an interval, or less where justification fills the steady state's gaps.
+            # Every further microbatch costs an interval, or less if justification fills gaps of the steady state.
             if table.makespan + rest * max(short.work) < self._finalists[-1][0] or len(self._finalists) < _FINALISTS:
                 if rest and not clock.allows(SearchStep.JUSTIFY, self.num_passes, self.num_passes):
                     break
@@ -320,7 +320,7 @@ class Exploration:
         self.idles = sampler.idles
 
     def polish(self, clock: Clock, effort: float) -> None:
-        """Justify the best again and again with changing parts frozen: a steady state that idles has room to move."""
+        """Justify the best orders again and again with changing parts frozen. This helps if the steady state idles."""
         rng = Random(self.seed)
         problem = self._problem
         classes, units = len(problem.device), problem.units
@@ -352,7 +352,7 @@ class Exploration:
         self._finalists = sorted([*self._finalists, entry], key=lambda e: e[:2])[:_FINALISTS]
 
     def candidate(self) -> Candidate:
-        """Return the best schedule, of those that are equally fast the one that wrong costs harm least."""
+        """Return the best schedule. Among equally fast ones, take the one that is fastest with inexact costs."""
         slack = 0 if self.is_optimal else 1e-3
         equal = [entry for entry in self._finalists if entry[0] <= self._finalists[0][0] * (1 + slack)]
         _, _, name, table = equal[most_robust(self._problem, [entry[3] for entry in equal], self.seed)]
@@ -361,12 +361,12 @@ class Exploration:
         timeline = simulate(schedule, self.costs)
         caps = self.caps or timeline.peaks
         if any(peak > loosened(cap) for peak, cap in zip(timeline.peaks, caps, strict=True)):
-            # The costs say that a full backward holds more than its I and W.
+            # By the costs, a full backward holds more than its I and W.
             fused = self._problem.full_backwards
             schedule = to_schedule(AUTO, self.placement, self._problem, table.orders, fused)
             timeline = simulate(schedule, self.costs)
         makespan = stream(schedule, self.costs, steps=1).period if self.period else timeline.makespan
-        bound = min(self.bound, makespan)  # that of an exact solution was in ticks
+        bound = min(self.bound, makespan)  # the bound of an exact solution was rounded to ticks
         return Candidate(schedule, makespan, timeline.peaks, bound, name)
 
 
@@ -374,7 +374,7 @@ _SAMPLES = 4
 
 
 def most_robust(problem: Problem, tables: Sequence[Timetable], seed: int, error: float = 0.2) -> int:
-    """Return the index of the timetable whose orders are fastest on average over costs that are off by up to ``error``."""
+    """Return the index of the timetable with the fastest orders on average, over costs with errors of up to ``error``."""
     if len(tables) == 1:
         return 0
     rng = Random(seed)

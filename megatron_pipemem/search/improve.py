@@ -1,8 +1,8 @@
-"""Run a step by urgency, or in given orders, and improve orders by justification (forward-backward improvement).
+"""Runs of a step by urgency or in given orders, and justification (forward-backward improvement) of orders.
 
-Justification comes from project scheduling: move every pass as late as possible, into idle gaps too, then every pass as
-early as possible, and repeat. No move makes the step longer or takes more memory than the caps, so every order on the
-way is a valid schedule.
+Justification comes from project scheduling. It moves every pass as late as possible, also into idle gaps, then as
+early as possible, and repeats. No move makes the step longer or exceeds the caps, so every order in between is a
+valid schedule.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from megatron_pipemem.search.problem import FORWARD, Orders, PassTable, Problem
 
 @dataclass(frozen=True)
 class Timetable:
-    """Orders and when their passes start."""
+    """Orders, and the starts of their passes."""
 
     orders: Orders  # per device, its passes in order
-    starts: list[int]  # tick in which every pass starts
-    makespan: int  # ticks until the last pass ends; the first starts at 0
+    starts: list[int]  # the tick in which every pass starts
+    makespan: int  # ticks from the first start, which is 0, to the last end
 
 
 def as_soon_as_possible(problem: Problem, orders: Orders) -> Timetable | None:
-    """Run every device's order without waiting longer than it must; ``None`` when the orders wait for one another."""
+    """Run every device's order without unneeded waits; ``None`` if the orders wait for one another."""
     passes = problem.passes
     graph = Graph(orders, passes.waits, passes.price, passes.device)
     nodes, _ = graph.walk()
@@ -45,9 +45,7 @@ def timetable(problem: Problem, orders: Orders) -> Timetable:
 
 
 def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
-    """Run the step by urgency. Smaller urgencies run earlier. Return ``None`` if the devices came to a stop because no cap
-    admitted what was ready.
-    """
+    """Run the step by urgency, smaller ones first. Return ``None`` if the caps admitted none of the ready passes."""
     units, ticks, change, caps, reserve = problem.units, problem.ticks, problem.change, problem.caps, problem.reserve
     classes_of, passes = problem.classes, problem.reversed
     device_of, price_of, followers, lags = passes.device, passes.price, passes.waits, passes.lags
@@ -105,34 +103,35 @@ def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
 
 
 def justify(problem: Problem, table: Timetable, frozen: Collection[int] = frozenset()) -> Timetable:
-    """Move all passes as late as possible, then all as early as possible. ``frozen`` passes are moved within their place
-    only, to look elsewhere than a plain justification does.
+    """Move all passes as late as possible, then all as early as possible.
+
+    ``frozen`` passes keep their place in the order, so that the result differs from a plain justification.
     """
     late = _earlier(problem.reversed, _mirrored(problem, table), frozen)
     return _earlier(problem.passes, _mirrored(problem, late), frozen)
 
 
 def _mirrored(problem: Problem, table: Timetable) -> list[int]:
-    """Return when passes start with time running the other way."""
+    """Return the starts of passes with time reversed."""
     ticks, end = problem.ticks, table.makespan
     return [end - start - ticks[price] for start, price in zip(table.starts, problem.passes.price, strict=True)]
 
 
 class Row:
-    """A device while its passes are placed, one after another. Gaps smaller than its shortest pass are forgotten."""
+    """A device while its passes are placed one after another. Gaps smaller than its shortest pass are dropped."""
 
     def __init__(self, cap: int, shortest: int) -> None:
         self._cap, self._shortest = cap, shortest
         self.order: list[int] = []
         self.end = 0
-        self._levels: list[int] = []  # what it holds after each pass placed so far
+        self._levels: list[int] = []  # the memory after each pass placed so far
         self._gap_starts: list[int] = []
         self._gap_ends: list[int] = []
-        self._gap_places: list[int] = []  # how many passes stand before the gap
+        self._gap_places: list[int] = []  # the number of passes before the gap
 
     def into_gap(self, each: int, ready: int, length: int, change: int) -> int:
-        """Put a pass into the first gap that it fits, by its inputs, its length and the cap; when it ends, or -1.
-        ``ready``: tick from which its inputs are there.
+        """Put a pass into the first gap that fits its length, its inputs (from ``ready`` on) and the cap. Return its
+        end, or -1.
         """
         levels, heads, tails, places = self._levels, self._gap_starts, self._gap_ends, self._gap_places
         gap = bisect_left(tails, ready + length)
@@ -140,10 +139,10 @@ class Row:
             return -1
         first = 0
         if change > 0:
-            # Whatever stands between the gap and here would be run with this much more held.
+            # All passes between the gap and the end of the row would run with this much more memory.
             allowed = self._cap - change
             place, least = len(levels), places[gap]
-            # The level before the gap counts too: it is what the pass itself adds to.
+            # The level before the gap counts too, because the pass adds to it.
             while place and place >= least and levels[place - 1] <= allowed:
                 place -= 1
             first = place + 1 if place or allowed < 0 else 0
@@ -162,7 +161,7 @@ class Row:
             for index in range(place, len(levels)):
                 levels[index] += change
         end = begin + length
-        # The gap splits in two; slivers that nothing fits are forgotten.
+        # The gap splits in two. Pieces too short for any pass are dropped.
         pieces = []
         if begin - heads[found] >= self._shortest:
             pieces.append((heads[found], begin, place))
@@ -176,7 +175,7 @@ class Row:
         return end
 
     def append(self, each: int, ready: int, length: int, change: int) -> int:
-        """Put a pass behind all others; when it ends."""
+        """Put a pass after all others, and return its end."""
         begin = self.end
         if ready > begin:
             if ready - begin >= self._shortest:
@@ -191,10 +190,10 @@ class Row:
 
 
 def _earlier(passes: PassTable, starts: Sequence[int], frozen: Collection[int]) -> Timetable:
-    """Move every pass, in the order of these starts, into the first gap that it fits, or else behind the others."""
+    """Move every pass, in the order of ``starts``, into the first gap that fits, or after the others."""
     device_of, price_of, before, waits, ticks, change, lags, caps, shortest = passes
     rows = [Row(cap, least) for cap, least in zip(caps, shortest, strict=True)]
-    ends = [0] * (len(starts) + 1)  # the last is of the pass before the first of a class
+    ends = [0] * (len(starts) + 1)  # the last entry stands for the pass before the first of a class
     for each in sorted(range(len(starts)), key=starts.__getitem__):
         ready, price = ends[before[each]], price_of[each]
         for other, link in waits[each]:

@@ -1,4 +1,4 @@
-"""Vary the order of a schedule's microbatches, many variations at once, towards a shorter step within the caps."""
+"""Variations of the order of a schedule's microbatches, many at once, towards a shorter step within the caps."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
 
-# Variations tried at once: a try takes as long as there are actions one after another, and hardly longer for more orders.
+# Variations per try. A try takes as long as the longest chain of actions, and more orders cost almost nothing.
 _AT_ONCE = 96
-# A try by the simulator takes as long as that of all the others.
+# Variations per try by the simulator, which takes the sum of their times.
 _SIMULATED = 4
-# Moves that gained by themselves, and are then tried one after another.
+# Moves that gained alone and are then applied together.
 _TOGETHER = 6
-# An order that exceeds its cap by a share is worse by so many times this share: variations may pass through it.
+# The value of an order grows by this factor times its excess over the cap. So variations may pass through such orders.
 _PENALTY = 3.0
 
 Order = tuple[int, ...]
@@ -32,19 +32,12 @@ Move = Callable[[Sequence[int]], Order]
 
 
 class Variation:
-    """The best orders found for one schedule.
-
-    Args:
-        schedule: valid; its actions stay as they are.
-        costs: with weights of the microbatches, in arrival order.
-        caps: the most every device may hold, in the unit of the costs' memory.
-        starts: orders to start from; the best of them is varied.
-        random: of the moves.
+    """The best orders found for one schedule, whose actions stay as they are.
 
     Attributes:
-        order: the best one; it may exceed the caps for as long as none that keeps them is better.
-        value: its makespan in seconds, or more where it exceeds the caps.
-        fitting: makespan and order of the fastest that keeps the caps; infinite without any.
+        order: the best order. It may exceed the caps as long as no order within them is better.
+        value: its makespan in seconds, raised if it exceeds the caps.
+        fitting: makespan and order of the fastest one within the caps; infinite if there is none.
     """
 
     def __init__(
@@ -65,7 +58,7 @@ class Variation:
         return _SIMULATED if self._many is None else _AT_ONCE
 
     def round(self) -> bool:
-        """Try single moves of the best order, and those together by which it gained before; return whether any gained."""
+        """Try single moves of the best order, and the earlier gaining moves together. Return whether any gained."""
         further, tries = self.order, []
         for move in self._gained:
             further = move(further)
@@ -78,7 +71,7 @@ class Variation:
         return self.value < before
 
     def _try(self, orders: Sequence[Order]) -> list[float]:
-        """Return the values of orders, and keep the best. Of equal ones it is the later one: variations move on."""
+        """Return the values of orders, and keep the best. Of equal ones keep the later, so that variations move on."""
         makespans, excess = self._simulated(orders) if self._many is None else self._many.try_all(orders)
         values = []
         for order, makespan, over in zip(orders, map(float, makespans), map(float, excess), strict=True):
@@ -99,7 +92,7 @@ class Variation:
 
 
 def random_move(count: int, random: Random) -> Move:
-    """Return what lets two microbatches change places, or moves one elsewhere."""
+    """Return a function that swaps two microbatches of an order, or moves one."""
     first, second, swaps = random.randrange(count), random.randrange(count), random.random() < 0.5
 
     def moved(order: Sequence[int]) -> Order:
@@ -114,28 +107,27 @@ def random_move(count: int, random: Random) -> Move:
 
 
 class Outcomes(NamedTuple):
-    """Hold what came of every order that was tried."""
+    """The results of all tried orders."""
 
     makespans: np.ndarray  # seconds, without sums over replicas of the model
-    excess: np.ndarray  # the largest share of its cap by which any device exceeds it; at most 0 where all keep theirs
+    excess: (
+        np.ndarray
+    )  # the largest excess of a device over its cap, as a share of the cap; at most 0 if all keep theirs
 
 
 class _Level(NamedTuple):
-    """Hold the nodes that wait for nodes of earlier levels only."""
+    """Nodes that wait only for nodes of earlier levels."""
 
-    nodes: slice  # they are neighbours
-    before: np.ndarray  # the node before each of them in its lane
+    nodes: slice  # consecutive numbers
+    before: np.ndarray  # per node, the one before it in its lane
     needs: list[tuple[np.ndarray, np.ndarray | None]]
-    """One array per wait: the nodes awaited, and the rows of their lags, or ``None`` where no message takes time."""
+    """One array per wait: the needed nodes, and the rows of their lags, or ``None`` if no message takes time."""
 
 
 class ManyOrders:
-    """Say how long a schedule takes, and what it holds, for many orders of its microbatches in one pass over its actions.
+    """Time and memory of a schedule for many orders of its microbatches, in one pass over its actions.
 
-    Args:
-        schedule: valid, without transfers to the host: those wait for a channel in an order of their own.
-        costs: with weights of the microbatches, in arrival order.
-        caps: the most every device may hold, in the unit of the costs' memory.
+    The schedule must not offload, because copies wait for a channel in their own order.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, caps: Sequence[float]) -> None:
@@ -150,14 +142,14 @@ class ManyOrders:
         self._weigh_lanes(schedule, costs, caps)
 
     def try_all(self, orders: Sequence[Sequence[int]]) -> Outcomes:
-        """Run all orders; each names the microbatch of every position by its place in the weights."""
+        """Run all orders. Each has for every position the index of its microbatch in the weights."""
         chosen = np.asarray(orders).T
         weights = np.asarray(self._rows)[:, chosen]
         seconds = np.zeros((len(self._of_node[0][0]), len(orders)))
         for prices, rows, units in self._of_node:
             seconds += prices * weights[rows, units]
         lags = None if self._lags is None else self._lags[0] * weights[self._lags[1], self._lags[2]]
-        ends = np.zeros((len(seconds) + 1, len(orders)))  # the last ends when the step begins
+        ends = np.zeros((len(seconds) + 1, len(orders)))  # the last row is the begin of the step
         for nodes, before, needs in self._levels:
             start = ends[before]
             for needed, links in needs:
@@ -178,7 +170,7 @@ class ManyOrders:
         return self._rows.index(weights)
 
     def _price_nodes(self, schedule: Schedule, costs: Costs, found: Dependencies, nodes: list[int]) -> None:
-        """Write the seconds of every node as prices times weights: one for each, and for a B those of I and of W."""
+        """Store the seconds of every node as prices times weights. A B has two terms, for I and W."""
         prices, weights = ActionPrices(schedule, costs), self._weights
         rows = {kind: self._row(weights.seconds_of(kind)) for kind, _ in found.kinds}
         split = Kind.B not in weights.kinds and any(kind is Kind.B for kind, _ in found.kinds)
@@ -195,7 +187,7 @@ class ManyOrders:
         self._of_node = [_columns(part) for part in parts]
 
     def _price_messages(self, schedule: Schedule, costs: Costs, found: Dependencies, numbers: list[int]) -> None:
-        """Give every link and microbatch a lag, and every wait the row of its lag, unless no message takes time."""
+        """Store a lag per link and microbatch, and the row of every wait's lag, unless no message takes time."""
         prices, self._tokens = ActionPrices(schedule, costs), self._row(self._weights.tokens)
         seconds = [prices.of_message(link) for link in found.links]
         self._lags = None
@@ -216,7 +208,7 @@ class ManyOrders:
                 level.needs[slot] = (needed, links)
 
     def _weigh_lanes(self, schedule: Schedule, costs: Costs, caps: Sequence[float]) -> None:
-        """Note by how much the actions of every device change what it holds."""
+        """Store the changes of every device's memory by its actions."""
         slices = schedule.slices
         changes = costs.memory_changes(schedule.placement, schedule.recomputed, slices)
         unit = costs.memory_unit(schedule.placement, slices)
@@ -239,7 +231,7 @@ def _columns(entries: list[tuple[float, int, int]]) -> tuple[np.ndarray, np.ndar
 
 
 def _levels(found: Dependencies) -> tuple[list[_Level], list[int]]:
-    """Return the levels of a graph, and the number of every node when all are numbered level by level."""
+    """Return the levels of a graph, and the number of every node when nodes are numbered level by level."""
     graph = found.graph
     before: dict[int, int] = {}
     for lane in graph.lanes:

@@ -1,13 +1,12 @@
-"""Find periodic orders: every device repeats one cycle of its passes, and a microbatch takes the shortest way through them.
+"""Periodic orders: every device repeats one cycle of its passes, and a microbatch takes the shortest way through the cycles.
 
-The building blocks of arXiv 2405.15362 (repeat a microbatch's passes at a fixed interval) for any costs: the interval is
-what the busiest device computes per microbatch, so that no device that is as busy ever idles in the steady state, and the
-passes' offsets follow from which cyclic order every device takes and how the cycles of neighbours are rotated against each
-other. Every wait of a microbatch between two passes makes activations live longer; the cheapest combination of cycles is a
-shortest path from the last device to the first. Prices per device are raised until every device fits its cap (Lagrange
-multipliers of the memory constraints).
+This generalises the building blocks of arXiv 2405.15362 to any costs. The interval is the work of the busiest device
+per microbatch, so that this device never idles in the steady state. The offsets of passes follow from every device's
+cyclic order and from the rotation of its cycle against its neighbours. Waits of a microbatch make activations live
+longer. The cheapest combination of cycles is a shortest path from the last device to the first. Prices per device
+rise until every device fits its cap (Lagrange multipliers of the memory constraints).
 
-A sampler varies them: it chooses which blocks are proposed, and for which intervals.
+A sampler varies the combinations: it chooses the blocks and intervals that are proposed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 
 from megatron_pipemem.search.problem import FORWARD, INPUT, WEIGHT, Orders, Problem
 
-# Of two chunks there are 120 cyclic orders. With a pause between two passes there are 720, too many for one table.
+# Two chunks have 120 cyclic orders. With a pause between two passes there are 720, too many for one table.
 _ORDERS_WITH_A_PAUSE = 60
 
 
@@ -28,18 +27,16 @@ _ORDERS_WITH_A_PAUSE = 60
 class ClassWait:
     """A class that waits for another class of the same microbatch."""
 
-    source: int  # class that ends first
-    target: int  # class that starts then
+    source: int  # the needed class
+    target: int  # the waiting class
     gap: int  # ticks from the start of ``source`` to the earliest start of ``target``
 
 
 class Cycles:
     """All combinations of cyclic orders of a problem for one interval.
 
-    Args:
-        problem: with at most two chunks per device; more have too many cyclic orders to list.
-        interval: ticks from one microbatch to the next, at least the work of the busiest device.
-        rng: picks the cyclic orders to consider where idle time makes them too many.
+    The problem has at most two chunks per device, because more have too many cyclic orders. ``interval`` is at least
+    the work of the busiest device. ``rng`` picks cyclic orders if idle time makes them too many.
     """
 
     def __init__(self, problem: Problem, interval: int, rng: np.random.Generator) -> None:
@@ -74,7 +71,7 @@ class Cycles:
         return (starts[:, position[link.target]] - starts[:, position[link.source]] - link.gap) % self.interval
 
     def _shared_waits(self, device: int, shared: dict[tuple, np.ndarray]) -> np.ndarray:
-        """Waits of a hop; alike hops share one array."""
+        """Return the waits of a hop. Equal hops share one array."""
         links, position = self._hops[device], self._position
         below, above = self._starts[device], self._starts[device + 1]
         key = (
@@ -89,7 +86,7 @@ class Cycles:
         return shared[key]
 
     def _waits(self, device: int) -> np.ndarray:
-        """``[rotation, link, order above, order below]``: every rotation makes one link's wait zero."""
+        """Return ``[rotation, link, order above, order below]``. Every rotation makes one link's wait zero."""
         offsets, signs = self._offsets(device)
         return np.stack(
             [
@@ -101,9 +98,7 @@ class Cycles:
         ).astype(np.float32)
 
     def _offsets(self, device: int) -> tuple[list[np.ndarray], list[int]]:
-        """Return, per link, the rotation of the device against the one above that makes its wait zero, and the wait's
-        sign.
-        """
+        """Return, per link, the rotation against the device above that makes its wait zero, and the sign of the wait."""
         below, above = self._starts[device], self._starts[device + 1]
         offsets, signs = [], []
         for link in self._hops[device]:
@@ -117,8 +112,10 @@ class Cycles:
         return offsets, signs
 
     def cheapest(self, prices: np.ndarray, variation: np.ndarray, among: np.ndarray | None = None) -> PeriodicBlock:
-        """Return the combination whose activations cost least. ``prices``: per device, of holding one memory unit for one
-        tick. ``among``: numbers of the cyclic orders to consider on every device; ``None`` for all.
+        """Return the combination with the cheapest activations.
+
+        ``prices`` are per device, for one memory unit and tick. ``among`` are the cyclic orders to consider on every
+        device; ``None`` for all.
         """
         p = self.problem.num_devices
         weights = self._weights(prices, variation)
@@ -150,7 +147,7 @@ class Cycles:
     def _follow(
         self, order: int, choice: list[tuple[np.ndarray, np.ndarray]], picked: list[np.ndarray]
     ) -> PeriodicBlock:
-        """Follow, from the first device up, the choices made on the way down."""
+        """Follow the choices from the first device up."""
         starts = np.zeros(len(self.problem.device), dtype=np.int64)
         shift = 0
         for d in range(self.problem.num_devices):
@@ -166,7 +163,7 @@ class Cycles:
         return PeriodicBlock.along_chain(self.problem, self.interval, starts)
 
     def _weights(self, prices: np.ndarray, variation: np.ndarray) -> dict[tuple[int, int], float]:
-        """Return what one tick of waiting on a link costs: the price of all that is held across it."""
+        """Return the cost of one tick of waiting on a link: the price of all memory held across it."""
         problem = self.problem
         held = [0.0] * (problem.num_stages + 1)
         for stage in range(problem.num_stages):
@@ -183,17 +180,15 @@ class Cycles:
 
 @dataclass(frozen=True)
 class PeriodicBlock:
-    """Say when the passes of one microbatch start."""
+    """The starts of one microbatch's passes."""
 
-    problem: Problem  # with the passes
+    problem: Problem
     interval: int  # ticks from one microbatch to the next
     starts: tuple[int, ...]  # tick of every pass class
 
     @classmethod
     def along_chain(cls, problem: Problem, interval: int, offsets: np.ndarray) -> PeriodicBlock:
-        """Start every pass at the first time that has its offset, modulo the interval, and that its inputs allow.
-        ``offsets``: of every pass class within the interval, in ticks.
-        """
+        """Start every pass at the first time that its inputs allow and that equals its offset modulo the interval."""
         starts = [0] * len(offsets)
         for c in (*problem.way, *range(WEIGHT, len(offsets), 3)):
             ready = int(offsets[c]) if c == FORWARD else 0
@@ -203,8 +198,9 @@ class PeriodicBlock:
         return cls(problem, interval, tuple(starts))
 
     def delayed(self, after: int) -> PeriodicBlock:
-        """Return the block with one more interval of waiting on the way. ``after``: how many passes of the way to the loss
-        and back keep their time; with a negative number ``-n``, only the ``n``-th W is put off.
+        """Return the block with one more interval of waiting on the way.
+
+        ``after`` is the number of passes of the way that keep their time. With ``-n`` only the ``n``-th W is delayed.
         """
         if after < 0:
             later = {3 * (-after - 1) + WEIGHT}
@@ -216,7 +212,7 @@ class PeriodicBlock:
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """The most every device holds in the steady state."""
+        """The most memory of every device in the steady state."""
         result = []
         for classes in self.problem.classes:
             starts = np.array([self.starts[c] for c in classes])
@@ -226,7 +222,7 @@ class PeriodicBlock:
         return tuple(result)
 
     def orders(self) -> Orders:
-        """Return the orders of ``m`` microbatches. They never hold more than the steady state."""
+        """Return the orders of ``m`` microbatches. Their peaks are at most those of the steady state."""
         m = self.problem.num_microbatches
         microbatches = np.arange(m)
         orders = []
@@ -239,9 +235,9 @@ class PeriodicBlock:
 
 
 def _cycle_starts(ticks: tuple[int, ...], idle: int, rng: np.random.Generator) -> np.ndarray:
-    """``[order, pass]``: offsets of a device's passes in every cyclic order, the first pass first.
+    """Return ``[order, pass]``: offsets of a device's passes in every cyclic order, the first pass first.
 
-    Idle time is spread over all passes in proportion, and in some more orders, picked at random, it is in one piece.
+    Idle time is spread over all passes in proportion. In some further random orders it is in one piece.
     """
     spread = np.array([length * (sum(ticks) + idle) / sum(ticks) for length in ticks])
     rows = _tilings(spread)
@@ -249,12 +245,12 @@ def _cycle_starts(ticks: tuple[int, ...], idle: int, rng: np.random.Generator) -
         in_one_piece = _tilings(np.array([*ticks, idle]))[:, : len(ticks)]
         few = min(len(in_one_piece), _ORDERS_WITH_A_PAUSE)
         rows = np.concatenate([rows, in_one_piece[rng.choice(len(in_one_piece), few, replace=False)]])
-    # Rounded up, no pass begins before the one before it has ended.
+    # Rounded up, so that no pass begins before the previous one has ended.
     return np.ceil(rows - 1e-6).astype(np.int64)
 
 
 def _tilings(lengths: np.ndarray) -> np.ndarray:
-    """Start of every piece in every order of all pieces back to back, the first piece first."""
+    """Return the start of every piece in every order of all pieces back to back, the first piece first."""
     orders = _orders(len(lengths))
     ends = np.cumsum(lengths[orders], axis=1)
     starts = np.empty_like(ends)
@@ -268,27 +264,22 @@ def _orders(count: int) -> np.ndarray:
 
 
 _BALANCING_ROUNDS = 12
-# Few orders, other ones each time, are searched faster and vary the blocks besides.
+# A few orders, others each time, are searched faster and also vary the blocks.
 _ORDERS_PER_VARIATION = 60
 _ELITES = 20
 _MOST_DELAYS = 6
 
-# By how much the interval grows until some block fits the caps, and how many intervals from there on are worth a look.
+# Factor by which the interval grows until a block fits the caps, and number of intervals to try from there.
 _STRETCH = 1.05
 _INTERVALS = 4
 _LONGEST_STRETCH = 3.0
 
 
 class BlockSampler:
-    """Proposes blocks for one interval: first ever better balanced ones, then random variations of what did well.
+    """Propose blocks for one interval: first ever better balanced ones, then random variations of good ones.
 
-    Which blocks fit the caps is known at once, but which of them starts up and runs dry fastest is not: so the prices of
-    waiting are varied at random, and the variations of the best blocks are varied further.
-
-    Args:
-        problem: with at most two chunks per device.
-        interval: ticks from one microbatch to the next.
-        rng: source of the variations.
+    Whether a block fits the caps is known at once, but not how fast it starts and ends. So the prices of waiting are
+    varied at random, and variations of the best blocks are varied further.
     """
 
     def __init__(self, problem: Problem, interval: int, rng: np.random.Generator) -> None:
@@ -309,7 +300,7 @@ class BlockSampler:
         return self._proposed >= _BALANCING_ROUNDS
 
     def propose(self) -> PeriodicBlock | None:
-        """Propose another block; ``None`` when it was proposed before or exceeds a cap."""
+        """Propose another block; ``None`` if it is known already or exceeds a cap."""
         variation, among = np.zeros(self.cycles.num_links), None
         if self.balanced:
             variation, among = self._variation(), self._rng.permutation(self.cycles.most_orders)[:_ORDERS_PER_VARIATION]
@@ -320,7 +311,7 @@ class BlockSampler:
             self._prices *= np.exp((load - load.mean()) * 2 / (1 + self._proposed * 0.2))
             self._prices /= self._prices.mean()
         else:
-            # Wild variations show more, as long as what they show fits.
+            # Wilder variations explore more, as long as their blocks fit.
             self._boldness = min(3.0, self._boldness * 1.05) if fits else max(0.05, self._boldness * 0.95)
         self._proposed += 1
         self.least_excess = min(self.least_excess, float(load.max()))
@@ -332,7 +323,7 @@ class BlockSampler:
         return block
 
     def _deepened(self, block: PeriodicBlock) -> PeriodicBlock:
-        """Spend memory that the block leaves on microbatches in flight: they cover for others when the step runs dry."""
+        """Use free memory of a block for more microbatches in flight, which help when the step ends."""
         stages = len(block.starts) // 3
         for _ in range(int(self._rng.integers(_MOST_DELAYS + 1))):
             deeper = block.delayed(int(self._rng.integers(-stages, 2 * stages)))
@@ -341,7 +332,7 @@ class BlockSampler:
         return block
 
     def learn(self, block: PeriodicBlock, makespan: int) -> None:
-        """Tell how a proposed block did."""
+        """Record the makespan of a proposed block."""
         self._elites = sorted([*self._elites, (makespan, block.starts)])[:_ELITES]
 
     def _variation(self) -> np.ndarray:
@@ -354,14 +345,10 @@ class BlockSampler:
 
 
 class PeriodicStarts:
-    """Blocks for the costs at hand, in more and more variations.
+    """Blocks for given costs, in more and more variations.
 
-    The interval is the work of the busiest device if any block fits the caps so, else as little longer as it takes:
-    unequal costs under a small cap must idle in the steady state too.
-
-    Args:
-        problem: what the blocks must fit; its microbatches are few where the real ones are many.
-        seed: of the variations.
+    The interval is the work of the busiest device if a block then fits the caps, otherwise slightly longer. Under a
+    small cap unequal costs must idle in the steady state too.
     """
 
     def __init__(self, problem: Problem, seed: int) -> None:
@@ -378,7 +365,7 @@ class PeriodicStarts:
         return self.stretch > 1
 
     def propose(self) -> tuple[BlockSampler, PeriodicBlock] | None:
-        """Return a block that fits the caps; ``None`` when this trial gave none."""
+        """Return a block that fits the caps; ``None`` if this trial gave none."""
         sampler = self._pick()
         block = sampler.propose()
         if block is not None and sampler not in self._fitting:
@@ -395,7 +382,7 @@ class PeriodicStarts:
             return newest
         hopeless = not self._fitting
         if hopeless or (self.idles and len(self._fitting) < _INTERVALS):
-            # Far from fitting, small steps would only cost time.
+            # Far from the caps, small steps would only cost time.
             self.stretch *= max(_STRETCH, min(newest.least_excess / 1.1, 1.5)) if hopeless else _STRETCH
             interval = int(max(self._problem.work) * self.stretch)
             self._samplers.append(BlockSampler(self._problem, interval, self._rng))

@@ -1,4 +1,4 @@
-"""List orders to start from that need no search: every registered family, and list scheduling."""
+"""Starting orders that need no search: every registered family, and list scheduling."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from megatron_pipemem.schedule.registry import Family, build_schedule
 from megatron_pipemem.search.improve import Timetable, as_soon_as_possible, dispatch, timetable
 from megatron_pipemem.search.problem import FORWARD, INPUT, WEIGHT, Orders, Problem, from_schedule
 
-# By how much the interval of the first start grows until it fits.
+# Factor by which the interval of the first start grows until it fits.
 _STRETCH = 1.1
 
 
 def first_start(problem: Problem) -> Timetable | None:
-    """Return microbatches at equal intervals, as far apart as it takes to keep the caps: a start for any of them, at once.
+    """Return microbatches at equal intervals, as far apart as the caps require; ``None`` if one after another
+    exceeds the caps.
 
-    A microbatch's passes are where they would be if it had the devices to itself; where two collide, the earlier is first.
-
-    Return ``None`` if even one microbatch after the other exceeds the caps.
+    A microbatch's passes run as if it had the devices to itself. If two passes collide, the earlier one goes first.
     """
     n, units, ends = problem.slices, problem.units, [0] * len(problem.ticks)
     for c in (*problem.way, *range(WEIGHT, len(problem.device), 3)):
@@ -55,9 +54,7 @@ def first_start(problem: Problem) -> Timetable | None:
 
 
 def _one_by_one(problem: Problem) -> Orders:
-    """Run one microbatch after the other, and what only takes memory last: W, where I has given back more than F has
-    taken.
-    """
+    """Run one microbatch after another. W that takes memory runs at the end, because I has given back more than F took."""
     orders: Orders = []
     n, units = problem.slices, problem.units
     for classes in problem.classes:
@@ -74,8 +71,8 @@ def _one_by_one(problem: Problem) -> Orders:
 def family_starts(
     families: Sequence[Family], placement: Placement, problem: Problem, costs: Costs, caps: Sequence[float] | None
 ) -> Iterator[tuple[str, Timetable | None]]:
-    """Yield the families' schedules of a placement by name; ``None`` for those that do not fit the caps. ``caps``: the most
-    every device may hold, in the unit of the costs' memory; ``None`` is no limit.
+    """Yield the names and timetables of the families' schedules with a placement; ``None`` in place of those that exceed
+    the caps.
     """
     given: dict[str, Any] = {"costs": costs}
     if caps is not None and costs.memory is None:
@@ -91,7 +88,7 @@ def family_starts(
             continue
         shape = {"num_devices": p, **options}
         try:
-            # One microbatch tells at once where the stages are.
+            # One microbatch is enough to find the placement.
             if build_schedule(each.name, num_microbatches=1, **shape).placement != placement:
                 continue
             orders = from_schedule(build_schedule(each.name, num_microbatches=m, **shape))
@@ -107,13 +104,14 @@ def family_starts(
 
 
 def _largest_group(name: str, problem: Problem, shape: Mapping[str, Any]) -> int:
-    """Return the largest group size that keeps the caps: larger groups of microbatches hold more and idle less. Raise an
-    UnsupportedError if the family takes no groups that small.
+    """Return the largest group size within the caps. Larger groups hold more and idle less.
+
+    Raise an UnsupportedError if the family does not take such small groups.
     """
     fits, exceeds = 1, problem.num_devices
     while exceeds - fits > 1:
         size = (fits + exceeds) // 2
-        # Two whole groups, or as many as fill the pipeline, hold as much as any number of them.
+        # Two whole groups, or as many as fill the pipeline, have the same peak as any larger number.
         some = shortened(problem, size * max(2, -(-problem.num_devices // size)))
         schedule = build_schedule(name, num_microbatches=some.num_microbatches, group_size=size, **shape)
         if some.fits(from_schedule(schedule)):
@@ -124,7 +122,7 @@ def _largest_group(name: str, problem: Problem, shape: Mapping[str, Any]) -> int
 
 
 def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
-    """Yield greedy orders. The last one runs one microbatch after the other and fits any cap that admits one."""
+    """Yield greedy orders. The last one runs one microbatch after another and fits any cap that admits one."""
     units, n = problem.units, problem.slices
     passes = range(len(problem.device) * units)
     longest = max(problem.ticks)
@@ -134,7 +132,7 @@ def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
         "oldest first": [(each % units + (each // units % 3 == WEIGHT)) * longest * 4.0 for each in passes],
     }
     if n > 1:
-        # Rank by rank, backwards of a microbatch stand beside forwards of its slices; these are a microbatch ahead.
+        # With equal ranks, backwards of a microbatch compete with forwards of its slices. These go a microbatch ahead.
         rank = {FORWARD: 0, INPUT: -n, WEIGHT: 1}
         rules["oldest backward first"] = [each % units + rank[each // units % 3] for each in passes]
     rules["one by one"] = [
@@ -147,10 +145,9 @@ def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
 
 
 def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
-    """Return a greedy order by a random weighting of the age of a microbatch or slice, of the way it has left, and of how long
-    W can wait.
+    """Return a greedy order with random weights of a microbatch's age, of its remaining way, and of the delay of W.
 
-    None of the fixed rules is best for costs that tile badly, and no one weighting is for all of them.
+    For costs that do not tile well no fixed rule is best, and no single weighting is best for all costs.
     """
     units, stages, longest = problem.units, problem.num_stages, max(problem.ticks)
     age, way, put_off = 2 ** rng.uniform(0, 3) / problem.slices, rng.uniform(0.2, 0.8), rng.uniform(0.2, 1.0)
@@ -164,9 +161,7 @@ def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
 
 
 def _depths(problem: Problem) -> list[float]:
-    """Return, per class, minus how far it is along a microbatch's way: what is nearer its end goes first, W fill the
-    gaps.
-    """
+    """Return, per class, minus its distance along a microbatch's way, so that passes near the end go first. W fill gaps."""
     stages, longest = problem.num_stages, max(problem.ticks)
     depths: list[float] = []
     for stage in range(stages):
@@ -176,15 +171,15 @@ def _depths(problem: Problem) -> list[float]:
 
 
 def shortened(problem: Problem, num_microbatches: int) -> Problem:
-    """Return the same step with fewer microbatches; starting up and running dry cost the same."""
+    """Return the same step with fewer microbatches. Its start and end cost the same."""
     return replace(problem, num_microbatches=min(problem.num_microbatches, num_microbatches))
 
 
 def fusable(problem: Problem, table: Timetable) -> set[int]:
-    """Return the I passes that may just as well run as one full backward with their W.
+    """Return the I passes that can run as one full backward with their W without delay.
 
-    Where W follows I at once and nobody needs the gradient sooner than W ends, splitting buys nothing; a full backward
-    spares the kernel launches and the queue of a split one. All those of the problem's full stages are among them.
+    If W follows I at once and no other device needs the gradient before W ends, a full backward saves kernel launches
+    and the queue. All I of the problem's full stages are among them.
     """
     units, starts, passes = problem.units, table.starts, problem.reversed
     ends = [start + problem.ticks[price] for start, price in zip(starts, passes.price, strict=True)]

@@ -1,9 +1,9 @@
-"""Write the search problem in whole numbers: passes, what they wait for, how long they take and what they hold.
+"""The search problem in whole numbers: passes, their waits, times and memory.
 
-Microbatches are identical, so every pass class (a kind on a stage) runs them in order without loss, and a device's order
-is a sequence of passes. Where microbatches are cut into sequence slices, a class runs its forwards slice by slice, and its
-backwards microbatch by microbatch with the slices reversed (arXiv 2406.03488, section 3.2). Time is in ticks and memory in
-units small enough that nothing is lost by rounding, because a search compares sums of thousands of terms for equality.
+Microbatches are identical, so every pass class (a kind on a stage) runs them in order, and a device's order is a
+sequence of passes. With sequence slices a class runs its forwards slice by slice, and its backwards microbatch by
+microbatch with the slices reversed (arXiv 2406.03488, section 3.2). Ticks and memory units are small enough that
+rounding changes nothing, because a search compares sums of thousands of terms for equality.
 """
 
 from __future__ import annotations
@@ -26,56 +26,56 @@ from megatron_pipemem.schedule.schedule import Schedule
 FORWARD, INPUT, WEIGHT = range(3)
 KINDS = (Kind.F, Kind.I, Kind.W)
 
-# Twelve divides by the usual numbers of chunks, ten to some power by whatever a decimal fraction has.
+# Divisible by the usual numbers of chunks, and by powers of ten for decimal fractions.
 TICKS = 12 * 10**6
-# Fine enough for a thousand roundings to stay below what a cap is loosened by.
+# So fine that a thousand roundings stay below the tolerance of a cap.
 MEMORY_STEPS = 10**13
 
-# Of a memory step; sums of floats are off by less.
+# In memory steps; errors of floating-point sums are smaller.
 _NOISE = 0.1
 
 Orders = list[list[int]]
-"""Per device, its passes in the order in which they run. Pass ``c * units + k`` is the ``k``-th of class ``c``."""
+"""Per device, its passes in running order. Pass ``c * units + k`` is the ``k``-th of class ``c``."""
 
 ClassWaits = tuple[tuple[tuple[int, int], ...], ...]
-"""Per class, ``(class, lag)`` of what it waits for."""
+"""Per class, ``(class, lag)`` of its needs."""
 
 
 class PassTable(NamedTuple):
-    """Hold all passes of a problem, with time running in one direction."""
+    """All passes of a problem, with time running in one direction."""
 
-    device: list[int]  # of every pass
-    price: list[int]  # of every pass, its place in ``ticks`` and ``change``
-    before: list[int]  # the pass before it in its class, or -1
-    waits: list[Waits]  # the other passes that it waits for, and over which link
-    ticks: Sequence[int]  # how long passes take
-    change: Sequence[int]  # by how much they change the memory of their device
+    device: list[int]  # per pass
+    price: list[int]  # per pass, its index in ``ticks`` and ``change``
+    before: list[int]  # per pass, the pass before it in its class, or -1
+    waits: list[Waits]  # per pass, the other passes that it waits for, with their links
+    ticks: Sequence[int]
+    change: Sequence[int]  # changes of the device's memory
     lags: list[int]  # ticks of every link
-    caps: Sequence[int]  # the most every device may hold
+    caps: Sequence[int]  # most memory of every device
     shortest: list[int]  # ticks of the shortest pass of every device
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Find per device the order of its passes with the least makespan under the caps."""
+    """The problem: order the passes of every device for the least makespan under the caps."""
 
     num_microbatches: int  # ``m``
-    device: tuple[int, ...]  # device of every class; class ``3 * stage + kind`` with kinds F, I, W
+    device: tuple[int, ...]  # per class; class ``3 * stage + kind`` with kinds F, I, W
     ticks: tuple[int, ...]
-    """How long a pass takes, ``[class * slices + place]`` for the place of its slice in the order of the class."""
-    change: tuple[int, ...]  # by how much it changes what its device holds, likewise
+    """Time of a pass, ``[class * slices + place]`` with the place of its slice in the order of the class."""
+    change: tuple[int, ...]  # change of the device's memory, likewise
     waits: ClassWaits
-    """``(class, lag)`` of what a pass waits for: the pass of that class, microbatch and slice ends ``lag`` ticks before it
-    at the latest. In addition, the passes of a class run in order."""
-    caps: tuple[int, ...]  # the most every device may hold
+    """``(class, lag)`` of a pass's needs: the pass of that class, microbatch and slice ends at least ``lag`` ticks
+    before its start. Passes of a class also run in order."""
+    caps: tuple[int, ...]  # most memory of every device
     full: frozenset[int] = frozenset()
-    """Stages whose backwards are full ones (B): class I has the length and the change of both, W is a shadow."""
-    ticks_per_second: float = 1.0  # how long a tick is
-    slices: int = 1  # sequence slices of a microbatch
+    """Stages with full backwards (B). Class I has time and memory of the whole, and W has none."""
+    ticks_per_second: float = 1.0
+    slices: int = 1
 
     @property
     def units(self) -> int:
-        """Return how many passes a class has."""
+        """Return the number of passes of a class."""
         return self.num_microbatches * self.slices
 
     @property
@@ -99,7 +99,7 @@ class Problem:
 
     @cached_property
     def work(self) -> tuple[int, ...]:
-        """Ticks every device computes for one microbatch."""
+        """Ticks that every device computes for one microbatch."""
         return self._per_device(self.ticks)
 
     def _per_device(self, prices: Sequence[int]) -> tuple[int, ...]:
@@ -113,8 +113,8 @@ class Problem:
 
     @cached_property
     def reversed(self) -> PassTable:
-        """The same passes with time running backwards: the memory that was freed last is taken first."""
-        # What is left in the end is there from the start now, and what is held counts from there.
+        """The same passes with time reversed: memory that was freed last is taken first."""
+        # Memory left at the end is there from the start in reversed time, and held memory counts from there.
         left = self._per_device(self.change)
         caps = tuple(cap - self.num_microbatches * kept for cap, kept in zip(self.caps, left, strict=True))
         return self._passes(self.followers, self.ticks, tuple(-change for change in self.change), caps, 1)
@@ -145,13 +145,13 @@ class Problem:
 
     @cached_property
     def is_steady(self) -> bool:
-        """Return whether a microbatch never holds less than nothing, and nothing in the end."""
+        """Return whether the memory of a microbatch is never negative, and 0 at the end."""
         held = (self.change[c : c + 3] for c in range(0, len(self.change), 3))
         return all(f >= 0 and f + i >= 0 and f + i + w == 0 for f, i, w in held)
 
     @cached_property
     def followers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """``(class, lag)`` of what waits for the passes of every class."""
+        """``(class, lag)`` of the passes that wait for those of every class."""
         found: list[list[tuple[int, int]]] = [[] for _ in self.device]
         for c, waits in enumerate(self.waits):
             for other, lag in waits:
@@ -160,8 +160,10 @@ class Problem:
 
     @cached_property
     def reserve(self) -> tuple[int, ...]:
-        """Return what must also be free when a pass starts, like ``change``: a chunk's forward leaves room for the rest of its
-        microbatch, for that of every later chunk, and for what an I may take, or the microbatch could never turn round.
+        """Return the memory that must also be free when a pass starts, indexed like ``change``.
+
+        A forward leaves room for the rest of its microbatch, for all later chunks, and for the memory of an I.
+        Otherwise the microbatch could never turn round.
         """
         n, change, reserve = self.slices, self.change, [0] * len(self.change)
 
@@ -178,8 +180,10 @@ class Problem:
         return tuple(reserve)
 
     def owed(self, c: int, upcoming: Sequence[int]) -> int:
-        """Return what must be free when a slice runs forward, itself included: all forwards that its device has still to
-        run of the microbatches that it has begun, and what an I may take. Else none of them could turn round.
+        """Return the memory that must be free when a slice runs forward, its own included.
+
+        It covers all remaining forwards of the device's begun microbatches, and an I. Otherwise none of them could
+        turn round.
         """
         n, change = self.slices, self.change
         forwards = [other for other in self.classes[self.device[c]] if other % 3 == FORWARD]
@@ -198,7 +202,7 @@ class Problem:
         return {(3 * stage + INPUT) * units + rank for stage in self.full for rank in range(units)}
 
     def held(self, order: Iterable[int]) -> int:
-        """Return the most a device holds after any pass of its order."""
+        """Return the most memory that a device holds after any pass of its order."""
         units, n, change = self.units, self.slices, self.change
         now = most = 0
         for each in order:
@@ -220,9 +224,11 @@ def make_problem(
     staggered: bool = False,
     slices: int = 1,
 ) -> Problem:
-    """Put a placement with its prices in whole numbers. ``full``: stages whose backwards are full ones. ``staggered``:
-    every device has a clock of its own, which lags behind that of the device before; the makespan, from the first start to
-    the last end by any clock, is then what no device needs longer for its part of a step.
+    """Return the problem of a placement with its prices, in whole numbers.
+
+    ``full`` stages have full backwards. With ``staggered`` every device has its own clock, later than that of the
+    device before. The makespan is then the time from the first start to the last end by those clocks, which bounds
+    every device's part of a step.
     """
     stages, n = placement.num_stages, slices
     seconds, memory = costs.seconds(placement, n), costs.memory_changes(placement, slices=n)
@@ -240,10 +246,10 @@ def make_problem(
             at = (3 * stage + index) * n + (part if index == FORWARD else mirrored(part, n))
             length[at] = seconds[kinds[index]][place] if index < len(kinds) else 0.0
             held[at] = after[min(index, len(kinds) - 1)]
-    # At least one tick, so that a pass always starts after what it waits for.
+    # At least one tick, so that a pass always starts after its needs.
     ticks = tuple(max(1, round(value * scale)) for value in length)
     memory_scale = 1 if keeps_memory_exactly(placement, costs, n) else MEMORY_STEPS / max(map(abs, held))
-    # What is held after a pass is rounded up, and not by how much the pass changes it: roundings do not add up.
+    # The memory after a pass is rounded up, and not its change, so that roundings do not add up.
     rounded = [ceil(value * memory_scale - _NOISE) for value in held]
 
     def before(at: int) -> int:
@@ -270,8 +276,11 @@ def make_problem(
 
 
 def _stagger(placement: Placement, ticks: Sequence[int], slices: int) -> int:
-    """Return by how many ticks every device's clock is behind that of the one before: a little less than the shortest pass
-    whose result goes on to a later device, so that a pass always starts after what it waits for."""
+    """Return the ticks by which every device's clock is later than that of the device before.
+
+    It is slightly less than the shortest pass whose result goes to a later device, so that a pass always starts after
+    its needs.
+    """
     shortest = []
     for source in range(placement.num_stages):
         for kind, destination in ((FORWARD, placement.next_stage(source)), (INPUT, placement.previous_stage(source))):
@@ -294,13 +303,13 @@ def waits_of(placement: Placement, lag: Callable[[int, int], int]) -> ClassWaits
 
 
 def keeps_memory_exactly(placement: Placement, costs: Costs, slices: int = 1) -> bool:
-    """Return whether memory comes in whole numbers, which ``make_problem`` does not round."""
+    """Return whether memory is in whole numbers, which ``make_problem`` does not round."""
     changes = costs.memory_changes(placement, slices=slices)
     return all(float(value).is_integer() for kind in (*KINDS, Kind.B) for value in changes.get(kind, ()))
 
 
 def better_full(placement: Placement, costs: Costs) -> frozenset[int]:
-    """Return the stages of which a full backward holds less than I alone: under a cap, some orders have only those."""
+    """Return the stages on which a full backward holds less than I alone. Under a cap some orders use only full ones there."""
     if costs.memory is None:
         return frozenset()
     changes, zero = costs.memory_changes(placement), (0.0,) * placement.num_stages

@@ -1,4 +1,4 @@
-"""Hold what a search found, and keep results in files, so that an identical search is not run again."""
+"""Results of searches, and their cache in files, so that an identical search does not run again."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megatron_pipemem.schedule.schedule import Schedule
 class Candidate:
     """The best schedule of one placement."""
 
-    schedule: Schedule  # within the cap
-    makespan: float  # seconds; where the period was searched for, from step to step without a barrier
-    peaks: tuple[float, ...]  # per device, the most it holds, in activation units, or in the unit of the costs' memory
-    lower_bound: float  # no schedule of this placement within the cap is faster, in seconds
-    found_by: str  # how the order came about
+    schedule: Schedule
+    makespan: float  # seconds; the period without a barrier if the search was for a period
+    peaks: tuple[float, ...]  # per device, its peak memory, in activation units or in the unit of the costs' memory
+    lower_bound: float  # seconds that no schedule with this placement within the cap can beat
+    found_by: str  # name of the start and of its improvement
 
     def __repr__(self) -> str:
         return (
@@ -37,13 +37,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult(Shown):
-    """The fastest schedule found, the best of every other placement, and how far from optimal it can be at most.
+    """The fastest schedule found, the best of every other placement, and the largest distance from the optimum.
 
     Args:
-        candidates: best first, one per placement for which the time sufficed.
-        lower_bound: no schedule within the cap is faster, of any placement tried, in seconds.
-        seconds: how long the search took; 0 when it came from the cache.
-        costs: what it searched for.
+        candidates: the best schedule of every placement that had enough time, the fastest first.
+        lower_bound: seconds that no schedule within the cap can beat, with any of the tried placements.
+        seconds: duration of the search; 0 if the result comes from the cache.
+        costs: the costs of the search.
     """
 
     candidates: tuple[Candidate, ...]
@@ -68,7 +68,7 @@ class SearchResult(Shown):
 
     @property
     def makespan(self) -> float:
-        """Seconds."""
+        """Seconds of the fastest schedule."""
         return self.best.makespan
 
     @property
@@ -77,8 +77,9 @@ class SearchResult(Shown):
 
     @property
     def gap(self) -> float:
-        """By how much of itself the makespan exceeds ``lower_bound`` at most; 0 proves it optimal among the placements
-        tried.
+        """The largest possible excess of the makespan over the optimum, as a share of the makespan.
+
+        0 proves that the schedule is optimal among the tried placements.
         """
         excess = 1 - self.lower_bound / self.makespan
         return excess if excess > 1e-6 else 0.0
@@ -89,9 +90,7 @@ class SearchResult(Shown):
 
 
 def fastest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Sort candidates, of which there is at least one; of those that are equally fast, the one with fewest stages, and
-    then fewest slices, which sends fewest messages, comes first.
-    """
+    """Sort candidates by makespan. Equally fast ones are sorted by stages and slices, because fewer send fewer messages."""
     found = list(candidates)
     least = min(candidate.makespan for candidate in found) * (1 + 1e-12)
     return tuple(
@@ -103,26 +102,22 @@ logger = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """``$XDG_CACHE_HOME/megatron_pipemem``, by default under ``~/.cache``."""
+    """Return ``$XDG_CACHE_HOME/megatron_pipemem/search``, by default under ``~/.cache``."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
-        raise OSError("this user has no home; set XDG_CACHE_HOME to a folder for caches") from error
+        raise OSError("this user has no home folder; set XDG_CACHE_HOME to a folder for caches") from error
     return cache / "megatron_pipemem" / "search"
 
 
 class ResultCache:
-    """One JSON file per question. A file that cannot be read or written costs a search, never a run.
-
-    Args:
-        folder: where the files are; made when the first one is written. ``None`` for ``default_folder()``.
-    """
+    """One JSON file per question, in ``folder`` or ``default_folder()``. A file error costs a new search and never a run."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
 
     def get(self, question: object, costs: Costs) -> SearchResult | None:
-        """Return the cached result of an identical search, whose costs these are, or ``None``."""
+        """Return the result of an identical search with these costs; ``None`` if it is not in the cache."""
         try:
             path = self._path(question)
             content = path.read_bytes()
@@ -135,14 +130,14 @@ class ResultCache:
             kept = json.loads(content)
             candidates = tuple(_from_json(row) for row in kept["candidates"])
             if not candidates:
-                raise ValueError("it holds none")
+                raise ValueError("it holds no candidates")
             return SearchResult(candidates, float(kept["lower_bound"]), 0.0, costs)
-        except Exception as error:  # whatever another program has left there
+        except Exception as error:  # other programs may have written anything there
             logger.warning("cannot use the cached search %s: %s; searching again", path, error)
             return None
 
     def put(self, question: object, result: SearchResult) -> None:
-        """Keep an answer."""
+        """Store a result."""
         try:
             path = self._path(question)
             kept = {"lower_bound": result.lower_bound, "candidates": [_to_json(each) for each in result.candidates]}
@@ -156,7 +151,7 @@ class ResultCache:
 
 
 def _in_full(asked: object) -> object:
-    """Write a value with every field of every dataclass: what these print leaves some out."""
+    """Return a value with every field of every dataclass, because their own text leaves fields out."""
     if is_dataclass(asked):
         return (type(asked).__name__, *(_in_full(getattr(asked, field.name)) for field in fields(asked)))
     if isinstance(asked, Mapping):
@@ -166,7 +161,7 @@ def _in_full(asked: object) -> object:
 
 @lru_cache(maxsize=1)
 def _code_version() -> str:
-    """Return the hash of the schedule package: another version of it may answer differently."""
+    """Return the hash of the package, because another version may give another result."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):

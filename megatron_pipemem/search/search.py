@@ -1,4 +1,4 @@
-"""Run a search: a portfolio of starts for every placement, each improved, the best kept."""
+"""The search over placements: a portfolio of starts for each, improvements of the starts, and the best result."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ SlicedPlacement = tuple[Placement, int]
 """A placement, and a number of slices."""
 
 MAX_CHUNKS = 8
-"""Stages per device up to which placements are considered by default."""
+"""Most stages per device of placements that are tried by default."""
 
-# Passes of all starts that are justified at effort 1, but at least one start.
+# Passes of all starts that are justified at effort 1, in at least one start.
 _PASSES_TO_JUSTIFY = 20_000
-# Of random list schedules, tried in so many placements where the best so far is far from its bound.
+# Passes of random list schedules, in so many leading placements, if the best one is far from its bound.
 _PASSES_TO_VARY = 100_000
 _PLACEMENTS_TO_VARY = 3
 _EFFORT_WHEN_FAR = 2
 _SHARE_OF_OTHERS = 0.2
-# Problems with so few passes are tried exactly, all together with so many states at effort 1: half a second.
+# Problems with at most so many passes are solved exactly, all together with so many states at effort 1: half a second.
 _PASSES_TO_SOLVE = 128
 _STATES = 4000
-# Times the best makespan; polishing saves a point or two.
+# Orders within this factor of the best makespan are polished, which gains one or two per cent.
 _WORTH_POLISHING = 1.02
 
 
@@ -65,28 +65,28 @@ def search_schedule(
     Args:
         num_devices: ``p``.
         num_microbatches: ``m`` of one step.
-        costs: what actions take and hold; default unit costs and activation units.
-        memory_cap: the most a device may hold after any action, one number or one per device: in activation units, or in
-            the unit of ``costs.memory`` where the costs have one (bytes). ``None`` is no limit.
-        placements: which to consider; default linear, and interleaved, V and wave with up to ``max_chunks`` stages per
-            device, of these the ones that costs per stage are for.
-        max_chunks: more stages per device shorten the bubble at the price of more messages; a model whose layers are to be
-            shared out evenly has at most ``layers / p``.
-        seconds: stop improving after so long. A valid schedule always comes first.
-        effort: multiplies the number of trials; the search ends by itself after them, or when it meets the bound.
-        seed: of the random variations. Two searches that ``seconds`` does not cut give the same result for one seed.
-        cache: where finished searches are kept and looked up; ``None`` searches afresh.
-        period: find the schedule whose steps follow each other soonest without a barrier between them (``stream``), and not
-            the one whose single step ends soonest. What the result calls a makespan is the period then.
-        slices: sequence slices into which every microbatch is cut, or several such numbers, of which the best is kept. Costs
-            of every slice fit one of them; the others are left out.
+        costs: seconds and memory of actions; by default unit costs and activation units.
+        memory_cap: the most memory of a device after any action, one number or one per device, in activation units or
+            in the unit of ``costs.memory`` (bytes). ``None`` is no limit.
+        placements: the placements to try. The default is linear, and interleaved, V and wave with up to
+            ``max_chunks`` stages per device. If costs are per stage, only placements with as many stages are tried.
+        max_chunks: most stages per device. More stages shorten the bubble but send more messages. A model with evenly
+            cut layers allows ``layers / p``.
+        seconds: time after which improvement stops. A valid schedule always comes first.
+        effort: factor of the number of trials. The search also ends after them, or when it meets the bound.
+        seed: seed of the random variations. Two searches with one seed give the same result unless ``seconds`` ends them.
+        cache: where finished searches are stored and looked up; ``None`` always searches.
+        period: whether to minimise the period of steps without a barrier (``stream``), and not the makespan of one
+            step. ``makespan`` of the result is then the period.
+        slices: sequence slices of every microbatch, or several numbers from which the best is chosen. Numbers that do
+            not fit costs per slice are left out.
 
     Returns:
         The best schedule of every placement and number of slices, the fastest first, with certified lower bounds.
 
     Raises:
-        UnsupportedError: no schedule of any of the placements fits the cap; the message says what is needed at least. Or an
-            argument is out of range.
+        UnsupportedError: no schedule with any of the placements fits the cap, and the message has the smallest cap.
+            Or an argument is out of range.
         CostsError: the costs do not fit a placement, or weigh microbatches.
     """
     clock = Clock(seconds)
@@ -95,7 +95,7 @@ def search_schedule(
     if num_devices < 1 or num_microbatches < 1:
         raise UnsupportedError(
             "bad-number",
-            f"{num_devices} devices and {num_microbatches} microbatches are no step; give at least 1 of each",
+            f"{num_devices} devices and {num_microbatches} microbatches do not make a step; give at least 1 of each",
         )
     check_effort(seconds, effort, seed)
     caps = None if memory_cap is None else per_device(memory_cap, num_devices)
@@ -107,7 +107,8 @@ def search_schedule(
         placement.num_devices != num_devices or placement.replicas > 1 for placement in placements
     ):
         raise UnsupportedError(
-            "unsupported-placement", f"give at least one placement, of one model copy on {num_devices} devices each"
+            "unsupported-placement",
+            f"a placement of one replica of the model on {num_devices} devices is needed; give at least one",
         )
     question = (num_microbatches, costs, caps, tuple(placements), effort, seed, period, counts)
     if cache is not None and (known := cache.get(question, costs)) is not None:
@@ -136,8 +137,9 @@ def _explorations(
     seed: int,
     period: bool,
 ) -> list[Exploration]:
-    """Return an exploration for every placement and number of slices of which a microbatch fits the caps, and one more where
-    a full backward of whole microbatches holds less.
+    """Return an exploration for every placement and number of slices that can hold one microbatch.
+
+    There is another one for placements on which a full backward of whole microbatches holds less.
     """
 
     def left(number: int) -> str:
@@ -157,8 +159,8 @@ def _explorations(
 
 
 def _first_orders(explorations: Sequence[Exploration], clock: Clock) -> list[Exploration]:
-    """Return the explorations that have an order after some quick start and all families."""
-    # The quickest to say something about.
+    """Return the explorations that have an order after a quick start and all families."""
+    # The smallest problems first.
     for exploration in sorted(explorations, key=lambda e: e.num_passes):
         exploration.take_first(clock)
         if exploration.found_any:
@@ -172,8 +174,8 @@ def _first_orders(explorations: Sequence[Exploration], clock: Clock) -> list[Exp
 
 
 def _improve(explorations: Sequence[Exploration], clock: Clock, effort: float, seed: int) -> None:
-    """Try all that may find better orders, in the order in which it pays."""
-    clock.state = partial(_standing, "improving what the families offer", explorations)
+    """Try all ways to find better orders, in order of their value for the time."""
+    clock.state = partial(_standing, "improving activity the families offer", explorations)
     _justify_starts(explorations, clock, effort)
     _solve_small(explorations, clock, effort)
     clock.state = partial(_standing, "trying random orders", explorations)
@@ -189,9 +191,7 @@ def _improve(explorations: Sequence[Exploration], clock: Clock, effort: float, s
 
 
 def _described(explorations: Sequence[Exploration], clock: Clock) -> list[Candidate]:
-    """Describe the best order of every placement and number of slices, the fastest at least, and others as long as there is
-    time.
-    """
+    """Return the candidates of all placements and numbers of slices, the fastest at least, and others while there is time."""
     candidates: list[Candidate] = []
     for exploration in sorted(explorations, key=lambda e: e.makespan):
         shape = exploration.placement, exploration.slices
@@ -203,17 +203,15 @@ def _described(explorations: Sequence[Exploration], clock: Clock) -> list[Candid
     return candidates
 
 
-def _standing(what: str, explorations: Sequence[Exploration]) -> str:
+def _standing(activity: str, explorations: Sequence[Exploration]) -> str:
     reached, bound = [e.makespan for e in explorations if e.found_any], min(e.bound for e in explorations)
-    return f"{what}; makespan {min(reached):.6g} so far, at least {bound:.6g}" if reached else what
+    return f"{activity}; makespan {min(reached):.6g} so far, at least {bound:.6g}" if reached else activity
 
 
 def usual_placements(
     num_devices: int, max_chunks: int, costs: Costs, slices: Sequence[int] = (1,)
 ) -> tuple[Placement, ...]:
-    """Return the placements that families have, a V first, as it fits most caps; of these, the ones that costs per stage
-    are for.
-    """
+    """Return the placements that families have and that fit the costs. A V comes first, because it fits most caps."""
     p, usual = num_devices, []
     for chunks in (*range(min(2, max_chunks), 0, -1), *range(3, max_chunks + 1)):
         if chunks % 2 == 0:
@@ -223,7 +221,7 @@ def usual_placements(
 
 
 def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int] = (1,)) -> tuple[Placement, ...]:
-    """Return those of some placements that costs per stage, or per stage and slice, are for."""
+    """Return the placements with as many stages as costs per stage (or per stage and slice) have."""
     found: list[Placement] = []
     problem = None
     for placement, count in product(placements, slices):
@@ -235,12 +233,14 @@ def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int]
         problem = problem or error
     if not found:
         stages = ", ".join(map(str, sorted({each.num_stages for each in placements})))
-        raise CostsError("costs-mismatch", f"the costs fit no placement of {stages} stages: {problem}")
+        raise CostsError(
+            "costs-mismatch", f"the costs fit no placement of {stages} stages: {problem}; give costs for one of these"
+        )
     return tuple(found)
 
 
 def _misfit(costs: Costs, placement: Placement, slices: int) -> CostsError | None:
-    """Return why costs are not for a placement with so many slices; ``None`` if they are."""
+    """Return the error of costs that do not fit a placement with so many slices; ``None`` if they fit."""
     try:
         costs.seconds(placement, slices)
         costs.memory_changes(placement, slices=slices)
@@ -258,7 +258,7 @@ def _nothing_fits(
     unit = "activation units" if costs.memory is None else "bytes"
     needs = [least_held(placement, num_microbatches, costs, slices) for placement, slices in shapes]
     limits = caps or (math.inf,) * len(needs[0])
-    # The placement that comes closest, and where it lacks most.
+    # The placement that exceeds its caps least, and the device that exceeds its cap most.
     lacking = [[need - loosened(cap) for need, cap in zip(needed, limits, strict=True)] for needed in needs]
     closest = min(range(len(needs)), key=lambda index: max(lacking[index]))
     device = lacking[closest].index(max(lacking[closest]))
@@ -266,8 +266,8 @@ def _nothing_fits(
     alone = f"one microbatch alone takes {needs[closest][device]:.6g}"
     if max(lacking[closest]) <= 0:
         return (
-            f"no schedule was found that keeps {given}, although {alone}; see that I and W of the costs' memory give back "
-            "what F takes, or raise the cap"
+            f"no schedule was found that keeps {given}, although {alone}; make I and W of the costs' memory give back all that "
+            "F takes, or raise the cap"
         )
     return (
         f"no schedule keeps {given}: {alone} there; raise the cap, cut the model into more stages, or use smaller "
@@ -276,7 +276,7 @@ def _nothing_fits(
 
 
 def _justify_starts(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
-    """Improve what the families offered, the fastest first, then list schedules."""
+    """Improve the families' orders, the fastest first, and then list schedules."""
 
     def starts() -> Iterator[tuple[Exploration, str, Timetable]]:
         offered = [(seconds, i, name, table) for i, e in enumerate(explorations) for seconds, name, table in e.starts]
@@ -311,7 +311,7 @@ def _solve_small(explorations: Sequence[Exploration], clock: Clock, effort: floa
 
 
 def _vary_starts(explorations: Sequence[Exploration], clock: Clock, effort: float, seed: int) -> None:
-    """Try random list schedules in the leading placements, as long as the best is far from what could be."""
+    """Try random list schedules in the leading placements, as long as the best is far from its bound."""
     rng, tried = Random(seed), 0
     while tried < effort * _PASSES_TO_VARY:
         leaders = sorted(explorations, key=lambda e: e.makespan)[:_PLACEMENTS_TO_VARY]
@@ -325,13 +325,11 @@ def _vary_starts(explorations: Sequence[Exploration], clock: Clock, effort: floa
 
 
 def _explore_periodic(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
-    """Explore periodic orders: the favourite gets the full effort if it can be expected to win; the others must show
-    promise with less.
-    """
+    """Explore periodic orders. The favourite gets the full effort if it is likely to win, and the others get less."""
 
     def explore(exploration: Exploration, share: float) -> None:
         reached = min(e.makespan for e in explorations)
-        # A placement whose bound is no better than what another one has reached cannot win.
+        # A placement whose bound is not below the makespan of another one cannot win.
         if exploration.can_beat(reached):
             exploration.explore(clock, effort * share, reached if share < 1 else math.inf)
             if exploration.idles and exploration.makespan < reached * _WORTH_POLISHING:

@@ -1,8 +1,8 @@
-"""Plan one step whose microbatches are not alike: in which order they run, and every device's actions.
+"""The plan of one step with unequal microbatches: their order, and every device's actions.
 
-Plans start from a few orders of the microbatches, ascending, descending and rising to a peak, in the base schedule and in
-greedy ones. Then an order is varied within the actions it has, many variations at once, and actions are made anew for it, in
-turn.
+Plans start from a few orders of the microbatches: ascending, descending, and rising to a peak. Each is tried in the
+base schedule and in greedy schedules. Then two steps alternate. One varies the order for fixed actions, many
+variations at once. The other makes new actions for the order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Ahead = Sequence[int] | None
 
 
 class Dispatched(NamedTuple):
-    """Hold the makespan in seconds, and per device its actions in order: kind, stage and position."""
+    """The makespan in seconds, and per device its actions in order: kind, stage and position."""
 
     makespan: float
     orders: list[list[tuple[Kind, int, int]]]
@@ -41,13 +41,11 @@ class Dispatched(NamedTuple):
 class Dispatcher:
     """Order the actions of one step for any order of its microbatches.
 
-    A device runs what is ready: a backward before a forward, the oldest first, and a W where it would idle otherwise. A forward
-    starts only where the cap leaves room for it and for the later chunks of every microbatch in flight.
+    A device runs ready passes: a backward before a forward, the oldest first, and a W if it would idle otherwise. A
+    forward starts only if the cap leaves room for it and for the later chunks of every microbatch in flight.
 
-    Args:
-        base: a schedule of ``PLAIN`` actions on one replica of the model. Stages that split backwards in it split them here.
-        costs: with weights of the microbatches, in arrival order.
-        caps: the most every device may hold, in the unit of the costs' memory.
+    ``base`` has ``PLAIN`` actions on one replica, and determines the stages with split backwards. ``costs`` have
+    weights in arrival order. ``caps`` are in the unit of the costs' memory.
     """
 
     def __init__(self, base: Schedule, costs: Costs, caps: Sequence[float]) -> None:
@@ -85,12 +83,10 @@ class Dispatcher:
         ]
 
     def run(self, order: Sequence[int], ahead: Ahead = None) -> Dispatched | None:
-        """Return what microbatches in this order come to; ``None`` where the cap leaves no device room to go on.
+        """Run the microbatches in this order; ``None`` if the cap blocks a device. This is a hot loop, and so one function.
 
-        A hot loop: a plan tries dozens of orders, so it is one function with everything at hand.
-
-        ``order``: the microbatch of every position, by its place in the weights. ``ahead``: per device, the most forwards
-        that wait for their backward; ``None`` for as many as the cap admits.
+        ``order`` has for every position the index of its microbatch in the weights. ``ahead`` is per device the most
+        forwards that wait for their backward; ``None`` for as many as the cap admits.
         """
         stages_of, device_of, caps = self._base.placement.stages, self._base.placement.devices, self._caps
         last, m, trains, split = len(device_of) - 1, len(order), self._trains, self._split
@@ -98,7 +94,7 @@ class Dispatcher:
         forward, inputs, later, full = ([[row[k] for k in order] for row in self._seconds[kind]] for kind in PLAIN)
         takes, keeps, frees, gives = (self._changes[kind] for kind in PLAIN)
         spare = self._spare
-        # What younger microbatches may take on a device before one finds no room for all its chunks, were older ones gone.
+        # Per microbatch, the room for younger ones on a device if older ones were gone and all its own chunks must fit.
         slack = [[cap - each * whole for each in tokens] for cap, whole in zip(caps, self._whole, strict=True)]
         ready_f, ready_b = [[math.inf] * m for _ in device_of], [[math.inf] * m for _ in device_of]
         ready_f[0] = [0.0] * m
@@ -174,49 +170,49 @@ class Dispatcher:
 
 SECONDS = 0.05
 _SEED = 0
-# Rounds of variations, and new schedules for orders moved at random, without progress, after which a search ends by itself.
+# Rounds of variations, and new schedules for randomly moved orders, without progress, after which a search ends.
 _ROUNDS, _KICKS = 6, 60
 _CLIMB = 200
-# Times what simulating the base takes: to prove and to simulate the result, and to begin with variations.
+# Multiples of the time to simulate the base: to prove and simulate the result, and to begin with variations.
 _TO_FINISH, _TO_START = 2.5, 2.5
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Say how to run a step."""
+    """The plan of a step."""
 
-    order: Order  # the microbatch, by its place in arrival, that every position runs
-    schedule: Schedule  # of the placement of the base; it numbers microbatches by position
+    order: Order  # for every position, the index of its microbatch in arrival order
+    schedule: Schedule  # with the placement of the base; microbatches are numbered by position
     makespan: float  # seconds, simulated
     arrival_makespan: float  # seconds of the base with its microbatches in arrival order
-    bound: float  # seconds that no order of these microbatches and of their actions undercuts in this placement and cap
+    bound: float  # seconds that no order of these microbatches and their actions can beat with this placement and cap
 
 
 @rare_collection()
 def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, seconds: float = SECONDS) -> StepPlan:
     """Return an order of a step's microbatches, and a schedule for it, that is faster than the base in arrival order.
 
-    It is never slower where the base in arrival order keeps the cap. The actions of every device are ordered anew where the
-    base is a plain one: forwards and backwards, split on the stages on which the base splits them, on one replica of the
-    model. Otherwise (recomputation, transfers to the host, vocabulary parallelism, replicas, sequence slices) only the
-    microbatches change places. What is returned has been validated.
+    The plan is never slower if the base in arrival order keeps the cap. Actions get a new order if the base is plain:
+    forwards and backwards, whole or split, on one replica of the model. Otherwise (recomputation, offload, vocabulary
+    parallelism, replicas, slices) only microbatches change places. The result is validated.
 
-    ``cap``: the most every device may hold, in the unit of the costs' memory; ``None`` for what the base holds on that
-    device in arrival order. ``seconds``: after which the search ends; a first plan may take longer where p and m are large.
-    Two searches that time does not end give the same plan.
+    ``cap`` is in the unit of the costs' memory; ``None`` takes the peaks of the base in arrival order. The search
+    ends after ``seconds``, but a first plan may take longer for large p and m. Two searches that end before their
+    time give the same plan.
     """
     started = time.perf_counter()
     if base.updates is not None:
         raise UnsupportedError(
             "conflicting-features",
-            f"{base.name} updates weights between the microbatches of a step, so that their order is part of training; plan "
-            "the steps of a synchronous schedule",
+            f"{base.name} updates weights between the microbatches of a step, so their order is part of training; plan the "
+            "steps of a synchronous schedule",
         )
     if cap is not None and cap.in_bytes != (costs.memory is not None):
         units = ("activation units", "bytes")
         raise UnsupportedError(
             "unit-mismatch",
-            f"the cap is in {units[cap.in_bytes]} and the memory of the costs in {units[not cap.in_bytes]}; give both in one",
+            f"the cap is in {units[cap.in_bytes]} and the memory of the costs in {units[not cap.in_bytes]}; give both in one "
+            "unit",
         )
     weights = costs.microbatch or MicrobatchWeights((1.0,) * base.num_microbatches)
     search = _Search(base, replace(costs, microbatch=weights), weights, cap, started + seconds)
@@ -224,7 +220,7 @@ def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, second
 
 
 class _Found(NamedTuple):
-    """Hold an order of microbatches, a schedule for it, and its makespan, or more where it exceeds the caps."""
+    """An order of microbatches, a schedule for it, and its makespan, raised if it exceeds the caps."""
 
     value: float
     order: Order
@@ -232,7 +228,7 @@ class _Found(NamedTuple):
 
 
 class _Search:
-    """Look for plans until a moment of ``time.perf_counter``, which leaves time to prove the result."""
+    """A search for plans until a deadline of ``time.perf_counter``, with time left to prove the result."""
 
     def __init__(
         self, base: Schedule, costs: Costs, weights: MicrobatchWeights, cap: MemoryCap | None, deadline: float
@@ -264,12 +260,12 @@ class _Search:
         if self._best is None:
             raise MemoryCapError(
                 "cap-unreachable",
-                f"no order of the microbatches of {self._base.name} that was tried keeps the memory cap; raise the cap, or "
-                "split the largest microbatch",
+                f"no tried order of the microbatches of {self._base.name} keeps the memory cap; raise the cap, or split the "
+                "largest microbatch",
             )
         plan = self._proved(self._best, bound)
         if self._arrival is not None and plan.makespan > plan.arrival_makespan:
-            return self._proved(self._arrival, bound)  # sums over replicas, which variations leave out, took longer
+            return self._proved(self._arrival, bound)  # variations leave out sums over replicas, which took longer
         return plan
 
     def _proved(self, found: _Found, bound: float) -> StepPlan:
@@ -296,7 +292,7 @@ class _Search:
         return [sum(price * weights[k] for price, weights in kinds) for k in range(len(self._weights))]
 
     def _has_time(self, steps: float = 0.0) -> bool:
-        """Return whether there is time for what takes so many times as long as simulating the base."""
+        """Return whether there is time for so many simulations of the base."""
         return time.perf_counter() + steps * self._pace < self._deadline
 
     def _take(self, found: _Found) -> None:
@@ -304,8 +300,8 @@ class _Search:
             self._best = found
 
     def _reorder_actions(self, starts: Sequence[Order]) -> None:
-        """Vary the order in the best schedule made greedily, and in the base, in turn; and make schedules anew for what comes
-        of it.
+        """Vary the order in the best greedy schedule and in the base, in turn, and make new greedy schedules for
+        the results.
         """
         dispatcher, limits = Dispatcher(self._base, self._costs, self._caps), list(_limits(self._base))
         made = self._dispatched(dispatcher, product(limits, starts))
@@ -327,8 +323,9 @@ class _Search:
                 made = self._climbed(dispatcher, limits, anew or made)
 
     def _dispatched(self, dispatcher: Dispatcher, tries: Iterable[tuple[Ahead, Order]]) -> _Found | None:
-        """Return the fastest of schedules made greedily: of those there is time for, and of one that keeps the caps in any case
-        where nothing better than arrival order is known.
+        """Return the fastest greedy schedule of those that there is time for.
+
+        If no result is better than arrival order yet, try until one schedule keeps the caps.
         """
         fastest, of = None, None
         for ahead, order in tries:
@@ -344,7 +341,7 @@ class _Search:
         return result
 
     def _climbed(self, dispatcher: Dispatcher, limits: Sequence[Ahead], begin: _Found | None) -> _Found | None:
-        """Move single microbatches, and keep what makes greedy schedules faster."""
+        """Move single microbatches, and keep moves that make greedy schedules faster."""
         if begin is None:
             return None
         best, value, order = None, begin.value, begin.order
@@ -365,7 +362,7 @@ class _Search:
         return Variation(schedule, self._costs, self._caps, starts, self._random)
 
     def _vary(self, variation: Variation) -> bool:
-        """Vary an order until nothing is gained any more, and keep the best; return whether anything was gained."""
+        """Vary an order until progress stops, and keep the best. Return whether there was any progress."""
         before, stale = variation.value, 0
         while stale < _ROUNDS and self._has_time():
             stale = 0 if variation.round() else stale + 1
@@ -378,8 +375,8 @@ class _Search:
 def _starts(work: Sequence[float]) -> Iterator[Order]:
     """Yield orders of microbatches to start from, given the work of each, the most promising first.
 
-    Rising to a peak and falling again, the pipeline fills and runs dry with short ones, and neighbours are alike. The later the
-    peak, the fewer large ones are on their way at once.
+    In an order that rises to a peak and falls again, the pipeline fills and drains with short microbatches, and
+    neighbours are similar. With a later peak fewer large ones are in flight at once.
     """
     rising = sorted(range(len(work)), key=work.__getitem__)
     for share in (4, 2, 10):
@@ -391,9 +388,7 @@ def _starts(work: Sequence[float]) -> Iterator[Order]:
 
 
 def _limits(base: Schedule) -> Iterator[Ahead]:
-    """Yield how many forwards every device may run ahead: as many as the cap admits, and in a base of one stage per device also
-    at most as many as there.
-    """
+    """Yield limits of forwards ahead per device: none, and those of a base with one stage per device."""
     yield None
     if base.placement.num_chunks == 1:
         ahead = []
