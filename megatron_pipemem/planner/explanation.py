@@ -1,4 +1,4 @@
-"""Explain where the time of a measured step went, and what could be done about it: the facts of ``pipemem explain``."""
+"""The facts of ``pipemem explain``: the time of a measured step by cause, and the changes that would save most."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.schedule import Schedule
 
 SHOWN = 3
-"""Changes that are told."""
+"""Number of changes in the explanation."""
 LACKS_STEP = (
-    "does not say when actions ran: an earlier version wrote it, an asynchronous schedule or steps without a barrier ran, or "
-    "not every action could be timed; train a few steps again with --pipemem-report"
+    "has no times of actions: an earlier version wrote it, an asynchronous schedule or steps without a barrier ran, or some "
+    "actions could not be timed; train a few steps again with --pipemem-report"
 )
-"""Of a report that cannot be explained."""
+"""The fault of a report that cannot be explained."""
 
 
 def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Case | None:
-    """Return a run's last step, from what ``--pipemem-report`` wrote; ``None`` where it lacks the step. Raise a KeyError,
-    TypeError or ValueError if it is no report.
+    """Return a run's last step from the file of ``--pipemem-report``; ``None`` if the report lacks it.
+
+    Raise a KeyError, TypeError or ValueError if the file is not a report.
     """
-    told, plans = report.get("last_step"), report["plans"]
-    if told is None:
+    recorded, plans = report.get("last_step"), report["plans"]
+    if recorded is None:
         return None
-    check_magnitudes(told)
-    schedule = Schedule.from_csv(told["orders"], name=str(told["schedule"]))
+    check_magnitudes(recorded)
+    schedule = Schedule.from_csv(recorded["orders"], name=str(recorded["schedule"]))
     spans = tuple(
         tuple((int(start), int(end)) for start, _, end in (span.partition("-") for span in spans.split()))
-        for spans in told["spans"]
+        for spans in recorded["spans"]
     )
     step = MeasuredStep(schedule, spans, _split(plans[-1], schedule))
-    memory, layers = told["memory"], told["layers"]
+    memory, layers = recorded["memory"], recorded["layers"]
     if memory is not None:
         memory = {Kind(kind): tuple(map(float, changes)) for kind, changes in memory.items()}
     if layers is not None:
@@ -48,15 +49,15 @@ def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Ca
     if len(layers or (0,) * stages) != stages or any(len(each) != stages * slices for each in (memory or {}).values()):
         cut = f" of {slices} slices" * (slices > 1)
         raise ValueError(f"layers and memory are not those of {stages} stages{cut}")
-    iteration = told["iteration_seconds"]
+    iteration = recorded["iteration_seconds"]
     return Case(
         step,
         layers,
         memory or None,
-        {str(name): str(why) for name, why in told["refused"].items()},
-        bool(told["ordered"]),
+        {str(name): str(why) for name, why in recorded["refused"].items()},
+        bool(recorded["ordered"]),
         max(0.0, float(iteration) - step.length / NANOSECONDS) if iteration else 0.0,
-        int(told["mtp_layers"]),
+        int(recorded["mtp_layers"]),
         schedule.name == STOCK,
         search_seconds,
         measured_bubble(report),
@@ -65,7 +66,7 @@ def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Ca
 
 
 def _split(plan: Mapping[str, Any], schedule: Schedule) -> Costs:
-    """Return what says which part of a fused backward is I: what the run was priced with, if that was more than units."""
+    """Return the run's prices, which divide a fused backward into I and W; unit costs if it had none."""
     prices = plan["costs"]
     if plan["priced_by"] == UNIT or len(prices["forward"]) not in (
         schedule.num_stages,
@@ -77,7 +78,7 @@ def _split(plan: Mapping[str, Any], schedule: Schedule) -> Costs:
 
 
 def explain(case: Case) -> dict[str, Any]:
-    """Return where the time of a step went and which changes would win most: what ``pipemem explain --json`` prints."""
+    """Return the JSON of ``pipemem explain``: the time of a step by cause, and the changes that would save most."""
     step, schedule = case.step, case.schedule
     changes = best_changes(case)[:SHOWN]
     usual, n = case.step.of_stages(), schedule.slices
@@ -107,7 +108,7 @@ def explain(case: Case) -> dict[str, Any]:
 
 
 def _idle(step: MeasuredStep) -> list[dict[str, Any]]:
-    """Return every device's work and idle time by cause, in nanoseconds: they add up to the length of the step."""
+    """Return every device's work and idle time by cause, in nanoseconds. Their sum is the length of the step."""
     work: Sequence[int] = step.work_of(step.seconds)
     return [
         {

@@ -1,4 +1,4 @@
-"""Say whether a run as it is configured fits into its devices' memory."""
+"""The memory of a run as configured, on devices and hosts."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The most that every pipeline rank holds, in bytes."""
+    """The peak bytes of every pipeline rank."""
 
     device: tuple[float, ...]  # on its device, everything included
-    host: tuple[float, ...]  # on the host, of its activations
-    room: float  # on the host, for them
+    host: tuple[float, ...]  # of its activations on the host
+    room: float  # on the host for activations of a rank
 
 
 def held(run: Run, request: Request | None = None) -> MemoryUse | None:
-    """Return the bytes that a run holds; of a search, the least it could find, and of vocabulary parallelism left open, the
-    least way.
+    """Return the bytes that a run holds; ``None`` if it leaves the layers of the stages to Megatron.
 
-    ``None`` where the run leaves the layers of the stages to Megatron.
+    For a search the result is the least possible, and for open vocabulary parallelism the way with the least.
     """
     choice, cut = run.schedule, run.parallelism
     request = request or request_of(run)
@@ -48,7 +47,7 @@ def held(run: Run, request: Request | None = None) -> MemoryUse | None:
     layers = layout.pieces_of(run, placement.model_stages)
     if layers is None:
         return None
-    request = replace(request, file=schedule, recompute="none")  # which the price of a layer knows
+    request = replace(request, file=schedule, recompute="none")  # the prices of layers include recomputation
     ways: list[MemoryUse] = []
     refused: PipememError | None = None
     for barriers in _barriers(run, schedule):
@@ -62,7 +61,7 @@ def held(run: Run, request: Request | None = None) -> MemoryUse | None:
 
 
 def request_of(run: Run) -> Request:
-    """Return what a run asks of its schedules; for Megatron's own, that of this package which runs the same."""
+    """Return the schedule request of a run. Megatron's own schedule is replaced by the equal one of this package."""
     choice, cut = run.schedule, run.parallelism
     recompute = "selective" if choice.recomputes_by_action else str(run.flags.get("pipemem-recompute", "none"))
     given = {each.name: getattr(choice, each.name) for each in fields(ScheduleOptions)}
@@ -75,14 +74,14 @@ def request_of(run: Run) -> Request:
 
 
 def schedule_of(run: Run, request: Request) -> Schedule:
-    """Return the schedule that a run names, as it is before offload and vocabulary passes are added."""
+    """Return the schedule that a run names, before offload and vocabulary passes are added."""
     cut = run.parallelism
     shape = Shape(cut.pp, None, cut.microbatches)
     return choose(request.decided(0).without_offload(), shape, Knowledge()).schedule
 
 
 def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
-    """Return the ways to hold the vocabulary that a run may come to, by their number of barriers; 0 for whole."""
+    """Return the numbers of vocabulary barriers that a run may have; 0 for an uncut vocabulary."""
     asked = run.schedule.vocab_parallel
     if run.parallelism.pp == 1:
         return (0,)
@@ -112,7 +111,7 @@ def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, .
         kept, host = peaks(schedule, step.costs), peaks(schedule, step.costs, host=True)
     else:
         kept, host = tuple(least_held(placement, microbatches, step.costs)), (0.0,) * placement.num_devices
-        if request.offload != OFF:  # a stage's activations at a time
+        if request.offload != OFF:  # the activations of one stage at a time
             kept = tuple(max(step.saved[stage] for stage in owned) for owned in placement.stages)
     versions = (1,) * placement.num_devices if schedule is None else versions_held(schedule)
     older = tuple((count - 1) * nbytes for count, nbytes in zip(versions, step.weights, strict=True))
@@ -121,6 +120,6 @@ def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, .
 
 
 def _sliced(run: Run, slices: int) -> Run:
-    """Return the run as one that says how many slices it has; as it is where they share evenly, without prices of their own."""
+    """Return the run with its number of slices set, or unchanged if slices have no prices of their own."""
     cut = replace(run, schedule=replace(run.schedule, name=AUTO, slices=slices))
     return cut if why_not_sliced(cut) is None else run

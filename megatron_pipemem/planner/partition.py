@@ -1,11 +1,11 @@
-"""Choose which layers go to which stage, so that the slowest device is as fast as whole layers allow.
+"""The layers of every stage, chosen so that the slowest device is as fast as whole layers allow.
 
-Stages are contiguous slices of the model, as in Alpa's inter-operator pass (arXiv 2201.12023), with GPipe's cost function
-(arXiv 1811.06965): what a stage takes per microbatch is the sum of its layers, and a pipeline is as fast as its slowest
-stage. A dynamic programme over (stages, layers) is exact for that; among equals a second one takes the least memory.
-Where a device holds several stages, single layers then move away from the slowest device as long as that helps, which is
-exact too when all layers take the same. Where every device needs a layer of some kind and one has none, the cut begins anew
-with one on every device's first stage.
+Stages are contiguous slices of the model, as in Alpa's inter-operator pass (arXiv 2201.12023), with GPipe's cost
+function (arXiv 1811.06965): a stage takes the sum of its layers, and a pipeline is as fast as its slowest stage. A
+dynamic programme over (stages, layers) is exact for that, and a second one takes the least memory among equals. If a
+device holds several stages, single layers then move away from the slowest device as long as that helps. This is exact
+too if all layers are equal. If every device needs a layer of some kind and one has none, the cut begins again with
+one on every device's first stage.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ import numpy as np
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.placement import Placement
 
-_DIGITS = 8  # behind the first one that counts
+_DIGITS = 8  # after the first significant one
 _SMALLEST = 1e-300
 _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class Loads:
-    """Say what has to be shared out."""
+    """The loads that are divided among stages."""
 
-    seconds: Sequence[float]  # of every layer, forward and backward of one microbatch
-    first: float = 0.0  # seconds of what stands before the layers (embedding), on the first stage
-    last: float = 0.0  # seconds of what stands behind them (head and loss), on the last stage
+    seconds: Sequence[float]  # per layer, forward and backward of one microbatch
+    first: float = 0.0  # seconds of the embedding, on the first stage
+    last: float = 0.0  # seconds of head and loss, on the last stage
     static: Sequence[float] = ()
     """Bytes of every layer that do not depend on the schedule: parameters, gradients, optimizer."""
-    kept: Sequence[float] = ()  # bytes of every layer's activations of one microbatch
-    first_bytes: float = 0.0  # static bytes of what stands on the first stage
-    last_bytes: float = 0.0  # likewise on the last stage
-    needed: Sequence[bool] = ()  # which layers are of the kind that every device needs one of, if there are enough
+    kept: Sequence[float] = ()  # per layer, bytes of activations of one microbatch
+    first_bytes: float = 0.0  # static bytes of the embedding
+    last_bytes: float = 0.0  # static bytes of head and loss
+    needed: Sequence[bool] = ()  # per layer, whether it is of the kind that every device needs, if there are enough
 
 
 def partition(loads: Loads, placement: Placement, start: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the layers of every stage, in model order. ``start``: layers of every stage to relieve the slowest device of,
-    in place of the cut with the fastest stages.
+    """Return the layers of every stage, in model order.
+
+    ``start`` replaces the cut with the fastest stages, and only its slowest device is relieved.
     """
     if not loads.seconds or placement.replicas > 1:
         raise UnsupportedError(
@@ -58,7 +59,7 @@ def partition(loads: Loads, placement: Placement, start: Sequence[int] | None = 
 
 
 def _cut(measure: _Measure, with_needed: int = 0) -> list[int]:
-    """Return the layers of every stage, each of the first ``with_needed`` with one that is needed to begin with."""
+    """Return the layers of every stage. Each of the first ``with_needed`` stages starts with a needed layer."""
     seconds, nbytes = measure.stage_tables(with_needed)
     slowest = _least_maximum(seconds)[0]
     counts = _least_maximum(
@@ -68,8 +69,9 @@ def _cut(measure: _Measure, with_needed: int = 0) -> list[int]:
 
 
 def _least_maximum(tables: Sequence[np.ndarray]) -> tuple[float, list[int]]:
-    """Return the cut whose largest stage is smallest. ``table[i, j]`` of a stage is its load with layers ``i`` to ``j -
-    1``; infinite where ``j < i``.
+    """Return the cut whose largest stage is smallest.
+
+    ``table[i, j]`` is the load of a stage with layers ``i`` to ``j - 1``, and infinite for ``j < i``.
     """
     best = np.full(len(tables[0]), np.inf)
     best[0] = 0.0
@@ -98,7 +100,7 @@ class _Measure:
         self._static = _sums(loads.static or [0.0] * layers)
         self._kept = _sums(loads.kept or [0.0] * layers)
         self._needed = _sums(loads.needed or [0.0] * layers)
-        # As many microbatches wait on a stage for their backward as in 1F1B: fewer towards the end.
+        # As in 1F1B, the number of microbatches that wait on a stage for their backward falls towards the end.
         self._in_flight = (stages - np.arange(stages)) / stages * placement.num_devices
         self._end_seconds, self._end_bytes = np.zeros(stages), np.zeros(stages)
         self._end_seconds[0] += loads.first
@@ -107,8 +109,8 @@ class _Measure:
         self._end_bytes[-1] += loads.last_bytes
 
     def stage_tables(self, with_needed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return seconds and bytes of every stage for every slice; the first ``with_needed`` stages need a layer that is
-        needed.
+        """Return seconds and bytes of every stage for every slice. The first ``with_needed`` stages must have a
+        needed layer.
         """
         size = len(self._seconds)
         valid = np.arange(size)[:, None] <= np.arange(size)[None, :]
@@ -122,8 +124,10 @@ class _Measure:
         )
 
     def keys(self, counts: np.ndarray) -> np.ndarray:
-        """Return, for every row of counts, what is to be minimised: devices without a layer that is needed; the slowest
-        device; the squares of all, so that several slow ones improve one by one; the slowest stage; the most memory.
+        """Return the values to minimise, in order, for every row of counts.
+
+        They are: devices without a needed layer; the slowest device; the sum of squares, so that several slow devices
+        improve one by one; the slowest stage; the most memory.
         """
         seconds = _of_stages(self._seconds, counts) + self._end_seconds
         nbytes = _of_stages(self._static, counts) + self._end_bytes
@@ -137,32 +141,32 @@ class _Measure:
         return np.round(values / unit) * unit
 
     def devices_without(self, counts: np.ndarray) -> np.ndarray:
-        """Return, for every row of counts, how many devices have no layer that is needed."""
+        """Return, for every row of counts, the number of devices without a needed layer."""
         return (_of_stages(self._needed, counts) @ self._owners == 0).sum(axis=1)
 
     def slowest_stages(self, counts: np.ndarray) -> list[int]:
-        """Return the stages with layers, of the slowest device."""
+        """Return the stages of the slowest device that have layers."""
         seconds = _of_stages(self._seconds, counts) + self._end_seconds
         slowest = np.bincount(self.devices, seconds, self.num_devices).argmax()
         return [int(stage) for stage in np.flatnonzero(self.devices == slowest) if counts[stage]]
 
 
 def _move_layers(start: list[int], measure: _Measure) -> list[int]:
-    """Take single layers off the slowest device as long as the measure falls."""
+    """Take single layers from the slowest device as long as the keys fall."""
     counts = np.array(start)
     moves = np.eye(len(counts), dtype=int)
     while True:
         taken = [counts + moves - moves[source] for source in measure.slowest_stages(counts)]
         tried = np.concatenate([counts[None, :], *taken])
         keys = measure.keys(tried)
-        best = tried[np.lexsort(keys.T[::-1])[0]]  # the first of equals, which is to stay
+        best = tried[np.lexsort(keys.T[::-1])[0]]  # the first of equals: the current counts, if they are among them
         if (best == counts).all():
             return [int(count) for count in counts]
         counts = best
 
 
 def _of_stages(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return what the layers of every stage add up to, from the sums of all layers before one, for counts per stage."""
+    """Return the sum over every stage's layers, from cumulative sums and counts per stage."""
     ends = np.cumsum(counts, axis=-1)
     return sums[ends] - sums[ends - counts]
 

@@ -1,4 +1,4 @@
-"""Hold what the planner finds, and what waits in its queue; write a plan as a run for ``pipemem launch``, and as JSON."""
+"""Results and queue entries of the planner, and a plan as a run for ``pipemem launch`` and as JSON."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from megatron_pipemem.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to run, and what comes of it."""
+    """A way to run, with its predicted times and bytes."""
 
     run: Run = field(repr=False)
-    """What `pipemem launch` takes, but for ``schedule.name`` of a searched order, which is a file still to be written."""
-    base: Base  # the order as it stands alone, its cut and its variant
-    order: Schedule | None = field(repr=False)  # the passes, where no family's name stands for them
-    makespan: float  # seconds of the schedule alone; from step to step where no barrier stands between steps
+    """The run for ``pipemem launch``. ``schedule.name`` of a searched order is a file that is still to be written."""
+    base: Base  # the order alone, its cut and its variant
+    order: Schedule | None = field(repr=False)  # the passes, if a family's name is not enough
+    makespan: float  # seconds of the schedule alone; the period if no barrier stands between steps
     peaks: tuple[float, ...] = field(repr=False)  # bytes per pipeline rank, everything included
-    extended: bool = False  # a bound, from a shorter step, until all microbatches are priced
+    extended: bool = False  # whether it is a bound from a shorter step, until all microbatches are priced
 
     @property
     def schedule(self) -> str:
@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def variant(self) -> str:
-        """Return what else it does; ``plain`` for nothing."""
+        """Return the name of its variant; ``plain`` if it has none."""
         return PLAIN if self.base.group.variant is None else self.base.group.variant.name
 
     @property
@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def hides_messages(self) -> bool:
-        """Return whether it is Megatron's own schedule, for what only that hides."""
+        """Return whether it is Megatron's own schedule with messages that only that schedule hides."""
         return hides_messages(self.run)
 
     @property
@@ -59,9 +59,7 @@ class Plan:
 
     @cached_property
     def gain(self) -> float | None:
-        """Return how many times as fast its steps follow each other without the barrier between them; 1 where there is nothing
-        to gain, and ``None`` where the barrier stands.
-        """
+        """Return the speed-up of its steps without the barrier, 1 if there is none; ``None`` if the plan has the barrier."""
         if not self.run.schedule.overlap_steps:
             return None
         cut, costs = self.run.parallelism, self.step.costs
@@ -75,7 +73,7 @@ class Plan:
 
     @cached_property
     def share_of_1f1b(self) -> float | None:
-        """Return the peak of its activations as a share of the bytes of 1F1B, with the planner's layers of its stages."""
+        """Return the peak of its activations as a share of 1F1B's bytes, with the planner's layers for 1F1B."""
         cut = self.run.parallelism
         linear = Placement.linear(cut.pp)
         whole = bytes_of_1f1b(price(self.run, linear).costs, linear, cut.microbatches)
@@ -88,17 +86,17 @@ class Plan:
 
     @property
     def work(self) -> float:
-        """Seconds the busiest rank computes."""
+        """Seconds that the busiest rank computes."""
         return self.run.parallelism.microbatches * max(self.step.work)
 
     @property
     def bubble_rate(self) -> float:
-        """Part of the makespan that the busiest rank idles."""
+        """Share of the makespan in which the busiest rank idles."""
         return max(0.0, 1 - self.work / self.makespan)
 
     @property
     def losses(self) -> dict[str, float]:
-        """Seconds of a step that are not the model's own computing, by cause, the largest first."""
+        """Seconds of a step outside the model's own computing, by cause, the largest first."""
         m, step = self.run.parallelism.microbatches, self.step
         busiest = step.work.index(max(step.work))
         found = {
@@ -113,7 +111,7 @@ class Plan:
 
     @property
     def binds(self) -> str:
-        """Return what takes most of the time beside computing, and whether more memory would help."""
+        """Return the largest loss, and the gain by more memory if there is one."""
         cause, seconds = next(iter(self.losses.items()))
         text = f"{cause} {seconds / self.seconds:.1%}"
         gained = self.base.group.memory_seconds / self.seconds
@@ -121,15 +119,13 @@ class Plan:
 
 
 def run_files(plan: Plan, path: Path) -> dict[Path, str]:
-    """Return the files of a plan's run, with their texts: an order that has no name goes beside ``path`` as a schedule
-    file.
-    """
+    """Return the files of a plan's run with their texts. An order without a name becomes a schedule file next to ``path``."""
     run, files = plan.run, {}
     if plan.order is not None:
         order = path.with_suffix(".csv")
         files[order] = plan.order.to_csv()
         choice = replace(run.schedule, name=str(order))
-        if plan.order.offloads:  # which the file says itself, and a flag would plan afresh
+        if plan.order.offloads:  # the file has the offload already, and a flag would plan it again
             choice = replace(choice, offload="off")
         run = replace(run, schedule=choice)
     return files | {path: f"{_heading(plan)}{write_yaml(settings_of(run))}"}
@@ -161,9 +157,7 @@ def facts(plan: Plan) -> dict[str, Any]:
 
 
 def gibibytes(nbytes: float) -> str:
-    """Return GiB to a tenth, of less than one to two digits, rounded up, so that it is a limit that admits so many
-    bytes.
-    """
+    """Return GiB as a limit that admits so many bytes: rounded up, to a tenth or, below one GiB, to two digits."""
     amount = nbytes / GIB
     digits = 1 if amount >= 1 or amount <= 0 else 1 - floor(log10(amount))
     tenths = floor(amount * 10**digits)
@@ -181,33 +175,33 @@ def _heading(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """Hold what the planner found."""
+    """The result of the planner."""
 
     plans: tuple[Plan, ...] = field(repr=False)  # the fastest first
-    rejected: Counter[str] = field(repr=False)  # how many ways there were besides, by reason
-    considered: int  # ways in all
+    rejected: Counter[str] = field(repr=False)  # number of other ways, by reason
+    considered: int  # number of all ways
     seconds: float
 
 
 @dataclass(frozen=True)
 class Group:
-    """Hold a cut with a placement, and the schedules for it."""
+    """A cut with a placement, and the schedules for it."""
 
     run: Run  # with its parallelism
-    step: PlannedStep  # its costs and bytes
-    orders: tuple[Order, ...]  # schedules that go with the placement
-    variant: Variant | None  # that changes them, or ``None``
-    bound: float  # seconds that no step of this cut can undercut
-    memory_seconds: float  # by how much the limit of memory raises that bound
+    step: PlannedStep
+    orders: tuple[Order, ...]  # schedules with this placement
+    variant: Variant | None  # the variant to apply to them
+    bound: float  # seconds that no step of this cut can beat
+    memory_seconds: float  # part of the bound that is due to the memory limit
 
 
 @dataclass(frozen=True)
 class Base:
-    """Hold an order of a cut, which its variant, if it has one, is still to change."""
+    """An order of a cut, before its variant is applied."""
 
     group: Group = field(repr=False)  # cut, placement and variant
-    order: Order  # as it stands alone
+    order: Order
 
 
 Entry = tuple[float, int, Run | Group | Base | Plan]
-"""Seconds, a number that tells equals apart, and what takes so long, or longer."""
+"""Seconds or a lower bound of them, a number that separates equals, and the entry."""

@@ -1,13 +1,13 @@
-"""Price long steps by what repeats in them, and one order under many costs.
+"""Prices of long steps from their repeating part, and of one order under many costs.
 
-A planner prices the same order again and again: other tensor parallelism, other microbatches, the same sequence of passes. What
-every pass waits for is worked out once; a replay is then one sweep over the passes and agrees with ``simulate``.
+A planner prices the same order again and again, for other tensor parallelism or microbatch sizes. The needs of every
+pass are computed once. A replay is then one sweep over the passes, and agrees with ``simulate``.
 
-The middle of a long step repeats. A device that starts at times ``x`` with the microbatches in flight ends its part of them at
-``A(x)``, where adding a constant to all of ``x`` adds it to ``A(x)``. So if all of the devices' passes end later by the same
-time in a step that is longer by some microbatches, they do so again for as many microbatches more: the price of a step of any
-length follows from two short ones. If passes end later by different times, the step has not come to its rhythm, and twice as
-many microbatches are tried.
+The middle of a long step repeats. Let devices begin with the microbatches in flight at times ``x`` and end their part
+of them at ``A(x)``. A constant added to all of ``x`` is then added to ``A(x)``. So if some more microbatches delay
+the ends of all devices' passes by the same time, equally many further ones do so again. The price of a step of any
+length follows from two short ones. If the delays differ, the step has no rhythm yet, and twice as many microbatches
+are tried.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
 from megatron_pipemem.schedule.stream import stream, until_they_repeat
 
-_SHORT = 3  # microbatches per device of the shortest step that may have come to its rhythm
+_SHORT = 3  # microbatches per device of the shortest step that may have a rhythm
 _LONGEST_RHYTHM = 8  # microbatches per device
-_SHORT_REPLAYS, _LONG_REPLAYS = 256, 4  # that are kept
+_SHORT_REPLAYS, _LONG_REPLAYS = 256, 4  # sizes of the caches
 MOST_ACTIONS = 300_000
-"""Of a step that is built; a longer one is priced by shorter ones."""
+"""Actions of a step that is built as a whole. Longer ones are priced by shorter ones."""
 
 
 class OrderPrice(NamedTuple):
-    """Say what a step takes."""
+    """The price of a step."""
 
-    seconds: float  # of the step; from step to step if no barrier stands between steps
-    peaks: tuple[float, ...]  # of every device, the most that it holds
+    seconds: float  # of the step; the period if no barrier stands between steps
+    peaks: tuple[float, ...]  # peak memory of every device
 
 
 class Timing(NamedTuple):
-    """Say how a step of a schedule goes."""
+    """The times of a schedule's step."""
 
     schedule: Schedule
     price: OrderPrice
-    ends: Sequence[Sequence[float]]  # per device, when every action of its order ends
+    ends: Sequence[Sequence[float]]  # per device, the end of every action of its order
 
     @classmethod
     def simulated(cls, schedule: Schedule, costs: Costs, overlaps: bool = False) -> Timing:
@@ -60,8 +60,8 @@ class Timing(NamedTuple):
 def priced(run: Callable[[int], Timing], num_devices: int, num_microbatches: int) -> OrderPrice:
     """Return the price of a step of any length.
 
-    A step of up to some eight microbatches per device, or whose middle never comes to a rhythm, is run as a whole; one that
-    is too long for that is extended from the longest that was run.
+    A step with up to about eight microbatches per device, or without a rhythm, runs as a whole. If it is too long for
+    that, it is extended from the longest step that was run.
     """
     rhythm, count = _rhythm(num_devices), shortest(num_devices, num_microbatches)
     while 2 * (count + rhythm) < num_microbatches:
@@ -74,7 +74,7 @@ def priced(run: Callable[[int], Timing], num_devices: int, num_microbatches: int
 
 
 def shortest(num_devices: int, num_microbatches: int) -> int:
-    """Return the microbatches of the shortest step that tells of a long one."""
+    """Return the microbatches of the shortest step from which a long one can be extended."""
     rhythm = _rhythm(num_devices)
     short = _congruent(_SHORT * num_devices, num_microbatches, rhythm)
     return short if 2 * (short + rhythm) < num_microbatches else num_microbatches
@@ -86,7 +86,7 @@ def _congruent(least: int, number: int, modulus: int) -> int:
 
 
 def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> OrderPrice:
-    """Return the price of a step that goes on like the longer one. Peaks stay, unless all microbatches are held at once."""
+    """Return the price of a step that continues like the longer one. Peaks stay, unless all microbatches are held at once."""
     (before, held_before), (after, held_after) = shorter.price, longer.price
     few, many = shorter.schedule.num_microbatches, longer.schedule.num_microbatches
     seconds = after + (num_microbatches - many) / (many - few) * (after - before)
@@ -98,13 +98,13 @@ def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> OrderPr
 
 
 def _rhythm(num_devices: int) -> int:
-    """Return a number of microbatches in which the groups of all families are whole: groups of ``p``, or of half as many."""
+    """Return a number of microbatches that fills the groups of all families: groups of ``p``, or of half as many."""
     whole = lcm(num_devices, -(-num_devices // 2))
     return whole if whole <= _LONGEST_RHYTHM * num_devices else num_devices
 
 
 def _repeats(shorter: Timing, longer: Timing) -> bool:
-    """Return whether the second halves of two steps have the same passes, and the longer ends all of them later by the same."""
+    """Return whether the second halves of two steps have the same passes, all later by one time in the longer step."""
     later, rounding = longer.price.seconds - shorter.price.seconds, 1e-9 * longer.price.seconds
     if longer.price.peaks != shorter.price.peaks:
         return False
@@ -119,7 +119,7 @@ def _repeats(shorter: Timing, longer: Timing) -> bool:
 
 
 class Replay:
-    """A schedule of F, I, W and B of whole microbatches, ready to be priced."""
+    """A schedule of F, I, W and B of whole microbatches, prepared for pricing."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -133,13 +133,11 @@ class Replay:
         return max(self._run(costs)(self._idle).free)
 
     def period(self, costs: Costs) -> float:
-        """Return the seconds from step to step without a barrier between steps."""
+        """Return the period in seconds, without a barrier between steps."""
         return self._repeated(costs)[0]
 
     def timing(self, costs: Costs, overlaps: bool = False) -> Timing:
-        """Return the timing of a step. If no barrier stands between steps (``overlaps``), the seconds are from step to
-        step.
-        """
+        """Return the timing of a step. With ``overlaps`` there is no barrier between steps, and its seconds are the period."""
         seconds, begins = self._repeated(costs) if overlaps else (None, self._idle)
         times = self._run(costs)([begin - min(begins) for begin in begins])
         lanes = self._found.lanes[: self.schedule.num_devices]
@@ -152,13 +150,13 @@ class Replay:
         return (0.0,) * self.schedule.num_devices
 
     def _repeated(self, costs: Costs) -> tuple[float, tuple[float, ...]]:
-        """Return the seconds from step to step without a barrier, and when the devices begin a step once steps repeat."""
+        """Return the period without a barrier, and the times at which devices begin a step once steps repeat."""
         run, devices = self._run(costs), self.schedule.num_devices
         period, ends = until_they_repeat(self.schedule.name, lambda _, begins: run(begins).free[:devices], self._idle)
         return period, ends[-1]
 
     def _run(self, costs: Costs) -> Callable[[Sequence[float]], Times]:
-        """Return a function that runs a step, from when the devices begin it."""
+        """Return a function that runs a step, given the times at which devices begin it."""
         costs.require_alike("a replay")
         found, seconds = self._found, costs.seconds(self.schedule.placement)
         prices = [seconds[kind][stage] for kind, stage in found.kinds]
@@ -173,7 +171,7 @@ class Replay:
         return run
 
     def peaks(self, costs: Costs) -> tuple[float, ...]:
-        """Return the most that every device holds."""
+        """Return the peak memory of every device."""
         return peaks(self.schedule, costs)
 
 
@@ -193,7 +191,6 @@ _short_replay, _long_replay = (lru_cache(size)(_replay) for size in (_SHORT_REPL
 def family_schedule(
     name: str, p: int, m: int, chunks: int | None, costs: Costs | None = None, slices: int = 1
 ) -> Schedule:
-    """Return a family's schedule."""
     options = {} if chunks is None else {"chunks": chunks}
     if slices > 1:
         options["slices"] = slices
@@ -201,9 +198,7 @@ def family_schedule(
 
 
 def same_passes(costs: Costs) -> tuple[object, ...]:
-    """Return what a replay depends on: it is equal for costs that differ in transfers or in the vocabulary's passes
-    only.
-    """
+    """Return the part of the costs that a replay depends on: all but transfers and vocabulary passes."""
     links = tuple(sorted(costs.p2p.items())) if isinstance(costs.p2p, Mapping) else costs.p2p
     kept = None if costs.memory is None else tuple(costs.memory.get(kind) for kind in PLAIN)
     return costs.forward, costs.backward_input, costs.backward_weight, links, kept
@@ -212,9 +207,7 @@ def same_passes(costs: Costs) -> tuple[object, ...]:
 def measured(
     name: str, num_devices: int, num_microbatches: int, chunks: int | None, costs: Costs, overlaps: bool = False
 ) -> OrderPrice:
-    """Return the price of a family's step. If no barrier stands between steps (``overlaps``), the seconds are from step to
-    step.
-    """
+    """Return the price of a family's step. With ``overlaps`` its seconds are the period without a barrier."""
 
     def run(count: int) -> Timing:
         return replay(name, num_devices, count, chunks).timing(costs, overlaps)

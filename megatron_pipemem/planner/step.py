@@ -1,20 +1,21 @@
-"""Price a run on a placement: costs of its stages, bytes of its ranks, seconds of a step beside the pipeline.
+"""The price of a run on a placement: costs of its stages, bytes of its ranks, and seconds of a step outside the pipeline.
 
-A step takes the makespan of the schedule, then what of the data-parallel reduction no computing hides, then the optimizer:
+A step takes the makespan of the schedule, then the part of the data-parallel reduction that no computing hides, then
+the optimizer:
 
 * with the distributed optimizer every rank reduces the fp32 gradients of its shard, and gathers parameters, over the
-  data-parallel (and context-parallel) ranks; without it, gradients are reduced for all. The reduction may run behind the
-  backward of the last microbatch, the gather behind the forward of the first; what takes longer than that is exposed;
+data-parallel (and context-parallel) ranks. Without it all gradients are reduced. The backward of the last microbatch
+may hide the reduction, and the forward of the first may hide the gather. The rest is exposed;
 * the optimizer reads and writes gradients, master parameters and moments of the rank's shard once;
-* a message of the pipeline holds one microbatch's activations and goes within a node where both ranks are on one, ranks
-  counted as Megatron counts them: tensor, context, data, pipeline.
+* a message of the pipeline holds one microbatch's activations. It stays within a node if both ranks do, with ranks in
+Megatron's order: tensor, context, data, pipeline.
 
-Bytes of a rank are parameters, fp32 gradients, the optimizer or its shard of it, the activations that the schedule keeps, and
-buffers: messages that are sent and received, the logits' gradient where the head is, and one layer's working set where whole
-layers are recomputed. Where the devices hold the model more than once, all of that stands there once per replica, but a
-microbatch runs through one of them; and the fp32 gradients of the replicas are added up, two ranks at a time, before they are
-reduced, when nothing is left that could hide either. Where a step may have to be rolled back, the state before it stands
-beside all that, on the device or on the host.
+Bytes of a rank are parameters, fp32 gradients, the optimizer or its shard, the activations that the schedule keeps,
+and buffers. Buffers are messages in flight, the logits' gradient on the rank of the head, and one layer's working set
+if whole layers are recomputed. If the devices hold several replicas of the model, all of that exists once per
+replica, but a microbatch runs through one of them. The fp32 gradients of the replicas are summed, two ranks at a
+time, before the reduction, and no computing is left to hide either. If a step may be rolled back, its previous state
+takes memory on the device or the host.
 """
 
 from __future__ import annotations
@@ -43,34 +44,34 @@ if TYPE_CHECKING:
     from megatron_pipemem.planner.partition import Loads
 
 DISTRIBUTED = "use-distributed-optimizer"
-"""The flag that shares the optimizer out."""
+"""The flag that shards the optimizer."""
 GRADIENT = 4  # bytes per parameter
-_OPTIMIZER = {"bf16": 12, "fp16": 12, "fp32": 8}  # master parameters where they are not fp32 already, and two moments
+_OPTIMIZER = {"bf16": 12, "fp16": 12, "fp32": 8}  # two moments, and master parameters if the others are not fp32
 _ROLLBACK = 12
-"""Bytes per parameter that the optimizer updates on a rank: it in fp32 and two moments, as they were before the last step."""
-_MESSAGES_IN_FLIGHT = 2  # per stage and direction: one that is used, one that arrives
+"""Bytes per parameter updated on a rank: its fp32 value and two moments from before the last step."""
+_MESSAGES_IN_FLIGHT = 2  # per stage and direction: one in use, and one that arrives
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """Hold what does not depend on the order of the passes."""
+    """The part of a step's price that does not depend on the order of passes."""
 
     placement: Placement
     layers: tuple[int, ...]  # pieces of every stage of one replica of the model
-    moved: tuple[float, ...]  # bytes that offloading a microbatch's activations moves each way, per stage
+    moved: tuple[float, ...]  # per stage, bytes that offload of a microbatch's activations moves each way
     costs: Costs  # seconds of F, I and W, bytes, messages
     weights: tuple[float, ...]  # per device, bytes of one version of the parameters
-    static: tuple[float, ...]  # per device, bytes that are there all the time
-    buffers: tuple[float, ...]  # per device, bytes beside activations that are there now and then
+    static: tuple[float, ...]  # per device, bytes that are always held
+    buffers: tuple[float, ...]  # per device, bytes besides activations that are held at times
     communication: tuple[float, ...]
     """Per device, seconds per microbatch in tensor-, context- and expert-parallel messages."""
-    again: tuple[float, ...]  # per device, seconds per microbatch that recompute
+    again: tuple[float, ...]  # per device, seconds per microbatch of recomputation
     work: tuple[float, ...]  # per device, seconds per microbatch
-    reduction: float  # seconds of data-parallel messages that nothing hides, on the worst device
+    reduction: float  # exposed seconds of data-parallel messages, on the worst device
     optimizer: float  # seconds, on the worst device
     rollback: tuple[float, ...]
-    """Per device, bytes of the state that a step may have to be rolled back to; part of ``static``."""
-    host: float = inf  # bytes of host memory that a rank may take
+    """Per device, bytes of the state for a rollback; part of ``static``."""
+    host: float = inf  # bytes of host memory for a rank
 
     @property
     def saved(self) -> Sequence[float]:
@@ -80,26 +81,22 @@ class PlannedStep:
         return listed(kept)
 
     def held(self, kept: Sequence[float]) -> tuple[float, ...]:
-        """Return all bytes of every device, from those that its activations take at most: what is listed, and compared
-        with a limit.
-        """
+        """Return all bytes of every device, given those of its activations. Limits are compared with this sum."""
         return tuple(a + s + b for a, s, b in zip(kept, self.static, self.buffers, strict=True))
 
     def room(self, memory: float) -> tuple[float, ...]:
-        """Return about what is left for activations on every device: subtracting rounds in another way than ``held``
-        adds.
-        """
+        """Return the bytes left for activations on every device, up to the rounding of ``held``."""
         return tuple(memory - s - b for s, b in zip(self.static, self.buffers, strict=True))
 
     @property
     def outside(self) -> float:
-        """Seconds of a step that are no part of the schedule."""
+        """Seconds of a step outside the schedule."""
         return self.reduction + self.optimizer
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """Hold what the costs of a stage depend on."""
+    """The settings that the costs of a stage depend on."""
 
     model: Model
     execution: Execution
@@ -114,7 +111,7 @@ class _Cut:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same parameters, but for experts."""
+        """Number of ranks that hold the same parameters, except experts."""
         return self.dp * self.execution.cp
 
     def parts(self) -> list[Price]:
@@ -125,20 +122,19 @@ class _Cut:
         return [*layers, self.ahead()][: self.model.pieces]
 
     def ahead(self) -> Price:
-        """Return the price of multi-token prediction; where all devices share the embedding, without a copy of it."""
+        """Return the price of multi-token prediction, without a copy of the embedding if all devices share it."""
         return prices.ahead(self.model, self.execution, self.cluster, self.pace, not self.shared_ends)
 
     def ends(self) -> tuple[Price, Price]:
-        """Return what stands before and behind the pieces: embedding and head, unless all devices share them; and a hybrid
-        model's multi-token prediction, which its pattern puts on the last stage.
+        """Return the prices before and after the pieces: embedding and head, unless all devices share them.
+
+        A hybrid model's multi-token prediction is part of the last one, because its pattern puts it on the last stage.
         """
         first, last = (Price(), Price()) if self.shared_ends else self.vocabulary()
         return first, last + self.ahead() if self.model.pattern is not None else last
 
     def share(self, devices: int) -> list[Price]:
-        """Return the price of embedding and head on every device, where all share them. Their messages are the
-        schedule's.
-        """
+        """Return the prices of shared embedding and head on every device. Their messages belong to the schedule."""
         if not self.shared_ends:
             return []
         return [
@@ -157,11 +153,11 @@ class _Cut:
         )
 
     def everything(self) -> list[Price]:
-        """Return the prices of all that a model consists of."""
+        """Return the prices of all parts of the model."""
         return [*self.parts(), *replace(self, shared_ends=False).ends()]
 
     def static(self, part: Price) -> float:
-        """Return the bytes of parameters, gradients and optimizer on one rank, and of what is kept of them to roll back to."""
+        """Return the bytes of parameters, gradients and optimizer on one rank, with the state for a rollback."""
         element, optimizer = self.execution.element, _OPTIMIZER[self.execution.precision]
         held = part.parameters * (element + self.gradients * GRADIENT) + part.cached
         return held + (optimizer + _ROLLBACK * self.rolls_back) * self.updated(part)
@@ -181,8 +177,9 @@ def price(
     pace: MeasuredSlowdown | None = None,
     shared_ends: bool = False,
 ) -> PlannedStep:
-    """Price a run. ``layers``: pieces of every stage of one replica; by default the planner's own partition. With
-    ``shared_ends`` every device holds an equal share of embedding and head, and what they take is not in the costs.
+    """Price a run. ``layers`` are the pieces of every stage of one replica, by default the planner's partition.
+
+    With ``shared_ends`` every device holds an equal share of embedding and head, and the costs leave their seconds out.
     """
     cut = replace(_cut(run, pace), shared_ends=shared_ends)
     return _step(cut, placement, layers or balanced(cut, placement))
@@ -203,14 +200,14 @@ def _cut(run: Run, pace: MeasuredSlowdown | None) -> _Cut:
 
 
 def least_seconds(run: Run, pace: MeasuredSlowdown | None = None) -> float:
-    """Return the seconds that no placement makes a step of this cut undercut: all work, shared evenly."""
+    """Return the seconds that no step of this cut can beat: all work, divided evenly."""
     cut = _cut(run, pace)
     work = sum(part.seconds.total for part in cut.everything())
     return run.parallelism.microbatches * work / run.parallelism.pp
 
 
 def least_static(run: Run) -> float:
-    """Return the fewest bytes of parameters, gradients and optimizer that any placement has on its fullest rank."""
+    """Return the least bytes of parameters, gradients and optimizer on the fullest rank of any placement."""
     cut = _cut(run, None)
     return sum(cut.static(part) for part in cut.everything()) / run.parallelism.pp
 
@@ -224,22 +221,24 @@ def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
 def shared_out(
     loads: Loads, stays: bool, placement: Placement, start: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
-    """Return the layers of every stage by the partition, or ``start`` with those moved away that make a rank the slowest.
-    ``stays``: multi-token prediction stays with the head, and is counted with the last stage.
+    """Return the layers of every stage by the partition, or ``start`` relieved of layers that make a rank the slowest.
+
+    With ``stays`` multi-token prediction stays with the head and counts to the last stage.
     """
-    from megatron_pipemem.planner.partition import partition  # numpy takes a while to load
+    from megatron_pipemem.planner.partition import partition  # only here, because numpy takes long to load
 
     if start is not None:
         start = (*start[:-1], start[-1] - stays)
-    # Every replica is cut alike, and both of its ways run over all devices.
+    # All replicas have the same cut, and both directions run over all devices.
     alone = placement if placement.replicas == 1 else Placement.linear(placement.num_devices)
     counts = partition(loads, alone, start)
     return (*counts[:-1], counts[-1] + stays)
 
 
 def loads_of(run: Run, placement: Placement, shared_ends: bool = False) -> tuple[Loads, bool]:
-    """Return what the stages of a run share out, and whether multi-token prediction stays with the head, so that it is part
-    of what stands behind the last layer, and no piece.
+    """Return the loads of a run's stages, and whether multi-token prediction stays with the head.
+
+    In that case it belongs to the load after the last layer, and is not a piece.
     """
     return _loads(replace(_cut(run, None), shared_ends=shared_ends), placement)
 
@@ -249,7 +248,7 @@ def _loads(cut: _Cut, placement: Placement) -> tuple[Loads, bool]:
 
     parts = cut.parts()
     first, last = cut.ends()
-    # It stays where all devices share the head, and where the placement says so.
+    # It stays if all devices share the head, or if the placement is not round robin.
     stays = len(parts) > cut.model.layers and (cut.shared_ends or not placement.is_round_robin)
     if stays:
         last += parts.pop()
@@ -342,7 +341,7 @@ def _buffers(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> tuple[
 
 
 def _sums(cut: _Cut, device: list[Price], placement: Placement) -> float:
-    """Return the seconds in which one rank adds up the gradients of its stages with those of their replicas, elsewhere."""
+    """Return the seconds in which one rank sums the gradients of its stages with their replicas on other ranks."""
     if placement.replicas == 1:
         return 0.0
     nbytes = sum(part.parameters for part in device) * GRADIENT
@@ -351,7 +350,7 @@ def _sums(cut: _Cut, device: list[Price], placement: Placement) -> float:
 
 
 def _exposed(cut: _Cut, device: list[Price], replicas: int) -> float:
-    """Return the seconds of one rank's data-parallel messages that nothing hides."""
+    """Return the exposed seconds of one rank's data-parallel messages."""
     if cut.replicas == 1:
         return 0.0
     experts = sum(part.experts for part in device)
@@ -371,12 +370,12 @@ def _exposed(cut: _Cut, device: list[Price], replicas: int) -> float:
 
 
 def mfu(run: Run, seconds: float) -> float:
-    """Price of the devices' peak that a step's model FLOPs are."""
+    """Return a step's model FLOPs as a share of the devices' peak."""
     flops = model_flops(run.model) * run.parallelism.global_batch
     return flops / (seconds * run.parallelism.ranks * run.cluster.tflops * 1e12)
 
 
 def ends_seconds(run: Run, pace: MeasuredSlowdown | None = None) -> tuple[float, float]:
-    """Return the seconds per microbatch that embedding and head compute, forward and backward, on one rank."""
+    """Return the seconds per microbatch of embedding and head, forward and backward, on one rank, without messages."""
     embedding, head = (part.seconds.total - part.communication.total for part in _cut(run, pace).vocabulary())
     return embedding, head

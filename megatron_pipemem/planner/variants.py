@@ -1,12 +1,12 @@
-"""List what a run can do beside computing in another order: offload, vocabulary parallelism, and what others register.
+"""Variants of a run besides its order of passes: offload, vocabulary parallelism, and variants that others register.
 
-A variant changes what the stages cost, or adds actions to an order, or both, and says what the run's configuration then is.
+A variant changes the costs of stages, adds actions to an order, or both, and names the run's configuration.
 
-* Activations may wait on the host (arXiv 2503.01328). The transfers are planned within the memory of each device and of its
-  host, the longest-lived activations first.
-* Embedding and head may be cut over all pipeline ranks (arXiv 2411.05288). Every rank then holds an equal share of both, with
-  its passes and collectives between the others. Collectives go over the slowest link of the pipeline; that they slow the
-  layers' kernels down is not priced (7 to 8 % of F and B in the paper's profile).
+* Offload (arXiv 2503.01328): activations wait on the host. Copies are planned within the memory of each device and
+host, the longest-lived activations first.
+* Vocabulary parallelism (arXiv 2411.05288): embedding and head are cut over all pipeline ranks. Every rank holds an
+equal share of both, with its passes and collectives between the others. Collectives use the slowest link of the
+pipeline. They also slow the layers' kernels (7 to 8 % of F and B in the paper's profile), which is not priced.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, Vocabula
 
 @dataclass(frozen=True)
 class Variant:
-    """One way."""
+    """A variant of a run."""
 
-    name: str  # what ``--only variant=NAME`` and tables call it
+    name: str  # for ``--only variant=NAME`` and tables
     choice: Callable[[ScheduleChoice], ScheduleChoice]
-    """The schedule's part of a run's configuration, from that without the variant."""
+    """Returns the schedule's part of a run's configuration, given that part without the variant."""
     prepare: Callable[[Run, Placement, MeasuredSlowdown | None], PlannedStep]
-    """The step with other costs and bytes, from placement and pace. Its costs must be a lower bound for what ``apply``
-    makes of an order, so that the planner may leave out what is slower even so."""
+    """Returns the step with other costs and bytes, given placement and pace. Its costs must be a lower bound for orders
+    from ``apply``, so that the planner may leave out slower ones."""
     apply: Callable[[Schedule, PlannedStep, tuple[float, ...]], Schedule]
-    """The order with further actions, within so many bytes per device. May raise PipememError where it cannot be had."""
+    """Returns the order with further actions, within so many bytes per device. Raises a PipememError if that is impossible."""
     frees_memory: bool = False
-    """It is for orders that hold too much, and no use to others. Without it, it holds no less than the order alone. Either
-    way it takes no less time than that."""
+    """Whether it is only for orders that exceed the memory. Otherwise it holds at least as much as the order alone. In
+    both cases it takes at least as long."""
 
 
 PLAIN = "plain"
-"""The name of a run without any variant."""
+"""The name of a run without a variant."""
 _VARIANTS: dict[str, Variant] = {}
 
 
 def register_variant(variant: Variant) -> Variant:
-    """Add a variant to what the planner enumerates."""
+    """Add a variant to those of the planner."""
     if variant.name in _VARIANTS or variant.name == PLAIN:
         raise UnsupportedError("exists-already", f"variant {variant.name!r} is registered already; pick another name")
     _VARIANTS[variant.name] = variant
@@ -64,23 +64,23 @@ def register_variant(variant: Variant) -> Variant:
 
 
 def variants() -> tuple[Variant, ...]:
-    """Return all variants but the plain one: those of this package, and what others registered."""
+    """Return all registered variants, without the plain one."""
     return tuple(_VARIANTS.values())
 
 
 HOST_MEMORY = "pipemem-host-memory"
-"""The flag that says how much of a node's memory its ranks may use; a share of it otherwise."""
+"""The flag for the part of a node's memory that its ranks may use; by default a share of it."""
 
 
 def offload_step(
     run: Run, placement: Placement, pace: MeasuredSlowdown | None = None, layers: tuple[int, ...] | None = None
 ) -> PlannedStep:
-    """Price a step with the channel to the host, what goes over it, and how much of it the host can hold."""
+    """Price a step with the channel to the host, its traffic, and the memory of the host."""
     step = price(run, placement, layers, pace)
     host, moved = run.cluster.host, step.moved
     ways = (host.d2h_gb_per_s, host.h2d_gb_per_s)
     there, back = (tuple(nbytes / (speed * host.duplex * 1e9) for nbytes in moved) for speed in ways)
-    # Devices that share a switch take turns, so that one sends while another receives.
+    # Devices that share a switch take turns: one sends while another receives.
     channel = Channel(there, back, duplex=run.cluster.sharing(0) == 1)
     away = {Kind.WAIT_OFFLOAD: tuple(-nbytes for nbytes in moved), Kind.RELOAD: moved}
     costs = replace(step.costs, channel=channel, memory={**(step.costs.memory or {}), **away})
@@ -88,7 +88,7 @@ def offload_step(
 
 
 def host_bytes(run: Run) -> float:
-    """Return the bytes of host memory that one rank may take."""
+    """Return the bytes of host memory for one rank."""
     given = run.flags.get(HOST_MEMORY)
     if given is None:
         return DEFAULT_HOST_SHARE * run.cluster.host_bytes
@@ -96,15 +96,16 @@ def host_bytes(run: Run) -> float:
 
 
 def offloaded(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Schedule:
-    """Return the schedule with transfers to the host and back, so that it fits. Raise an UnsupportedError if too much has
-    to stay. ``room``: bytes that the activations of every device may take.
+    """Return the schedule with copies to the host and back so that it fits into ``room`` bytes of activations per device.
+
+    Raise an UnsupportedError if too much has to stay.
     """
     request = Request.for_order(schedule, MemoryCap(room, True))
     shape = Shape(schedule.num_devices, None, schedule.num_microbatches)
     try:
         return choose(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
     except MemoryCapError as error:
-        why = ", ".join(error.obstacles) or "what runs at the time"
+        why = ", ".join(error.obstacles) or "activations in use"
         raise UnsupportedError("cap-unreachable", f"too much has to stay on a device ({why})") from error
 
 
@@ -118,18 +119,19 @@ def vocabulary_step(
     pace: MeasuredSlowdown | None = None,
     layers: tuple[int, ...] | None = None,
 ) -> PlannedStep:
-    """Price a step with embedding and head cut over all devices, and what their passes take and keep. Slices have equal
-    parts of that, and prices of their own of the layers.
+    """Price a step with embedding and head cut over all devices, with the seconds and bytes of their passes.
+
+    Slices have equal parts of these, and their own prices of layers.
     """
     sliced = (run.schedule.slices or 1) > 1 and why_not_sliced(run) is None
     step = (sliced_step if sliced else price)(run, placement, layers, pace, shared_ends=True)
     p, execution = placement.num_devices, run.execution
     cut = run.parallelism
     link = run.cluster.link(p, cut.tp * cut.cp * cut.dp)
-    # Predictions of all depths are one head's work, on as many times the tokens.
+    # Predictions of all depths are the work of one head on as many times the tokens.
     depths, once = run.model.heads_of_output, message_bytes(run.model, execution)
     hidden, n = depths * once, depths * execution.tokens(run.model)
-    # A ring passes on what it gets while more arrives. Further predictions need the same embeddings on the last stage.
+    # A ring forwards data while more arrives. Further predictions need the same embeddings on the last stage.
     apart = depths > 1 and placement.devices[0] != placement.devices[placement.model_stages - 1]
     whole, lookup = link.seconds(hidden), link.seconds(once) * (2 if apart else 1)
     collectives = {
@@ -142,7 +144,7 @@ def vocabulary_step(
     }
     embedding, head = ends_seconds(run, pace)
     costs = VocabularyCosts.of_head(head, p, barriers, embedding=embedding, collectives=collectives)
-    # A shard's logits and the head's input from S to T; with one barrier the two halves of the input's gradient too.
+    # Held from S to T: a shard's logits and the head's input; with one barrier also both halves of the input's gradient.
     held = depths * logit_bytes(run.model, execution) / p + hidden * (1 + 2 * (barriers == 1))
     memory = {**(step.costs.memory or {}), Kind.S: (held,) * p, Kind.T: (-held,) * p}
     return replace(step, costs=replace(step.costs, vocabulary=costs, memory=memory))
