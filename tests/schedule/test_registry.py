@@ -293,7 +293,7 @@ def test_what_is_declared_must_be_true(build: str, declared: dict[str, object], 
     with pytest.raises(UnsupportedError) as raised:
         register_schedule(mine)
     assert str(raised.value).startswith(
-        f"schedule 'mine' declares {name}={value!r}, but what it builds for 4 devices and 8 microbatches has {found}"
+        f"schedule 'mine' declares {name}={value!r}, but its schedule for 4 devices and 8 microbatches has {found}"
     )
     with pytest.raises(UnknownScheduleError):
         family("mine")
