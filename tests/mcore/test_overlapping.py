@@ -1,4 +1,4 @@
-"""What is known of a step that nobody has waited for: its norm, and the signals that ask the run to end."""
+"""What is known of a step that nobody has waited for: its norm, its losses, and the signals that ask the run to end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.core.transformer.moe import moe_logging
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from refusals import refused
 from streams import Group, Streams, Work
 
@@ -18,6 +20,7 @@ from megatron_pipemem.features.overlap_steps.megatron.loop import TrainingLoop
 from megatron_pipemem.features.overlap_steps.megatron.norm import MARGIN, LateNorm, LateSum
 from megatron_pipemem.features.overlap_steps.megatron.optimizer import OverlappedOptimizer
 from megatron_pipemem.features.overlap_steps.megatron.snapshot import Snapshot
+from megatron_pipemem.features.overlap_steps.megatron.traces import ForwardTraces
 
 
 def late(value: float, group) -> LateSum:
@@ -90,3 +93,19 @@ def test_a_snapshot_that_the_device_has_no_room_for_is_refused(monkeypatch):
     assert "3.00GiB" in str(refused.value) and "--clip-grad 0" in str(refused.value)
     monkeypatch.setattr(snapshot, "_left_on", lambda device: 3 << 30)
     assert Snapshot(part).nbytes == 0
+
+
+def test_forwards_that_run_again_are_counted_once(monkeypatch):
+    monkeypatch.setattr(moe_logging, "_MOE_METRICS_TRACKER", None)
+    depths = {"loss_values": torch.tensor([1.0, 2.0]), "reduce_group": None}
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", depths)
+    experts = moe_logging.get_moe_metrics_tracker()
+    experts.record("aux", torch.tensor(3.0), layer_number=2, num_layers=2)
+    traces = ForwardTraces()
+    for name in ("aux", "z"):
+        experts.record(name, torch.tensor(5.0), layer_number=1, num_layers=2)
+    depths["loss_values"] += 7
+    depths["total_values"] = torch.tensor([4.0])
+    traces.restore()
+    assert {name: entry.values.tolist() for name, entry in experts.metrics.items()} == {"aux": [0, 3], "z": [0, 0]}
+    assert (depths["loss_values"].tolist(), depths["total_values"].tolist()) == ([1, 2], [0])

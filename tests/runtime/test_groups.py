@@ -1,4 +1,4 @@
-"""Process groups of our own, in a job of one rank."""
+"""Process groups of our own, in a job of one rank, and those of a stage's replicas."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_pipemem.features.replicas import runtime as replicas
+from megatron_pipemem.features.replicas.runtime import connect_replicas
 from megatron_pipemem.runtime import transport as groups
 from megatron_pipemem.runtime.transport import destroy_groups, new_groups
+from megatron_pipemem.schedule.placement import Placement
 
 
 def is_open(group: dist.ProcessGroup) -> bool:
@@ -100,3 +103,15 @@ def test_groups_that_went_with_the_default_one_are_gone_already(world):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     destroy_groups(ours)
     assert is_open(dist.group.WORLD)
+
+
+def test_groups_of_replicas_open_before_the_first_step(monkeypatch):
+    """Where a backend opens a group at its first sum, that would wait for the other device in the middle of a program."""
+    wanted, hellos = [], []
+    monkeypatch.setattr(replicas, "new_groups", lambda ranks, *_: wanted.extend(ranks) or [*map(tuple, ranks)])
+    monkeypatch.setattr(replicas.dist, "get_process_group_ranks", lambda group: [1, 3, 5])
+    monkeypatch.setattr(replicas.dist, "all_reduce", lambda tensor, group: hellos.append((group, tensor.device.type)))
+    placement = Placement.bidirectional(3)
+    assert connect_replicas(placement, SimpleNamespace(rank=lambda: 2), "meta") == {(0, 2): (1, 5)}
+    assert connect_replicas(placement, SimpleNamespace(rank=lambda: 1), "meta") == {}
+    assert (wanted, hellos) == ([[1, 5], [1, 5]], [((1, 5), "meta")])
