@@ -78,18 +78,6 @@ def test_a_run_in_another_order_is_refused(monkeypatch):
     assert "device 1 " in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "arguments", ["--microbatches 5", "--devices 1", "--costs 1,1", "--costs 1,0,1", "--repeats 0"]
-)
-def test_arguments_that_no_comparison_can_use_are_refused(arguments, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from emulated_devices import parse_arguments
-
-    with pytest.raises(SystemExit):
-        parse_arguments(arguments.split())
-    assert "error:" in capsys.readouterr().err
-
-
 def test_steps_follow_each_other_without_a_barrier(benchmark, tmp_path):
     output = tmp_path / "steps.json"
     sizes = "--devices 2 --microbatches 4 --costs 1,1,1 --step-ms 4 --repeats 1 --steps 3".split()

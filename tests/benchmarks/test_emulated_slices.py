@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -52,11 +50,3 @@ def test_every_schedule_of_whole_microbatches_meets_the_best_with_slices(emulate
         assert gain["simulated"] == pytest.approx(against["simulated"] / best["simulated"])
         assert gain["memory"] == pytest.approx(best["peak"] / against["peak"])
         assert gain["simulated"] > 1 and gain["memory"] <= 1 + 1e-9
-
-
-@pytest.mark.parametrize("arguments", ["--slices 1", "--repeats 0", "--devices 1", "--step-ms 0"])
-def test_arguments_that_no_comparison_can_use_are_refused(arguments, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(BENCHMARK), "--emulated", *arguments.split()])
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(BENCHMARK), run_name="__main__")
-    assert "error:" in capsys.readouterr().err

@@ -25,15 +25,3 @@ def test_a_way_is_planned_as_it_says(cut: dict[str, int]):
     assert cells["cut"] == str(way)
     assert float(cells["peak GiB"]) < run.cluster.memory_gib
     assert float(cells["s/step"]) == pytest.approx(found.seconds, abs=0.05)
-
-
-def test_what_fits_nowhere_says_so():
-    cells = dict(zip(COLUMNS, BENCHMARK["row"](Way(2**19), None), strict=True))
-    assert cells["binds"] == "nothing fits"
-
-
-def test_both_are_tried_in_every_number():
-    tried = list(BENCHMARK["ways"](2**15, (1, 2, 4)))
-    whole, cut = [(1, 1), (2, 1), (4, 1)], [(1, 2), (1, 4)]
-    assert [(way.cp, way.slices) for way in tried] == [*whole, *cut, *cut]
-    assert [str(way) for way in tried[-3:]] == ["4 slices", "2 slices by FLOPs", "4 slices by FLOPs"]

@@ -69,13 +69,6 @@ def test_a_cap_in_bytes(pipemem, pipemem_json, refuses, byte_costs):
     check_refusal(refuses("simulate", "auto", *size, "--memory-cap", "10B"), "cap-unreachable", "10B", "1000B")
 
 
-def test_auto_can_be_shown_and_converted(pipemem, tmp_path):
-    size = ("auto", "-p", 2, "-m", 4, "--memory-cap", 0.75)
-    assert "auto" in pipemem("show", *size).stdout
-    pipemem("check", size[0], "--write", tmp_path / "auto.csv", *size[1:])
-    pipemem("check", tmp_path / "auto.csv", "--memory-cap", 0.75)
-
-
 def test_pareto_lists_no_dominated_choice(pipemem, pipemem_json, tmp_path):
     ask = ("pareto", "-p", 4, "-m", 8, "--costs", "1,1.5,.5", "--caps", "0.75")
     found = pipemem_json(*ask)
@@ -96,33 +89,6 @@ def test_pareto_lists_no_dominated_choice(pipemem, pipemem_json, tmp_path):
     pipemem(*ask, "--output", tmp_path / "front.png")
     assert (tmp_path / "front.png").stat().st_size > 10_000
     assert "dominated schedules are not listed" in pipemem(*ask).stdout
-
-
-def test_with_heads_here_and_there_the_faster_schedule_has_the_smaller_bubble(pipemem, pipemem_json):
-    """The head on the last stage makes that device's work longer, and its idle time shorter: no merit of the schedule."""
-    ask = (
-        "pareto",
-        "-p",
-        2,
-        "-m",
-        4,
-        "--caps",
-        "1",
-        "--layers",
-        4,
-        "--vocab-parallel",
-        "auto",
-        "--head-cost",
-        3,
-        "--seconds",
-        240,  # it ends by itself: both calls must find the same
-        "--all",
-    )
-    makespans = [choice["makespan"] for choice in pipemem_json(*ask)["choices"]]
-    shown = [line.split()[-1] for line in pipemem(*ask).stdout.splitlines() if line.rstrip().endswith("%")]
-    assert len(shown) == len(makespans) > 10
-    rates = sorted(zip(makespans, (float(rate.rstrip("%")) for rate in shown), strict=True))
-    assert [rate for _, rate in rates] == sorted(rate for _, rate in rates)
 
 
 def test_with_bytes_pareto_compares_shares_of_1f1b(pipemem, pipemem_json, tmp_path):
@@ -146,29 +112,3 @@ def test_pareto_says_what_caps_nothing_fits(pipemem):
     assert said.exit_code == 0
     assert said.stderr.splitlines() == ["note: no schedule was found that fits a memory cap of 0.01"]
     assert "up to 8 chunks per device" in said.stdout and "--layers" in said.stdout
-
-
-def test_pareto_refuses_caps_that_are_none(refuses):
-    check_refusal(refuses("pareto", "-p", 4, "-m", 8, "--caps", "0.5,x"), "bad-number", "--caps", "0.5,x")
-
-
-def test_pareto_refuses_sizes_that_are_none(refuses):
-    check_refusal(refuses("pareto", "-p", 0, "-m", 8), "bad-number", "--devices", 0)
-    check_refusal(refuses("pareto", "-p", 4, "-m", 0), "bad-number", "--microbatches", 0)
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ('{"forward": NaN}', ("not-json", "NaN")),
-        ('{"backward_weight": [1, Infinity]}', ("not-json", "Infinity")),
-        ('{"forward": 0, "backward_input": 0, "backward_weight": 0}', ("no-time",)),
-        ('{"p2p": -1}', ("bad-number", "p2p", "-1.0")),
-        ('{"p2p": [1, 2]}', ("bad-type", "p2p", "[1, 2]")),
-        ('{"memory": {"F": 1e300, "W": -1}}', ("bad-type", "memory.F", "1e+300")),
-    ],
-)
-def test_a_file_of_costs_that_are_no_costs_is_refused_in_one_line(refuses, tmp_path, text, why):
-    path = tmp_path / "costs.json"
-    path.write_text(text, encoding="utf-8")
-    check_refusal(refuses("simulate", "auto", "-p", 2, "-m", 2, "--costs", path), *why)

@@ -10,10 +10,10 @@ from refusals import check_refusal
 
 from megatron_pipemem.schedule.action import Action
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.registry import build_schedule, families
-from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.registry import build_schedule
 
-NAMES = [family.name for family in families()]
+# Plain, several chunks, replicas, slices, versions of weights, offload: all that a file can hold.
+NAMES = ["1f1b", "v-half", "gems", "seq1f1b", "pipedream-2bw", "po-h"]
 
 
 @pytest.fixture
@@ -46,12 +46,6 @@ def test_torch_files_cannot_hold_everything(refuses, tmp_path):
     message = refuses("check", "gems", "--write", tmp_path / "gems.csv", "-p", 2, "-m", 4, "--to", "torch")
     check_refusal(message, "not-in-dialect", "gems", "replicas=2", "devices=0-1-1-0")
     assert not (tmp_path / "gems.csv").exists()
-
-
-def test_check_for_people(pipemem, csv):
-    shown = pipemem("check", csv("0F0,0B0\n1F0,1B0\n"))
-    assert shown.exit_code == 0
-    assert "is valid" in shown.stdout and "linear" in shown.stdout
 
 
 @pytest.mark.parametrize(
@@ -121,12 +115,6 @@ def test_check_judges_the_messages_of_a_lowered_file(pipemem, pipemem_json, tmp_
     file.write_text(text.replace("1RECV_F0,", "", 1))
     refused = pipemem("check", file)
     assert refused.exit_code == 1 and "its input does not reach this device without 1RECV_F0" in refused.stderr
-
-
-def test_check_with_a_stated_number_of_microbatches(refuses, csv):
-    check_refusal(
-        refuses("check", csv("0F0,0F1,0B0,0B1\n"), "-m", 1, code=1), "unknown-microbatch", "action 0F1", "0 to 0"
-    )
 
 
 def test_check_memory_cap(pipemem, tmp_path):
@@ -229,15 +217,6 @@ def test_writes_a_program(pipemem_json, tmp_path, name):
     read = tuple(tuple(map(Action.parse, line.split(","))) for line in lines)
     assert read == program.actions
     assert found["actions"] == sum(map(len, program.actions)) and found["output"] == str(target)
-
-
-def test_writing_twice_changes_nothing(pipemem, tmp_path):
-    first, second = tmp_path / "first.csv", tmp_path / "second.csv"
-    pipemem("check", "v-min", "--write", first, "-p", 4, "-m", 8)
-    assert pipemem("check", first, "--write", second).exit_code == 0
-    assert second.read_text() == first.read_text()
-    schedule = Schedule.from_csv(second.read_text())
-    assert schedule.orders == build_schedule("v-min", num_devices=4, num_microbatches=8).orders
 
 
 def test_refuses_to_write(refuses, csv, tmp_path):

@@ -46,13 +46,6 @@ def test_a_cap_in_bytes_is_kept(pipemem, costs):
     assert refused.exit_code == 2 and "memory cap of 1.00GiB" in refused.output
 
 
-def test_an_uneven_cut_is_told(pipemem, costs):
-    done = pipemem("simulate", "1f1b", "-p", 5, "-m", 8, "--costs", costs)
-    assert done.exit_code == 0
-    assert "32 layers do not divide among 5 stages (2 of 7 and 3 of 6)" in " ".join(done.stderr.split())
-    assert "do not divide" not in pipemem("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", costs).stderr
-
-
 def test_the_head_of_a_profile_is_cut_over_all_devices(pipemem_json, costs):
     there, cut = (
         pipemem_json("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", costs, "--vocab-parallel", way)
@@ -61,15 +54,6 @@ def test_the_head_of_a_profile_is_cut_over_all_devices(pipemem_json, costs):
     assert cut["makespan"] < there["makespan"]  # llama3-8b's head takes as long as 1.7 layers
     assert cut["ideal"] == pytest.approx(Costs.from_json(costs).part_prices.of_stages([32])[0] * 8 / 4, rel=0.02)
     pipemem_json("simulate", "v-half", "-p", 4, "-m", 8, "--costs", costs, "--vocab-parallel", "auto")
-
-
-def test_a_typed_head_takes_the_place_of_that_of_the_profile(pipemem_json, costs):
-    layer = Costs.from_json(costs).part_prices.layers[0]
-    size = ("-p", 4, "-m", 8, "--costs", costs)
-    in_layers, in_seconds = (
-        pipemem_json("simulate", "1f1b", *size, "--head-cost", f"{each}") for each in ("2layers", 2 * layer)
-    )
-    assert in_layers["makespan"] == pytest.approx(in_seconds["makespan"])
 
 
 def test_a_file_of_an_earlier_version_prices_its_own_cut(tmp_path, pipemem_json, refuses):

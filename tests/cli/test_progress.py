@@ -73,12 +73,6 @@ def test_what_takes_long_tells_what_it_does_and_what_is_left(monkeypatch, work, 
         assert each in lines
 
 
-def test_nobody_is_told_where_nobody_listens():
-    told.tell(lambda: pytest.fail("worked out for nobody"))
-    with told.doing("something"):
-        assert not told.has_listener()
-
-
 def test_a_listener_is_told_now_and_then_only():
     lines: list[str] = []
     with told.listening(lines.append), told.doing("outer"), told.doing("inner"):
@@ -110,25 +104,11 @@ def test_progress_is_shown_on_stderr(monkeypatch, is_terminal):
     assert ("\x1b" in out.getvalue()) == is_terminal
 
 
-def test_short_work_shows_nothing(capsys):
-    with progress.showing("work"):
-        told.tell(lambda: "words")
-    assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (61, "1 min"), (3600, "1 h 0 min")])
-def test_durations(seconds, text):
-    assert progress.duration(seconds) == text
-
-
 @pytest.mark.parametrize(
     ("module", "function", "arguments"),
     [
         (simulate, "load_and_simulate", "simulate 1f1b -p 4 -m 8"),
-        (simulate, "load_and_simulate", "show 1f1b -p 4 -m 8"),
-        (check, "load_schedule", "check 1f1b --write x.csv -p 4 -m 8"),
         (check, "read_file", "check x.csv"),
-        (simulate, "save_comparison", "show 1f1b -p 4 -m 8 --output x.svg"),
         (simulate, "choices", "pareto -p 4 -m 8"),
         (plan, "plan", f"plan {RUN}"),
         (profile, "from_formulas", "profile --model tiny-gpt --formulas"),

@@ -154,18 +154,6 @@ def test_no_cell_is_cut_and_no_number_lost_at_any_width(pipemem, arguments, monk
             assert not whole - shown, f"at {width}: {whole - shown}"
 
 
-def test_rows_that_say_nothing_are_left_out_but_not_of_json(pipemem, pipemem_json):
-    shown = pipemem("simulate", "1f1b", "-p", 4, "-m", 8).stdout
-    usual = ("host peak", "weight versions", "recomputed", "replicas", "transfers", "stall seconds", "search seconds")
-    assert not [line for line in shown.splitlines() if line.startswith(usual)]
-    assert {each.replace(" ", "_") for each in usual} <= set(pipemem_json("simulate", "1f1b", "-p", 4, "-m", 8))
-    assert all(len(line.split()) > 2 for line in shown.splitlines() if line.startswith(usual))
-    assert "weight versions      8, 7," in pipemem("simulate", "pipedream", "-p", 8, "-m", 16).stdout
-    assert "replicas             2" in pipemem("simulate", "chimera", "-p", 4, "-m", 8).stdout
-    offloaded = pipemem("simulate", "po-f", "-p", 4, "-m", 8).stdout
-    assert "host peak " in offloaded and "transfers " in offloaded and "stall seconds " in offloaded
-
-
 def test_a_table_keeps_every_word_at_every_width():
     """Random cells: between one column and ten, with long words, empty columns and lines within cells."""
     rng = random.Random(0)

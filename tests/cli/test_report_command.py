@@ -7,12 +7,6 @@ import json
 import pytest
 from refusals import check_refusal
 
-from megatron_pipemem.report.run import UNITS, announcement
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.simulator import simulate
-
 PLAN = {
     "schedule": "v-half",
     "devices": 2,
@@ -125,20 +119,3 @@ def test_what_is_no_report_is_refused_in_a_line(refuses, tmp_path, content, says
 
 def test_a_picture_of_one_run_is_refused(refuses, run, tmp_path):
     check_refusal(refuses("report", run(), "--output", tmp_path / "x.png"), "conflicting-options", tmp_path, "--output")
-
-
-def test_without_the_bytes_of_1f1b_there_is_no_share(pipemem, run):
-    assert "1F1B" not in pipemem("report", run(bytes_of_1f1b=None)).stdout
-
-
-def test_a_plan_in_one_line():
-    schedule = build_schedule("v-half", num_devices=4, num_microbatches=8)
-    timeline = simulate(schedule)
-    assert announcement(timeline) == (
-        f"v-half, 4 pipeline ranks with 2 chunks each, 8 microbatches: planned bubble {timeline.bubble_rate:.1%}, peak "
-        f"activations {timeline.peak:.4g} {UNITS}"
-    )
-    in_bytes = Costs(memory={Kind.F: 80.0, Kind.I: 80.0, Kind.W: -160.0})  # what waits for W holds twice as much
-    twice = simulate(schedule, in_bytes)
-    assert announcement(twice).endswith(f"peak activations {twice.peak / 320:.3g} of 1F1B's bytes")
-    assert twice.peak / 320 > 1.2 * timeline.peak

@@ -41,10 +41,6 @@ def test_the_picture_has_the_size_that_is_asked_for(pipemem, refuses):
     check_refusal(refuses("schedules", "v-hlaf"), "unknown-schedule", "'v-half'")
 
 
-def test_one_row_of_the_json_is_that_of_the_whole_table(pipemem_json):
-    assert pipemem_json("schedules", "gis-h") in pipemem_json("schedules", "--all")
-
-
 def test_eight_schedules_are_listed_and_all_if_asked(pipemem, pipemem_json):
     rows = pipemem_json("schedules", "--all")
     assert [row["name"] for row in rows] == NAMES
@@ -92,10 +88,6 @@ def test_files_and_auto_are_offered_where_they_are_taken(tmp_path, monkeypatch):
     assert [name for name, _ in complete_schedules("")] == [*NAMES, "auto"]
     assert [name for name, _ in complete_families("")] == NAMES
     assert [name for name, _ in complete_schedules(str(tmp_path / "none" / "x"))] == []
-
-
-def test_installing_completion_is_offered(pipemem):
-    assert "--install-completion" in pipemem("--help").stdout
 
 
 MODULE = """

@@ -8,13 +8,6 @@ import pytest
 from refusals import check_refusal
 
 
-def test_terminal_picture(pipemem):
-    shown = pipemem("show", "zbv", "-p", 2, "-m", 3)
-    assert shown.exit_code == 0
-    assert "zbv: p=2, m=3" in shown.stdout
-    assert "device 0 |F0F1" in shown.stdout.replace("-", "")
-
-
 @pytest.mark.parametrize("suffix", ["png", "svg", "html", "json"])
 @pytest.mark.parametrize("names", [["v-half"], ["1f1b", "v-half"]])
 def test_files(pipemem, tmp_path, suffix, names):
@@ -26,11 +19,6 @@ def test_files(pipemem, tmp_path, suffix, names):
     assert content.startswith(start)
     if suffix != "png":
         assert all(name.encode() in content for name in names)
-
-
-def test_several_names_in_the_terminal(pipemem):
-    shown = pipemem("show", "1f1b", "zb-h1", "-p", 2, "-m", 2).stdout
-    assert shown.index("1f1b: p=2") < shown.index("zb-h1: p=2")
 
 
 def test_json_is_the_picture_as_data(pipemem_json, tmp_path):
@@ -77,7 +65,3 @@ def test_several_steps_are_one_picture(pipemem_json, refuses):
     assert [len(row) for row in drawn["timeline"]] == [3 * len(row) for row in one["timeline"]]
     assert drawn["makespan"] < 3 * one["makespan"]
     check_refusal(refuses("show", "gems", "-p", 2, "-m", 4, "--steps", 2), "no-steps", "gems", "replicas", "--steps")
-
-
-def test_unknown_name(refuses):
-    check_refusal(refuses("show", "zbh1", "-p", 2, "-m", 2), "unknown-schedule", "'zb-h1'")

@@ -83,19 +83,3 @@ def test_torchs_own_1f1b_table_is_off_by_one_on_the_last_rank(
     said = refuses("check", written(tmp_path, table), code=1)
     assert f"device {last}, position 0, action {last}F1: stage {last} numbers its {num_microbatches}" in said
     assert f"so that {last}F1 becomes {last}F0 (line {num_devices}, cell " in said
-
-
-def test_overlapped_pairs_of_torchs_dualpipev(pipemem, pipemem_json, tmp_path):
-    generate = getattr(schedules, "ScheduleDualPipeV", None)
-    if generate is None:
-        pytest.skip("this torch has no DualPipeV")
-    shape = SimpleNamespace(
-        pp_group_size=4, n_local_stages=2, num_stages=8, _num_stages=8, _n_microbatches=8, _stages=[None, None]
-    )
-    file = written(tmp_path, {rank: generate._calculate_single_rank_operations(shape, rank) for rank in range(4)})
-    pairs = file.read_text().count("OVERLAP_F_B")
-    found = pipemem_json("check", file)
-    assert found["placement"] == "v" and found["overlapped_pairs"].startswith(f"{pairs}, ") and pairs > 0
-    target = tmp_path / "ours.csv"
-    assert pipemem("check", file, "--write", target).exit_code == 0
-    assert pipemem_json("check", target)["bubble_rate"] == found["bubble_rate"]

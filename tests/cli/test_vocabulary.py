@@ -42,13 +42,6 @@ def test_auto_says_why(pipemem_json):
     assert moved["makespan"] < pipemem_json(*size)["makespan"]
 
 
-def test_a_search_keeps_the_cap_with_the_passes(pipemem_json):
-    found = pipemem_json(
-        "simulate", "auto", "-p", 3, "-m", 6, "--memory-cap", 1.2, "--vocab-parallel", 2, "--head-cost", 2
-    )
-    assert found["peak_activation"] <= 1.2 and found["vocabulary_barriers"] == 1
-
-
 def test_pictures_and_files(pipemem, pipemem_json, tmp_path):
     picture = tmp_path / "run.json"
     shown = pipemem_json("show", "zbv", "-p", 2, "-m", 3, "--vocab-parallel", 1, "--output", picture)
@@ -57,13 +50,6 @@ def test_pictures_and_files(pipemem, pipemem_json, tmp_path):
     assert {"PP:0S1", "PP:1T2", "PP:STATS0", "collectives"} <= names | {
         event["args"].get("name") for event in json.loads(picture.read_text())["traceEvents"] if "args" in event
     }
-
-
-def test_pareto_compares_all_three(pipemem_json):
-    found = pipemem_json(
-        "pareto", "-p", 2, "-m", 4, "--caps", "1", "--vocab-parallel", "auto", "--head-cost", 3, "--all", "--seconds", 1
-    )
-    assert {choice["vocabulary_barriers"] for choice in found["choices"]} == {0, 1, 2}
 
 
 def test_refusals(refuses):
@@ -91,10 +77,3 @@ def test_a_file_keeps_its_passes(pipemem, pipemem_json, tmp_path):
     assert pipemem_json("simulate", path)["vocabulary_barriers"] == 2
     path.write_text(schedule.to_csv().replace("1S2,", "", 1))
     assert not json.loads(pipemem("check", path, "--json").stdout)["valid"]
-
-
-def test_auto_takes_no_passes_that_the_cap_does_not_allow(pipemem_json):
-    asked = ("simulate", "1f1b", "-p", 4, "-m", 12, "--vocab-parallel", "auto", "--head-cost", 6)
-    assert pipemem_json(*asked)["vocabulary_barriers"] == 1
-    kept = pipemem_json(*asked, "--memory-cap", 1)
-    assert kept["vocabulary_barriers"] == 0 and "nothing else was allowed" in kept["vocabulary_reason"]

@@ -149,11 +149,6 @@ def test_what_else_a_schedule_may_have_is_explained(name):
         assert any(each["kind"] == SAME_MEMORY for each in facts["changes"])
 
 
-def test_a_search_in_the_memory_of_the_run():
-    found = by_kind(case("v-half", Costs((0.5,) * 8, (1.0,) * 8, (0.1,) * 8), search_seconds=0.3))
-    assert "--pipemem-schedule auto --pipemem-memory-cap 0.75" in found[SAME_MEMORY].flags
-
-
 def test_a_run_of_slices_is_explained_with_the_times_and_bytes_of_each():
     """Keys and values of 8 bytes stay from the first slice's forward to its backward, their gradients from the last one's."""
     costs = Costs((1.0, 3.0) * 4, (1.0, 2.0) * 4, (1.0, 1.0) * 4)

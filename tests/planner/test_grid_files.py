@@ -15,8 +15,7 @@ from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.launch.grid.points import load_points
-from megatron_pipemem.launch.grid.store import Result, Store, collect, read_result
-from megatron_pipemem.launch.slurm import under_way
+from megatron_pipemem.launch.grid.store import Result, collect, read_result
 
 TINY = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 RANK = {
@@ -94,13 +93,6 @@ def test_a_run_that_left_no_whole_report_failed(tmp_path, report, says):
     assert result.status == "failed" and says in result.reason and "report.json" in result.reason
     (tmp_path / "report.json").write_text(json.dumps({"losses": [3.0, None], "ranks": [RANK]}))
     assert collect(0, {}, run, tmp_path / "log.txt", 0).losses == (3.0, None)
-
-
-def test_jobs_that_are_no_list(tmp_path):
-    for text, says in (("3", ("wrong-file",)), ("[", ("not-json",))):
-        (tmp_path / "slurm-jobs.json").write_text(text)
-        with refused(*says, kind=ConfigError):
-            under_way(Store(tmp_path), print)
 
 
 @pytest.mark.parametrize(

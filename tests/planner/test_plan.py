@@ -45,10 +45,13 @@ def tiny(memory_gib: float) -> Run:
     return replace(RUN, cluster=replace(CLUSTER, memory_gib=memory_gib))
 
 
+CUTS = {"tp": (1, 4), "micro_batch": (1, 2)}
+
+
 def everything(run: Run, names: tuple[str, ...]) -> list[tuple[float, float]]:
     """Seconds and peak bytes of every plain candidate, each simulated on its own."""
     found = []
-    for cut in cuts(run, Limits(), Counter()):
+    for cut in cuts(run, Limits(CUTS), Counter()):
         for placement, several in orders(cut, Limits({"schedule": names}), Counter()).items():
             step = price(cut, placement)
             for order in several:
@@ -64,18 +67,18 @@ def everything(run: Run, names: tuple[str, ...]) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("memory_gib", "families"), [(5.0, FAMILIES), (24.0, FAMILIES), (24.0, ("chimera", "gems", "dualpipe"))]
+    ("memory_gib", "families"), [(5.0, FAMILIES), (24.0, ("1f1b", "v-half", "chimera", "gems", "dualpipe"))]
 )
 def test_the_listed_plans_are_the_best_of_all_candidates(memory_gib, families):
     run = tiny(memory_gib)
     fits = sorted(seconds for seconds, peak in everything(run, families) if peak <= run.cluster.memory_bytes)
-    found = plan(run, limits=Limits({"schedule": families, "variant": (PLAIN,)}), top=12, search_seconds=0)
+    found = plan(run, limits=Limits({**CUTS, "schedule": families, "variant": (PLAIN,)}), top=12, search_seconds=0)
     assert [each.seconds for each in found.plans] == pytest.approx(fits[:12])
     assert all(each.peak <= run.cluster.memory_bytes for each in found.plans)
     assert found.considered == len(found.plans) + found.rejected.total()
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from(["none", "full", "selective"]))
 def test_the_peak_that_a_plan_lists_is_a_limit_that_admits_it(dice, recompute):
     model = replace(
@@ -104,18 +107,6 @@ def test_the_first_plan_is_the_fastest_where_bounds_and_times_are_rounded_apart(
     first, both = (plan(run, limits=Limits(chosen), top=top, search_seconds=0).plans for top in (1, 2))
     assert {each.schedule for each in both} == {"v-half", "zb-h1"}
     assert first == both[:1]
-
-
-@pytest.mark.parametrize("pp", [1, 2, 4])
-@pytest.mark.parametrize("family", ["1f1b", "gpipe", "interleaved"])
-def test_so_does_that_of_a_plan_that_recomputes_everything(family, pp):
-    """There I takes memory, but in a full backward."""
-    chosen = {"schedule": (family,), "recompute": ("full",), "pp": (pp,), "tp": (1, 2), "variant": (PLAIN,)}
-    limits = Limits({**chosen, "micro_batch": (1,)})
-    run = replace(tiny(80.0), model=replace(MODEL, vocabulary=2000))
-    (best,) = plan(run, limits=limits, top=1, search_seconds=0).plans
-    (again,) = plan(run, best.peak, limits, 1, 0).plans
-    assert again.seconds <= best.seconds
 
 
 @given(st.floats(1, 1e15))
@@ -261,11 +252,6 @@ def test_a_search_starts_where_families_leave_time(tmp_path):
     assert best.schedule == SEARCHED and best.seconds < min(each.seconds for each in found.plans if each.order is None)
     assert best.order is not None
     validate(best.order, best.step.costs)
-
-
-def test_unknown_keys_cannot_be_limited():
-    with refused("unknown-key", "micro_batch", kind=ConfigError):
-        Limits({"micro-batch": (1,)})
 
 
 CONFIG = """

@@ -256,29 +256,21 @@ HYBRID = replace(
 MIXED = replace(GPT, kv_heads=2, position="rope", activation="geglu")
 CROSSED = {
     **{f"gpt {name}": (GPT, execution) for name, execution in EXECUTIONS.items() if "tp4" not in name},
-    **{f"llama {name}": (LLAMA, EXECUTIONS[name]) for name in ("tp2-sp", "unfused", "scores")},
-    **{f"mixed {name}": (MIXED, EXECUTIONS[name]) for name in ("tp2", "scores")},
+    **{f"llama {name}": (LLAMA, EXECUTIONS[name]) for name in ("tp2-sp", "unfused")},
     # Fewer key heads than tensor-parallel ranks, and one key head per rank.
     **{
         f"{position} {name}": (replace(MIXED, position=position, kv_heads=heads), EXECUTIONS[name])
-        for position in ("rope", "learned")
-        for name, heads in (("tp4", 2), ("tp4-scores", 2), ("tp2", 1), ("scores", 1))
+        for position, name, heads in (("rope", "tp4", 2), ("learned", "tp4-scores", 2), ("rope", "scores", 1))
     },
     "latent tp2": (LATENT, EXECUTIONS["tp2"]),
     "experts ep2": (EXPERTS, Execution(ep=2)),
     "biased experts": (BIASED, Execution(ep=2)),
     "odd experts": (ODD, Execution(ep=2)),
     **{f"hybrid {name}": (HYBRID, EXECUTIONS[name]) for name in ("plain", "tp2-sp")},
-    **{f"fine {name}": (FINE, EXECUTIONS[name]) for name in ("plain", "tp2-sp", "full")},
+    **{f"fine {name}": (FINE, EXECUTIONS[name]) for name in ("plain", "tp2-sp")},
     **{
         f"fine {'+'.join(modules)}": (FINE, again(*modules))
-        for modules in (
-            ("mla_up_proj",),
-            ("moe",),
-            ("shared_experts",),
-            ("mlp",),
-            ("mla_up_proj", "mlp", "shared_experts"),
-        )
+        for modules in (("moe",), ("mla_up_proj", "mlp", "shared_experts"))
     },
     "fine tp2-sp moe": (FINE, replace(again("moe"), tp=2, sequence_parallel=True)),
 }

@@ -187,7 +187,10 @@ def test_a_plan_chooses_how_to_cut():
 def test_what_is_not_cut_into_slices(changes: dict, why: str):
     run = replace(sliced(4), **changes)
     assert why in why_not_sliced(run)
-    rejected = plan(replace(run, parallelism=replace(run.parallelism, dp=1)), limits=Limits({"slices": [4], "tp": [1]}))
+    rejected = plan(
+        replace(run, parallelism=replace(run.parallelism, dp=1)),
+        limits=Limits({"slices": [4], "tp": [1], "micro_batch": [1]}),
+    )
     assert any(why in reason for reason in rejected.rejected)
 
 

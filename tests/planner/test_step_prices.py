@@ -188,15 +188,6 @@ def test_layouts_are_read_as_written(counts):
     assert layout.pieces_of(replace(RUN, model=model, megatron={layout.FLAG: text}), len(counts)) == tuple(counts)
 
 
-def test_layouts_in_megatrons_words():
-    assert layout.written((3, 4, 4, 4, 3)) == "Et*3|(t*4|)*3t*3L"
-    assert layout.written((0, 1, 1, 0, 2)) == "E|(t|)*2|t*2L"
-    assert layout.written((2,)) == "Et*2L"
-    first = replace(RUN, megatron={"decoder_first_pipeline_num_layers": 3})
-    assert layout.pieces_of(first, 2) is None
-    assert layout.pieces_of(RUN, 4) == (2, 2, 2, 2)
-
-
 def test_runs_that_do_not_fit_are_refused_with_the_rank():
     cut = Parallelism(pp=4, dp=2, micro_batch=2, global_batch=16)
     run = replace(RUN, parallelism=cut, schedule=ScheduleChoice("1f1b"))

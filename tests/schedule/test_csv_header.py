@@ -38,11 +38,6 @@ def test_earlier_versions_called_slices_pieces() -> None:
     assert Schedule.from_csv(schedule.to_csv().replace("# slices=", "# pieces="), name="seq1f1b") == schedule
 
 
-def test_a_replica_without_microbatches_has_its_devices() -> None:
-    schedule = build_schedule("gems", num_devices=3, num_microbatches=1)
-    assert Schedule.from_csv(schedule.to_csv(), name="gems") == schedule
-
-
 def test_devices_may_be_left_to_the_cells() -> None:
     schedule = Schedule.from_csv("# replicas=2\n0F0,0B0,3F1,3B1\n1F0,1B0,2F1,2B1\n")
     assert schedule.placement == Placement.bidirectional(2)
@@ -79,7 +74,3 @@ def test_lines_that_cannot_be_read(text: str, line: int | None, message: str) ->
     with refused(*message, kind=ScheduleFormatError) as raised:
         Schedule.from_csv(text)
     assert raised.value.line == line
-
-
-def test_an_empty_line_of_settings_changes_nothing() -> None:
-    assert Schedule.from_csv("#\n" + ROW) == Schedule.from_csv(ROW)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pickle
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -14,13 +11,13 @@ from types import SimpleNamespace
 import offload_oracle
 import oracle
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from promises import assert_bubble_as_promised, assert_peak_as_promised, letters
 from refusals import refused
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.family import Family, Formula
 from megatron_pipemem.schedule.registry import build_schedule, families, family, synchronous_families
@@ -54,6 +51,15 @@ def build_or_skip(family: Family, p: int, m: int) -> Schedule:
         pytest.skip("a family has no schedule of this size")
 
 
+def build_or_reject(name: str, p: int, m: int) -> Schedule:
+    """Reject the example if the family has no schedule of this size and says so beforehand."""
+    try:
+        return build(name, p, m)
+    except UnsupportedError:
+        assert p < family(name).min_devices or family(name).needs
+        reject()
+
+
 def in_unit_passes(schedule: Schedule) -> Timeline:
     """Simulated with one second per F, I and W of a stage."""
     v = schedule.placement.num_chunks
@@ -71,7 +77,7 @@ def some_microbatches(p: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("p", [*range(1, 10), 11, 16, 24, 32])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8, 11, 16])
 def test_correct_and_within_its_peak(name: str, p: int) -> None:
     for m in some_microbatches(p):
         schedule = build(name, p, m)
@@ -79,13 +85,13 @@ def test_correct_and_within_its_peak(name: str, p: int) -> None:
         assert_peak_as_promised(family(name), schedule, max(oracle.peak(schedule)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_correct_for_any_devices_and_microbatches(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from((*NAMES, *OFFLOADING)))
+    name = data.draw(st.sampled_from([each.name for each in families()]))
     p = data.draw(st.integers(1, 32))
     m = data.draw(st.integers(1, 4 * p + 1))
-    schedule = build(name, p, m)
+    schedule = build_or_reject(name, p, m)
     if name in OFFLOADING:
         assert offload_oracle.mistakes(schedule) == []
         validate(schedule)
@@ -118,7 +124,7 @@ def test_simulator_and_validator_agree_with_the_oracle(data: st.DataObject) -> N
 @pytest.mark.parametrize(
     "family", [each for each in families() if isinstance(each.bubble, Formula)], ids=lambda family: family.name
 )
-@pytest.mark.parametrize("p", [*range(1, 18), 24, 32])
+@pytest.mark.parametrize("p", [*range(1, 9), 12, 13, 16])
 def test_bubble_is_the_closed_form(family: Family, p: int) -> None:
     if family.offloads and p > 6:
         pytest.skip("planning takes long")
@@ -136,29 +142,11 @@ def test_v_bubble_is_reached_as_soon_as_the_microbatches_fill_the_peak(name: str
         assert timeline.makespan - timeline.ideal == bubble(name, p)
 
 
-@pytest.mark.parametrize(("p", "bubble"), [(4, 15), (8, 33), (16, 75), (32, 153)])
-def test_1f1b_v_bubble(p: int, bubble: int) -> None:
-    timeline = in_unit_passes(build("1f1b-v", p, 4 * p))
-    assert timeline.makespan - timeline.ideal == bubble
-
-
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (4, 2), (3, 3), (4, 8), (8, 5), (16, 65)])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b-eager"])
-def test_fused_linear_makespan_for_any_m(name: str, p: int, m: int) -> None:
-    assert simulate(build(name, p, m)).makespan == 3 * (m + p - 1)
-
-
 @pytest.mark.parametrize("name", ["zb-h2", "zbv"])
 @pytest.mark.parametrize("p", [1, 2, 3, 8, 13])
 def test_no_bubble_within_a_device(name: str, p: int) -> None:
     timeline = in_unit_passes(build(name, p, max(1, 2 * p - 1)))
     assert timeline.device_bubble_rate == pytest.approx(0)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "looped-bfs", "zb-h1", "zb-auto", "gis", "gis-h", "v-half", "v-min"])
-def test_span_and_wall_bubble_agree(name: str) -> None:
-    timeline = in_unit_passes(build(name, 8, 16))
-    assert timeline.device_bubble_rate == timeline.bubble_rate
 
 
 @pytest.mark.parametrize(
@@ -199,36 +187,6 @@ MAKESPANS = {
 def test_published_makespans(name: str, p: int, m: int, makespan: int, peak: float) -> None:
     timeline = in_unit_passes(build(name, p, m))
     assert (timeline.makespan, timeline.peak) == (makespan, pytest.approx(peak))
-
-
-# m = 4p: p -> bubble in unit passes, bubble rate, peak in stage activations.
-V_TABLES = {
-    "v-min": {
-        4: (11, 0.1028, 4),
-        8: (27, 0.1233, 8),
-        12: (41, 0.1246, 10),
-        16: (59, 0.1332, 12),
-        24: (89, 0.1338, 18),
-        32: (123, 0.1380, 24),
-    },
-    "v-half": {
-        4: (5, 0.0495, 6),
-        8: (17, 0.0813, 10),
-        12: (29, 0.0915, 14),
-        16: (41, 0.0965, 18),
-        24: (65, 0.1014, 26),
-        32: (89, 0.1039, 34),
-    },
-}
-
-
-@pytest.mark.parametrize(("name", "p"), [(name, p) for name, rows in V_TABLES.items() for p in rows])
-def test_v_tables(name: str, p: int) -> None:
-    timeline = in_unit_passes(build(name, p, 4 * p))
-    bubble, rate, peak = V_TABLES[name][p]
-    assert timeline.makespan - timeline.ideal == bubble
-    assert timeline.bubble_rate == pytest.approx(rate, abs=5e-5)
-    assert timeline.peak * 2 * p == pytest.approx(peak)
 
 
 @pytest.mark.parametrize(
@@ -272,11 +230,6 @@ def test_bubbles_of_unequal_costs(p: int, m: int, costs: tuple[float, ...], rate
         assert simulate(build(name, p, m), Costs(*costs)).bubble_rate == pytest.approx(rate, abs=6e-4), name
 
 
-def test_eager_1f1b_hides_slow_links() -> None:
-    slow = Costs(p2p=0.5)
-    assert simulate(build("1f1b-eager", 8, 32), slow).makespan < simulate(build("1f1b", 8, 32), slow).makespan
-
-
 def megatron_orders(p: int, m: int, v: int, group: int) -> list[list[int]]:
     """Megatron's own interleaved orders: chunks counted from 1, backwards negative."""
     schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
@@ -298,15 +251,6 @@ def signed_chunks(schedule: Schedule) -> list[list[int]]:
     return [[(1 if a.kind is Kind.F else -1) * (chunk_of(a.stage) + 1) for a in order] for order in schedule.orders]
 
 
-@pytest.mark.parametrize("m", [8, 32])
-@pytest.mark.parametrize("v", [2, 4, 8])
-@pytest.mark.parametrize(("p", "group"), [(2, 2), (2, 4), (4, 4), (4, 5), (8, 9), (8, 11)])
-def test_interleaved_is_megatrons_order(p: int, group: int, v: int, m: int) -> None:
-    schedule = build("interleaved", p, m, chunks=v, group_size=group)
-    assert_correct(schedule)
-    assert signed_chunks(schedule) == megatron_orders(p, m, v, group)
-
-
 @pytest.mark.parametrize(("p", "m"), [(5, 7), (4, 6), (8, 9), (3, 4)])
 def test_interleaved_without_a_group_size_is_never_slower_than_megatrons_table(p: int, m: int) -> None:
     schedule, table = build("interleaved", p, m), build("interleaved", p, m, group_size=p)
@@ -326,11 +270,6 @@ def test_interleaved_is_megatrons_order_wherever_megatron_allows_it(data: st.Dat
         assert signed_chunks(schedule) == megatron_orders(p, m, v, group)
 
 
-def test_interleaved_example_of_megatrons_docstring() -> None:
-    first = signed_chunks(build("interleaved", 2, 5, chunks=2, group_size=3))[0]
-    assert first == [1, 1, 1, 2, 2, 2, -2, 1, -2, 1, -2, 2, -1, 2, -1, -1, -2, -2, -1, -1]
-
-
 @pytest.mark.parametrize(("p", "m"), [(4, 4), (4, 6), (3, 3), (5, 7), (5, 12), (8, 1), (8, 9)])
 @pytest.mark.parametrize("v", [1, 2, 3])
 def test_interleaved_where_other_generators_deadlock(p: int, m: int, v: int) -> None:
@@ -340,13 +279,6 @@ def test_interleaved_where_other_generators_deadlock(p: int, m: int, v: int) -> 
         assert max(oracle.peak(schedule)) * p * v <= group * (v - 1) + 2 * p - 1
 
 
-@pytest.mark.parametrize("v", [2, 3, 4])
-def test_interleaved_bubble_and_peak(v: int) -> None:
-    timeline = in_unit_passes(build("interleaved", 8, 32, chunks=v))
-    assert timeline.makespan - timeline.ideal == 3 * 7
-    assert timeline.peak == pytest.approx(1 + 7 / (8 * v))
-
-
 @pytest.mark.parametrize(
     "options", [{"chunks": 0}, {"chunks": "2"}, {"group_size": 3}, {"chunks": 1.5}, {"chunks": True}]
 )
@@ -354,29 +286,6 @@ def test_interleaved_refuses_impossible_options(options: dict[str, object]) -> N
     (option,) = options
     with refused("bad-number", option, kind=UnsupportedError):
         build("interleaved", 4, 8, **options)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_one_device_runs_without_a_bubble(name: str) -> None:
-    for m in (1, 2, 5):
-        assert simulate(build(name, 1, m)).bubble_rate == 0
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_large_schedules_are_complete(name: str) -> None:
-    schedule = build(name, 32, 512)
-    done = Counter(action.kind for order in schedule.orders for action in order)
-    assert done[Kind.F] == done[Kind.I] + done[Kind.B] == done[Kind.W] + done[Kind.B] == 512 * schedule.num_stages
-
-
-@pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
-def test_families_keep_what_the_table_promises(family) -> None:
-    schedule = build_or_skip(family, 6, 24)
-    assert schedule.name == family.name
-    assert schedule.placement.name == family.placement
-    assert schedule.splits_backward == family.splits_backward
-    assert family.chunks in (None, schedule.placement.num_chunks)
-    assert schedule.digest == family.build(6, 24).digest
 
 
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
@@ -404,18 +313,3 @@ def test_a_wrong_closed_form_is_found() -> None:
             test_peaks_are_the_closed_forms(claims, 4)
         with pytest.raises(AssertionError):
             test_bubble_is_the_closed_form(claims, 4)
-
-
-def test_a_closed_form_is_a_text_that_computes() -> None:
-    form = pickle.loads(pickle.dumps(Formula("m/p", divmod, at_most=True)))
-    assert (form, form.compute, form.at_most) == ("m/p", divmod, True)
-    assert json.dumps(family("gpipe").peak) == '"m/p"'
-    assert float(family("gpipe").peak.compute(p=4, m=8, v=1)) == 2
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_evaluation_runs_the_forwards_of_any_family(name: str) -> None:
-    schedule = build(name, 4, 6).forward_only()
-    validate(schedule)
-    ran = {action for order in schedule.orders for action in order}
-    assert ran == {Action(Kind.F, stage, k) for stage in range(schedule.num_stages) for k in range(6)}

@@ -33,13 +33,6 @@ def test_memory_is_that_of_1f1b_or_a_microbatch_more(p: int, waves: int) -> None
         assert max(oracle.peak(schedule)) <= min(most, m / p) + 1e-9
 
 
-@pytest.mark.parametrize(("p", "waves"), [(4, 1), (8, 1), (4, 2), (8, 2)])
-def test_the_bubble_does_not_grow_with_the_microbatches(p: int, waves: int) -> None:
-    many, more = (simulate(hanayo(p, m, waves=waves)) for m in (5 * p, 9 * p))
-    assert more.makespan - more.ideal == pytest.approx(many.makespan - many.ideal)
-    assert many.makespan < simulate(build_schedule("1f1b", num_devices=p, num_microbatches=5 * p)).makespan
-
-
 def test_waves_or_chunks_say_how_the_model_is_cut() -> None:
     assert hanayo(4, 6, chunks=6) == hanayo(4, 6, waves=3) == hanayo(4, 6, waves=3, chunks=6)
     assert hanayo(4, 6).placement.devices == (0, 1, 2, 3, 3, 2, 1, 0) * 2

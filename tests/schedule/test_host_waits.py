@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from dataclasses import replace
 
 import host_oracle
@@ -16,7 +15,7 @@ from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.schedule import validator
-from megatron_pipemem.schedule.action import MEMORY, MESSAGES, ORDERED, RECEIVES, SENDS, Action, Kind
+from megatron_pipemem.schedule.action import MEMORY, ORDERED, RECEIVES, SENDS, Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower, lower_paired
 from megatron_pipemem.schedule.placement import Placement
@@ -71,58 +70,13 @@ def ahead(program: Program) -> Program:
     return Program(program.schedule, tuple(rows))
 
 
-def makespan(program: Program, p2p: float) -> float:
-    """Seconds of a program whose messages move beside computing, one at a time per edge, when both ends have come to it."""
-    chunks = program.placement.num_chunks * program.schedule.slices
-    seconds = {"F": 1.0, "I": 1.5, "W": 0.5, "B": 2.0}
-    devices = program.placement.devices
-    clock, at = [0.0] * len(program.actions), [0] * len(program.actions)
-    edges: dict[tuple[int, int], tuple[deque, deque, list[float]]] = {}
-    arrived: dict[Action, float] = {}
-    moved = True
-    while moved:
-        moved = False
-        for device, actions in enumerate(program.actions):
-            while at[device] < len(actions):
-                kind, stage, microbatch = action = actions[at[device]]
-                if kind in MESSAGES:
-                    other = devices[stage + (1 if kind in (Kind.SEND_F, Kind.RECV_I) else -1)]
-                    edge = (device, other) if kind in SENDS else (other, device)
-                    ends = edges.setdefault(edge, (deque(), deque(), [0.0]))
-                    ends[kind in RECEIVES].append((clock[device], action))
-                elif kind in ORDERED:
-                    receive = Action(Kind.RECV_F if kind is Kind.F else Kind.RECV_I, stage, microbatch)
-                    if kind in (Kind.F, Kind.I, Kind.B) and receive in actions:
-                        if receive not in arrived:
-                            break
-                        clock[device] = max(clock[device], arrived[receive])
-                    clock[device] += seconds.get(kind.value, 0.0) / chunks
-                at[device] += 1
-                moved = True
-        for sends, receives, free in edges.values():
-            while sends and receives:
-                (sent, _), (posted, receive) = sends.popleft(), receives.popleft()
-                arrived[receive] = free[0] = max(sent, posted, free[0]) + p2p / chunks
-                moved = True
-    assert all(place == len(actions) for place, actions in zip(at, program.actions, strict=True))
-    return max(clock)
-
-
-@pytest.mark.parametrize(("p", "m"), [(2, 3), (3, 5), (4, 8)])
+@pytest.mark.parametrize(("p", "m"), [(3, 5), (4, 8)])
 @pytest.mark.parametrize("name", NAMES)
 def test_hosts_may_wait_anywhere_in_every_family(name: str, p: int, m: int) -> None:
     schedule = schedule_or_skip(name, p, m)
     for program in (lower(schedule), lower(schedule, single_queue=True), lower_paired(schedule)):
         if program.placement.replicas == 1 or Kind.REDUCE_REPLICAS in {a.kind for a in program.actions[0]}:
             assert fault(program) is None and host_oracle.unsafe(program) == set()
-
-
-@pytest.mark.parametrize("p2p", [0.02, 0.05, 0.1])
-@pytest.mark.parametrize(("p", "m"), [(4, 8), (6, 12)])
-@pytest.mark.parametrize("name", NAMES)
-def test_it_costs_no_time(name: str, p: int, m: int, p2p: float) -> None:
-    program = lower(schedule_or_skip(name, p, m, Costs(1, 1.5, 0.5, p2p=p2p)))
-    assert makespan(program, p2p) == makespan(ahead(program), p2p)
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,14 @@ from random_schedules import FAMILIES, build_or_skip, family_schedules, random_s
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import COMPUTE, RECEIVES, SENDS, WHOLE_STAGE, Action, Kind
+from megatron_pipemem.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.simulator import count_messages
 from megatron_pipemem.schedule.validator import validate, validate_program
 
-SHAPES = [(1, 1), (1, 5), (2, 1), (2, 5), (3, 2), (3, 7), (4, 3), (4, 8), (5, 21), (8, 17)]
+SHAPES = [(1, 5), (2, 1), (3, 7), (4, 3), (4, 8), (8, 17)]
 
 
 def schedule_of(text: str, devices: tuple[int, ...]) -> Schedule:
@@ -147,12 +146,6 @@ def test_forward_only_lowers_without_gradients(schedule):
     assert kinds <= {Kind.F, Kind.SEND_F, Kind.RECV_F}
 
 
-@settings(max_examples=30, deadline=None)
-@given(random_schedules())
-def test_lowering_is_a_function(schedule):
-    assert lower(schedule).actions == lower(schedule).actions
-
-
 def test_linear_program():
     schedule = schedule_of("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", (0, 1))
     assert text(lower(schedule)) == [
@@ -168,36 +161,6 @@ def test_the_turn_of_a_v_is_local():
         "0F0 0SEND_F0 3RECV_F0 3F0 3I0 3SEND_I0 0RECV_I0 3W0 3REDUCE_GRAD 0I0 0W0 0REDUCE_GRAD",
         "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_I0 2B0 2REDUCE_GRAD 1B0 1SEND_I0 1REDUCE_GRAD",
     ]
-
-
-@pytest.mark.parametrize("name", sorted(name for name, family in FAMILIES.items() if family.min_devices == 1))
-def test_one_device_sends_nothing(name):
-    program = lower(build_schedule(name, num_devices=1, num_microbatches=4))
-    assert {a.kind for a in program.actions[0]} <= COMPUTE | WHOLE_STAGE
-
-
-@pytest.mark.parametrize(
-    ("upper", "lower_stage"),
-    [("1B0", "0I0,0W0"), ("1I0,1W0", "0B0"), ("1I0,1W0", "0I0,0W0"), ("1B0", "0B0")],
-)
-def test_split_and_fused_neighbours_exchange_gradients(upper, lower_stage):
-    program = lower(schedule_of(f"0F0,{lower_stage}\n1F0,{upper}\n", (0, 1)))
-    validate_program(program)
-    assert Action(Kind.RECV_I, 0, 0) in program.actions[0]
-    producer = program.actions[1].index(Action(Kind.SEND_I, 1, 0)) - 1
-    assert program.actions[1][producer].kind in (Kind.I, Kind.B)
-
-
-def test_uneven_custom_placement():
-    """Device 1 holds three stages, two of them neighbours, device 0 two."""
-    forwards = "0F0,2F0", "1F0,3F0,4F0"
-    backwards = "2B0,0B0", "4B0,3B0,1B0"
-    schedule = schedule_of("".join(f"{f},{b}\n" for f, b in zip(forwards, backwards, strict=True)), (0, 1, 0, 1, 1))
-    assert schedule.placement.name == "custom"
-    program = lower(schedule)
-    validate_program(program)
-    assert not {Action(Kind.SEND_F, 3, 0), Action(Kind.SEND_I, 4, 0)} & set(program.actions[1])
-    assert sum(a.kind in SENDS for actions in program.actions for a in actions) == 6
 
 
 @pytest.mark.parametrize(
@@ -219,12 +182,3 @@ def test_lowering_an_incomplete_schedule_is_refused():
         with refused("unmet-need", 0, position, action, kind=ScheduleError) as caught:
             lower(wrong)
         assert (caught.value.device, caught.value.position, caught.value.action) == (0, position, action)
-
-
-def test_large_schedules_lower_and_validate():
-    schedule = build_schedule("zbv", num_devices=32, num_microbatches=512)
-    program = lower(schedule)
-    validate_program(program)
-    # Of 64 stages, each but the last sends outputs on and each but the first gradients; the turn-round is on one device.
-    messages = 2 * 2 * (64 - 2) * 512
-    assert sum(map(len, program.actions)) == 3 * 64 * 512 + messages + 64

@@ -15,7 +15,7 @@ from refusals import refused
 from megatron_pipemem.errors import CostsError, ScheduleError
 from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
-from megatron_pipemem.schedule.action import COMPUTE, MEMORY, RECOMPUTE, Action, Kind
+from megatron_pipemem.schedule.action import COMPUTE, MEMORY, RECOMPUTE, Kind
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
@@ -104,17 +104,6 @@ def simultaneous(played: offload_oracle.Played) -> bool:
     """Whether devices issued copies at one time: then either may come first."""
     issued = sorted((at, device) for device, lane in enumerate(played.issued) for at in lane)
     return any(b[0] - a[0] < 1e-9 and a[1] != b[1] for a, b in pairwise(issued))
-
-
-@settings(max_examples=100, deadline=None)
-@given(data=st.data())
-def test_private_channels_agree_to_the_last_copy(data: st.DataObject) -> None:
-    schedule = data.draw(with_round_trips(data.draw(random_schedules())))
-    costs, seconds = data.draw(prices(schedule.num_devices))
-    costs = replace(costs, channel=replace(costs.channel, switches=()))
-    timeline = simulate(schedule, one_chunk_each(schedule, costs))
-    played = offload_oracle.play(schedule, seconds, costs.p2p, costs.channel.duplex, dropped=SELECTIVE_BYTES)
-    assert_same_run(timeline, played)
 
 
 def test_a_shared_channel_serves_in_the_order_of_issue() -> None:
@@ -270,8 +259,3 @@ def test_channels_from_ratios_and_files(tmp_path) -> None:
 def test_channels_that_make_no_sense(wrong) -> None:
     with pytest.raises(CostsError):
         wrong()
-
-
-def test_text_of_the_new_actions() -> None:
-    for text in ("3R0", "12OFFLOAD7", "0WAIT_OFFLOAD0", "5RELOAD1", "5WAIT_RELOAD1"):
-        assert str(Action.parse(text)) == text

@@ -120,27 +120,6 @@ def test_transfers_recomputation_and_vocabulary_passes_as_the_oracle_plays_them(
     agree(FEATURES[feature](), data.draw(any_weights(6)))
 
 
-@pytest.mark.parametrize("name", ["1f1b", "v-half", "seq1f1b"])
-def test_weights_of_one_change_nothing(name: str) -> None:
-    schedule = build_schedule(name, num_devices=4, num_microbatches=8)
-    ones = (1.0,) * 8
-    for given_weights in (MicrobatchWeights(ones), MicrobatchWeights(ones, ones, {Kind.F: ones})):
-        weighted, plain = (simulate(schedule, Costs(1, 2, 1, 0.5, microbatch=each)) for each in (given_weights, None))
-        assert (weighted.spans, weighted.peaks) == (plain.spans, plain.peaks)
-
-
-def test_long_microbatches_that_follow_one_another_stall_the_pipeline_once() -> None:
-    schedule = build_schedule("1f1b", num_devices=4, num_microbatches=8)
-    apart = MicrobatchWeights((1, 1, 4, 1, 1, 4, 1, 1))
-    together = apart.reordered((0, 1, 2, 5, 3, 4, 6, 7))
-    work = 3 * sum(apart.time)
-    assert (
-        work
-        < simulate(schedule, Costs(microbatch=together)).makespan
-        < simulate(schedule, Costs(microbatch=apart)).makespan
-    )
-
-
 def test_one_queue_for_everything_waits_for_long_microbatches_too() -> None:
     schedule = build_schedule("1f1b", num_devices=2, num_microbatches=2)
     costs = Costs(1, 1, 1, p2p=0.5, microbatch=MicrobatchWeights((1, 3), (1, 2)))
@@ -149,13 +128,6 @@ def test_one_queue_for_everything_waits_for_long_microbatches_too() -> None:
     seconds = dict(zip(map(str, run.program.actions[0]), takes, strict=True))
     assert (seconds["0F0"], seconds["0F1"], seconds["0B1"]) == (1, 3, 6)
     assert (seconds["0SEND_F0"], seconds["0SEND_F1"]) == (0.5, 1)
-
-
-def test_memory_goes_by_its_own_weights() -> None:
-    schedule = build_schedule("gpipe", num_devices=2, num_microbatches=3)
-    held = Costs(memory={Kind.F: 100, Kind.W: -100}, microbatch=MicrobatchWeights((9, 9, 9), (1, 2.5, 0)))
-    assert peaks(schedule, held) == (350, 350)
-    assert peaks(schedule, Costs(microbatch=MicrobatchWeights((9, 9, 9)))) == peaks(schedule)
 
 
 def test_reordered() -> None:
@@ -260,14 +232,3 @@ def test_copies_to_the_host_are_planned_for_what_microbatches_hold(data: st.Data
     share, budget = data.draw(st.sampled_from([0.4, 0.8])), max(weights.memory)
     plan = plan_offload(base, costs, memory_cap=max(free.base_timeline.peaks) * share, host_budget=budget)
     validate(plan.schedule, costs, plan.memory_cap if plan.keeps_cap else None, budget)
-
-
-def test_copies_make_room_for_a_long_microbatch() -> None:
-    base = build_schedule("1f1b", num_devices=4, num_microbatches=8)
-    weights = MicrobatchWeights((1,) * 8, (1, 1, 4, 1, 1, 1, 1, 1))
-    costs = Costs(channel=Channel(0.1), microbatch=weights)
-    plan = plan_offload(base, costs, memory_cap=(1.25, 1.5, 1.5, 1.25))
-    assert plan.base_timeline.peaks == (1.75, 1.5, 1.25, 1)
-    assert (plan.keeps_cap, plan.peaks) == (True, (1.25, 1.5, 1.25, 1))
-    assert plan.delay < 1e-9
-    assert {stage for stage, _ in plan.offloaded} == {0}, "the others keep their caps as they are"

@@ -15,12 +15,9 @@ from refusals import refused
 
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
-from megatron_pipemem.choose.searching import UNIFORM
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.families.offload import uniform_repeating, with_prompt_weights
-from megatron_pipemem.features.offload import planner
 from megatron_pipemem.features.offload.orders import OffloadPlan, plan_offload
-from megatron_pipemem.features.offload.transfers import plan_round_trips
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import COMPUTE, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
@@ -96,14 +93,6 @@ def test_a_quarter_of_the_memory_without_a_bubble_in_the_steady_state(placement:
     # More microbatches make the step longer by their work and by nothing else.
     longer = pipe_offload("po-f", 8, 2, ratio, 40, placement)
     assert bubble(longer, played(longer, ratio)) <= bubble(schedule, run) + 1e-6
-
-
-def test_full_offload_holds_the_same_whatever_the_number_of_stages() -> None:
-    peaks = {
-        (p, v): max(played(pipe_offload("po-f", p, v, 0.9), 0.9).device_peaks)
-        for p, v in ((4, 3), (4, 6), (8, 3), (8, 4))
-    }
-    assert set(peaks.values()) <= {2, 3, 4}
 
 
 @pytest.mark.parametrize(("p", "v"), [(2, 4), (3, 2), (5, 3), (7, 2), (9, 2)])
@@ -199,16 +188,6 @@ def test_a_faster_channel_or_more_room_is_never_worse(base: tuple[str, dict[str,
     least = plan_offload(schedule, costs_of(0.7), memory_cap=peaks[3])
     more = plan_offload(schedule, costs_of(0.7), memory_cap=peaks[3] * 1.5)
     assert len(more.offloaded) <= len(least.offloaded) and more.delay <= least.delay + 1e-9
-
-
-def test_no_more_is_worked_out_than_can_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the channel takes nearly everything, sending less away, or slower, is hardly ever tried."""
-    planned = []
-    monkeypatch.setattr(planner, "plan_round_trips", lambda *given: planned.append(given) or plan_round_trips(*given))
-    plan = plan_offload(uniform_repeating(8, 32, 2), costs_of(0.2))
-    timetables = 2
-    shares, speeds = 4, 2
-    assert plan.offloaded and len(planned) <= shares * speeds * timetables * 8 / 2
 
 
 @pytest.mark.parametrize(
@@ -322,22 +301,6 @@ def test_search_is_never_slower_than_a_family_that_fits_the_cap(p, m, ratio, cap
         if simulate(schedule, costs).peak <= cap:
             assert found.timeline.makespan <= simulate(schedule, costs).makespan * (1 + 1e-9), family.name
     assert compared > 3
-
-
-def test_a_search_of_few_seconds_ends_with_the_first_order_that_keeps_the_cap() -> None:
-    hasty = search_offload(4, 8, costs_of(0.5), 0.5, seconds=0)
-    patient = search_offload(4, 8, costs_of(0.5), 0.5, effort=0)
-    assert hasty.search.best.found_by.startswith(UNIFORM), "it comes first"
-    assert hasty.offload.keeps_cap and patient.timeline.makespan < hasty.timeline.makespan
-
-
-def test_search_takes_a_stage_per_device_unasked() -> None:
-    """Costs of four stages are for nothing else on four devices."""
-    each = (1.0,) * 4
-    costs = Costs(each, each, each, channel=Channel((0.5,) * 4))
-    found = search_offload(4, 6, costs, 0.6, seconds=0.2, effort=0.02)
-    assert {candidate.schedule.placement.name for candidate in found.search.candidates} == {"linear"}
-    assert found.offload.offloaded and found.offload.keeps_cap
 
 
 def test_search_recomputes_where_the_channel_is_too_slow() -> None:

@@ -15,7 +15,6 @@ from refusals import refused
 from megatron_pipemem.errors import UnknownScheduleError, UnsupportedError
 from megatron_pipemem.schedule import registry
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.options import parse_options
 from megatron_pipemem.schedule.registry import (
     Family,
     build_schedule,
@@ -67,12 +66,6 @@ def test_unknown_names_suggest_the_nearest(asked: str, suggested: str) -> None:
     assert len(set(listed)) == 8 and set(listed) <= {each.name for each in families()} and suggested in listed
 
 
-def test_a_name_like_no_other_gets_the_list_only() -> None:
-    more = len(families()) - 8
-    with refused("unknown-schedule", "xylophone", more, kind=UnknownScheduleError):
-        family("xylophone")
-
-
 @pytest.mark.parametrize("count", [0, -1, 1.5, "4", None, True])
 @pytest.mark.parametrize("what", ["num_devices", "num_microbatches"])
 def test_counts_must_be_whole_and_positive(what: str, count: object) -> None:
@@ -95,21 +88,9 @@ def test_chunks_may_be_given_to_every_family(name: str, chunks: int) -> None:
     assert schedule.placement.num_chunks == chunks
 
 
-def test_numbers_of_options_need_no_leading_zero() -> None:
-    options = parse_options("-o", ["k=.5", "chunks=4", "placement=v", "doubling=true"])
-    assert options == {"k": 0.5, "chunks": 4, "placement": "v", "doubling": True}
-
-
 def test_chunks_must_agree_with_the_family() -> None:
     with refused("needs-chunks", "v-half", 2, 4, kind=UnsupportedError):
         build_schedule("v-half", num_devices=4, num_microbatches=8, chunks=4)
-
-
-def test_too_few_devices_are_refused_in_one_sentence() -> None:
-    register_schedule(renamed("wide", min_devices=2))
-    assert build_schedule("wide", num_devices=2, num_microbatches=1).num_devices == 2
-    with refused("needs-devices", "wide", 2, 1, kind=UnsupportedError):
-        build_schedule("wide", num_devices=1, num_microbatches=1)
 
 
 @pytest.mark.parametrize("name", [each.name for each in families() if "memory_cap" not in each.options])
@@ -167,28 +148,6 @@ def test_what_every_family_takes_is_no_option(argument: str) -> None:
     check_options("zb-auto", {"chunks": 1})
     with refused("has-own-flag", argument, "zb-auto", kind=UnsupportedError):
         check_options("zb-auto", {argument: 1})
-
-
-def test_a_refused_cap_names_the_families_that_fit() -> None:
-    with pytest.raises(UnsupportedError) as raised:
-        build_schedule("1f1b", num_devices=8, num_microbatches=16, memory_cap=0.7)
-    message = str(raised.value)
-    assert message.endswith("above the memory cap of 0.7; these fit: zb-auto (0.625), v-half (0.625), v-min (0.5)")
-
-
-def test_a_cap_nobody_meets_says_so() -> None:
-    with refused("over-cap", kind=UnsupportedError):
-        build_schedule("v-min", num_devices=8, num_microbatches=16, memory_cap=0.1)
-
-
-def test_caps_depend_on_the_microbatches() -> None:
-    assert build_schedule("gpipe", num_devices=8, num_microbatches=4, memory_cap=0.5).num_microbatches == 4
-
-
-def test_building_is_a_pure_function() -> None:
-    for each in families():
-        arguments = {"num_devices": 6, "num_microbatches": 14}
-        assert build_schedule(each.name, **arguments) == build_schedule(each.name, **arguments)
 
 
 def test_users_register_families() -> None:
@@ -385,22 +344,3 @@ def test_an_entry_point_must_lead_to_its_family(
     monkeypatch.syspath_prepend(tmp_path)
     with refused("family-declaration", "mine", found, kind=UnsupportedError):
         family("mine")
-
-
-@pytest.mark.parametrize(
-    "module", ["schedule.registry", "families.one_f_one_b", "families", "families.blocks", "schedule.bounds"]
-)
-def test_schedules_need_neither_torch_nor_megatron(module: str) -> None:
-    code = f"""
-import sys
-import megatron_pipemem.{module}
-from megatron_pipemem.schedule.registry import build_schedule, families
-offload = {{"po-h", "po-f"}}
-for name in {{each.name for each in families()}} - offload:
-    build_schedule(name, num_devices=4, num_microbatches=8)
-assert not {{"torch", "numpy", "megatron"}} & set(sys.modules), sorted(sys.modules)
-for name in offload:
-    build_schedule(name, num_devices=4, num_microbatches=8)
-assert not {{"torch", "megatron"}} & set(sys.modules), sorted(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -68,16 +68,6 @@ def test_everything_public_prints_as_one_short_line():
         assert len(text) < 200 and text.isprintable(), (what, text)
 
 
-def test_it_says_what_it_is_how_large_and_how_long():
-    schedule = build_schedule("v-half", num_devices=4, num_microbatches=8)
-    assert repr(schedule) == "<Schedule v-half: 8 stages on 4 devices (v), 8 microbatches, 192 actions>"
-    timeline = repr(simulate(schedule))
-    assert timeline == "<Timeline of v-half: 4 devices, 8 microbatches, makespan 26.5, bubble 9.43%, peak 0.75>"
-    assert repr(Costs(1, 1.5, 0.5)) == "Costs(backward_input=1.5, backward_weight=0.5)"
-    found = repr(search_schedule(num_devices=2, num_microbatches=2, seconds=0.0))
-    assert "makespan" in found and "bound" in found and "placements" in found
-
-
 def test_costs_that_print_alike_are_still_searched_for_one_by_one(tmp_path):
     """Kept searches are found by what was asked in full."""
     cache = ResultCache(tmp_path)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import oracle
 import pytest
@@ -21,7 +18,6 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.search import exploration as clock
 from megatron_pipemem.search import search_schedule
 from megatron_pipemem.search.exact import solve
 from megatron_pipemem.search.problem import make_problem, to_schedule
@@ -61,7 +57,7 @@ def test_every_result_is_valid_and_within_the_cap(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(
     ("p", "m", "costs"),
-    [(2, 3, (1, 1, 1)), (3, 7, (1, 1.5, 0.5)), (4, 5, (1, 1.9, 0.6)), (5, 4, (2, 0.5, 1))],
+    [(2, 3, (1, 1, 1)), (3, 7, (1, 1.5, 0.5)), (4, 5, (2, 0.5, 1))],
 )
 def test_never_worse_than_a_family_in_the_same_memory(p: int, m: int, costs: tuple[float, float, float]) -> None:
     """Families with any number of chunks; the search with its defaults."""
@@ -76,31 +72,6 @@ def test_never_worse_than_a_family_in_the_same_memory(p: int, m: int, costs: tup
         assert result.makespan <= timeline.makespan * (1 + 1e-9), what
 
 
-@pytest.mark.parametrize(
-    ("name", "chunks", "m", "costs"),
-    [
-        ("gis-h", 4, 16, Costs()),
-        ("gis-h", 4, 16, Costs(1, 1.5, 0.5)),
-        ("gis", 4, 8, Costs(1, 1.5, 0.5)),
-        ("looped-bfs", 4, 8, Costs(1, 1.5, 0.5)),
-        ("hanayo", 8, 8, Costs(1, 1.5, 0.5)),
-    ],
-)
-def test_more_chunks_than_two_are_considered(name: str, chunks: int, m: int, costs: Costs) -> None:
-    family = simulate(build_schedule(name, num_devices=8, num_microbatches=m, chunks=chunks), costs)
-    assert search(8, m, costs, family.peak).makespan <= family.makespan * (1 + 1e-9)
-    fewer = search(8, m, costs, family.peak, max_chunks=2)
-    assert {candidate.schedule.placement.num_chunks for candidate in fewer.candidates} <= {1, 2}
-
-
-def test_groups_of_microbatches_are_as_large_as_the_cap_allows() -> None:
-    costs = Costs(1, 1.5, 0.5)
-    grouped = build_schedule("gis", num_devices=8, num_microbatches=24, chunks=4, group_size=6)
-    family = simulate(grouped, costs)
-    found = search(8, 24, costs, family.peak, effort=0.0, placements=[grouped.placement])
-    assert found.makespan <= family.makespan * (1 + 1e-9)
-
-
 def test_optimal_is_about_all_placements_that_were_tried() -> None:
     result = search(4, 12, Costs(1, 1.5, 0.5), 0.75)
     assert result.lower_bound <= min(candidate.lower_bound for candidate in result.candidates)
@@ -110,7 +81,7 @@ def test_optimal_is_about_all_placements_that_were_tried() -> None:
     assert hasty.lower_bound == patient.lower_bound, "what there was no time for counts too"
 
 
-@pytest.mark.parametrize(("p", "m"), [(4, 12), (4, 32), (8, 24), (8, 64), (16, 48)])
+@pytest.mark.parametrize(("p", "m"), [(4, 12), (8, 24), (16, 48)])
 @pytest.mark.parametrize("cap", [0.5, 0.625, 0.75, 1.0])
 def test_equal_costs_meet_the_bound(p: int, m: int, cap: float) -> None:
     result = search(p, m, Costs(), cap, max_chunks=2)
@@ -246,15 +217,6 @@ def test_questions_without_an_answer(change: dict[str, object], message: str) ->
         search_schedule(**{"num_devices": 4, "num_microbatches": 8, **change})
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"forward": float("nan")}, {"backward_input": [1, "x"]}, {"p2p": [1.0]}, {"p2p": -1}, {"backward_weight": -1}],
-)
-def test_costs_that_are_none(wrong: dict[str, object]) -> None:
-    with pytest.raises(CostsError):
-        Costs(**wrong)
-
-
 def test_numbers_of_other_libraries() -> None:
     import numpy as np
 
@@ -265,20 +227,10 @@ def test_numbers_of_other_libraries() -> None:
     assert one.makespan == other.makespan
 
 
-def test_the_smallest_cap_runs_one_microbatch_after_the_other() -> None:
-    result = search(3, 4, Costs(), 1 / 3)
-    assert max(result.peaks) == pytest.approx(1 / 3)
-
-
 def test_equal_seeds_find_equal_schedules() -> None:
     costs = Costs(1.3, 0.8, 1.1)
     one, other = (search(4, 12, costs, 0.625) for _ in range(2))
     assert one.schedule == other.schedule and one.candidates == other.candidates
-
-
-def test_without_time_there_is_still_a_schedule() -> None:
-    result = search_schedule(num_devices=8, num_microbatches=24, costs=Costs(1, 1.5, 0.5), memory_cap=0.5, seconds=0)
-    validate(result.schedule, memory_cap=0.5)
 
 
 @settings(max_examples=25, deadline=None)
@@ -299,37 +251,6 @@ def test_the_first_start_keeps_every_cap(data: st.DataObject) -> None:
     serial = m * sum(sum(costs.seconds(placement)[kind]) for kind in (Kind.F, Kind.I, Kind.W))
     messages = 2 * m * costs.p2p * (placement.num_stages - 1)
     assert result.makespan <= (serial + messages) * (1 + 1e-6)
-
-
-@pytest.fixture
-def fake_time(monkeypatch) -> SimpleNamespace:
-    """Its ``now`` is what a search's clock reads."""
-    fake = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: fake.now))
-    return fake
-
-
-def test_a_step_begins_only_if_it_can_end_in_time(fake_time) -> None:
-    started = clock.Clock(10.0)
-    assert started.allows(clock.SearchStep.JUSTIFY, 1000, 1000) and not started.refused_any
-    with started.step(clock.SearchStep.JUSTIFY, 1000):
-        fake_time.now = 6.0
-    assert started.allows(clock.SearchStep.JUSTIFY, 600, 0) and started.allows(
-        clock.SearchStep.FAMILY, 1000, 0, share=0.7
-    )
-    assert not started.refused_any
-    assert not started.allows(clock.SearchStep.JUSTIFY, 700, 0) and started.refused_any
-    assert not started.allows(clock.SearchStep.FAMILY, 1000, 0, share=0.6)
-
-
-def test_on_a_slow_machine_every_step_is_expected_to_be_slow(fake_time) -> None:
-    quick, slow = clock.Clock(1.0), clock.Clock(1.0)
-    with slow.step(clock.SearchStep.FIRST, 1000):
-        fake_time.now = 0.4  # a hundred times the usual
-    with quick.step(clock.SearchStep.FIRST, 1000):
-        pass
-    assert quick.allows(clock.SearchStep.JUSTIFY, 1000, 1000)
-    assert not slow.allows(clock.SearchStep.JUSTIFY, 1000, 1000)
 
 
 def test_a_search_that_ran_out_of_time_is_not_kept(tmp_path) -> None:
@@ -355,15 +276,6 @@ def test_finished_searches_are_found_again(tmp_path) -> None:
     ):
         kept.write_text(damaged)
         assert search(**question, cache=cache).candidates == fresh.candidates
-
-
-def test_a_cache_on_a_full_disk_costs_nothing(tmp_path, monkeypatch, caplog) -> None:
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    search(2, 2, Costs(), 1.0, cache=ResultCache(tmp_path))
-    assert "the disk is full" in caplog.text and not list(tmp_path.iterdir())
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path, caplog) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from types import SimpleNamespace
 
 import oracle
@@ -15,14 +14,12 @@ from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.request import Request
-from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.options import AUTO, slice_counts
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, sliced_families
-from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.search import search_schedule
@@ -138,74 +135,6 @@ def test_slices_with_prices_of_their_own(data: st.DataObject) -> None:
     for family in family_timelines(placement, m, n, costs):
         if family.peak <= loosened(cap):
             assert result.makespan <= family.makespan * (1 + 1e-9)
-
-
-def all_orders(p: int, m: int, n: int):
-    """Every order of a tiny linear pipeline with split backwards that the validator takes, on one device after another."""
-
-    def merges(chains):
-        if not any(chains):
-            yield ()
-            return
-        for index, chain in enumerate(chains):
-            if chain:
-                rest = [*chains[:index], chain[1:], *chains[index + 1 :]]
-                yield from ((chain[0], *order) for order in merges(rest))
-
-    turned = [k * n + n - 1 - j for k in range(m) for j in range(n)]
-    rows = []
-    for stage in range(p):
-        chains = [
-            [Action(Kind.F, stage, unit) for unit in range(m * n)],
-            [Action(Kind.I, stage, unit) for unit in turned],
-            [Action(Kind.W, stage, unit) for unit in turned],
-        ]
-        rows.append([order for order in merges(chains) if _ordered(order)])
-    return product(*rows)
-
-
-def _ordered(order) -> bool:
-    place = {action: at for at, action in enumerate(order)}
-    return all(
-        place[Action(Kind.F, s, u)] < at if kind is Kind.I else place[Action(Kind.I, s, u)] < at
-        for (kind, s, u), at in place.items()
-        if kind is not Kind.F
-    )
-
-
-@pytest.mark.parametrize(
-    ("p", "m", "n", "seconds", "cap"),
-    [
-        (1, 2, 2, (1, 1, 1), 1.5),
-        (2, 1, 2, (1, 1, 1), 1.0),
-        (2, 1, 2, (1, 1.6, 0.4), 0.5),
-        (2, 1, 3, (0.7, 1.1, 1.3), 1.0),
-    ],
-)
-def test_no_order_at_all_undercuts_the_bound(p: int, m: int, n: int, seconds, cap: float) -> None:
-    costs, placement = Costs(*seconds, p2p=0.1), Placement.linear(p)
-    least, found = float("inf"), 0
-    for rows in all_orders(p, m, n):
-        schedule = Schedule("any", placement, m, rows, slices=n)
-        try:
-            validate(schedule, costs, cap)
-        except PipememError:
-            continue
-        found += 1
-        least = min(least, simulate(schedule, costs).makespan)
-    assert found > 1
-    assert lower_bound(placement, m, costs, cap, slices=n) <= least * (1 + 1e-9)
-    assert search(p, m, n, costs, cap, [placement]).makespan == pytest.approx(least)
-
-
-@settings(max_examples=20, deadline=None)
-@given(data=st.data())
-def test_no_family_undercuts_the_bound(data: st.DataObject) -> None:
-    p, m, n = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 9)), data.draw(st.integers(2, 4))
-    costs = Costs(*(data.draw(PRICE) for _ in range(3)), p2p=0.05)
-    placement = Placement.linear(p)
-    for timeline in family_timelines(placement, m, n, costs):
-        assert lower_bound(placement, m, costs, timeline.peak, slices=n) <= timeline.makespan * (1 + 1e-9)
 
 
 def test_auto_keeps_the_best_number_of_slices() -> None:

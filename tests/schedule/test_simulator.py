@@ -13,9 +13,8 @@ from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import dependencies
-from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import count_messages, simulate
+from megatron_pipemem.schedule.simulator import simulate
 
 SPLIT = Schedule.from_csv("0F0,0I0,0W0\n1F0,1I0,1W0\n")
 
@@ -28,13 +27,6 @@ def test_every_action_starts_as_soon_as_it_can() -> None:
     assert timeline.ideal == 7
     assert timeline.bubble_rate == pytest.approx(1 - 7 / 11)
     assert timeline.messages == 2
-
-
-def test_the_papers_bubble_does_not_count_the_wait_for_the_first_forward() -> None:
-    timeline = simulate(build_schedule("zb-h2", num_devices=4, num_microbatches=8))
-    assert timeline.makespan == 27
-    assert timeline.bubble_rate == pytest.approx(3 / 27)
-    assert timeline.device_bubble_rate == 0
 
 
 def test_an_input_gradient_may_come_from_a_fused_or_a_split_backward() -> None:
@@ -69,15 +61,6 @@ def test_peaks_in_bytes_see_partial_release() -> None:
     late = Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1\n")
     assert simulate(early, bytes_of).peak == 140
     assert simulate(late, bytes_of).peak == 200
-
-
-@pytest.mark.parametrize(("name", "messages"), [("1f1b", 2 * 3 * 8), ("v-half", 2 * 6 * 8), ("interleaved", 2 * 7 * 8)])
-def test_messages_cross_devices_only(name: str, messages: int) -> None:
-    assert count_messages(build_schedule(name, num_devices=4, num_microbatches=8)) == messages
-
-
-def test_one_device_sends_nothing() -> None:
-    assert count_messages(build_schedule("v-half", num_devices=1, num_microbatches=8)) == 0
 
 
 def test_an_order_that_waits_for_ever_is_named() -> None:

@@ -16,15 +16,14 @@ from megatron_pipemem.choose.knowledge import Knowledge
 from megatron_pipemem.errors import CostsError, ScheduleError
 from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
-from megatron_pipemem.report.timeline import DrawnRun
-from megatron_pipemem.schedule.action import Action, Kind, place
+from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.action_prices import held_after
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import MicrobatchWeights
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import peaks, simulate
+from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 from megatron_pipemem.search.order_variation import ManyOrders
@@ -86,12 +85,6 @@ def test_any_schedule_and_prices_as_the_oracles_play_them(data: st.DataObject) -
             validate(schedule, replace(costs, microbatch=own), max(timeline.peaks) * 0.99)
 
 
-def test_where_a_stage_and_a_slice_stand() -> None:
-    assert [place(Action(Kind.F, 1, unit), 3) for unit in range(4)] == [3, 4, 5, 3]
-    assert place(Action(Kind.REDUCE_GRAD, 2), 3) == 6
-    assert place(Action(Kind.F, 2, 7), 1) == 2
-
-
 def test_slices_share_what_has_no_price_of_theirs() -> None:
     costs = Costs(4, (1, 2), (1, 2, 3, 4), memory={Kind.F: 6, Kind.B: (-4, -2, -3, -3), Kind.REDUCE_GRAD: -1})
     seconds = costs.seconds(LINEAR, 2)
@@ -141,13 +134,6 @@ def test_what_is_held_after_every_slice() -> None:
     changes = {Kind.F: (5, 3), Kind.B: (-5, -3), Kind.REDUCE_GRAD: (7, 0)}
     assert held_after(actions, changes, slices=2) == [5, 8, 5, 10, 5, 12]
     assert held_after(actions, changes, (1, 1, 2), 2) == [5, 8, 5, 15, 10, 17], "what is on a whole stage has no weight"
-
-
-def test_pictures_and_peaks_take_the_bytes_of_slices() -> None:
-    schedule = build_schedule("seq1f1b", num_devices=2, num_microbatches=3, slices=2)
-    costs = Costs((1, 3, 1, 3), 1, 1, memory={Kind.F: (9, 1, 9, 1), Kind.B: (-9, -1, -9, -1)})
-    rows = DrawnRun(simulate(schedule, costs)).rows
-    assert tuple(max(box.held for box in row) for row in rows) == peaks(schedule, costs) == (19, 18)
 
 
 def test_what_a_run_has_counted_of_every_slice() -> None:

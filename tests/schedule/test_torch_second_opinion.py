@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(
     reason="this torch has no schedule lowering",
 )
 
-SHAPES = [(2, 4), (3, 6), (4, 2), (4, 8), (4, 17), (8, 16)]
+SHAPES = [(2, 4), (3, 7), (4, 2), (8, 16)]
 
 
 def torch_action(action):
@@ -215,8 +215,7 @@ def test_we_run_nothing_that_adds_gradients_in_another_order():
 
 @pytest.mark.parametrize(
     ("chunks", "num_microbatches", "num_devices"),
-    [(2, 2, 2), (2, 4, 4), (2, 8, 4), (4, 4, 4), (4, 16, 4), (4, 64, 4), (4, 32, 32), (3, 2, 2), (3, 8, 2), (3, 12, 4)]
-    + [(4, 6, 3), (4, 10, 5), (2, 3, 4), (2, 10, 4), (2, 15, 4)],
+    [(2, 2, 2), (4, 16, 4), (4, 32, 32), (3, 12, 4), (4, 10, 5), (2, 3, 4), (2, 15, 4)],
 )
 def test_interleaved_on_the_grid_of_torch(chunks, num_microbatches, num_devices):
     """torch's own tests skip the counts that devices do not divide."""

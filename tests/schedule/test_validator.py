@@ -152,8 +152,7 @@ def test_random_valid_schedules_are_accepted(schedule):
     validate(schedule.forward_only())
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 8, 17])
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("num_devices", "num_microbatches"), [(1, 2), (2, 1), (2, 8), (3, 3), (4, 17), (8, 8)])
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_families_are_accepted(name, num_devices, num_microbatches):
     schedule = build_or_skip(name, num_devices, num_microbatches)
@@ -282,94 +281,44 @@ def test_every_single_edit_of_a_program(name):
 
 
 @pytest.mark.parametrize(
-    ("orders", "place", "says"),
+    ("orders", "code", "place"),
     [
-        ("0F0 0F1 0B0 0B1\n1F0 1B0 1B1", "device 1, position 2, action 1B1", "needs 1F1, which no device runs; add it"),
-        (
-            "0F0 0F1 0B0 0B1\n1F0 1F1 1B0",
-            "device 0, position 3, action 0B1",
-            "needs 1I1 (or 1B1), which no device runs",
-        ),
-        (
-            "0F0 0F1 0B0\n1F0 1F1 1B0 1B1",
-            "device 0, position 1, action 0F1",
-            "has no backward; add 0B1, or 0I1 and 0W1",
-        ),
-        ("0F0 0F1\n1F0", "device 1, position 1, action 1F1", "is missing; every stage runs every microbatch forward"),
-        (
-            "0F0 0F1 0B0 0I1\n1F0 1F1 1B0 1B1",
-            "device 0, position 3, action 0I1",
-            "has no 0W1 after it; add 0W1, or make",
-        ),
-        (
-            "0F0 0F1 0B0 0I1 0B1\n1F0 1F1 1B0 1B1",
-            "device 0, position 3, action 0I1",
-            "repeats work of 0B1 at position 4",
-        ),
-        ("0F0 0F1 0B0 0W1\n1F0 1F1 1B0 1B1", "device 0, position 3, action 0W1", "needs 0I1 (or 0B1), which no device"),
-        (
-            "0F0 0F1 0F0 0B0 0B1\n1F0 1B0 1F1 1B1",
-            "device 0, position 2, action 0F0",
-            "already stands at position 0 of device 0",
-        ),
-        ("0F0 0F1 1B0 0B0 0B1\n1F0 1F1 1B1", "device 0, position 2, action 1B0", "device 1 holds; move it there"),
-        ("0F0 0F1 0B0 0B1\n1F0 2F1 1B0 1B1", "device 1, position 1, action 2F1", "the placement holds stages 0 to 1"),
-        ("0F0 0F2 0B0 0B1\n1F0 1F1 1B0 1B1", "device 0, position 1, action 0F2", "the step has microbatches 0 to 1"),
-        ("0F0 0SEND_F0 0B0\n1F0 1B0", "device 0, position 1, action 0SEND_F0", "is not a compute action; keep F, I, W"),
-        ("0F0 0F1 0B0 0B1\n1B0 1F0 1F1 1B1", "device 1, position 0, action 1B0", "needs 1F0, which comes later, at"),
-        (
-            "0F0 0F1 0W0 0I0 0B1\n1F0 1F1 1B0 1B1",
-            "device 0, position 2, action 0W0",
-            "needs 0I0, which comes later, at",
-        ),
-        (
-            "0F0 0F1 0B1 0B0\n1F0 1F1 1B0 1B1",
-            "device 0, position 3, action 0B0",
-            "comes after 0B1 at position 2, but the",
-        ),
-        ("0F0 0F1 0I0 0I1 0W1 0W0\n1F0 1F1 1B0 1B1", "device 0, position 5, action 0W0", "weight gradients of a stage"),
-        (
-            "0F1 0F0 0B0 0B1\n1F0 1F1 1B0 1B1",
-            "device 0, position 1, action 0F0",
-            "the forwards of a stage run in microb",
-        ),
+        ("0F0 0F1 0B0 0B1\n1F0 1B0 1B1", "missing-action", (1, 2, "1B1")),
+        ("0F0 0F1 0B0 0B1\n1F0 1F1 1B0", "missing-action", (0, 3, "0B1")),
+        ("0F0 0F1 0B0\n1F0 1F1 1B0 1B1", "missing-action", (0, 1, "0F1")),
+        ("0F0 0F1\n1F0", "missing-action", (1, 1, "1F1")),
+        ("0F0 0F1 0B0 0I1\n1F0 1F1 1B0 1B1", "missing-action", (0, 3, "0I1")),
+        ("0F0 0F1 0B0 0I1 0B1\n1F0 1F1 1B0 1B1", "duplicate-action", (0, 3, "0I1")),
+        ("0F0 0F1 0B0 0W1\n1F0 1F1 1B0 1B1", "missing-action", (0, 3, "0W1")),
+        ("0F0 0F1 0F0 0B0 0B1\n1F0 1B0 1F1 1B1", "duplicate-action", (0, 2, "0F0")),
+        ("0F0 0F1 1B0 0B0 0B1\n1F0 1F1 1B1", "misplaced-action", (0, 2, "1B0")),
+        ("0F0 0F1 0B0 0B1\n1F0 2F1 1B0 1B1", "unknown-stage", (1, 1, "2F1")),
+        ("0F0 0F2 0B0 0B1\n1F0 1F1 1B0 1B1", "unknown-microbatch", (0, 1, "0F2")),
+        ("0F0 0SEND_F0 0B0\n1F0 1B0", "not-computed", (0, 1, "0SEND_F0")),
+        ("0F0 0F1 0B0 0B1\n1B0 1F0 1F1 1B1", "wrong-order", (1, 0, "1B0")),
+        ("0F0 0F1 0W0 0I0 0B1\n1F0 1F1 1B0 1B1", "wrong-order", (0, 2, "0W0")),
+        ("0F0 0F1 0B1 0B0\n1F0 1F1 1B0 1B1", "wrong-order", (0, 3, "0B0")),
+        ("0F0 0F1 0I0 0I1 0W1 0W0\n1F0 1F1 1B0 1B1", "wrong-order", (0, 5, "0W0")),
+        ("0F1 0F0 0B0 0B1\n1F0 1F1 1B0 1B1", "wrong-order", (0, 1, "0F0")),
     ],
 )
-def test_messages(orders, place, says):
-    with pytest.raises(ScheduleError) as caught:
+def test_messages(orders, code, place):
+    with refused(code, kind=ScheduleError) as caught:
         validate(schedule_of(orders))
-    assert str(caught.value).startswith(f"{place}: ")
-    assert says in str(caught.value)
+    assert (caught.value.device, caught.value.position, caught.value.action) == place
 
 
 def test_a_deadlock_is_shown_action_by_action():
-    """Device 0 wants microbatch 0 back before it sends microbatch 1; device 1 wants microbatch 1 first."""
-    with pytest.raises(ScheduleError) as caught:
-        validate(schedule_of("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"))
-    assert str(caught.value) == (
-        "device 0, position 1, action 0B0: deadlock: 0B0 (device 0, position 1) waits for 1B0 (device 1, position 2), "
-        "which comes after 1F1; 1F1 (device 1, position 1) waits for 0F1 (device 0, position 2), which comes after 0B0"
-        "; move 1B0 before 1F1 on device 1"
-    )
+    """Device 0 wants microbatch 0 back before it sends microbatch 1; device 1 wants microbatch 1 first; device 2 only waits."""
+    with refused("deadlock", kind=ScheduleError) as caught:
+        validate(schedule_of("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n2F0 2B0 2F1 2B1", (0, 1, 2)))
     waits = [
         (w.device, w.position, str(w.action), w.owner, str(w.needed), w.needed_position) for w in caught.value.cycle
     ]
     assert waits == [(0, 1, "0B0", 1, "1B0", 2), (1, 1, "1F1", 0, "0F1", 2)]
-
-
-def test_what_is_missing_makes_no_circle():
-    with pytest.raises(ScheduleError) as caught:
+    with refused("missing-action", kind=ScheduleError) as caught:
         validate(schedule_of("0F0 0B0\n1F0"))
     assert caught.value.cycle == ()
-
-
-def test_a_deadlock_among_others_leaves_innocent_devices_out():
-    """Device 2 waits too, but for device 1; the cycle is between devices 0 and 1."""
-    text = "0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n2F0 2B0 2F1 2B1"
-    with refused("deadlock", kind=ScheduleError) as caught:
-        validate(schedule_of(text, (0, 1, 2)))
-    assert "device 2" not in str(caught.value)
-    assert {caught.value.device} <= {0, 1}
 
 
 def test_a_long_deadlock_names_every_device():
@@ -394,16 +343,12 @@ def test_an_order_per_device():
 def test_memory_cap_names_what_is_held():
     schedule = build_schedule("1f1b", num_devices=4, num_microbatches=8)
     validate(schedule, memory_cap=1.0)
-    with pytest.raises(ScheduleError) as caught:
+    with refused("over-cap", 0, 3, "0F3", 1, "0.9", kind=ScheduleError):
         validate(schedule, memory_cap=0.9)
-    assert str(caught.value) == (
-        "device 0, position 3, action 0F3: the device holds 1 activation units after it, over the memory cap of 0.9; "
-        "run a W or B before it, choose a schedule with a lower peak, or raise the cap"
-    )
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-@pytest.mark.parametrize("num_devices", [2, 3, 6, 7])
+@pytest.mark.parametrize("num_devices", [2, 7])
 def test_the_cap_is_the_peak_of_the_simulator(name, num_devices):
     schedule = build_or_skip(name, num_devices, 2 * num_devices + (0 if name == "dualpipe" else 1))
     peak = simulate(schedule).peak
@@ -438,50 +383,29 @@ def test_program_as_written():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "place", "says"),
+    ("old", "new", "code", "place"),
     [
-        ("0F1 0SEND_F1", "0F1", "device 0, position 2, action 0F1", "without 0SEND_F1; add 0SEND_F1 after it"),
-        ("0RECV_I0 ", "", "device 0, position 4, action 0B0", "without 0RECV_I0; add 0RECV_I0 before it"),
-        ("0SEND_F0", "0SEND_F0 0SEND_F0", "device 0, position 2, action 0SEND_F0", "already stands at position 1"),
-        ("0F0 0SEND_F0", "0SEND_F0 0F0", "device 0, position 0, action 0SEND_F0", "must come after 0F0 at position 1"),
-        ("0RECV_I0 0B0", "0B0 0RECV_I0", "device 0, position 5, action 0RECV_I0", "must come before 0B0 at position 4"),
-        (
-            "1RECV_F0 1F0 1RECV_F1",
-            "1RECV_F1 1RECV_F0 1F0",
-            "device 1, position 0, action 1RECV_F1",
-            "sends 0SEND_F0 at",
-        ),
-        (
-            "1SEND_I1",
-            "1SEND_I1 1SEND_F1",
-            "device 1, position 8, action 1SEND_F1",
-            "no action here produces it for anot",
-        ),
-        (
-            "1RECV_F0",
-            "1RECV_F0 1RECV_I0",
-            "device 1, position 1, action 1RECV_I0",
-            "no action here needs it; remove it",
-        ),
-        (" 0REDUCE_GRAD", "", "device 0, position 7, action 0B1", "but 0REDUCE_GRAD is missing; add it after 0B1"),
-        ("0B1 0REDUCE_GRAD", "0REDUCE_GRAD 0B1", "device 0, position 7, action 0REDUCE_GRAD", "must come after 0B1 at"),
-        (
-            "0REDUCE_GRAD",
-            "0REDUCE_GRAD 2REDUCE_GRAD",
-            "device 0, position 9, action 2REDUCE_GRAD",
-            "no weight gradients",
-        ),
-        ("1F1 1B1", "1B1 1F1", "device 1, position 5, action 1B1", "the schedule has 1F1 here and the program 1B1"),
-        ("0B1 0REDUCE", "0REDUCE", "device 0, position 8, action 0B1", "has 0B1 here and the program nothing more"),
-        ("0B1 0REDUCE", "0B1 0W1 0REDUCE", "device 0, position 8, action 0W1", "has nothing more here and the program"),
+        ("0F1 0SEND_F1", "0F1", "missing-action", (0, 2, "0F1")),
+        ("0RECV_I0 ", "", "missing-action", (0, 4, "0B0")),
+        ("0SEND_F0", "0SEND_F0 0SEND_F0", "duplicate-action", (0, 2, "0SEND_F0")),
+        ("0F0 0SEND_F0", "0SEND_F0 0F0", "wrong-order", (0, 0, "0SEND_F0")),
+        ("0RECV_I0 0B0", "0B0 0RECV_I0", "wrong-order", (0, 5, "0RECV_I0")),
+        ("1RECV_F0 1F0 1RECV_F1", "1RECV_F1 1RECV_F0 1F0", "message-order", (1, 0, "1RECV_F1")),
+        ("1SEND_I1", "1SEND_I1 1SEND_F1", "useless-action", (1, 8, "1SEND_F1")),
+        ("1RECV_F0", "1RECV_F0 1RECV_I0", "useless-action", (1, 1, "1RECV_I0")),
+        (" 0REDUCE_GRAD", "", "missing-action", (0, 7, "0B1")),
+        ("0B1 0REDUCE_GRAD", "0REDUCE_GRAD 0B1", "wrong-order", (0, 7, "0REDUCE_GRAD")),
+        ("0REDUCE_GRAD", "0REDUCE_GRAD 2REDUCE_GRAD", "useless-action", (0, 9, "2REDUCE_GRAD")),
+        ("1F1 1B1", "1B1 1F1", "stale-program", (1, 5, "1B1")),
+        ("0B1 0REDUCE", "0REDUCE", "stale-program", (0, 8, "0B1")),
+        ("0B1 0REDUCE", "0B1 0W1 0REDUCE", "stale-program", (0, 8, "0W1")),
     ],
 )
-def test_program_messages(old, new, place, says):
+def test_program_messages(old, new, code, place):
     actions = f"{DEVICE_0}\n{DEVICE_1}".replace(old, new)
-    with pytest.raises(ScheduleError) as caught:
+    with refused(code, kind=ScheduleError) as caught:
         validate_program(Program(BASE, orders_of(actions)))
-    assert str(caught.value).startswith(f"{place}: ")
-    assert says in str(caught.value)
+    assert (caught.value.device, caught.value.position, caught.value.action) == place
 
 
 def test_a_rerouted_post_belongs_elsewhere():
@@ -492,12 +416,8 @@ def test_a_rerouted_post_belongs_elsewhere():
 
 def test_mismatched_edges_name_both_ends():
     actions = f"{DEVICE_0}\n{DEVICE_1}".replace("1RECV_F0 1F0 1RECV_F1", "1RECV_F1 1RECV_F0 1F0")
-    with pytest.raises(ScheduleError) as caught:
+    with refused("message-order", 0, 1, "0SEND_F0", "1RECV_F1", "1RECV_F0", kind=ScheduleError):
         validate_program(Program(BASE, orders_of(actions)))
-    assert str(caught.value) == (
-        "device 1, position 0, action 1RECV_F1: device 0 sends 0SEND_F0 at position 1 when device 1 receives 1RECV_F1 "
-        "at position 0; messages from device 0 to device 1 arrive in sending order, so receive 1RECV_F0 first"
-    )
 
 
 def test_a_late_send_closes_a_wait_cycle():
@@ -505,13 +425,9 @@ def test_a_late_send_closes_a_wait_cycle():
     actions = f"{DEVICE_0}\n{DEVICE_1}".replace(
         "0SEND_F0 0F1 0SEND_F1 0RECV_I0 0B0", "0F1 0RECV_I0 0B0 0SEND_F0 0SEND_F1"
     )
-    with pytest.raises(ScheduleError) as caught:
+    with refused("deadlock", kind=ScheduleError) as caught:
         validate_program(Program(BASE, orders_of(actions)))
-    assert str(caught.value) == (
-        "device 0, position 3, action 0B0: deadlock: 0B0 (device 0, position 3) waits for 1SEND_I0 (device 1, position "
-        "4), which comes after 1F0; 1F0 (device 1, position 1) waits for 0SEND_F0 (device 0, position 4), which comes "
-        "after 0B0; move 1SEND_I0 before 1F0 on device 1"
-    )
+    assert [str(wait.action) for wait in caught.value.cycle] == ["0B0", "1F0"]
 
 
 def test_a_program_of_an_invalid_schedule_is_refused():

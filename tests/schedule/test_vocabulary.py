@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
-from megatron_pipemem.errors import CostsError, PipememError, ScheduleError, UnsupportedError
+from megatron_pipemem.errors import CostsError, ScheduleError, UnsupportedError
 from megatron_pipemem.features.vocabulary.choice import choose_vocabulary, head_on_last_stage, redistribute
 from megatron_pipemem.features.vocabulary.orders import families_with_passes, with_vocabulary
 from megatron_pipemem.request import Request
@@ -27,14 +27,9 @@ from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate, validate_program
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
-from tests.schedule import program_oracle
-from tests.schedule.mutants import is_accepted, mutant_of
-from tests.schedule.random_schedules import random_schedules
 from tests.schedule.vocabulary_oracle import expected, hangs, makespan, present
 
 INTERLACED = Path(__file__).parents[2] / "benchmarks" / "emulated" / "interlaced.py"
-
-PLACED = ["1f1b", "interleaved", "zbv", "v-half", "v-min", "zb-h1", "zb-h2", "gpipe", "hanayo"]
 
 
 def seconds_of(costs: Costs, schedule: Schedule) -> dict[str, float]:
@@ -89,62 +84,6 @@ def test_v_half_holds_two_half_stages_more_per_barrier(p, barriers):
     free = Costs(vocabulary=VocabularyCosts())
     bubble = simulate(with_vocabulary(base, barriers, free), free).makespan - 9 * p
     assert bubble <= (7 * p / 2 + (1 if barriers == 1 else 4)) / 2 + 1e-9
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    name=st.sampled_from(PLACED),
-    p=st.integers(1, 6),
-    m=st.integers(1, 16),
-    barriers=st.sampled_from([1, 2]),
-    prices=st.tuples(*[st.sampled_from([0.0, 0.3, 1.0, 2.5])] * 6),
-    p2p=st.sampled_from([0.0, 0.1, 2.0]),
-    collective=st.sampled_from([0.0, 0.05, 3.0]),
-)
-def test_any_schedule_and_costs(name, p, m, barriers, prices, p2p, collective):
-    try:
-        base = build_schedule(name, num_devices=p, num_microbatches=m)
-    except PipememError:
-        return
-    f, i, w, s, t, e = prices
-    vocabulary = VocabularyCosts(s, t, e, e, 0.0, collective)
-    costs = Costs(f + 0.1, i + 0.1, w, p2p=p2p, vocabulary=vocabulary)
-    schedule = with_vocabulary(base, barriers, costs)
-    check(schedule)
-    validate(schedule)
-    program = lower(schedule)
-    validate_program(program)
-    assert not program_oracle._misreduced(program)
-    assert one_softmax_at_a_time(schedule)
-    assert simulate(schedule, costs).makespan == pytest.approx(
-        makespan(schedule, seconds_of(costs, schedule), p2p, collective)
-    )
-    if p > 1:
-        assert Schedule.from_csv(schedule.to_csv(), name=name) == schedule
-    validate_program(lower(schedule.forward_only()))
-    validate_program(lower(with_vocabulary(base.forward_only(), barriers, costs)))
-
-
-@settings(max_examples=40, deadline=None)
-@given(schedule=random_schedules(max_microbatches=4), barriers=st.sampled_from([1, 2]))
-def test_any_order_whatever(schedule, barriers):
-    p = schedule.num_devices
-    if schedule.placement.devices[:p] != tuple(range(p)):
-        with refused("unsupported-placement", kind=UnsupportedError):
-            with_vocabulary(schedule, barriers)
-        return
-    passed = with_vocabulary(schedule, barriers)
-    check(passed)
-    validate_program(lower(passed))
-
-
-@settings(max_examples=80, deadline=None)
-@given(data=st.data(), barriers=st.sampled_from([1, 2]), p=st.integers(2, 3))
-def test_mutants_are_caught_or_harmless(data, barriers, p):
-    mutant = mutant_of(with_vocabulary(build_schedule("1f1b", num_devices=p, num_microbatches=3), barriers), data)
-    if is_accepted(mutant):
-        assert not program_oracle._misreduced(lower(mutant))
-        check(mutant)
 
 
 def test_a_program_that_hangs_in_strict_queues_is_refused():

@@ -63,12 +63,6 @@ def test_an_order_fitted_to_the_costs_beats_one_for_equal_passes(costs: Costs, c
     assert simulate(equal).makespan <= simulate(fitted).makespan
 
 
-def test_a_larger_cap_is_used_where_it_gains_time() -> None:
-    slow_links = Costs(p2p=0.3)
-    makespans = [simulate(auto(8, 24, costs=slow_links, memory_cap=cap), slow_links).makespan for cap in (0.5, 1, 2)]
-    assert makespans[0] > makespans[1] > makespans[2]
-
-
 @pytest.mark.parametrize("p", [1, 4])
 def test_less_than_one_microbatch_is_refused(p: int) -> None:
     assert simulate(auto(p, 3, memory_cap=1 / p)).peak == pytest.approx(1 / p)

@@ -12,7 +12,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-import contracts  # noqa: E402
 from contracts import CONTRACTS, Verdicts, last_words  # noqa: E402
 
 RANKS = """
@@ -98,15 +97,3 @@ def test_a_function_that_upstream_has_lost_is_named(tmp_path):
     version, broken, reason, _ = told.stdout.splitlines()
     assert version.startswith("megatron-core 0.") and broken.startswith("symbols     BROKEN")
     assert "has no megatron.core.pipeline_parallel.schedules.backward_step" in reason
-
-
-@pytest.mark.parametrize(("flags", "ignored"), [((), 1), (("--verbose",), 0)])
-def test_megatrons_words_about_missing_packages_are_for_those_who_ask(tmp_path, monkeypatch, flags, ignored):
-    pytest.importorskip("megatron.core")
-    calls = []
-    monkeypatch.setattr(contracts, "ignore_missing_packages", lambda: calls.append(None))
-    monkeypatch.setattr(contracts.pytest, "main", lambda *arguments, **settings: 0)
-    monkeypatch.setattr(sys, "argv", ["contracts.py", "--log", str(tmp_path / "log"), *flags])
-    monkeypatch.chdir(tmp_path)
-    assert contracts.main() == 1, "no contract was looked at"
-    assert len(calls) == ignored

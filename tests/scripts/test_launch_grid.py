@@ -25,7 +25,7 @@ from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.launch.command import Command
 from megatron_pipemem.launch.grid.local import LocalRunner, _end_left_over
-from megatron_pipemem.launch.grid.points import flat, label, load_points
+from megatron_pipemem.launch.grid.points import load_points
 from megatron_pipemem.launch.grid.store import (
     Result,
     Store,
@@ -108,26 +108,6 @@ def test_filters_look_at_the_whole_run(write_grid):
     for pattern, reason in (({"model.layers": 8}, ("no-points",)), ({"model.layer": 8}, ("unknown-key", "layers"))):
         with refused(*reason, kind=ConfigError):
             load_points(write_grid(product=product, exclude=[pattern]))
-
-
-def test_infeasible_points_say_why(write_grid):
-    points = load_points(
-        write_grid(
-            points=[
-                {"parallelism.pp": 3},
-                {"parallelism.dp": 64, "parallelism.global_batch": 64},
-                {"schedule.name": "seq1f1b", "schedule.options": {"slices": 3}},
-                {"parallelism.tp": "many"},
-                {"schedule.memory_cap": 0.55},
-            ]
-        )
-    )
-    reasons = [point.reason for point in points]
-    assert "8 layers" in reasons[0]
-    assert "256 devices, the cluster has 8" in reasons[1]
-    assert "cannot be cut into 3 slices" in reasons[2]
-    assert "parallelism.tp" in reasons[3]
-    assert "cap" in reasons[4]
 
 
 BAD = [
@@ -293,20 +273,6 @@ def test_a_grids_run_may_lie_beside_it(tmp_path, write_grid):
     (tmp_path / "tiny-cpu.yaml").unlink()
     (point,) = load_points(write_grid(run="tiny-cpu"))
     assert point.run.training.iterations == 10, "of the package"
-
-
-def test_a_point_without_its_data_fails_alone(tmp_path, write_grid):
-    file = write_grid(points=[{"training.data": "nowhere"}])
-    store = Store(tmp_path / "grid")
-    store.create(file, load_points(file))
-    LocalRunner(store, lambda *_: None).train([0], 1)
-    assert "there is no file nowhere.bin" in store.results()[0].reason
-
-
-def test_points_do_not_depend_on_files_that_change_later(store):
-    assert store.run(2).schedule.name == "v-half"
-    assert "base" not in store.run_file(2).read_text()
-    assert store.run(2).output == str(store.place(2))
 
 
 def test_results_are_whole_or_not_there(tmp_path, monkeypatch):
@@ -483,9 +449,3 @@ def test_a_folder_is_not_overwritten(store):
     assert result.exit_code == 2 and "--resume" in result.stderr
     result = pipemem("report", store.folder.parent)
     assert result.exit_code == 2 and "holds neither a grid nor" in result.stderr
-
-
-def test_names():
-    assert flat({"a": {"b": {"c": 1}, "d": {}}, "e.f": [2]}) == {"a.b.c": 1, "a.d": {}, "e.f": [2]}
-    assert label({"parallelism.pp": 4, "schedule.name": "v-half"}) == "parallelism.pp=4, schedule.name=v-half"
-    assert label({}) == "the run itself"
