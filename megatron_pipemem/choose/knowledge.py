@@ -16,12 +16,12 @@ from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import OFF
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.prices import HostLink
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
 
 if TYPE_CHECKING:  # loaded when something is searched for
     from megatron_pipemem.features.offload.orders import OffloadPlan
-    from megatron_pipemem.features.offload.transfers import HostLink
     from megatron_pipemem.search import SearchResult
     from megatron_pipemem.search.result import ResultCache
 

@@ -1,1 +1,95 @@
-"""Features beyond the order of passes. One folder per feature, imported when a request wants it."""
+"""Features beyond the order of passes: one folder per feature, and one row of ``FEATURES`` if it adds to steps on Megatron.
+
+Nothing of a feature is imported before a request wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.options import LAYERWISE
+
+if TYPE_CHECKING:
+    from megatron_pipemem.request import Request
+
+
+class Position(Enum):
+    """Where the extensions of a feature stand among those of a step, which are asked in order."""
+
+    PLANNING = auto()
+    """before the kernel's own: these choose programs"""
+    STAGES = auto()
+    """after the shapes of messages are known: these replace stages, and add handlers of actions"""
+    LAST = auto()
+    """after all others: these wrap the handlers that the others have added; also in runs of Megatron's own schedule"""
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """A feature of runs on Megatron.
+
+    Example: run the actions of a kind of your own.
+
+        def extensions(request, programs, chunk_placement):
+            return [ChecksumSteps()]  # an Extension whose extend_executor returns the StepFeature with the handler
+
+        register_feature(FeatureSpec("checksums", wanted=lambda request: True, extensions=extensions))
+
+    Args:
+        name: unique among all features.
+        wanted: whether a run with this request has the feature. Called before anything of the feature is imported.
+        position: of its extensions in a step.
+        extensions: the function that returns the extensions, called with the request, the ``Programs`` and the
+            ``ChunkPlacement`` of a run (Megatron's own schedule has only the request), or ``package.module:function``.
+            By default ``extensions`` in the module ``megatron`` of the feature's folder.
+    """
+
+    name: str
+    wanted: Callable[[Request], bool]
+    position: Position = Position.STAGES
+    extensions: Callable[..., list[Any]] | str = ""
+
+    def load(self) -> Callable[..., list[Any]]:
+        """Import the feature, and return the function that makes its extensions."""
+        if callable(self.extensions):
+            return self.extensions
+        module, _, function = (self.extensions or f"{__name__}.{self.name}.megatron:extensions").partition(":")
+        return getattr(import_module(module), function)
+
+
+FEATURES = (
+    FeatureSpec("offload", lambda request: request.may_offload, Position.PLANNING),
+    FeatureSpec("unequal", lambda request: request.microbatch_costs is not None, Position.PLANNING),
+    FeatureSpec("asynchronous", lambda request: request.is_asynchronous, Position.PLANNING),
+    FeatureSpec(
+        "overlap_steps", lambda request: request.overlap_steps and not request.is_asynchronous, Position.PLANNING
+    ),
+    FeatureSpec("replicas", lambda request: request.replicas > 1),
+    FeatureSpec("slices", lambda request: request.slices > 1),
+    FeatureSpec("vocabulary", lambda request: request.cuts_vocabulary),
+    FeatureSpec("layerwise", lambda request: request.random == LAYERWISE, Position.LAST),
+)
+"""In the order in which steps ask them."""
+
+_REGISTERED: list[FeatureSpec] = []
+
+
+def register_feature(feature: FeatureSpec) -> None:
+    """Add a feature to the runs that are enabled from now on.
+
+    Raises:
+        UnsupportedError: there is a feature of that name.
+    """
+    if feature.name in (each.name for each in (*FEATURES, *_REGISTERED)):
+        raise UnsupportedError("exists-already", f"feature {feature.name!r} is registered already; pick another name")
+    _REGISTERED.append(feature)
+
+
+def features_at(position: Position, request: Request) -> Iterable[FeatureSpec]:
+    """Return the features at this position of a step that a request wants."""
+    return (each for each in (*FEATURES, *_REGISTERED) if each.position is position and each.wanted(request))

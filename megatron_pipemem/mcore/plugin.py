@@ -6,37 +6,21 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.features.asynchronous.megatron.delayed import DelayedOptimizer, DelayedSteps
-from megatron_pipemem.features.asynchronous.megatron.training import AsynchronousTraining
-from megatron_pipemem.features.layerwise.megatron import LayerwiseRandom
-from megatron_pipemem.features.offload.megatron import Offloading
-from megatron_pipemem.features.overlap_steps.megatron.optimizer import OverlappedOptimizer
-from megatron_pipemem.features.overlap_steps.megatron.steps import OverlappedSteps
-from megatron_pipemem.features.replicas.megatron import ReplicaSteps
-from megatron_pipemem.features.slices.megatron.step import SequenceSlices
-from megatron_pipemem.features.unequal.megatron import UnequalMicrobatches
-from megatron_pipemem.features.vocabulary.megatron.build import cut_model
-from megatron_pipemem.features.vocabulary.megatron.step import VocabularySteps
+from megatron_pipemem.features import Position, features_at
 from megatron_pipemem.mcore.agreement import tell
-from megatron_pipemem.mcore.layers_of_stages import LayersOfStages
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.program_chunks import ProgramChunks
 from megatron_pipemem.mcore.optimizer_state import ReshardableState
 from megatron_pipemem.mcore.patching import Feature, PatchSet, is_imported, version_told
 from megatron_pipemem.mcore.programs import Programs
-from megatron_pipemem.mcore.replanning import Replanner
-from megatron_pipemem.mcore.report.observer import StockObserver
-from megatron_pipemem.mcore.report.recording import Recording
-from megatron_pipemem.mcore.report.run_record import RunRecord
 from megatron_pipemem.mcore.step.extension import Extension
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
 from megatron_pipemem.mcore.step.gradient_reductions import GradientReductions
@@ -45,18 +29,18 @@ from megatron_pipemem.mcore.step.markers import Markers
 from megatron_pipemem.mcore.step.queues import LaunchOrders
 from megatron_pipemem.mcore.step.shapes import StepShapes
 from megatron_pipemem.mcore.step.split_backward import SplitBackward
-from megatron_pipemem.mcore.step.weighing import weigher_of
 from megatron_pipemem.mcore.symbols import USED
 from megatron_pipemem.request import PROFILE, Request, prices_of
-from megatron_pipemem.schedule.options import LAYERWISE
+
+if TYPE_CHECKING:  # loaded for runs that ask for a report
+    from megatron_pipemem.mcore.report.run_record import RunRecord
 
 logger = logging.getLogger(__name__)
 
 
-def programs_for(request: Request) -> tuple[Programs, Offloading]:
-    """Return the programs of a run, and the host side of the run."""
-    offloading = Offloading(request.offload_options, request.host_memory)
-    return Programs(request, *prices_of(request.costs), offloading), offloading
+def programs_for(request: Request) -> Programs:
+    """Return the programs of a run."""
+    return Programs(request, *prices_of(request.costs))
 
 
 @dataclass
@@ -78,51 +62,39 @@ class _Enabled:
         Raises:
             OutputError: an output cannot be written.
         """
-        record = None
+        record, recording = None, []
         if request.trace is not None or request.report is not None:
+            from megatron_pipemem.mcore.report.recording import Recording
+            from megatron_pipemem.mcore.report.run_record import RunRecord
+
             report, trace = (None if path is None else Path(path) for path in (request.report, request.trace))
             record = RunRecord(report, trace)
             record.check_outputs()
-        recording = [] if record is None else [Recording(record)]
-        layerwise = [LayerwiseRandom()] if request.random == LAYERWISE else []
+            recording.append(Recording(record))
         if request.is_stock:
+            from megatron_pipemem.mcore.report.observer import StockObserver
+
+            last = _extensions(Position.LAST, request)
             observer = StockObserver(record, *prices_of(request.costs))
-            return cls(request, [observer, ReshardableState(), *recording, *layerwise], record=record)
-        programs, offloading = programs_for(request)
-        chunk_placement = ChunkPlacement(
-            programs.placement,
-            request.is_round_robin,
-            partial(cut_model, programs) if request.cuts_vocabulary else None,
-            request.schedule,
-        )
-        extensions: list[Extension] = [offloading]
-        if programs.costs.part_prices is not None:
-            extensions.append(LayersOfStages(programs))
-        profiles = request.costs == PROFILE or programs.needs_seconds
-        if profiles or programs.needs_bytes:
-            extensions.append(Replanner(programs, profiles))
-        if request.microbatch_costs is not None:
-            extensions.append(UnequalMicrobatches(programs, weigher_of(request.microbatch_costs)))
-        if request.is_asynchronous:
-            delayed = DelayedOptimizer() if request.overlap_steps else None
-            extensions += [] if delayed is None else [DelayedSteps(delayed)]
-            extensions.append(AsynchronousTraining(programs, request.train_steps, delayed))
-        elif request.overlap_steps:
-            extensions.append(OverlappedSteps(OverlappedOptimizer()))
-        extensions.append(SplitBackward(request, record is not None, request.weight_inputs, request.early_weights))
-        # An asynchronous step runs forwards of the next one, whose shapes nobody knows.
-        if request.message_shapes == "step" and not request.is_asynchronous:
-            extensions.append(StepShapes(chunk_placement))
+            return cls(request, [observer, ReshardableState(), *recording, *last], record=record)
+        programs = programs_for(request)
+        chunk_placement = ChunkPlacement(programs.placement, request.is_round_robin, name=request.schedule)
+        planning, stages, last = (_extensions(each, request, programs, chunk_placement) for each in Position)
+        split = SplitBackward(request, record is not None, request.weight_inputs, request.early_weights)
+        # An asynchronous step runs forwards of the next one, whose shapes are not known.
+        shapes = request.message_shapes == "step" and not request.is_asynchronous
         # A step of an asynchronous schedule updates weights between its actions, and a check must come before that.
         reductions = [] if request.is_asynchronous else [GradientReductions()]
-        extensions += [
-            ReplicaSteps(),
-            SequenceSlices(request.slice_cut),
-            VocabularySteps(),
+        extensions = [
+            *_pricing(request, programs),
+            *planning,
+            split,
+            *([StepShapes(chunk_placement)] if shapes else []),
+            *stages,
             *reductions,
             Losses(),
             *recording,
-            *layerwise,
+            *last,
             Markers(),
         ]
         forward_backward = ForwardBackward(programs, chunk_placement, extensions, LaunchOrders(request.single_queue))
@@ -140,6 +112,26 @@ class _Enabled:
         with_training = is_imported("megatron.training.training")
         replacements = [each for feature in self.features for each in feature.replacements()]
         self.patches.install([each for each in replacements if with_training or not each[0].of_training])
+
+
+def _pricing(request: Request, programs: Programs) -> list[Extension]:
+    """Return what replaces the prices that a run begins with by those of its model and of its steps."""
+    pricing: list[Extension] = []
+    if programs.costs.part_prices is not None:
+        from megatron_pipemem.mcore.layers_of_stages import LayersOfStages
+
+        pricing.append(LayersOfStages(programs))
+    profiles = request.costs == PROFILE or programs.needs_seconds
+    if profiles or programs.needs_bytes:
+        from megatron_pipemem.mcore.replanning import Replanner
+
+        pricing.append(Replanner(programs, profiles))
+    return pricing
+
+
+def _extensions(position: Position, request: Request, *run: object) -> list[Extension]:
+    """Return the extensions of the wanted features at a position of a step, made with the programs and chunks of a run."""
+    return [extension for each in features_at(position, request) for extension in each.load()(request, *run)]
 
 
 _enabled: _Enabled | None = None
@@ -204,10 +196,9 @@ def settle() -> None:
     Training loops that are not Megatron's own call it on every rank before they read weights or the optimizer's state, for
     example to save them. Evaluations through the forward-backward function do so by themselves.
     """
-    if _enabled is not None:
-        for feature in _enabled.features:
-            if isinstance(feature, OverlappedSteps):
-                feature.settle_now()
+    if _enabled is not None and _enabled.forward_backward is not None:
+        for extension in _enabled.forward_backward.extensions:
+            extension.settle_now()
 
 
 def write_report() -> None:

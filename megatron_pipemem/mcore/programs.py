@@ -19,7 +19,6 @@ from megatron_pipemem.choose.choice import choose, vocabulary_ways
 from megatron_pipemem.choose.knowledge import MEASURED, Choice, Knowledge, MemoryDeltas, Shape
 from megatron_pipemem.choose.model_cut import placements_of
 from megatron_pipemem.errors import PipememError, UnsupportedError
-from megatron_pipemem.features.offload.transfers import HostLink
 from megatron_pipemem.launch.cut_flags import as_built
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero, gather, is_first_rank, tell
 from megatron_pipemem.report.run import announcement
@@ -28,6 +27,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.options import AUTO, OFF
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.prices import HostLink
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file
@@ -113,8 +113,8 @@ class Programs:
         host: Host | None = None,
     ):
         self.request = request
-        self._host = host
-        """``None`` where nothing leaves the device beside what a schedule says itself."""
+        self.host = host
+        """``None`` where nothing leaves the device."""
         ratio, cache = request.offload_options.ratio, None
         if request.searches:
             from megatron_pipemem.search.result import ResultCache  # loads the search
@@ -357,7 +357,7 @@ class Programs:
     def _known(self, placement: Placement | None) -> Knowledge:
         """Return what is known, of the host too if anything is sent there. Every rank of the job asks at the same time."""
         known = replace(self.knowledge, placement=placement)
-        host = self._host
+        host = self.host
         if host is None or self.request.offload == OFF:
             return known
         known = replace(known, switches=host.switches())

@@ -5,27 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import layers
-from megatron.core.utils import get_attr_wrapped_model, get_te_version, is_te_min_version, unwrap_model
+from megatron.core.utils import get_te_version, is_te_min_version, unwrap_model
 
 from megatron_pipemem.config.refusals import (
     CPU,
     FSDP,
     SCHEDULES,
-    TIED,
     Refusals,
-    asynchronous,
-    joined_anyway,
     refuse,
-    refuse_overlapped,
     refuse_transformer_engine,
 )
 from megatron_pipemem.cpu import is_active
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.features.overlap_steps.megatron.snapshot import parts_of
 from megatron_pipemem.launch.cut_flags import FIRST_OR_LAST, is_folded
-from megatron_pipemem.mcore.loop_arguments import argument, keeps_checkpoints
+from megatron_pipemem.mcore.loop_arguments import keeps_checkpoints
 from megatron_pipemem.schedule.placement import Placement
 
 _OLDEST = "2.8"
@@ -148,60 +142,3 @@ def _cannot_be_saved(chunk: torch.nn.Module) -> bool:
     tied = getattr(model, "share_embeddings_and_output_weights", False) and not model.pre_process
     head = getattr(model, "output_layer", None)
     return bool(tied and getattr(model, "mtp_process", False) and getattr(head, "weight", None) is not None)
-
-
-def check_overlapped(
-    config, chunks: list[torch.nn.Module], optimizer: ChainedOptimizer, delays: bool = False
-) -> list[str]:
-    """Refuse what does not go without a barrier between steps.
-
-    Args:
-        config: Megatron's configuration of the model.
-        chunks: of this rank.
-        optimizer: whose steps are not to be waited for.
-        delays: whether a step is taken when its norm is known, and never taken back.
-
-    Returns:
-        What joins all ranks after every step anyway, a sentence each.
-
-    Raises:
-        UnsupportedError: the configuration asks for it, or the optimizer is of a kind that nobody here knows.
-    """
-    holders = [config, optimizer.config, *(getattr(chunk, "ddp_config", None) for chunk in chunks)]
-
-    def value_of(attribute: str) -> object:
-        values = (argument(attribute), *(getattr(holder, attribute, None) for holder in holders))
-        return next(filter(None, values), None)
-
-    refuse_overlapped(value_of, delays)
-    if type(optimizer) is not ChainedOptimizer or not optimizer.grads_states_parallel_group_is_shared():
-        raise UnsupportedError(
-            "unsupported-setting",
-            "gradient norms of experts and of other parameters are summed over different groups of ranks, and without a "
-            "barrier between steps it must be one sum; pass --use-distributed-optimizer, or drop --pipemem-overlap-steps",
-        )
-    if optimizer.config.clip_grad > 0 and not delays:
-        parts_of(optimizer)
-    return joined_anyway(value_of)
-
-
-def check_asynchronous(config, chunks: list[torch.nn.Module], loop_updates: bool) -> None:
-    """Refuse what needs one set of weights, or one update per step.
-
-    Args:
-        config: Megatron's configuration of the model.
-        chunks: of this rank.
-        loop_updates: whether the optimizer steps once per call, and not once per microbatch.
-
-    Raises:
-        UnsupportedError: the configuration asks for it.
-    """
-    holders = [config, *(getattr(chunk, "ddp_config", None) for chunk in chunks)]
-    refuse(
-        lambda attribute: next(filter(None, (getattr(holder, attribute, None) for holder in holders)), None),
-        *asynchronous(loop_updates),
-    )
-    for chunk in [] if loop_updates else chunks:
-        model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-        if getattr(model, "share_embeddings_and_output_weights", False):
-            raise UnsupportedError("tied-embedding", TIED)

@@ -234,6 +234,16 @@ class PassPrices(Protocol):
 
 
 @dataclass(frozen=True)
+class HostLink:
+    """A device's link to its host: bytes per second of a single transfer to the host, and of one back."""
+
+    out: float
+    back: float
+    duplex: bool
+    """Whether two transfers at once, one each way, take hardly longer than the slower one."""
+
+
+@dataclass(frozen=True)
 class Channel:
     """The speed of copies of activations between a device and the host.
 

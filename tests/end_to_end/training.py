@@ -24,11 +24,12 @@ from megatron.core.utils import unwrap_model
 from megatron.training import arguments, training
 
 from megatron_pipemem import disable
-from megatron_pipemem.features.offload.runtime.channels import Direction, ThreadChannel
+from megatron_pipemem.features.offload.runtime.channels import ThreadChannel
 from megatron_pipemem.features.overlap_steps.megatron import optimizer as overlapped_optimizer
 from megatron_pipemem.mcore.launch import enable_from_command_line
 from megatron_pipemem.mcore.step import queues
 from megatron_pipemem.mcore.step.queues import LaunchOrders
+from megatron_pipemem.runtime.host_traffic import Direction
 from megatron_pipemem.runtime.trace import Trace
 
 ENTRY = Path(__file__).parents[2] / "scripts" / "gpt_pretraining.py"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_pipemem.conflicts import check
+from megatron_pipemem.features.offload import megatron as offload
 from megatron_pipemem.mcore.plugin import programs_for
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.request import Request
@@ -18,6 +19,8 @@ def programs_of(
     **settings: object,
 ) -> Programs:
     """As a run has it that is enabled with these settings."""
-    request = Request(schedule, memory_cap, costs=costs, options=options or {}, **settings)
-    programs, _ = programs_for(check(request))
+    request = check(Request(schedule, memory_cap, costs=costs, options=options or {}, **settings))
+    programs = programs_for(request)
+    if request.may_offload:
+        offload.extensions(request, programs, None)
     return programs

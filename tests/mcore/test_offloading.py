@@ -9,18 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from asked_programs import programs_of
 from refusals import refused
 
 from megatron_pipemem.choose import searching
 from megatron_pipemem.choose.knowledge import ASSUMED_RATIO, Choice, Knowledge, Shape
-from megatron_pipemem.conflicts import check
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.offload import megatron as offloading
 from megatron_pipemem.features.offload.megatron import Offloading
 from megatron_pipemem.features.offload.runtime.host import ALIGNMENT, HostLink
 from megatron_pipemem.mcore import agreement
 from megatron_pipemem.mcore.model.stages import Tape, watch_batches
-from megatron_pipemem.mcore.plugin import programs_for
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.request import Request, TransferOptions
 from megatron_pipemem.schedule.action import Action, Kind
@@ -69,8 +68,7 @@ def plan_with_bytes(wanted: Programs, shape: Shape) -> Choice:
 
 
 def source(schedule: str, cap=None, **settings) -> Programs:
-    found, _ = programs_for(check(Request(schedule, memory_cap=cap, **settings)))
-    return found
+    return programs_of(schedule, cap, **settings)
 
 
 def kinds(schedule) -> set[Kind]:

@@ -13,17 +13,11 @@ from refusals import refused
 from megatron_pipemem.config import refusals as rows
 from megatron_pipemem.config.refusals import OVERLAPPED, ROLLED_BACK, SCHEDULES
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.features.asynchronous.megatron.training import StageOptimizer
+from megatron_pipemem.features.asynchronous.megatron.training import StageOptimizer, check_asynchronous
+from megatron_pipemem.features.overlap_steps.megatron.steps import check_overlapped
 from megatron_pipemem.mcore import loop_arguments, refusals
 from megatron_pipemem.mcore.plugin import disable, enable
-from megatron_pipemem.mcore.refusals import (
-    check_asynchronous,
-    check_chunks,
-    check_config,
-    check_model,
-    check_overlapped,
-    check_sharing,
-)
+from megatron_pipemem.mcore.refusals import check_chunks, check_config, check_model, check_sharing
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 

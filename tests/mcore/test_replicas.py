@@ -16,8 +16,8 @@ from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.choose.searching import serial_schedule
 from megatron_pipemem.conflicts import check_replicas
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.replicas.megatron import gradients, make_replicas
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
-from megatron_pipemem.mcore.model.replicas import gradients, make_replicas
 from megatron_pipemem.mcore.model.weight_memory import count_weights, predict_weights
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.refusals import check_chunks

@@ -21,7 +21,8 @@ from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.report import recording
 from megatron_pipemem.mcore.report.recording import Recording
 from megatron_pipemem.mcore.report.run_record import RunRecord
-from megatron_pipemem.mcore.report.run_report import Overlap, _costs
+from megatron_pipemem.mcore.report.run_report import _costs
+from megatron_pipemem.mcore.step.extension import Overlap
 from megatron_pipemem.mcore.step.observation import Observation
 from megatron_pipemem.planner.explanation import case_of_report, explain
 from megatron_pipemem.report.run import (

@@ -39,7 +39,7 @@ def function(monkeypatch) -> ForwardBackward:
         return Pipeline(group, placement, 0, [0], dict.fromkeys(edges(placement), channel))
 
     monkeypatch.setattr(step, "connect", connect)
-    programs, _ = programs_for(Request("interleaved"))
+    programs = programs_for(Request("interleaved"))
     return ForwardBackward(programs, ChunkPlacement(programs.placement, True))
 
 
@@ -87,7 +87,7 @@ def test_every_stage_makes_its_quantised_weights_in_its_first_forward(monkeypatc
     ("name", "other_order"), [("v-half", True), ("gis", True), ("interleaved", False), ("zb-h1", False)]
 )
 def test_routers_are_not_replayed_where_forwards_come_in_another_order(world, name, other_order):
-    programs, _ = programs_for(Request(name))
+    programs = programs_for(Request(name))
     function = ForwardBackward(programs, ChunkPlacement(programs.placement, True))
     chunks = [torch.nn.Linear(1, 1)] * programs.placement(1, None).num_chunks
     config = SimpleNamespace(moe_enable_routing_replay=True)

@@ -13,9 +13,9 @@ from refusals import refused
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.errors import MemoryCapError, PipememError, UnsupportedError
 from megatron_pipemem.features.unequal import megatron as unequal
-from megatron_pipemem.features.unequal.megatron import UnequalMicrobatches
+from megatron_pipemem.features.unequal.megatron import UnequalMicrobatches, weigher_of
 from megatron_pipemem.mcore.plugin import programs_for
-from megatron_pipemem.mcore.step.weighing import FullMicrobatch, weigher_of
+from megatron_pipemem.mcore.step.extension import FullMicrobatch
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.prices import MicrobatchWeights
@@ -28,7 +28,7 @@ class Run:
     """A pipeline of which this is rank 0. Whatever is read from its iterators is its own weight."""
 
     def __init__(self, schedule: str, **settings):
-        self.programs, _ = programs_for(Request(schedule, **settings))
+        self.programs = programs_for(Request(schedule, **settings))
         self.extension = UnequalMicrobatches(self.programs, weigher_of(float))
 
     def step(self, *iterators, chunks: int = 1, m: int = len(WEIGHTS)) -> SimpleNamespace:

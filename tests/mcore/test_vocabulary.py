@@ -143,7 +143,7 @@ def test_the_cut_is_told_about_pieces(monkeypatch):
     monkeypatch.setattr(build, "cut_vocabulary", lambda *arguments: told.append(arguments[-2:]))
     flags = "--pipemem-schedule 1f1b --pipemem-vocab-parallel 1".split()
     for pieces in ([], ["--pipemem-vocab-piece-tokens", "16"]):
-        source, _ = programs_for(take_flags([*flags, *pieces])[0])
+        source = programs_for(take_flags([*flags, *pieces])[0])
         build.cut_model(source, [], source.placement(4, 1), None)
     assert told == [(2, None), (2, 16)]
 

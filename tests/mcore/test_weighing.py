@@ -12,7 +12,8 @@ from refusals import refused
 
 from megatron_pipemem.conflicts import check
 from megatron_pipemem.errors import CostsError, UnsupportedError
-from megatron_pipemem.mcore.step.weighing import FullMicrobatch, weigher_of
+from megatron_pipemem.features.unequal.megatron import weigher_of
+from megatron_pipemem.mcore.step.extension import FullMicrobatch
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
 

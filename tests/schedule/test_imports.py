@@ -81,7 +81,7 @@ CHOOSING = {*BASE, "schedule", "families", "search", "features", "request", "con
         ("schedule", {*BASE, "schedule", "families"}),  # the registry lists the families' modules
         ("families", {"errors", "schedule", "families", "search", "features"}),
         ("search", {*BASE, "schedule", "search"}),
-        ("features", {"errors", "schedule", "features"}),
+        ("features", {"errors", "schedule", "request", "features"}),
         ("request", {"errors", "schedule"}),
         ("conflicts", {"errors", "schedule", "request"}),
         ("choose", CHOOSING),
@@ -100,6 +100,15 @@ def test_imports_point_one_way(part, may_import):
         if part_of(source) == part:
             parts = {part_named(n) for n in imported(source) if n.startswith("megatron_pipemem.")}
             assert parts <= may_import, source
+
+
+def test_the_kernel_imports_no_feature():
+    """Nor within functions: it knows the table of features, which imports them by name when a run wants them."""
+    folders = {path.name for path in (PACKAGE / "features").iterdir() if path.is_dir()}
+    for source in SOURCES:
+        if part_of(source) in ("schedule", "runtime", "mcore"):
+            features = {n for n in imported(source) if n.startswith("megatron_pipemem.features.")}
+            assert not {n for n in features if n.split(".")[2] in folders}, source
 
 
 def test_no_module_imports_itself_through_others():

@@ -212,6 +212,11 @@ class LayerwiseRandom(Extension):
             return original(*call, **kwargs)
 
 
+def extensions(*_: object) -> list[Extension]:
+    """Return what a run adds to steps, those of Megatron's own schedule too."""
+    return [LayerwiseRandom()]
+
+
 def _check(config) -> None:
     """Raises:
     UnsupportedError: layers of a model with this configuration cannot draw from streams of their own.

@@ -19,13 +19,15 @@ from megatron_pipemem.choose.knowledge import Choice
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.offload.runtime import OffloadEngine
 from megatron_pipemem.features.offload.runtime.engine import OffloadActions
-from megatron_pipemem.features.offload.runtime.host import HostLink, available_memory, measure_host_link
+from megatron_pipemem.features.offload.runtime.host import available_memory, measure_host_link
 from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
+from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.observation import device_of
-from megatron_pipemem.request import DEFAULT_HOST_SHARE, TransferOptions
+from megatron_pipemem.request import DEFAULT_HOST_SHARE, Request, TransferOptions
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.schedule.memory_cap import format_bytes
+from megatron_pipemem.schedule.prices import HostLink
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +145,12 @@ class Offloading(Extension):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+
+
+def extensions(request: Request, programs: Programs, _: object) -> list[Extension]:
+    """Return what a run adds to steps, and let its programs ask the host side of it."""
+    programs.host = Offloading(request.offload_options, request.host_memory)
+    return [programs.host]
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
@@ -22,16 +21,6 @@ NOT_NEEDED, RECOMPUTED = "not needed", "recomputed"
 
 Key = tuple[int, int]
 """Stage and microbatch."""
-
-
-@dataclass(frozen=True)
-class HostLink:
-    """A device's link to its host: bytes per second of a single transfer to the host, and of one back."""
-
-    out: float
-    back: float
-    duplex: bool
-    """Whether two transfers at once, one each way, take hardly longer than the slower one."""
 
 
 class Item(NamedTuple):

@@ -1,15 +1,111 @@
-"""Add a second replica of the model to a step: its batches, and sums of the replicas' gradients."""
+"""Train two replicas of the model in one pipeline: one model to Megatron, with batches and sums of gradients for both.
+
+Both replicas are trained. Their gradients are added up before anything else looks at them, so that both optimizers do the same
+to equal weights and the replicas stay equal without ever being sent again. Checkpoints hold the first replica and are loaded
+into both, and norms of gradients count the first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.utils import get_model_config
+
+from megatron_pipemem.config.refusals import REPLICAS
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.replicas.runtime import Channels, ReplicaReducer, connect_replicas
-from megatron_pipemem.mcore.model.replicas import gradients
+from megatron_pipemem.mcore.model.placement import ChunkPlacement
+from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.step.batch_distribution import Dealer, deal
 from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.runtime.activation_ledger import is_quantised
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.transport import Pipeline, destroy_groups
+from megatron_pipemem.runtime.weight_gradients import gradient_of
+from megatron_pipemem.schedule.placement import Placement
+
+_TIED_ENDS = 2
+"""Megatron saves a tied embedding from its first stage and numbers the one on its last stage behind it."""
+
+
+@torch.no_grad()
+def make_replicas(chunks: Sequence[torch.nn.Module], placement: Placement, group: dist.ProcessGroup) -> None:
+    """Give this rank's second chunk the values of its stage's first replica, and mark it as a replica.
+
+    Every rank of the pipeline calls this.
+
+    Args:
+        chunks: of this rank: its stage of the first replica, and its stage of the second.
+        placement: of the pipeline, bidirectional.
+        group: of the pipeline.
+
+    Raises:
+        UnsupportedError: the model cannot have two replicas, for example because its weights are quantised.
+    """
+    original, replica = chunks
+    check_config(get_model_config(original), REPLICAS)
+    if any(map(is_quantised, original.parameters())):
+        raise UnsupportedError(
+            "unsupported-setting",
+            f"quantised weights are not supported{REPLICAS.feature}: {REPLICAS.sentences['fp8_param']}",
+        )
+    device = group.rank()
+    other = placement.num_devices - 1 - device
+    if device == other:
+        for value, parameter in zip(original.parameters(), replica.parameters(), strict=True):
+            parameter.copy_(value)
+    else:
+        peer = dist.get_global_rank(group, other)
+        for sends in (True, False) if device < other else (False, True):
+            for parameter in (original if sends else replica).parameters():
+                carried = parameter.to(torch.cuda.current_device())
+                if sends:
+                    dist.send(carried, peer, group=group)
+                else:
+                    dist.recv(carried, peer, group=group)
+                    parameter.copy_(carried)
+    marked: Any  # with Megatron's mark
+    for marked in replica.parameters():
+        marked.shared = True
+    _save_as_replica(replica)
+
+
+def _save_as_replica(module: Any) -> None:
+    """Load its state from where the first replica's is, and never write it."""
+    original = module.sharded_state_dict
+
+    def sharded_state_dict(*args, **kwargs):
+        state = original(*args, **kwargs)
+        for entry in nested_values(state):
+            if isinstance(entry, (ShardedTensor, ShardedTensorFactory, ShardedObject)):
+                entry.replica_id = _behind(entry.replica_id)
+        return state
+
+    module.sharded_state_dict = sharded_state_dict
+
+
+def _behind(replica_id: int | tuple[int, ...]) -> int | tuple[int, ...]:
+    """Return a replica number behind those that Megatron gives to the first replica."""
+    if isinstance(replica_id, int):
+        return replica_id + _TIED_ENDS
+    first, *rest = replica_id
+    return (first + _TIED_ENDS, *rest)
+
+
+def gradients(chunk: torch.nn.Module) -> list[torch.Tensor]:
+    """Return where the gradients of a chunk are, parameter by parameter; zeros for those that got none."""
+    return [gradient_of(parameter) for parameter in chunk.parameters() if parameter.requires_grad]
+
+
+def extensions(_: object, __: object, chunk_placement: ChunkPlacement) -> list[Extension]:
+    """Return what two replicas add to steps, and let them be made equal when the model is built."""
+    chunk_placement.replicate = make_replicas
+    return [ReplicaSteps()]
 
 
 class ReplicaSteps(Extension):

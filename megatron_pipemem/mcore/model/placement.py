@@ -8,7 +8,7 @@ embedding, head and batch reading then come out right by themselves. Outside, th
 
 A bidirectional pipeline has two replicas of the model, one stage of either per device. Megatron knows of one and has no virtual
 pipeline then; the other replica's stages are the devices' chunk 1, of whom the same idea holds. What both replicas share, their
-values and their place in checkpoints and norms, is in ``replicas``.
+values and their place in checkpoints and norms, is in ``features/replicas``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -28,7 +29,6 @@ from megatron_pipemem.choose.model_cut import check_cut
 from megatron_pipemem.conflicts import check_replicas
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.cut_flags import as_built
-from megatron_pipemem.mcore.model import replicas
 from megatron_pipemem.mcore.model.dealt_ranks import DealtRank, RoundRobinRank, groups_of_chunk, round_robin_rank
 from megatron_pipemem.mcore.patching import Feature, Replacements
 from megatron_pipemem.mcore.refusals import check_sharing
@@ -66,6 +66,8 @@ class ChunkPlacement(Feature):
     is_round_robin: bool
     cut: Callable[[list[torch.nn.Module], Placement, ProcessGroupCollection], None] | None = None
     name: str = ""
+    replicate: Callable[[list[torch.nn.Module], Placement, dist.ProcessGroup], None] | None = None
+    """makes the replicas of a rank's stages equal, where the placement has several"""
     _found: dict[tuple[int, int | None], Placement] = field(default_factory=dict)
     _rank_now: int | None = None
     _num_chunks: int | None = None
@@ -178,7 +180,8 @@ class ChunkPlacement(Feature):
                 self.settle_chunk(chunks[-1], chunk)
         check_sharing(get_model_config(chunks[0]), self.name, placement)
         if placement.replicas > 1:
-            replicas.make_replicas(chunks, placement, pg_collection.pp)
+            assert self.replicate is not None, "the schedule's own feature does it"
+            self.replicate(chunks, placement, pg_collection.pp)
         if not placement.is_round_robin:
             copy_tied_weights(chunks)
         if self.cut is not None:

@@ -24,6 +24,7 @@ from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero, gather, is_first_rank
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.report import run_report, step_record
+from megatron_pipemem.mcore.step.extension import Overlap
 from megatron_pipemem.mcore.step.observation import Observation
 from megatron_pipemem.report import save_timeline
 from megatron_pipemem.report.run import lines, measured_bubble
@@ -70,7 +71,7 @@ class RunRecord:
     config: object | None = None
     steps: list[run_report.RecordedStep] = field(default_factory=list)
     held: run_report.OfRank = field(default_factory=run_report.OfRank)
-    overlap: Callable[[], run_report.Overlap] = run_report.Overlap
+    overlap: Callable[[], Overlap] = Overlap
     _failures: dict[str, str] = field(default_factory=dict)
     _plans: list[tuple[int, Choice]] = field(default_factory=list)
     _program: Program | None = None

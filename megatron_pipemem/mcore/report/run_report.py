@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 from megatron_pipemem.choose.knowledge import Choice
-from megatron_pipemem.features.offload.runtime import OffloadStatistics
-from megatron_pipemem.features.offload.runtime.channels import Direction
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes, predict_weights
 from megatron_pipemem.report.run import bubble_of_steps, peak_activation, typical
+from megatron_pipemem.runtime.host_traffic import Direction, OffloadStatistics
 from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
 from megatron_pipemem.schedule.baseline import counted_bytes_of_1f1b
@@ -58,19 +56,6 @@ class Shared:
 
     of_stages: Mapping[int, int]
     spans: Sequence[tuple[float, float]]
-
-
-class Overlap(NamedTuple):
-    """Hold what steps without a barrier between them have come to on a rank."""
-
-    steps_ahead: int = 0
-    """optimizer steps that were taken before the gradient norm was known"""
-    steps_taken_back: int = 0
-    """of these, those whose gradients had to be clipped"""
-    rollback_bytes: int = 0
-    """of the state that a step may be taken back to"""
-    waiting_gradient_bytes: int = 0
-    """of the gradients that wait for their step while the next batch adds up its own"""
 
 
 @dataclass

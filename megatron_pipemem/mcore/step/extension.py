@@ -6,23 +6,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pipemem.choose.knowledge import Choice, Shape
-from megatron_pipemem.features.offload.runtime import OffloadStatistics
 from megatron_pipemem.mcore.model.stages import ActivationCounter, ChunkStage, StepContext
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.patching import Feature
 from megatron_pipemem.mcore.programs import Compiled, Programs
-from megatron_pipemem.mcore.report.run_report import Overlap
 from megatron_pipemem.mcore.step.observation import Observation, permanent_tensors
 from megatron_pipemem.mcore.step.queues import LaunchKind, LaunchOrders
-from megatron_pipemem.mcore.step.weighing import FullMicrobatch
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, StepFeature
+from megatron_pipemem.runtime.host_traffic import OffloadStatistics
 from megatron_pipemem.runtime.transport import MessageFormat, Pipeline
 from megatron_pipemem.schedule.schedule import Order, Program
 
@@ -43,6 +41,31 @@ class Trial(Protocol):
 
     def start_over(self) -> None:
         """Put everything back that these actions have changed, the messages aside."""
+
+
+class FullMicrobatch(NamedTuple):
+    """Give the size of a full microbatch: weights of microbatches are relative to it.
+
+    Args:
+        sequences: of a microbatch.
+        length: tokens of a sequence, of all context-parallel ranks.
+    """
+
+    sequences: int
+    length: int
+
+
+class Overlap(NamedTuple):
+    """Hold what steps without a barrier between them have come to on a rank."""
+
+    steps_ahead: int = 0
+    """optimizer steps that were taken before the gradient norm was known"""
+    steps_taken_back: int = 0
+    """of these, those whose gradients had to be clipped"""
+    rollback_bytes: int = 0
+    """of the state that a step may be taken back to"""
+    waiting_gradient_bytes: int = 0
+    """of the gradients that wait for their step while the next batch adds up its own"""
 
 
 @dataclass
@@ -179,6 +202,9 @@ class Extension(Feature):
 
     def after(self, step: Step) -> None:
         """The step has ended."""
+
+    def settle_now(self) -> None:
+        """Leave no update of weights pending between steps. Every rank calls this at the same time."""
 
     def close(self, orderly: bool) -> None:
         """Forget what was kept for the next step.

@@ -25,10 +25,9 @@ from megatron_pipemem.mcore.model.whole_model import check_whole_model
 from megatron_pipemem.mcore.patching import Feature, Replacements
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.refusals import check_chunks, check_config
-from megatron_pipemem.mcore.step.extension import Extension, Step, Trial
+from megatron_pipemem.mcore.step.extension import Extension, FullMicrobatch, Step, Trial
 from megatron_pipemem.mcore.step.observation import device_of, observe
 from megatron_pipemem.mcore.step.queues import LaunchOrders
-from megatron_pipemem.mcore.step.weighing import FullMicrobatch
 from megatron_pipemem.mcore.symbols import WITH_INTERLEAVING, WITHOUT_INTERLEAVING
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.transport import (

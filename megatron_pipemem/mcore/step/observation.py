@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_pipemem.features.offload.runtime import OffloadStatistics
 from megatron_pipemem.mcore.model.transformer_engine import uncountable
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.runtime.host_traffic import OffloadStatistics
 from megatron_pipemem.runtime.trace import Trace
 
 

@@ -15,8 +15,7 @@ from megatron_pipemem.features.overlap_steps.megatron.norm import LateNorm
 from megatron_pipemem.features.overlap_steps.megatron.optimizer import OverlappedOptimizer
 from megatron_pipemem.features.overlap_steps.megatron.snapshot import hyperparameters
 from megatron_pipemem.features.overlap_steps.megatron.steps import OverlappedSteps
-from megatron_pipemem.mcore.report.run_report import Overlap
-from megatron_pipemem.mcore.step.extension import Step
+from megatron_pipemem.mcore.step.extension import Overlap, Step
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.stream import gain_without_barrier
 

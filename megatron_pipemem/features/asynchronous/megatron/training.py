@@ -7,30 +7,33 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.choose.knowledge import Choice, Shape
-from megatron_pipemem.config.refusals import asynchronous
+from megatron_pipemem.config.refusals import TIED, asynchronous, refuse
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.asynchronous.megatron.checkpoint import SavedVersions, load, save
-from megatron_pipemem.features.asynchronous.megatron.delayed import DelayedOptimizer
 from megatron_pipemem.features.asynchronous.runtime import WeightSwitch, WeightVersions
 from megatron_pipemem.mcore.agreement import agree, gather, tell
 from megatron_pipemem.mcore.loop_arguments import steps_left
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.programs import Compiled, Programs, announce, digest_of
-from megatron_pipemem.mcore.refusals import check_asynchronous, check_config
+from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, LOAD, SAVE
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import InFlight, StepFeature
 from megatron_pipemem.schedule import stream as windows
 from megatron_pipemem.schedule.simulator import Timeline
+
+if TYPE_CHECKING:  # loaded where ranks do not wait for each other at the end of a batch
+    from megatron_pipemem.features.asynchronous.megatron.delayed import DelayedOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -382,3 +385,25 @@ class AsynchronousTraining(Extension):
             self._stream = None
         self._optimizer.release()
         self._plans.clear()
+
+
+def check_asynchronous(config, chunks: list[torch.nn.Module], loop_updates: bool) -> None:
+    """Refuse what needs one set of weights, or one update per step.
+
+    Args:
+        config: Megatron's configuration of the model.
+        chunks: of this rank.
+        loop_updates: whether the optimizer steps once per call, and not once per microbatch.
+
+    Raises:
+        UnsupportedError: the configuration asks for it.
+    """
+    holders = [config, *(getattr(chunk, "ddp_config", None) for chunk in chunks)]
+    refuse(
+        lambda attribute: next(filter(None, (getattr(holder, attribute, None) for holder in holders)), None),
+        *asynchronous(loop_updates),
+    )
+    for chunk in [] if loop_updates else chunks:
+        model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        if getattr(model, "share_embeddings_and_output_weights", False):
+            raise UnsupportedError("tied-embedding", TIED)

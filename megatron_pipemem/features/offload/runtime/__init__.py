@@ -1,5 +1,5 @@
 """Move activations to host memory and back."""
 
-from megatron_pipemem.features.offload.runtime.engine import OffloadEngine, OffloadStatistics, Stall
+from megatron_pipemem.features.offload.runtime.engine import OffloadEngine
 
-__all__ = ["OffloadEngine", "OffloadStatistics", "Stall"]
+__all__ = ["OffloadEngine"]

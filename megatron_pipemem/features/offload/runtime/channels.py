@@ -6,18 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from queue import SimpleQueue
 from typing import Protocol
 
 import torch
 
 from megatron_pipemem.errors import OffloadError
-
-
-class Direction(Enum):
-    OUT = "offload"
-    IN = "reload"
+from megatron_pipemem.runtime.host_traffic import Direction
 
 
 @dataclass(frozen=True, eq=False)

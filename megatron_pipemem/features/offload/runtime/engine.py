@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,6 @@ from megatron_pipemem.features.offload.runtime.channels import (
     Copy,
     CopyChannel,
     CudaChannel,
-    Direction,
     ThreadChannel,
     Ticket,
 )
@@ -48,40 +47,10 @@ from megatron_pipemem.features.offload.runtime.saved import (
 )
 from megatron_pipemem.runtime.activation_ledger import storage_key
 from megatron_pipemem.runtime.executor import Executor, Handlers, Instruction
+from megatron_pipemem.runtime.host_traffic import Direction, OffloadStatistics, Stall
 from megatron_pipemem.schedule.action import Kind
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Stall:
-    """The time that computing waited for one transfer."""
-
-    key: Hashable  # the forward whose activations moved
-    direction: Direction
-    nbytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class OffloadStatistics:
-    """Bytes and seconds since the step began."""
-
-    bytes_out: int  # moved to the host
-    bytes_in: int  # moved back
-    # The peak of captured storages on the device. A reload counts from the allocation of its memory. Tensors that deferred
-    # weight gradients keep longer than the graph are not counted.
-    device_peak_bytes: int
-    host_peak_bytes: int  # counted from each offload to the wait for its reload
-    # Host memory of the pool, which keeps it for later steps. Less than the peak if blocks are reused while they are read.
-    host_reserved_bytes: int
-    held_elsewhere_bytes: int  # moved in vain, because other code still held the storage
-    stayed_bytes: Mapping[str, int]  # saved tensors that cannot move, by reason
-    stalls: tuple[Stall, ...]
-
-    @property
-    def stall_seconds(self) -> float:
-        return sum(stall.seconds for stall in self.stalls)
 
 
 @dataclass(eq=False)

@@ -13,8 +13,9 @@ import psutil
 import torch
 
 from megatron_pipemem.errors import OffloadError
-from megatron_pipemem.features.offload.runtime.channels import Copy, CopyChannel, Direction, Ticket
-from megatron_pipemem.features.offload.transfers import HostLink
+from megatron_pipemem.features.offload.runtime.channels import Copy, CopyChannel, Ticket
+from megatron_pipemem.runtime.host_traffic import Direction
+from megatron_pipemem.schedule.prices import HostLink
 
 ALIGNMENT = 256
 """Bytes. Every block begins and ends on a multiple."""

@@ -1,1 +1,12 @@
 """Let steps follow each other without a barrier between them."""
+
+from __future__ import annotations
+
+from megatron_pipemem.features.overlap_steps.megatron.optimizer import OverlappedOptimizer
+from megatron_pipemem.features.overlap_steps.megatron.steps import OverlappedSteps
+from megatron_pipemem.mcore.step.extension import Extension
+
+
+def extensions(*_: object) -> list[Extension]:
+    """Return what a run without a barrier between steps adds to them."""
+    return [OverlappedSteps(OverlappedOptimizer())]

@@ -14,7 +14,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.overlap_steps.megatron.norm import LateNorm, LateSum, Norms
 from megatron_pipemem.features.overlap_steps.megatron.snapshot import Snapshot
 from megatron_pipemem.mcore.agreement import done_by_all
-from megatron_pipemem.mcore.report.run_report import Overlap
+from megatron_pipemem.mcore.step.extension import Overlap
 
 CLEAN_STEPS = 10
 """Steps in a row that must need no clipping before one is taken without waiting for its norm."""

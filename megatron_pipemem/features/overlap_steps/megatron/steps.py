@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 
+import torch
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import random
 
 from megatron_pipemem.choose.knowledge import Shape
+from megatron_pipemem.config.refusals import joined_anyway, refuse_overlapped
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.overlap_steps.megatron.loop import TrainingLoop
 from megatron_pipemem.features.overlap_steps.megatron.optimizer import OverlappedOptimizer
+from megatron_pipemem.features.overlap_steps.megatron.snapshot import parts_of
 from megatron_pipemem.features.overlap_steps.megatron.traces import ForwardTraces
 from megatron_pipemem.features.overlap_steps.orders import validation_cut
 from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
+from megatron_pipemem.mcore.loop_arguments import argument
 from megatron_pipemem.mcore.patching import Replacements
-from megatron_pipemem.mcore.refusals import check_overlapped
 from megatron_pipemem.mcore.step.extension import Extension, Step, Trial
 from megatron_pipemem.mcore.step.model_calls import Rereadable
 from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, ZERO_GRAD_BUFFER
@@ -142,3 +147,38 @@ class LeadingForwards(Trial):
         self._traces.restore()
         step.context.loss_data.clear()
         step.context.num_tokens.zero_()
+
+
+def check_overlapped(
+    config, chunks: list[torch.nn.Module], optimizer: ChainedOptimizer, delays: bool = False
+) -> list[str]:
+    """Refuse what does not go without a barrier between steps.
+
+    Args:
+        config: Megatron's configuration of the model.
+        chunks: of this rank.
+        optimizer: whose steps are not to be waited for.
+        delays: whether a step is taken when its norm is known, and never taken back.
+
+    Returns:
+        What joins all ranks after every step anyway, a sentence each.
+
+    Raises:
+        UnsupportedError: the configuration asks for it, or the optimizer is of a kind that nobody here knows.
+    """
+    holders = [config, optimizer.config, *(getattr(chunk, "ddp_config", None) for chunk in chunks)]
+
+    def value_of(attribute: str) -> object:
+        values = (argument(attribute), *(getattr(holder, attribute, None) for holder in holders))
+        return next(filter(None, values), None)
+
+    refuse_overlapped(value_of, delays)
+    if type(optimizer) is not ChainedOptimizer or not optimizer.grads_states_parallel_group_is_shared():
+        raise UnsupportedError(
+            "unsupported-setting",
+            "gradient norms of experts and of other parameters are summed over different groups of ranks, and without a "
+            "barrier between steps it must be one sum; pass --use-distributed-optimizer, or drop --pipemem-overlap-steps",
+        )
+    if optimizer.config.clip_grad > 0 and not delays:
+        parts_of(optimizer)
+    return joined_anyway(value_of)

@@ -36,6 +36,7 @@ from megatron_pipemem.features.vocabulary.runtime.shards import (
     WeightShard,
 )
 from megatron_pipemem.mcore.agreement import gather, tell
+from megatron_pipemem.mcore.layers_of_stages import layout_of
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.planner.counts import Sizes, head_weight, layer_weight
@@ -353,7 +354,7 @@ def cut_model(
     if programs.request.vocab_parallel == AUTO:
         model = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
         assert pg_collection is not None, "whoever builds the model has made them"
-        layout = layout_of(chunks, placement, pg_collection.pp)
+        layout = layout_of(chunks, placement, pg_collection.pp, layers_in)
         barriers = choose_barriers(model, layout, programs.costs, programs.ways(placement, len(chunks)))
     programs.vocabulary_is(barriers, placement.num_devices)
     if barriers:
@@ -433,29 +434,6 @@ def cut_vocabulary(
     scale = config.mup_output_mult if config.use_mup else 1.0
     options = HeadOptions(barriers=barriers, piece_tokens=piece_tokens, scale=scale)
     models[0].add_module(NAME, VocabularyShards(partition, index, embedding, head, options))
-
-
-def layout_of(
-    chunks: list[torch.nn.Module],
-    placement: Placement,
-    pipeline: dist.ProcessGroup,
-    count: Callable[[Any], float] = layers_in,
-) -> tuple[float, ...]:
-    """Return the number of layers of every stage as they were built. Every rank calls this.
-
-    Args:
-        chunks: of this rank.
-        placement: of the stages.
-        pipeline: its process group.
-        count: returns the layers of a chunk.
-    """
-    models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
-    everyones = gather([count(model) for model in models], pipeline)
-    layout = [0.0] * placement.num_stages
-    for stages, layers in zip(placement.stages, everyones, strict=True):
-        for stage, held in zip(stages, layers, strict=True):
-            layout[stage] = held
-    return tuple(layout)
 
 
 def shards_of(chunks: list[torch.nn.Module]) -> VocabularyShards:
