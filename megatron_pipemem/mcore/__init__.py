@@ -1,13 +1,12 @@
-"""Attach schedules to stock Megatron-Core. Beside ``cpu/`` this is the only package that imports megatron.
+"""Attach schedules to stock Megatron-Core. Outside of ``cpu/`` and ``features/*/megatron``, only this package imports megatron.
 
-- ``plugin``: ``enable()`` and ``disable()``, and what a run consists of; ``launch`` and ``flags`` do it from a command line.
-- ``symbols``: everything of Megatron that is replaced or relied on; ``patching`` replaces it and puts it back.
+- ``plugin``: ``enable()`` and ``disable()``, and the parts of a run; ``launch`` and ``flags`` enable it from a command line.
+- ``symbols``: all functions of Megatron that are replaced or relied on; ``patching`` replaces them and puts them back.
 - ``step``: the replacement of Megatron's forward-backward functions, and the extensions by which features add to a step.
-- ``model``: chunks and where they are built, how they run as stages, and how their layers split backwards.
-- ``vocabulary``, ``asynchronous``: what these features add to models and steps.
-- ``report``: what a run did, against what was predicted. ``replanning``: plans anew with what it shows.
-- ``profiling``: what the stages of a model take and hold, run alone (``lone_stage``).
-- ``refusals``: what cannot run. ``agreement``: what all ranks of a job do together.
+- ``model``: where chunks are built, how they run as stages, and how their layers split backwards.
+- ``report``: measurements of a run, compared with its plan. ``replanning`` plans anew with them.
+- ``profiling``: time and memory of the stages of a model, each run alone (``lone_stage``).
+- ``refusals``: models and settings that cannot run. ``agreement``: decisions that all ranks of a job share.
 """
 
 from __future__ import annotations

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pipemem.errors import PipememError, UnsupportedError
 
@@ -110,3 +112,112 @@ def agree(digest: str, group: dist.ProcessGroup) -> None:
             f"pipeline ranks {different} built another schedule than rank 0; start every rank with the same "
             "--pipemem flags, CUDA and NCCL variables, package versions and number of microbatches",
         )
+
+
+# Let the ranks of a copy of the model agree, at a step's start, on what those know that read its batch.
+#
+# Few ranks read data: those of the first and the last stage, and of their tensor-parallel groups the first one. What the whole
+# copy must know of a batch goes along its tensor-parallel, its context-parallel and its pipeline groups, in one small message
+# on each.
+
+
+Groups = Sequence[dist.ProcessGroup]
+
+_UNKNOWN, _KNOWN, _FAILED = range(3)
+
+
+def groups_of_copy(groups: ProcessGroupCollection, pipeline: dist.ProcessGroup) -> Groups:
+    """Return the groups along which every rank of a copy of the model is reached from its first one."""
+    return [group for group in (groups.tp, groups.cp, pipeline) if group.size() > 1]
+
+
+def agreed_numbers(
+    what: str, tell: Callable[[], Sequence[float] | None], size: int, groups: Groups
+) -> tuple[float, ...]:
+    """Return the numbers that those ranks tell who know them, on every rank. Every rank of the groups calls this alike.
+
+    Args:
+        what: the numbers are, for messages, as in ``weights of microbatches``.
+        tell: returns this rank's numbers, or ``None`` where it knows none.
+        size: how many there are.
+        groups: see ``groups_of_copy``.
+
+    Raises:
+        UnsupportedError: no rank knows any, two ranks tell others, or one failed to tell; on every rank alike.
+    """
+    numbers, failure = None, None
+    try:
+        numbers = tell()
+        if numbers is not None and len(numbers) != size:
+            raise UnsupportedError("wrong-count", f"there are {len(numbers)} {what} where {size} are needed")
+    except Exception as error:  # the other ranks must hear of it, whatever it is
+        failure = error
+    # The greatest and, negated, the least of what is told: where they differ, ranks disagree.
+    told = torch.full((1 + 2 * size,), -torch.inf, dtype=torch.float64)
+    told[0] = _FAILED if failure is not None else _UNKNOWN if numbers is None else _KNOWN
+    if failure is None and numbers is not None:
+        told[1:] = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.float64)
+    told = told.to(torch.cuda.current_device())
+    for group in groups:
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=group)
+    state, *values = told.tolist()
+    if state == _FAILED:
+        _raise_everywhere(what, failure, groups)
+    if state == _UNKNOWN:
+        raise UnsupportedError(
+            "data-iterator", f"no rank of this pipeline reads data from an iterator, so nobody knows the {what}"
+        )
+    greatest, least = values[:size], [-value for value in values[size:]]
+    for number, (most, fewest) in enumerate(zip(greatest, least, strict=True)):
+        if most != fewest:
+            raise UnsupportedError(
+                "ranks-differ",
+                f"ranks that read the same batch disagree on the {what}: number {number} is {fewest:g} on one and {most:g} on "
+                "another; let the first and the last stage, and all context-parallel ranks, read the same microbatches",
+            )
+    return tuple(greatest)
+
+
+def largest_numbers(numbers: Sequence[float], group: dist.ProcessGroup) -> tuple[float, ...]:
+    """Return the largest of every number that the ranks of a group have, on each of them."""
+    largest = torch.tensor(numbers, dtype=torch.float64).to(torch.cuda.current_device())
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return tuple(largest.tolist())
+
+
+def decided_by_first[T](decide: Callable[[], T], groups: Groups) -> T:
+    """Return on every rank what the first rank of the groups decides. Every rank of the groups calls this alike.
+
+    Args:
+        decide: called on the first rank alone; its result is pickled.
+        groups: see ``groups_of_copy``.
+
+    Raises:
+        PipememError: what ``decide`` raised; on every rank with the same message.
+    """
+    payload: list[Any] = [None]
+    if all(group.rank() == 0 for group in groups):
+        try:
+            payload = [decide()]
+        except PipememError as error:
+            payload = [error]
+    for group in groups:
+        dist.broadcast_object_list(payload, src=dist.get_global_rank(group, 0), group=group)
+    if isinstance(payload[0], PipememError):
+        raise payload[0]
+    return payload[0]
+
+
+def _raise_everywhere(what: str, failure: Exception | None, groups: Groups) -> None:
+    """Raise what one of the ranks failed with on all of them."""
+    told = None
+    if failure is not None:
+        code = failure.code if isinstance(failure, PipememError) else "other-rank-failed"
+        told = (code, f"{failure}" or type(failure).__name__)
+    for group in groups:
+        told = next((each for each in gather(told, group) if each is not None), None)
+    if failure is not None:
+        raise failure
+    assert told is not None, "a rank failed"
+    code, message = told
+    raise UnsupportedError(code, f"the {what} are not known: {message}")

@@ -16,18 +16,16 @@ from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features import Position, features_at
 from megatron_pipemem.mcore.agreement import tell
-from megatron_pipemem.mcore.model.placement import ChunkPlacement
-from megatron_pipemem.mcore.model.program_chunks import ProgramChunks
+from megatron_pipemem.mcore.model.placement import ChunkPlacement, ProgramChunks
 from megatron_pipemem.mcore.optimizer_state import ReshardableState
 from megatron_pipemem.mcore.patching import Feature, PatchSet, is_imported, version_told
 from megatron_pipemem.mcore.programs import Programs
-from megatron_pipemem.mcore.step.extension import Extension
+from megatron_pipemem.mcore.step.batches import StepShapes
+from megatron_pipemem.mcore.step.extension import Extension, LaunchOrders
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
 from megatron_pipemem.mcore.step.gradient_reductions import GradientReductions
 from megatron_pipemem.mcore.step.losses import Losses
 from megatron_pipemem.mcore.step.markers import Markers
-from megatron_pipemem.mcore.step.queues import LaunchOrders
-from megatron_pipemem.mcore.step.shapes import StepShapes
 from megatron_pipemem.mcore.step.split_backward import SplitBackward
 from megatron_pipemem.mcore.symbols import USED
 from megatron_pipemem.request import PROFILE, Request, prices_of
@@ -72,7 +70,7 @@ class _Enabled:
             record.check_outputs()
             recording.append(Recording(record))
         if request.is_stock:
-            from megatron_pipemem.mcore.report.observer import StockObserver
+            from megatron_pipemem.mcore.report.recording import StockObserver
 
             last = _extensions(Position.LAST, request)
             observer = StockObserver(record, *prices_of(request.costs))
@@ -118,7 +116,7 @@ def _pricing(request: Request, programs: Programs) -> list[Extension]:
     """Return what replaces the prices that a run begins with by those of its model and of its steps."""
     pricing: list[Extension] = []
     if programs.costs.part_prices is not None:
-        from megatron_pipemem.mcore.layers_of_stages import LayersOfStages
+        from megatron_pipemem.mcore.replanning import LayersOfStages
 
         pricing.append(LayersOfStages(programs))
     profiles = request.costs == PROFILE or programs.needs_seconds

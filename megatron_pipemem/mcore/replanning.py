@@ -1,4 +1,4 @@
-"""Plans anew with what a run shows: bytes after its first step, seconds after a few, and when costs have moved."""
+"""Replace the prices that a run begins with: by those of the layers as built, and by bytes and seconds of its steps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.mcore.agreement import gather, is_first_rank, tell
+from megatron_pipemem.mcore.model.whole_model import layout_of
 from megatron_pipemem.mcore.programs import MeasurementUpdate, Programs
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.runtime.activation_ledger import bytes_per_action
@@ -22,6 +23,21 @@ logger = logging.getLogger(__name__)
 FIRST_STEPS = 2
 WINDOW = 20
 MINIMUM_GAIN = 0.01
+
+
+class LayersOfStages(Extension):
+    """Say how the model is cut before the first step is planned, so that prices of layers, embedding and head make stages'."""
+
+    def __init__(self, programs: Programs):
+        self._programs = programs
+        self._is_known = False
+
+    def choose(self, step: Step) -> None:
+        if not self._is_known:
+            placement = step.pipeline.placement
+            layout = layout_of(step.chunks, placement, step.groups.pp, lambda model: len(model.decoder.layers))
+            self._programs.cut_is(tuple(map(int, layout[: placement.model_stages])))
+            self._is_known = True
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ class Case:
     """By how many bytes every kind of action changes what its device holds, per stage and slice; ``None`` for activation
     units."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """What the run's configuration cannot do, by name, and why (``mcore.report.step_record``)."""
+    """What the run's configuration cannot do, by name, and why (``mcore.report.run_report``)."""
     ordered: bool = False  # whether its microbatches are ordered by what they cost already
     outside: float = 0.0  # seconds of a training step in which the pipeline is done: optimizer, reductions, logging
     mtp_layers: int = 0  # of multi-token prediction, which stay on the last stage

@@ -27,8 +27,8 @@ from megatron_pipemem import disable
 from megatron_pipemem.features.offload.runtime.channels import ThreadChannel
 from megatron_pipemem.features.overlap_steps.megatron import optimizer as overlapped_optimizer
 from megatron_pipemem.mcore.launch import enable_from_command_line
-from megatron_pipemem.mcore.step import queues
-from megatron_pipemem.mcore.step.queues import LaunchOrders
+from megatron_pipemem.mcore.step import extension
+from megatron_pipemem.mcore.step.extension import LaunchOrders
 from megatron_pipemem.runtime.host_traffic import Direction
 from megatron_pipemem.runtime.trace import Trace
 
@@ -161,7 +161,7 @@ def _launching_as_on_gpus(single_queues: list[bool]) -> Iterator[None]:
         return single_queues[-1]
 
     with (
-        mock.patch.object(queues, "waits_at_first_launch", lambda device: True),
+        mock.patch.object(extension, "waits_at_first_launch", lambda device: True),
         mock.patch.object(LaunchOrders, "of", noting),
     ):
         yield

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe import token_dispatcher
 
-from megatron_pipemem.mcore.model.experts import nothing_left_behind
+from megatron_pipemem.mcore.model.stages import nothing_left_behind
 
 MANAGERS = [token_dispatcher._DeepepManager, token_dispatcher._HybridEPManager, token_dispatcher._NCCLEPManager]
 KEPT = ("token_probs", "dispatched_probs", "tokens_per_expert")

@@ -16,8 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from refusals import refused
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.model.dealt_ranks import RoundRobinRank
-from megatron_pipemem.mcore.model.placement import ChunkPlacement
+from megatron_pipemem.mcore.model.placement import ChunkPlacement, RoundRobinRank
 from megatron_pipemem.mcore.patching import PatchSet
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.request import Request

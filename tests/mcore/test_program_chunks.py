@@ -12,8 +12,7 @@ from refusals import refused
 
 import megatron_pipemem
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.model.placement import ChunkPlacement
-from megatron_pipemem.mcore.model.program_chunks import ProgramChunks
+from megatron_pipemem.mcore.model.placement import ChunkPlacement, ProgramChunks
 from megatron_pipemem.schedule.placement import Placement
 
 RANK, P = 1, 4

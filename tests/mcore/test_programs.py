@@ -13,7 +13,7 @@ from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.mcore import programs as run_programs
 from megatron_pipemem.mcore.programs import MeasurementUpdate, Programs
-from megatron_pipemem.mcore.step.queues import LaunchKind, LaunchOrders
+from megatron_pipemem.mcore.step.extension import LaunchKind, LaunchOrders
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule import registry
 from megatron_pipemem.schedule.action import Kind

@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 
-from megatron_pipemem.mcore.model.regions import regions_of
+from megatron_pipemem.mcore.model.stages import regions_of
 
 
 def test_modules_are_as_before_even_after_a_failure():

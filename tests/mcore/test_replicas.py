@@ -18,10 +18,10 @@ from megatron_pipemem.conflicts import check_replicas
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.replicas.megatron import gradients, make_replicas
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
-from megatron_pipemem.mcore.model.weight_memory import count_weights, predict_weights
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.refusals import check_chunks
-from megatron_pipemem.mcore.step.batch_distribution import deal
+from megatron_pipemem.mcore.step.batches import deal
+from megatron_pipemem.mcore.step.extension import count_weights, predict_weights
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.lowering import lower

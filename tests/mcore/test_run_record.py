@@ -16,14 +16,12 @@ from megatron_pipemem.choose.knowledge import Choice as Plan
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.errors import OutputError, UnsupportedError
 from megatron_pipemem.mcore import plugin
-from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.report import recording
 from megatron_pipemem.mcore.report.recording import Recording
 from megatron_pipemem.mcore.report.run_record import RunRecord
 from megatron_pipemem.mcore.report.run_report import _costs
-from megatron_pipemem.mcore.step.extension import Overlap
-from megatron_pipemem.mcore.step.observation import Observation
+from megatron_pipemem.mcore.step.extension import Observation, Overlap, WeightBytes
 from megatron_pipemem.planner.explanation import case_of_report, explain
 from megatron_pipemem.report.run import (
     explanation_lines,

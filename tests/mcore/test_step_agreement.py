@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
-from megatron_pipemem.mcore.step import agreement
+from megatron_pipemem.mcore import agreement
 
 TP, PP = 2, 3
 

@@ -8,18 +8,17 @@ import pytest
 import torch
 
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
-from megatron_pipemem.mcore.step import model_calls
-from megatron_pipemem.mcore.step.extension import Step
+from megatron_pipemem.mcore.step import batches
+from megatron_pipemem.mcore.step.batches import StepShapes
+from megatron_pipemem.mcore.step.extension import LaunchOrders, Step
 from megatron_pipemem.mcore.step.forward_backward import _same_tokens, _shape_of_tokens
-from megatron_pipemem.mcore.step.queues import LaunchOrders
-from megatron_pipemem.mcore.step.shapes import StepShapes
 from megatron_pipemem.runtime.transport import MessageFormat, Pipeline
 from megatron_pipemem.schedule.placement import Placement
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(model_calls.random, "_fork_rng", torch.random.fork_rng)
+    monkeypatch.setattr(batches.random, "_fork_rng", torch.random.fork_rng)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
 
 

@@ -18,8 +18,8 @@ from megatron_pipemem.features.vocabulary.megatron.step import share_batch
 from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.mcore.flags import take_flags
 from megatron_pipemem.mcore.plugin import programs_for
-from megatron_pipemem.mcore.step import model_calls
-from megatron_pipemem.mcore.step.model_calls import calls_of
+from megatron_pipemem.mcore.step import batches
+from megatron_pipemem.mcore.step.batches import calls_of
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.prices import PartPrices
 from megatron_pipemem.schedule.registry import build_schedule
@@ -29,7 +29,7 @@ from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 @pytest.fixture(autouse=True)
 def random_numbers_of_the_cpu(monkeypatch):
-    monkeypatch.setattr(model_calls.random, "_fork_rng", torch.random.fork_rng)
+    monkeypatch.setattr(batches.random, "_fork_rng", torch.random.fork_rng)
 
 
 class Model(torch.nn.Module):

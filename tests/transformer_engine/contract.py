@@ -42,7 +42,7 @@ from megatron_pipemem.mcore.model.transformer_engine import (  # noqa: E402
     delayed_modules,
     notice_frozen_input,
 )
-from megatron_pipemem.mcore.step.observation import observe  # noqa: E402
+from megatron_pipemem.mcore.step.extension import observe  # noqa: E402
 from megatron_pipemem.planner.activations import layer_bytes  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import EARLY, WeightGradientQueue  # noqa: E402

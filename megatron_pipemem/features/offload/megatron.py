@@ -22,8 +22,7 @@ from megatron_pipemem.features.offload.runtime.engine import OffloadActions
 from megatron_pipemem.features.offload.runtime.host import available_memory, measure_host_link
 from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
 from megatron_pipemem.mcore.programs import Programs
-from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.step.observation import device_of
+from megatron_pipemem.mcore.step.extension import Extension, Step, device_of
 from megatron_pipemem.request import DEFAULT_HOST_SHARE, Request, TransferOptions
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.schedule.memory_cap import format_bytes

@@ -21,7 +21,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.replicas.runtime import Channels, ReplicaReducer, connect_replicas
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.refusals import check_config
-from megatron_pipemem.mcore.step.batch_distribution import Dealer, deal
+from megatron_pipemem.mcore.step.batches import Dealer, deal
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.runtime.activation_ledger import is_quantised
 from megatron_pipemem.runtime.executor import StepFeature

@@ -20,13 +20,19 @@ import torch
 from megatron_pipemem.choose.knowledge import MEASURED
 from megatron_pipemem.config.refusals import REORDERED
 from megatron_pipemem.errors import CostsError, PipememError, UnsupportedError
-from megatron_pipemem.mcore.agreement import agree, tell
+from megatron_pipemem.mcore.agreement import (
+    agree,
+    agreed_numbers,
+    decided_by_first,
+    groups_of_copy,
+    largest_numbers,
+    tell,
+)
 from megatron_pipemem.mcore.loop_arguments import running_iteration
-from megatron_pipemem.mcore.model.shape import model_of
+from megatron_pipemem.mcore.model.whole_model import model_of
 from megatron_pipemem.mcore.programs import Compiled, Programs
 from megatron_pipemem.mcore.refusals import check_config
-from megatron_pipemem.mcore.step.agreement import agreed_numbers, decided_by_first, groups_of_copy, largest_numbers
-from megatron_pipemem.mcore.step.batch_distribution import Dealer
+from megatron_pipemem.mcore.step.batches import Dealer
 from megatron_pipemem.mcore.step.extension import Extension, FullMicrobatch, Step
 from megatron_pipemem.planner.counts import attention_share
 from megatron_pipemem.request import MicrobatchCosts, Request

@@ -1,24 +1,28 @@
-"""Splits the backward of Megatron's own linear layers, the LM head and local experts among them.
+"""Split the backward of Megatron's own layers: linear layers, the LM head, local experts, the embedding.
 
-All of them compute through one function of ``tensor_parallel.layers``, looked up at call time. Our replacement computes the
-same forward and the same input gradient, and leaves the weight-gradient GEMM in the queue of the running action.
+All linear layers compute through one function of ``tensor_parallel.layers``, looked up at call time. Our replacement computes
+the same forward and the same input gradient, and leaves the weight-gradient GEMM in the queue of the running action.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding, layers
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_tensor_model_parallel_group_if_none, prepare_input_tensors_for_wgrad_compute
 
 from megatron_pipemem.runtime.activation_ledger import saved_as_is
 from megatron_pipemem.runtime.weight_gradients import (
+    EARLY,
     GRADIENT_READY,
     Arriving,
     DeferredWeightGradient,
@@ -32,6 +36,7 @@ from megatron_pipemem.runtime.weight_gradients import (
     remember,
     shard_of,
 )
+from megatron_pipemem.schedule.options import EarlyWeights, early_weights
 
 logger = logging.getLogger(__name__)
 
@@ -254,3 +259,118 @@ def attach_ddp_hooks(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
                 setattr(parameter, GRADIENT_READY, make_hook(parameter))
                 marked.append(parameter)
     return marked
+
+
+# Weights whose gradients are computed in I.
+
+
+_EXPERTS = re.compile(r"(?:^|\.)experts\.(?:local_experts\.\d+\.)?linear_(fc[12])\.weight")
+"""Weights of routed experts, which Megatron computes one by one or in groups."""
+
+
+def early_modules(asked: str, config: Any) -> frozenset[EarlyWeights]:
+    """Return the modules of a model whose weight gradients are computed in I.
+
+    Args:
+        asked: see ``options.early_weights``.
+        config: Megatron's configuration of the model.
+    """
+    if not getattr(config, "num_moe_experts", None):
+        return early_weights(asked, 0, 0)
+    ranks = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+    width = (config.moe_ffn_hidden_size or config.ffn_hidden_size) / ranks
+    return early_weights(asked, config.hidden_size, width)
+
+
+def mark_early(chunks: Sequence[torch.nn.Module], modules: Collection[EarlyWeights]) -> list[torch.nn.Parameter]:
+    """Mark the weights of these modules. Returns those that were not marked before.
+
+    Args:
+        chunks: of this rank.
+        modules: to compute the gradients of in I.
+    """
+    found = dict.fromkeys(weight for chunk in chunks for name, weight in _weights(chunk) if name in modules)
+    marked = [weight for weight in found if not is_early(weight)]
+    for weight in marked:
+        setattr(weight, EARLY, True)
+    return marked
+
+
+def _weights(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for name, weight in chunk.named_parameters():
+        if expert := _EXPERTS.search(name):
+            yield f"experts_{expert[1]}", weight
+    modules: Iterator[Any] = chunk.modules()
+    for module in modules:
+        # A head that is cut over the pipeline is another module, and computes its weight gradient by itself.
+        if isinstance(getattr(module, "output_layer", None), ColumnParallelLinear):
+            tied = module.share_embeddings_and_output_weights
+            yield "head", module.shared_embedding_or_output_weight() if tied else module.output_layer.weight
+
+
+# Multi-token prediction: the split backward of its embedding, and forwards that run twice.
+
+
+def split_embedding(original: Callable, embedding: VocabParallelEmbedding, input_: torch.Tensor) -> torch.Tensor:
+    """Run in the place of ``VocabParallelEmbedding.forward``: leave the weight gradient of a copy of the embedding to W.
+
+    The copy on the stage of multi-token prediction may be the head's weight too. Autograd would sum what both give it within
+    one backward, so both are left to one W. Other embeddings, and those cut by tensor parallelism, are stock's.
+
+    Args:
+        original: the stock function.
+        embedding: the module.
+        input_: token numbers, ``[b, s]``.
+    """
+    queue = current_queue()
+    if queue is None or not defers() or is_early(embedding.weight) or not torch.is_grad_enabled():
+        return original(embedding, input_)
+    changed = embedding.deterministic_mode or embedding.reduce_scatter_embeddings
+    if embedding.tp_group.size() == 1 and not changed and getattr(embedding.weight, "shared", False):
+        empty = embedding.weight.new_empty(0, requires_grad=True)
+        return _SplitEmbedding.apply(empty, input_, queue, embedding)
+    return original(embedding, input_)
+
+
+class _SplitEmbedding(torch.autograd.Function):
+    """Has an empty input that wants a gradient, so that autograd reaches it without knowing the weight."""
+
+    @staticmethod
+    def forward(
+        ctx, empty: torch.Tensor, tokens: torch.Tensor, queue: WeightGradientQueue, embedding: VocabParallelEmbedding
+    ) -> torch.Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.queue, ctx.weight = queue, embedding.weight
+        return torch.nn.functional.embedding(tokens, ctx.weight)
+
+    @staticmethod
+    def backward(ctx, output_gradient: torch.Tensor):
+        (tokens,) = ctx.saved_tensors
+        ctx.queue.put(_EmbeddingWeightGradient(tokens, output_gradient.detach(), ctx.weight))
+        return None, None, None, None
+
+
+@dataclass
+class _EmbeddingWeightGradient(DeferredWeightGradient):
+    tokens: torch.Tensor
+    output_gradient: torch.Tensor
+    weight: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.tokens, self.output_gradient
+
+    def run(self) -> None:
+        rows = self.weight.size(0)
+        gradient = torch.ops.aten.embedding_dense_backward(self.output_gradient, self.tokens, rows, -1, False)
+        add_gradient(self.weight, gradient)
+
+
+@contextmanager
+def logged_before() -> Iterator[None]:
+    """Let what runs within this block, once more, log no losses of multi-token prediction."""
+    tracker, MTPLossLoggingHelper.tracker = MTPLossLoggingHelper.tracker, {}
+    try:
+        yield
+    finally:
+        MTPLossLoggingHelper.tracker = tracker

@@ -13,6 +13,7 @@ values and their place in checkpoints and norms, is in ``features/replicas``.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,12 +30,13 @@ from megatron_pipemem.choose.model_cut import check_cut
 from megatron_pipemem.conflicts import check_replicas
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.cut_flags import as_built
-from megatron_pipemem.mcore.model.dealt_ranks import DealtRank, RoundRobinRank, groups_of_chunk, round_robin_rank
-from megatron_pipemem.mcore.patching import Feature, Replacements
+from megatron_pipemem.mcore.patching import Feature, PatchSet, Replacements
 from megatron_pipemem.mcore.refusals import check_sharing
 from megatron_pipemem.mcore.symbols import (
     BUILD_STAGES,
     GET_MODEL,
+    GPT_MODEL,
+    HYBRID_MODEL,
     IS_FIRST,
     IS_LAST,
     LAYER_OFFSET,
@@ -47,6 +49,48 @@ from megatron_pipemem.mcore.symbols import (
 )
 from megatron_pipemem.runtime.weight_gradients import gradient_of
 from megatron_pipemem.schedule.placement import Placement
+
+
+class DealtRank(int):
+    """The rank that round robin would give a chunk. Whoever hands it on asks about that chunk and about no real rank."""
+
+
+class RoundRobinRank(torch.distributed.ProcessGroup):
+    """Stands in for the pipeline group within one chunk: knows rank and size, cannot communicate."""
+
+    def rank(self) -> int:
+        return DealtRank(super().rank())
+
+
+def round_robin_rank(placement: Placement, device: int, chunk: int) -> int:
+    """Return the pipeline rank that would hold a chunk if chunks were dealt round robin.
+
+    Args:
+        placement: which stage the chunk is.
+        device: that holds it.
+        chunk: its index among the device's chunks.
+    """
+    return placement.stages[device][chunk] % placement.num_devices
+
+
+def groups_of_chunk(groups: ProcessGroupCollection, placement: Placement, chunk: int) -> ProcessGroupCollection:
+    """Return Megatron's process groups as a chunk of this rank is to see them.
+
+    Args:
+        groups: of this rank.
+        placement: of the schedule.
+        chunk: its index among this rank's chunks.
+    """
+    rank = round_robin_rank(placement, groups.pp.rank(), chunk)
+    seen = copy.copy(groups)
+    if rank != groups.pp.rank():
+        # torch's stub forgets the constructor that takes no store.
+        seen.pp = RoundRobinRank(rank, groups.pp.size())  # type: ignore[call-arg]
+    if not placement.is_round_robin:
+        # The stock embedding group spans the first and the last rank; here both ends may be on one rank.
+        seen.embd = None
+    return seen
+
 
 _REAL_RANK = nullcontext()
 
@@ -345,3 +389,88 @@ def _sum_tied_gradients(model: list[torch.nn.Module]) -> None:
         total = gradients[0] + gradients[1]
         for gradient in gradients:
             gradient.copy_(total)
+
+
+# Programs that build their chunks themselves, by calling the model's class once per chunk.
+
+
+_BUILD = "build the chunks with build_model_chunks()"
+
+
+@dataclass(eq=False)
+class ProgramChunks:
+    """Places the chunks that a program builds by itself.
+
+    Args:
+        placement: of the schedule.
+    """
+
+    placement: ChunkPlacement
+    _built: list[torch.nn.Module] = field(default_factory=list)
+
+    @contextmanager
+    def placing(self) -> Iterator[None]:
+        """Let every language model that is built within this block be the chunk that the placement wants.
+
+        Raises:
+            UnsupportedError: a chunk cannot be placed so, or chunks are missing at the end.
+        """
+        if self.placement.cut is not None:
+            raise UnsupportedError(
+                "chunks-by-program", f"a vocabulary is cut when all chunks have been built; {_BUILD}"
+            )
+        patches = PatchSet()
+        if not self.placement.is_round_robin:
+            patches.install([(symbol, self._build) for symbol in (GPT_MODEL, HYBRID_MODEL)])
+        try:
+            yield
+            if self._built:
+                raise UnsupportedError(
+                    "chunks-by-program",
+                    f"the program built only {len(self._built)} model chunks of this pipeline rank; build all of them in one "
+                    "block of place_model_chunks()",
+                )
+        finally:
+            patches.remove()
+            self._built.clear()
+
+    def _build(self, original: Callable[..., None], *args, **kwargs) -> None:
+        """Initialise a language model as the chunk that its ``vp_stage`` says."""
+        if self.placement.is_in_chunk:  # build_model_chunks() says which
+            original(*args, **kwargs)
+            return
+        asked = inspect.signature(original).bind(*args, **kwargs)
+        asked.apply_defaults()
+        values, chunk = asked.arguments, len(self._built)
+        groups = values["pg_collection"] or ProcessGroupCollection.use_mpu_process_groups()
+        placement = self.placement.for_model(groups.pp.size(), virtual_pipeline_size())
+        if placement.is_round_robin:
+            original(*args, **kwargs)
+            return
+        device, config, name = groups.pp.rank(), values["config"], self.placement.name
+        check_sharing(config, name, placement)
+        if placement.replicas > 1 or getattr(config, "mtp_num_layers", None):
+            raise UnsupportedError(
+                "chunks-by-program",
+                f"schedule {name} cannot place two replicas of a model, or multi-token prediction, that a program builds by "
+                f"itself; {_BUILD}",
+            )
+        stage = placement.stages[device][chunk]
+        wanted = chunk, placement.previous_stage(stage) is None, placement.next_stage(stage) is None
+        given = values["vp_stage"], values["pre_process"], values["post_process"]
+        if given != wanted:
+            raise UnsupportedError(
+                "chunks-by-program",
+                f"the program builds pipeline rank {device}'s model chunk with (vp_stage, pre_process, post_process) = {given} "
+                f"where schedule {name} has {wanted}; let is_pipeline_first_stage() and is_pipeline_last_stage() of "
+                f"parallel_state tell the ends of the model, or {_BUILD}",
+            )
+        values["pg_collection"] = groups_of_chunk(groups, placement, chunk)
+        with self.placement.chunk(chunk):
+            original(*asked.args, **asked.kwargs)
+        model = asked.args[0]
+        self.placement.settle_chunk(model, chunk)
+        self._built.append(model)
+        if len(self._built) == placement.num_chunks:
+            copy_tied_weights(self._built)
+            self._built.clear()

@@ -1,26 +1,198 @@
-"""Runs one model chunk with Megatron's own forward and backward steps."""
+"""Run a model chunk as a stage: Megatron's own forward and backward steps, its experts, and the parts that run again."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_capacity
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.model.experts import expert_layers, nothing_left_behind
-from megatron_pipemem.mcore.model.multi_token import logged_before
+from megatron_pipemem.mcore.model.linear import logged_before
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
-from megatron_pipemem.mcore.model.regions import random_numbers_again, regions_of
 from megatron_pipemem.mcore.model.transformer_engine import defer
-from megatron_pipemem.runtime.selective import is_recording
+from megatron_pipemem.runtime.selective import Replay, is_recording, region
 from megatron_pipemem.runtime.weight_gradients import ImmediateWeightGradients, current_queue
+
+# Mixtures of experts: the tensors that a microbatch leaves in them, and the tokens that each expert gets.
+
+
+def expert_layers(model: torch.nn.Module) -> tuple[MoELayer, ...]:
+    """Return the layers of a model that are mixtures of experts."""
+    return tuple(module for module in model.modules() if isinstance(module, MoELayer))
+
+
+@contextmanager
+def nothing_left_behind(layers: Sequence[MoELayer]) -> Iterator[None]:
+    """Take from the token dispatchers, when this block ends, the tensors that it has left there.
+
+    Megatron's dispatchers keep probabilities and routing of the last microbatch, and with them its graph and the stage's
+    input, until the next one comes, which may be long after its backward. The flex dispatcher keeps them in its manager of
+    DeepEP, HybridEP or NCCL EP.
+
+    Args:
+        layers: whose dispatchers work in this block.
+    """
+    keepers = [
+        vars(keeper)
+        for layer in layers
+        for keeper in (layer.token_dispatcher, getattr(layer.token_dispatcher, "_comm_manager", None))
+        if keeper is not None
+    ]
+    before = [dict(now) for now in keepers]
+    yield
+    for now, earlier in zip(keepers, before, strict=True):
+        for name in [name for name, value in now.items() if isinstance(value, torch.Tensor)]:
+            if now[name] is not earlier.get(name):
+                now[name] = None
+
+
+@contextmanager
+def routing_noted(models: Iterable[torch.nn.Module], note: Callable[[int, int, int], None]) -> Iterator[None]:
+    """Tell ``note``, within this block, whenever the experts of a layer get tokens.
+
+    Args:
+        models: whose layers.
+        note: gets the number of tokens, each counted once per expert that gets it; the most that it can be under a capacity
+            factor, 0 without one; and what it would be if all experts got as many.
+    """
+
+    def tell(layer: MoELayer, experts: torch.nn.Module, arguments: tuple) -> None:
+        visits = math.prod(layer.token_dispatcher.hidden_shape[:-1]) * layer.config.moe_router_topk
+        note(arguments[0].size(0), _most_tokens(layer, visits), visits)
+
+    hooks = [
+        layer.experts.register_forward_pre_hook(partial(tell, layer))
+        for model in models
+        for layer in expert_layers(model)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _most_tokens(layer: MoELayer, visits: int) -> int:
+    config, dispatcher = layer.config, layer.token_dispatcher
+    if config.moe_expert_capacity_factor is None:
+        return 0
+    capacity = get_capacity(visits, config.num_moe_experts, config.moe_expert_capacity_factor)
+    # No rank sends more than it has.
+    return min(capacity * layer.num_local_experts, visits) * dispatcher.ep_size * dispatcher.tp_size
+
+
+# Selective recomputation drops the outputs of norms, of an MLP's activation function and of unfused core attention.
+
+
+@contextmanager
+def random_numbers_again(states: tuple) -> Iterator[None]:
+    """Let random numbers be, within this block, those that followed when ``random._get_all_rng_states`` returned
+    ``states``.
+    """
+    with random._fork_rng():
+        random._set_all_rng_states(*states)
+        yield
+
+
+@contextmanager
+def regions_of(model: torch.nn.Module) -> Iterator[None]:
+    """Make the cheap parts of the model, while it runs within this block, regions of the recording forward
+    (``runtime.selective``).
+
+    Cheap are all norms that stand alone (not those that Transformer Engine fuses with a linear layer), what stands between the
+    two linear layers of an MLP, and attention between its projections where it is Megatron's own, which keeps ``s x s``
+    scores. What Megatron's own ``--recompute-*`` flags run under a checkpoint keeps nothing anyway.
+    """
+    norms = {
+        child
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if name.endswith("norm") and not isinstance(child, IdentityOp)
+    }
+    with ExitStack() as stack:
+        for module in model.modules():
+            forward = None
+            if module in norms:
+                forward = _as_region(module.forward, lambda: nullcontext)
+            elif isinstance(module, DotProductAttention):
+                forward = _as_region(module.forward, _remember_random_numbers)
+            elif getattr(module.forward, "__func__", None) is MLP.forward:
+                forward = partial(_mlp, module)
+            if forward is not None:
+                stack.enter_context(_shadowed(module, {"forward": forward}))
+        yield
+
+
+@contextmanager
+def _shadowed(module: torch.nn.Module, stand_ins: Mapping[str, object]) -> Iterator[None]:
+    """Let attributes of the instance hide what its class or its parts have: hooks on the module run as ever."""
+    before = {name: module.__dict__[name] for name in stand_ins if name in module.__dict__}
+    module.__dict__.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            del module.__dict__[name]
+        module.__dict__.update(before)
+
+
+def _as_region(forward: Callable, replay: Callable[[], Replay]) -> Callable:
+    def run(*arguments, **named):
+        # Not the tensors themselves, which would stay as long as what is to run again.
+        number, names = len(arguments), tuple(named)
+
+        def positional(*values):
+            return forward(*values[:number], **dict(zip(names, values[number:], strict=True)))
+
+        return region(positional, replay)(*arguments, *named.values())
+
+    return run
+
+
+def _remember_random_numbers() -> Replay:
+    return partial(random_numbers_again, random._get_all_rng_states())
+
+
+class _StandIn(torch.nn.Module):
+    """A function where Megatron wants a module."""
+
+    def __init__(self, forward: Callable):
+        super().__init__()
+        self.forward = forward
+
+
+def _mlp(mlp: MLP, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **named):
+    """``MLP.forward`` with a region between its two linear layers."""
+    if per_token_scale is not None and mlp.config.add_bias_linear:
+        # The bias is then scaled and added behind the second layer, in Megatron's own code.
+        return MLP.forward(mlp, hidden_states, per_token_scale, **named)
+
+    def between(*of_first_layer_and_scale):
+        *of_first_layer, scale = of_first_layer_and_scale
+        stand_ins = {
+            "linear_fc1": _StandIn(lambda _: tuple(of_first_layer)),
+            "linear_fc2": _StandIn(lambda activated: (activated, None)),
+        }
+        with _shadowed(mlp, stand_ins):
+            return MLP.forward(mlp, hidden_states=None, per_token_scale=scale, **named)[0]
+
+    activated = region(between, lambda: nullcontext)(*mlp.linear_fc1(hidden_states), per_token_scale)
+    return mlp.linear_fc2(activated)
+
 
 _NOTHING = nullcontext()
 

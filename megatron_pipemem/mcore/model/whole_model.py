@@ -1,20 +1,22 @@
-"""Check that the chunks of all pipeline ranks together are the model: every layer once, in order, between its two ends.
+"""Read the layers of a model as it was built, and check that the chunks of all ranks together are the model.
 
-Megatron counts a chunk's layers from sizes in a configuration and in global state. A training script whose sizes disagree
-builds chunks that fit together well enough to train, with layers twice or missing. Layers know their global numbers.
+Every layer must be there once, in order, between the model's two ends. Megatron counts a chunk's layers from sizes in a
+configuration and in global state. A training script whose sizes disagree builds chunks that fit together well enough to train,
+with layers twice or missing. Layers know their global numbers.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.config.layout import pattern_layers
+from megatron_pipemem.config.model import Model
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import gather, tell
 from megatron_pipemem.schedule.placement import Placement
@@ -84,6 +86,19 @@ def check_whole_model(
     )
 
 
+def layout_of(
+    chunks: list[torch.nn.Module], placement: Placement, pipeline: dist.ProcessGroup, count: Callable[[Any], float]
+) -> tuple[float, ...]:
+    """Return the layers of every stage as ``count`` finds them in its chunk. Every rank of ``pipeline`` calls this."""
+    models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
+    everyones = gather([count(model) for model in models], pipeline)
+    layout = [0.0] * placement.num_stages
+    for stages, layers in zip(placement.stages, everyones, strict=True):
+        for stage, held in zip(stages, layers, strict=True):
+            layout[stage] = held
+    return tuple(layout)
+
+
 def look_into(chunk: torch.nn.Module) -> _Chunk | None:
     """Return what a chunk holds; ``None`` where that cannot be seen."""
     try:
@@ -133,3 +148,38 @@ def _written(layers: Sequence[int]) -> str:
     if len(layers) > 2 and list(layers) == list(range(layers[0], layers[-1] + 1)):
         return f"{layers[0]} to {layers[-1]}"
     return ", ".join(map(str, layers))
+
+
+# Read the shape of a model off Megatron's configuration.
+
+
+def model_of(config, sequence: int) -> Model:
+    """Return the layers of a configuration, as FLOPs are counted of them. Its vocabulary is not known there, and is 1.
+
+    Args:
+        config: Megatron's configuration of a model whose layers it describes; a hybrid model's does not.
+        sequence: tokens of a sequence.
+    """
+    latent = getattr(config, "multi_latent_attention", False)
+    names = ("q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim") if latent else ()
+    frequency = config.moe_layer_freq
+    experts = config.num_moe_experts or 0
+    return Model(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        vocabulary=1,
+        sequence=sequence,
+        kv_heads=config.num_query_groups,
+        head_channels=config.kv_channels,
+        ffn=config.ffn_hidden_size,
+        activation="swiglu" if config.gated_linear_unit else "gelu",
+        experts=experts,
+        experts_per_token=config.moe_router_topk if experts else 1,
+        expert_ffn=config.moe_ffn_hidden_size,
+        shared_expert_ffn=config.moe_shared_expert_intermediate_size or 0,
+        moe_every=frequency if isinstance(frequency, int) else 1,
+        dense_layers=frequency.index(1) if isinstance(frequency, list) and 1 in frequency else 0,
+        kv_lora_rank=config.kv_lora_rank if latent else None,
+        **{name: getattr(config, name) for name in names},
+    )

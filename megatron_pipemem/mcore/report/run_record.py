@@ -22,10 +22,8 @@ from megatron_pipemem.choose.knowledge import Choice
 from megatron_pipemem.errors import OutputError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero, gather, is_first_rank
-from megatron_pipemem.mcore.model.weight_memory import WeightBytes
-from megatron_pipemem.mcore.report import run_report, step_record
-from megatron_pipemem.mcore.step.extension import Overlap
-from megatron_pipemem.mcore.step.observation import Observation
+from megatron_pipemem.mcore.report import run_report
+from megatron_pipemem.mcore.step.extension import Observation, Overlap, WeightBytes
 from megatron_pipemem.report import save_timeline
 from megatron_pipemem.report.run import lines, measured_bubble
 from megatron_pipemem.request import outputs
@@ -288,12 +286,12 @@ class RunRecord:
         """Return the last step as it ran on the pipeline of rank 0."""
         layers = {stage: count for each in pipeline for stage, count in each.layers.items()}
         more = {
-            "iteration_seconds": step_record.iteration_seconds(self._begun),
+            "iteration_seconds": run_report.iteration_seconds(self._begun),
             "mtp_layers": getattr(self.config, "mtp_num_layers", None) or 0,
             "ordered": plan.arrival_makespan is not None,
-            "refused": step_record.refused(self.config, len(pipeline)),
+            "refused": run_report.refused(self.config, len(pipeline)),
         }
-        return step_record.last_step([each.last for each in pipeline], plan, layers, memory, more)
+        return run_report.written_step([each.last for each in pipeline], plan, layers, memory, more)
 
     def _draw(self, timelines: Mapping[str, Callable[[], Timeline]], folder: Path) -> list[str]:
         """Draw the last step, planned and as it ran on the peers of rank 0, and return the names of the files."""

@@ -17,17 +17,22 @@ from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.config.refusals import REORDERED, SCHEDULES
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agree
-from megatron_pipemem.mcore.model.experts import routing_noted
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
-from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, no_gradient_sync, watch_batches
+from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, no_gradient_sync, routing_noted, watch_batches
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.model.whole_model import check_whole_model
 from megatron_pipemem.mcore.patching import Feature, Replacements
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.refusals import check_chunks, check_config
-from megatron_pipemem.mcore.step.extension import Extension, FullMicrobatch, Step, Trial
-from megatron_pipemem.mcore.step.observation import device_of, observe
-from megatron_pipemem.mcore.step.queues import LaunchOrders
+from megatron_pipemem.mcore.step.extension import (
+    Extension,
+    FullMicrobatch,
+    LaunchOrders,
+    Step,
+    Trial,
+    device_of,
+    observe,
+)
 from megatron_pipemem.mcore.symbols import WITH_INTERLEAVING, WITHOUT_INTERLEAVING
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.transport import (

@@ -11,9 +11,15 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.model import transformer_engine
-from megatron_pipemem.mcore.model.early_weights import early_modules, mark_early
-from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, countable_linear, sharded_gradients, split_linear
-from megatron_pipemem.mcore.model.multi_token import split_embedding
+from megatron_pipemem.mcore.model.linear import (
+    attach_ddp_hooks,
+    countable_linear,
+    early_modules,
+    mark_early,
+    sharded_gradients,
+    split_embedding,
+    split_linear,
+)
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import GATHER_GRADIENT, LINEAR, LOOKUP

@@ -21,11 +21,10 @@ from megatron_pipemem.features.asynchronous.megatron.checkpoint import SavedVers
 from megatron_pipemem.features.asynchronous.runtime import WeightSwitch, WeightVersions
 from megatron_pipemem.mcore.agreement import agree, gather, tell
 from megatron_pipemem.mcore.loop_arguments import steps_left
-from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.programs import Compiled, Programs, announce, digest_of
 from megatron_pipemem.mcore.refusals import check_config
-from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.mcore.step.extension import Extension, Step, WeightBytes
 from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, LOAD, SAVE
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import InFlight, StepFeature

@@ -20,8 +20,8 @@ from megatron_pipemem.features.overlap_steps.orders import validation_cut
 from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
 from megatron_pipemem.mcore.loop_arguments import argument
 from megatron_pipemem.mcore.patching import Replacements
+from megatron_pipemem.mcore.step.batches import Rereadable
 from megatron_pipemem.mcore.step.extension import Extension, Step, Trial
-from megatron_pipemem.mcore.step.model_calls import Rereadable
 from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, ZERO_GRAD_BUFFER
 from megatron_pipemem.schedule.stream import LEAST_GAIN, gain_without_barrier
 

@@ -14,7 +14,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.slices.megatron.model import SlicedModel, boundaries
 from megatron_pipemem.features.slices.megatron.stage import SlicedStage
 from megatron_pipemem.features.slices.prices import slice_tokens
-from megatron_pipemem.mcore.model.shape import model_of
+from megatron_pipemem.mcore.model.whole_model import model_of
 from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.planner.counts import attention_share

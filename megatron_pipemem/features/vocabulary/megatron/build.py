@@ -36,7 +36,7 @@ from megatron_pipemem.features.vocabulary.runtime.shards import (
     WeightShard,
 )
 from megatron_pipemem.mcore.agreement import gather, tell
-from megatron_pipemem.mcore.layers_of_stages import layout_of
+from megatron_pipemem.mcore.model.whole_model import layout_of
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.planner.counts import Sizes, head_weight, layer_weight

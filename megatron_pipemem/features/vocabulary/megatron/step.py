@@ -2,7 +2,7 @@
 
 Every shard needs every token and every label, but Megatron's scripts read data on the first and the last stage only and return
 ``None`` elsewhere, and the layout of a batch is the script's own. So nothing is read elsewhere, and no script has to change: at
-the start of a step the ranks of the two end stages look at the calls of the model (``mcore.step.model_calls``) and send their
+the start of a step the ranks of the two end stages look at the calls of the model (``mcore.step.batches``) and send their
 tokens and labels to the others, in one message each. A step's tokens are small; Megatron itself keeps all samples of a step,
 on the host.
 """
@@ -30,8 +30,8 @@ from megatron_pipemem.features.vocabulary.runtime.head import Normalised
 from megatron_pipemem.features.vocabulary.runtime.passes import Batch, Channels, VocabularyPasses
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
 from megatron_pipemem.mcore.patching import Replacements
+from megatron_pipemem.mcore.step.batches import Call, calls_of
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.step.model_calls import Call, calls_of
 from megatron_pipemem.mcore.symbols import PROCESS_MTP_LOSS
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.transport import destroy_groups, new_groups

@@ -1,0 +1,260 @@
+"""Read the batches of a step before it runs, deal them to the chunks that read them, and agree on the shapes of messages."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from megatron.core.tensor_parallel import random
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.agreement import agreed_numbers, tell
+from megatron_pipemem.mcore.model.placement import ChunkPlacement
+from megatron_pipemem.mcore.model.stages import IteratorWrapper, Tape
+from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.schedule import Schedule
+
+# Only the user's forward step knows the form of a batch. So it runs for every microbatch up to its call of the model, before
+# the step. When the stage runs, the samples that it drew from the data iterator come from memory.
+
+
+# Megatron's language models take these by position or by name.
+_PARAMETERS = ("input_ids", "position_ids", "attention_mask", "decoder_input", "labels")
+
+
+class _Reached(BaseException):
+    """The forward step has called the model. No ``Exception``, so that no handler of the user's takes it for one."""
+
+    def __init__(self, arguments: tuple, keywords: dict):
+        super().__init__()
+        self.arguments = arguments
+        self.keywords = keywords
+
+
+def _stop(module: torch.nn.Module, arguments: tuple, keywords: dict):
+    raise _Reached(arguments, keywords)
+
+
+class Call(NamedTuple):
+    """Hold a call of the model by the forward step of one microbatch. Either part may be missing, depending on the
+    stage.
+    """
+
+    tokens: torch.Tensor | None
+    labels: torch.Tensor | None
+
+
+class Rereadable(Tape):
+    """A step's samples, to be drawn a second time once it is rewound; after them come new ones."""
+
+    def __next__(self):
+        return next(self._iterator) if self._rewound and not self._seen else super().__next__()
+
+
+def calls_of(
+    forward_step: Callable, iterator: Iterator | None, model: torch.nn.Module, num_microbatches: int
+) -> tuple[list[Call | None], Iterator | None]:
+    """Return what the user's forward step passes to the model, for every microbatch, and the iterator for the real forwards.
+
+    Random numbers stay as they were.
+
+    Args:
+        forward_step: the user's.
+        iterator: of the data, if this stage has one.
+        model: the stage's chunk, wrapped or not.
+        num_microbatches: of the step.
+
+    Returns:
+        ``None`` for a microbatch whose forward step does not call the model; for all of them, without running any, if the
+        data are read otherwise than by ``next``, because they could not be read again.
+    """
+    if not (iterator is None or hasattr(iterator, "__next__")):
+        return [None] * num_microbatches, iterator
+    reread = None if iterator is None else Rereadable(iterator)
+    calls: list[Call | None] = []
+    with ExitStack() as stack:
+        stack.enter_context(random._fork_rng())
+        for module in _wrapped(model):
+            stack.callback(module.register_forward_pre_hook(_stop, prepend=True, with_kwargs=True).remove)
+        for _ in range(num_microbatches):
+            try:
+                forward_step(reread, model)
+            except _Reached as reached:
+                passed = reached.keywords | dict(zip(_PARAMETERS, reached.arguments, strict=False))
+                # Not the rest: an attention mask per microbatch would be large.
+                calls.append(Call(passed.get("input_ids"), passed.get("labels")))
+            else:
+                calls.append(None)
+    if reread is not None:
+        reread.rewind()
+    return calls, reread
+
+
+def _wrapped(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield a chunk and what it wraps, of which the user's forward step may call any."""
+    yield model
+    inner = getattr(model, "module", None)
+    while isinstance(inner, torch.nn.Module):
+        yield inner
+        inner = getattr(inner, "module", None)
+
+
+# Dealing a stream of batches to two replicas of the model, or in another order.
+
+
+class Dealer:
+    """Hands the microbatches of one data iterator to the chunks that read them, in whatever order they are asked for.
+
+    The replicas of the model take turns, in an order of their own, with the batches that Megatron reads for the whole step. A
+    rank that holds the first stage of one and the last stage of the other reads every batch of the step once.
+
+    Args:
+        stream: Megatron's iterator of this rank; ``None`` where batches come by other ways.
+        num_microbatches: of the step.
+    """
+
+    def __init__(self, stream: Iterator | None, num_microbatches: int):
+        self._stream = stream
+        self._num_microbatches = num_microbatches
+        self._read = 0
+        self._waiting: dict[int, object] = {}
+
+    def hand(self, microbatches: Sequence[int]) -> Iterator | None:
+        """Return an iterator over the batches of these microbatches."""
+        return None if self._stream is None else _Hand(self, self._stream, microbatches)
+
+    def all(self) -> list[object]:
+        """Return all batches of the step, which stay here for those who are to get them.
+
+        Raises:
+            UnsupportedError: there are fewer.
+        """
+        try:
+            self._read_up_to(self._num_microbatches - 1)
+        except StopIteration:
+            raise UnsupportedError(
+                "data-iterator",
+                f"the data iterator ends behind {self._read} of the step's {self._num_microbatches} microbatches; give one "
+                "that yields a batch per microbatch",
+            ) from None
+        return [self._waiting[microbatch] for microbatch in range(self._num_microbatches)]
+
+    def batch(self, microbatch: int) -> object:
+        self._read_up_to(microbatch)
+        return self._waiting.pop(microbatch)
+
+    def _read_up_to(self, microbatch: int) -> None:
+        while self._read <= microbatch:
+            self._waiting[self._read] = self._next()
+            self._read += 1
+
+    def _next(self) -> object:
+        assert self._stream is not None, "who has no stream is not asked"
+        return next(self._stream)
+
+    def finish(self) -> None:
+        """Read on to the end of the step, so that the next one begins behind it on every rank that reads."""
+        if self._read:
+            while self._read < self._num_microbatches:
+                self._next()
+                self._read += 1
+
+
+class _Hand(IteratorWrapper):
+    def __init__(self, dealer: Dealer, stream: Iterator, microbatches: Sequence[int]):
+        super().__init__(stream)
+        self._dealer = dealer
+        self._coming = deque(microbatches)
+
+    def __next__(self):
+        if not self._coming:
+            raise UnsupportedError(
+                "data-iterator",
+                "the forward step asked for more than one batch per microbatch, and then nobody can say which of them belong "
+                "together; read all of a microbatch at once, or take a schedule with one replica of the model and no "
+                "--pipemem-microbatch-costs",
+            )
+        return self._dealer.batch(self._coming.popleft())
+
+
+def deal(stream: Iterator | None, schedule: Schedule, device: int) -> tuple[Dealer, list[Iterator | None]]:
+    """Return who hands out the batches of a device, and one iterator per chunk.
+
+    Args:
+        stream: Megatron's iterator of this rank, or ``None``.
+        schedule: says which microbatches every chunk runs, in which order.
+        device: this rank's place in the pipeline.
+    """
+    dealer = Dealer(stream, schedule.num_microbatches)
+    hands = [
+        dealer.hand([a.microbatch for a in schedule.orders[device] if a.kind is Kind.F and a.stage == stage])
+        for stage in schedule.placement.stages[device]
+    ]
+    return dealer, hands
+
+
+# Let the ranks of a pipeline agree on the shapes of all messages of a step, at its start, where microbatches differ.
+#
+# Messages have the tokens that the first stage passes to its model, ``[b, s]``. It looks at all calls of the step, and tells
+# the others in one small message. Receives are then posted ahead, as they are where all microbatches are alike.
+
+
+logger = logging.getLogger(__name__)
+
+
+class StepShapes(Extension):
+    """Finds the shapes of steps whose microbatches differ; does nothing in others.
+
+    Args:
+        chunk_placement: answers Megatron's questions about ranks.
+    """
+
+    def __init__(self, chunk_placement: ChunkPlacement):
+        self._chunk_placement = chunk_placement
+        self._untold: set[tuple[bool, bool]] = set()
+        """kinds of steps whose calls of the model do not show tokens"""
+
+    def prepare(self, step: Step) -> None:
+        """Agree on the tokens of all microbatches, in the order in which they run, and so on the shapes of their messages."""
+        kind = (step.forward_only, step.context.collect_non_loss_data)
+        if step.message_shape is None or step.tokens is not None or kind in self._untold:
+            return
+        sizes = 2 * step.context.num_microbatches
+        numbers = agreed_numbers("sizes of microbatches", lambda: self._own(step), sizes, [step.pipeline.group])
+        if not all(numbers):
+            self._untold.add(kind)
+            tell(
+                logger,
+                "the forward step does not show the model's tokens, [b, s], so every message tells its own shape",
+                level=logging.WARNING,
+            )
+            return
+        whole = map(int, numbers)
+        step.tokens = list(zip(whole, whole, strict=True))
+        step.message = replace(step.message, shapes=[step.message_shape(*each) for each in step.tokens])
+
+    def _own(self, step: Step) -> list[int] | None:
+        """Return ``b`` and ``s`` of every microbatch, zeros where its call does not show them; ``None`` without the first
+        stage.
+        """
+        if 0 not in step.pipeline.stages:
+            return None
+        chunk, context = step.pipeline.stages.index(0), step.context
+        with self._chunk_placement.chunk(chunk):
+            calls, reread = calls_of(
+                context.forward_step_func, step.iterators[chunk], step.chunks[chunk], context.num_microbatches
+            )
+        step.iterators = [reread if number == chunk else each for number, each in enumerate(step.iterators)]
+        return [size for call in calls for size in _shape(call)]
+
+
+def _shape(call: Call | None) -> Sequence[int]:
+    """Return ``(b, s)`` of the tokens that a call shows, zeros if it shows none."""
+    tokens = None if call is None else call.tokens
+    return tokens.shape if isinstance(tokens, torch.Tensor) and tokens.dim() == 2 else (0, 0)
