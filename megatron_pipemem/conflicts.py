@@ -1,4 +1,4 @@
-"""Judge a request: which features exclude each other, and which values go with no schedule of that name."""
+"""Check a request: the features that exclude each other, and the values that a schedule does not take."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FEATURES: Mapping[str, Callable[[Request], bool]] = {
     "searched slices": lambda request: max(request.slice_counts) > 1,
     "slices": lambda request: request.slices > 1,
 }
-"""Name of a feature -> whether a request wants it."""
+"""By the name of a feature, whether a request wants it."""
 
 _IN_FLIGHT = (
     "schedule {schedule!r} leaves microbatches in flight between steps, which offload, recomputation, vocabulary parallelism "
@@ -93,17 +93,13 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
         "sequence slices",
     },
 }
-"""Feature -> features that it excludes -> the reason and the way out."""
+"""By feature, the features that it excludes, with the reason and the remedy."""
 _CODES = {"stock": "not-for-stock", "overlap": "no-overlap", "pieces": "needs-option", "slices": "conflicting-options"}
-"""Feature that excludes others -> code of the error, if it is not ``conflicting-features``."""
+"""Codes of the errors of features that exclude others, if it is not ``conflicting-features``."""
 
 
 def check_conflicts(request: Request) -> None:
-    """Refuse a request for features that exclude each other.
-
-    Raises:
-        UnsupportedError: it wants two of them.
-    """
+    """Raise an UnsupportedError if a request wants two features that exclude each other."""
     for feature, excluded in CONFLICTS.items():
         if FEATURES[feature](request):
             code = _CODES.get(feature, "conflicting-features")
@@ -115,19 +111,14 @@ def check_conflicts(request: Request) -> None:
 
 
 def requested(schedule: str, **settings: Any) -> Request:
-    """Return the checked request for a schedule and settings as users name them.
-
-    Raises:
-        PipememError: its parts do not go together, or its schedule file must not run.
-    """
+    """Return the checked request for a schedule and settings as users name them; see ``check``."""
     return check(Request(schedule, **settings))
 
 
 def check(request: Request) -> Request:
-    """Return the request, with its schedule file read and proved. Nothing is built.
+    """Return the request with its schedule file read and proved. No schedule is built.
 
-    Raises:
-        PipememError: its parts do not go together, or the file must not run.
+    A PipememError says that its parts exclude each other, or that the file is not valid.
     """
     if request.schedule_module is not None:
         register_module(request.schedule_module)
@@ -164,7 +155,7 @@ def check(request: Request) -> Request:
             "choose --global-batch-size",
         )
     if request.file is None and not (request.searches or request.is_stock):
-        family(name).chunks_per_device(options)  # refuses options that the family does not have
+        family(name).chunks_per_device(options)  # refuses unknown options of the family
     _check_slice_cut(request)
     if isinstance(request.microbatch_costs, str):
         read_microbatch_costs(request.microbatch_costs)
@@ -172,9 +163,7 @@ def check(request: Request) -> Request:
 
 
 def check_search_options(options: Mapping[str, Any], allowed: Sequence[str] = SEARCH_OPTIONS) -> None:
-    """Raises:
-    UnsupportedError: ``auto`` has no such option, or not with that value.
-    """
+    """Raise an UnsupportedError if the search has no such option, or not with that value."""
     unknown = sorted(set(options) - set(allowed))
     if unknown:
         raise UnsupportedError(
@@ -188,15 +177,9 @@ def check_search_options(options: Mapping[str, Any], allowed: Sequence[str] = SE
 
 
 def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
-    """Refuse a schedule whose vocabulary passes are others than those that are asked for.
+    """Raise an UnsupportedError if a schedule's vocabulary passes differ from those of ``--pipemem-vocab-parallel``.
 
-    Args:
-        name: of the schedule.
-        barriers: of its passes; 0 when it has none, so that any can be added.
-        vocab_parallel: ``off``, ``1``, ``2`` or ``auto``.
-
-    Raises:
-        UnsupportedError: others are asked for, or none.
+    A schedule with 0 ``barriers`` has no passes, so any can be added.
     """
     if barriers and vocab_parallel not in (AUTO, str(algorithm_of(barriers))):
         raise UnsupportedError(
@@ -207,7 +190,7 @@ def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
 
 
 def _check_slice_cut(request: Request) -> None:
-    """Refuse to cut sequences in another way than the default under a schedule without slices."""
+    """Refuse another cut of sequences than the default if the schedule has no slices."""
     if request.slice_cut != TOKENS and request.slices == 1:
         raise UnsupportedError(
             "no-slices",
@@ -217,9 +200,7 @@ def _check_slice_cut(request: Request) -> None:
 
 
 def check_replicas(placement: Placement) -> None:
-    """Raises:
-    UnsupportedError: there are replicas of the model elsewhere than Megatron can build them.
-    """
+    """Raise an UnsupportedError if Megatron cannot build the placement's replicas of the model."""
     if placement.replicas == 1:
         return
     if placement.name != "bidirectional":
@@ -237,11 +218,7 @@ def check_replicas(placement: Placement) -> None:
 
 
 def check_delays(name: str) -> None:
-    """Check that batches of an asynchronous family can follow each other without a barrier.
-
-    Raises:
-        UnsupportedError: they cannot.
-    """
+    """Raise an UnsupportedError if batches of an asynchronous family cannot follow each other without a barrier."""
     if not updates_per_batch(name):
         raise UnsupportedError(
             "conflicting-features",

@@ -1,4 +1,4 @@
-"""Define every error that a user can cause. Each message says what is wrong, where, and what to change."""
+"""Every error that a user can cause. Each message says what is wrong, where, and what to change."""
 
 from __future__ import annotations
 
@@ -152,11 +152,11 @@ class PipememError(Exception):
 
     Args:
         code: the kind of mistake, one of ``CODES``. It stays the same when the message is reworded.
-        message: what is wrong and how to mend it. Classes below put in front of it where the mistake is.
+        message: what is wrong and what to change. Subclasses put the place before it.
     """
 
     def __init__(self, code: str, message: str | None = None):
-        # Megatron raises an error of a layer's builder anew, of the same class and with the message alone.
+        # Megatron raises an error of a layer's builder again, as the same class with only its message.
         self.code, message = ("", code) if message is None else (code, message)
         super().__init__(message)
 
@@ -175,7 +175,7 @@ def _restored(error: type[PipememError], args: tuple[Any, ...]) -> PipememError:
 
 
 def with_code(error: BaseException) -> str:
-    """Return the message of an error as users see it: an error of this package ends with its code, ``... [deadlock]``."""
+    """Return the message of an error as users see it. An error of this package ends with its code, ``... [deadlock]``."""
     return f"{error} [{error.code}]" if isinstance(error, PipememError) and error.code else str(error)
 
 
@@ -184,10 +184,10 @@ class ScheduleError(PipememError, ValueError):
 
     Args:
         code: see ``PipememError``.
-        message: what is wrong and how to mend it.
-        at: the device whose order is at fault, the position in that order (or program), and the action there, as far as known.
-        cycle: of a deadlock, the devices that wait for one another (``schedule.dependencies.Wait``): every one for the next,
-            and the last for the first.
+        message: what is wrong and what to change.
+        at: the device whose order is wrong, the position in that order (or program), and the action there, if known.
+        cycle: in a deadlock, the waits of its devices (``schedule.dependencies.Wait``): each device waits for the next one,
+            and the last one for the first.
     """
 
     def __init__(self, code: str, message: str, *, at: tuple[Any, ...] = (), cycle: tuple[Any, ...] = ()):
@@ -200,11 +200,11 @@ class ScheduleError(PipememError, ValueError):
 
 
 class ScheduleFormatError(PipememError, ValueError):
-    """Say that text cannot be read as a schedule.
+    """A text that cannot be read as a schedule.
 
     Args:
         code: see ``PipememError``.
-        message: one sentence: what is wrong, and what to change.
+        message: one sentence with the error and the remedy.
         line: number of the line, from 1.
         column: number of the character within the line, or for CSV of the cell, from 1.
     """
@@ -231,12 +231,12 @@ class UnsupportedError(PipememError, ValueError):
 
 
 class MemoryCapError(UnsupportedError):
-    """Say that nothing keeps a memory cap, whatever leaves the device or is recomputed.
+    """A memory cap that no schedule keeps, even with offload and recompute.
 
     Args:
         code: see ``PipememError``.
-        message: what is wrong and how to mend it.
-        obstacles: why activations stay that would have to leave.
+        message: what is wrong and what to change.
+        obstacles: the reasons of activations that stay but would have to leave.
     """
 
     def __init__(self, code: str, message: str, obstacles: tuple[str, ...] = ()):
@@ -249,11 +249,11 @@ class UpstreamError(PipememError, ImportError):
 
 
 class VocabularyError(PipememError, ValueError):
-    """A layer that is sharded over the vocabulary was given something that does not fit its shard."""
+    """A layer whose vocabulary is sharded was given a tensor that does not fit its shard."""
 
 
 class OffloadError(PipememError, RuntimeError):
-    """Activations could not be moved, or were used while they were away."""
+    """Activations that could not be moved, or were used while they were on the host."""
 
 
 class OutputError(PipememError, OSError):
@@ -265,9 +265,9 @@ class ConfigError(PipememError, ValueError):
 
     Args:
         code: see ``PipememError``.
-        message: what is wrong and what would be right.
-        key: dotted path of the key at fault, if one is.
-        file: where it is from, if from a file.
+        message: what is wrong and what to change.
+        key: dotted path of the wrong key, if any.
+        file: the file with the configuration, if any.
     """
 
     def __init__(self, code: str, message: str, *, key: str | None = None, file: object | None = None):

@@ -1,4 +1,4 @@
-"""Write every file of this package whole or not at all."""
+"""Write files whole or not at all. Every file of this package is written here."""
 
 from __future__ import annotations
 
@@ -17,13 +17,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_whole(path: str | Path, content: str | bytes) -> Path:
-    """Write a file. Whatever goes wrong, and whoever reads meanwhile, the file is the old one or the new one.
+    """Write a file, so that a failure or a reader meanwhile sees either the old file or the new one.
 
-    Missing folders are made below one that exists, other than the root. The permissions of an old file are kept, text is
-    written as UTF-8.
-
-    Raises:
-        OutputError: it cannot be written; what was there is as it was.
+    Missing folders are made, but not directly below the root. The permissions of an old file are kept, and text is written
+    as UTF-8. A file that cannot be written raises an OutputError and keeps its old content.
     """
     with whole_file(path) as beside:
         beside.write_bytes(content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
@@ -32,25 +29,23 @@ def write_whole(path: str | Path, content: str | bytes) -> Path:
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Write a file as `write_whole` does, for what others write: a temporary file beside ``path``, renamed to it when
-    this block ends well.
+    """Yield a temporary file next to ``path``, which replaces ``path`` when this block ends without an error.
 
-    Raises:
-        OutputError: an OSError met in this block too.
+    It is for writers other than `write_whole`. An OSError within the block becomes an OutputError.
     """
     path = Path(path)
     try:
         old = _stat(path)
         if old is not None and not stat.S_ISREG(old.st_mode):
-            yield path  # a device or a pipe, /dev/null for example, has no old content to keep and must not be renamed away
+            yield path  # a device or a pipe, such as /dev/null, has no old content and must not be renamed
             return
-        target = Path(os.path.realpath(path))  # a symbolic link stays one
+        target = Path(os.path.realpath(path))  # a symbolic link stays a link
         _base(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = _create_beside(target)
         try:
             if old is not None:
-                with suppress(OSError):  # some file systems have none
+                with suppress(OSError):  # some file systems have no permissions
                     beside.chmod(stat.S_IMODE(old.st_mode))
             yield beside
             with beside.open("rb") as written:
@@ -67,32 +62,22 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 
 def check_suffix(path: str | Path, suffixes: Sequence[str], what: str) -> None:
-    """Ask whether a file's name says which of the formats it is to have.
-
-    Args:
-        path: of the file.
-        suffixes: of the formats.
-        what: is to be written, for the message.
-
-    Raises:
-        UnsupportedError: it does not.
-    """
+    """Raise an UnsupportedError if the suffix of a file is not one of ``suffixes``; the message calls it ``what``."""
     if Path(path).suffix not in suffixes:
         known = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
         raise UnsupportedError("bad-choice", f"cannot write {what} as {Path(path).name!r}: end it in {known}")
 
 
 def check_writable(path: str | Path) -> None:
-    """Ask whether a file could be written now: before the hours whose result it is to hold. Leaves nothing behind.
+    """Raise an OutputError if a file could not be written now. Long commands call this before they compute.
 
-    Raises:
-        OutputError: it could not, as things are.
+    The check leaves no file.
     """
     path = Path(path)
     try:
         old = _stat(path)
         if old is None or stat.S_ISREG(old.st_mode):
-            # Asking for permissions would not tell of /proc, of a full disk or of a file system that is read-only.
+            # A check of permissions would not notice /proc, a full disk or a read-only file system.
             probe = _create_beside(_base(Path(os.path.realpath(path))) / path.name)
             try:
                 probe.write_bytes(b"\n")
@@ -105,16 +90,15 @@ def check_writable(path: str | Path) -> None:
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """Return the status of what is to be written; ``None`` where there is nothing yet.
+    """Return the status of a file to write, or ``None`` if it does not exist.
 
-    Raises:
-        OSError: it is a folder, or may not be written, for which a rename would not ask.
+    A folder, or a file without permission to write, raises an OSError, because a rename would ignore that.
     """
     try:
         old = path.stat()
     except FileNotFoundError:
         return None
-    except ValueError as error:  # a null byte
+    except ValueError as error:  # a null byte in the path
         raise OSError(errno.EINVAL, str(error)) from error
     refused = errno.EISDIR if stat.S_ISDIR(old.st_mode) else None if os.access(path, os.W_OK) else errno.EACCES
     if refused is not None:
@@ -123,17 +107,16 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _create_beside(target: Path) -> Path:
-    """Create an empty file of a new name in the same folder, with the permissions that any new file gets."""
+    """Create an empty file with a new name in the same folder, with the usual permissions of a new file."""
     beside = target.with_name(f".{target.name[:40]}.{secrets.token_hex(6)}.partial")
     os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     return beside
 
 
 def _base(target: Path) -> Path:
-    """Return the folder in which those that a file lacks are made.
+    """Return the existing folder in which a file's missing folders are made, or raise an OutputError if it is the root.
 
-    Raises:
-        OutputError: it would be the root: a mistyped path looks like this, and a folder there is on no disk that was meant.
+    A missing folder below the root is usually a mistyped path, and not on the intended disk.
     """
     base = _nearest(target.parent)
     if base != target.parent and base == Path(base.anchor):
@@ -145,7 +128,7 @@ def _base(target: Path) -> Path:
 
 
 def _nearest(folder: Path) -> Path:
-    """Return the deepest part of a path that exists."""
+    """Return the deepest existing part of a path."""
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
     return folder
@@ -157,11 +140,11 @@ def _sentence(path: Path, error: OSError) -> str:
         return f"cannot write {path}: it is a folder; give the path of a file"
     place = path if error.errno == errno.EINVAL else _nearest(path.parent)
     if place != path and not os.path.isdir(place):
-        return f"cannot write {path}: {place} is no folder; choose another path"
+        return f"cannot write {path}: {place} is not a folder; choose another path"
     if error.errno in _DENIED:
         return (
             f"cannot write {path}: no permission to write in {place} ({what}); choose another path, or change who may"
         )
     if error.errno in _FULL:
         return f"cannot write {path}: the disk is full ({what}); free some of it, or choose another path"
-    return f"cannot write {path}: {place} does not take it ({what}); choose another path"
+    return f"cannot write {path}: {place} does not accept it ({what}); choose another path"

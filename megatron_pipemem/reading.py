@@ -1,4 +1,4 @@
-"""Read files that users give, with one sentence for whatever is wrong with them."""
+"""Read files that users give, with one sentence for every error in them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,11 @@ from typing import Any, NoReturn
 from megatron_pipemem.errors import ConfigError, PipememError
 
 MOST_BYTES = 1 << 28
-"""Of a file that is read whole: no schedule, costs or settings are larger, and devices like ``/dev/zero`` never end."""
+"""Largest file that is read whole. Schedules, costs and settings are smaller, and devices like ``/dev/zero`` never end."""
 
 
 def check_exists(path: str | Path, what: str) -> None:
-    """Refuse a path at which there is neither a file nor a folder.
-
-    Args:
-        path: that a user gave.
-        what: the file is to be, for messages.
-
-    Raises:
-        ConfigError: there is nothing.
-    """
+    """Raise a ConfigError if a path is neither a file nor a folder; the message calls it ``what``."""
     if not Path(path).exists():
         raise ConfigError(
             "no-file", f"cannot read {what} from {path}: there is no such file or folder; give the path of one"
@@ -29,15 +21,9 @@ def check_exists(path: str | Path, what: str) -> None:
 
 
 def read_text(path: str | Path, what: str, refusal: type[PipememError] = ConfigError) -> str:
-    """Return the text of a file.
+    """Return the text of a file, or raise ``refusal`` if it is missing, unreadable, not UTF-8, or above ``MOST_BYTES``.
 
-    Args:
-        path: of the file.
-        what: the file is to be, for messages: ``costs``, ``a schedule``.
-        refusal: what is raised.
-
-    Raises:
-        PipememError: there is no such file, it cannot be read, is no text, or is larger than ``MOST_BYTES``.
+    Messages call the file ``what``, for example ``costs`` or ``a schedule``.
     """
     try:
         with Path(path).open("rb") as file:
@@ -60,30 +46,24 @@ def read_text(path: str | Path, what: str, refusal: type[PipememError] = ConfigE
 
 
 def read_json(path: str | Path, what: str, refusal: type[PipememError] = ConfigError) -> Any:
-    """Return what a JSON file holds; ``Infinity`` and ``NaN`` are no JSON.
+    """Return the content of a JSON file. An error, as of ``read_text``, names the line and column that are not JSON.
 
-    Args:
-        path: of the file.
-        what: what the file is, for the error's sentence.
-        refusal: class of the error that is raised.
-
-    Raises:
-        PipememError: as ``read_text``, or the text is no JSON; the message says where.
+    ``Infinity`` and ``NaN`` are errors too.
     """
     text = read_text(path, what, refusal)
     try:
         return json.loads(text.removeprefix("\ufeff"), parse_constant=_no_number)
     except json.JSONDecodeError as error:
-        why = f"line {error.lineno}, column {error.colno} is no JSON, {error.msg[0].lower()}{error.msg[1:]}"
-        raise refusal("not-json", f"cannot read {what} from {path}: {why}; mend it there") from error
+        why = f"line {error.lineno}, column {error.colno} is not JSON, {error.msg[0].lower()}{error.msg[1:]}"
+        raise refusal("not-json", f"cannot read {what} from {path}: {why}; correct it there") from error
     except RecursionError as error:
         raise refusal(
-            "not-json", f"cannot read {what} from {path}: it is nested too deeply; take brackets away"
+            "not-json", f"cannot read {what} from {path}: it is nested too deeply; remove brackets"
         ) from error
-    except ValueError as error:  # an integer of thousands of digits, or no number
+    except ValueError as error:  # an integer of thousands of digits, or Infinity or NaN
         why = str(error).partition(";")[0]
         raise refusal("not-json", f"cannot read {what} from {path}: {why}; give a finite number") from error
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")

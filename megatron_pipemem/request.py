@@ -1,7 +1,7 @@
-"""Define all that a user can ask of the schedules of a run.
+"""All settings of a run's schedule.
 
 A field of ``Request`` is an argument of ``enable()``. Its metadata give the ``--pipemem-*`` flag, the help text and the reader
-of its value; flags, the ``schedule:`` section of a run's YAML file and the documents' table of flags are made from them.
+of its value. Flags, the ``schedule:`` section of a run's YAML file and the documents' list of flags are made from them.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ PROFILE = "profile"
 FILE_SUFFIX = ".csv"
 
 DEFAULT_HOST_SHARE = 0.5
-"""Of the host's available memory, the part that activations may take by default."""
+"""Default share of the host's available memory for activations."""
 
 MicrobatchCosts = str | Callable[[object], object]
 """``tokens``, ``FLOPs``, a JSON file, ``module:function``, or the function itself."""
 
 Reader = Callable[[str, Any], Any]
-"""Reads a value, given the flag's name for messages. A value that has been read already is returned unchanged."""
+"""A function that reads a value; its first argument is the flag's name for messages. It returns a read value unchanged."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class Flag:
     metavar: str = ""
     """Form of the value; empty for a switch."""
     name: str = ""
-    """With its dashes; by default made of the field's name."""
+    """Name with its dashes; by default made from the field's name."""
     read: Reader | None = None
     kind: type | None = None
-    """Type of the value, where argparse converts it."""
+    """Type of the value, if argparse converts it."""
     repeated: bool = False
     """Whether the flag is given once for every ``KEY=VALUE``."""
     page: str = ""
-    """Of the documents, where they say more."""
+    """Page of the documents about the flag."""
 
 
 @cache
@@ -88,7 +88,7 @@ def flags_of(request: type) -> Mapping[str, Flag]:
 
 
 def _field(default: Any, help: str, metavar: str = "", choices: Sequence[str] = (), **told: Any) -> Any:
-    """Return a field with a flag. ``choices`` are all its values."""
+    """Return a field with a flag. ``choices`` lists all values, if they are few."""
     if choices:
         told["read"] = _one_of(choices)
     flag = Flag(help, metavar or "|".join(choices), **told)
@@ -114,7 +114,7 @@ def _bytes(flag: str, value: Any) -> float | None:
 
 
 def _sent(flag: str, value: Any) -> str | int:
-    """Read which activations wait on the host. Commands that simulate also take a number of them."""
+    """Read the choice of offloaded activations. Commands that simulate also take a number of chunks."""
     return value if isinstance(value, int) else _one_of(OFFLOAD)("offload", value)
 
 
@@ -162,30 +162,27 @@ def _least_bytes(flag: str, value: Any) -> int:
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """Say how activations travel to the host and back.
+    """Options of the copies of activations to the host and back."""
 
-    Args:
-        bandwidth: bytes per second to pretend on CPU ranks, each way; ``None`` for the speed of the memory.
-        min_bytes: smaller storages stay on the device; a copy costs the host a few microseconds however small it is.
-        guard: overwrite with NaN the memory that has been copied, and compare checksums before and after a round trip. Slow;
-            it finds users of memory that is away.
-        ratio: the seconds of a round trip of a layer's activations over those of its F, I and W; ``None`` to measure it.
-        switches: groups of ranks of a node, counted on every node from 0, whose devices share a channel to the host.
-    """
+    # Bytes per second to emulate on CPU ranks, each way; ``None`` for the speed of the memory.
 
     bandwidth: float | None = field(default=None, metadata={"read": _bytes})
+    # Smaller storages stay on the device, because even a small copy costs the host a few microseconds.
     min_bytes: int = field(default=1 << 16, metadata={"read": _least_bytes})
+    # Overwrite copied memory with NaN, and compare checksums after a round trip. This is slow, and finds code that uses memory
+    # while it is on the host.
     guard: bool = field(default=False, metadata={"read": _switch})
+    # Seconds of a round trip of a layer's activations, per second of its F, I and W; ``None`` to measure it.
     ratio: float | None = field(default=None, metadata={"read": _ratio})
+    # Groups of ranks of a node, counted on every node from 0, whose devices share a channel to the host.
     switches: tuple[tuple[int, ...], ...] = field(default=(), metadata={"read": _groups})
 
     @classmethod
     def of(cls, flag: str, given: Any) -> TransferOptions:
-        """Read options by name: ``bandwidth`` and ``min_bytes`` (``1GiB``, ``64KiB``, ``100B``), ``guard`` (0 or 1), ``ratio``,
-        ``switches`` (``[[0, 1], [2, 3]]``).
+        """Return the options from their names and values, or raise an UnsupportedError for a wrong one.
 
-        Raises:
-            UnsupportedError: there is no such option, or it has another kind of value.
+        Values are like ``1GiB`` or ``64KiB`` for ``bandwidth`` and ``min_bytes``, 0 or 1 for ``guard``, and
+        ``[[0, 1], [2, 3]]`` for ``switches``.
         """
         if isinstance(given, cls):
             return given
@@ -274,15 +271,15 @@ WEIGHTS = Flag(
     "FLOPs|tokens|FILE.json|module:function",
     page="unequal-microbatches.md",
 )
-"""Flags whose values a YAML file gives as text, and a program in other ways too."""
+"""Flags whose values are text in a YAML file, and may have other types in a program."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request(ScheduleOptions):
-    """All that a user can ask of the schedules of a run.
+    """All settings of a run's schedule.
 
-    Fields mean what their flags say: ``memory_cap`` is ``--pipemem-memory-cap``, as the page of ``pipemem run`` explains it.
-    Values are read when a request is made. ``conflicts.check`` says whether they go together.
+    The meaning of a field is that of its flag: ``memory_cap`` is ``--pipemem-memory-cap``, as on the page of ``pipemem run``.
+    Values are read when a request is made. ``conflicts.check`` checks that they fit together.
     """
 
     schedule: str = field(
@@ -359,8 +356,8 @@ class Request(ScheduleOptions):
     )
     microbatch_costs: MicrobatchCosts | None = field(default=None, metadata={"flag": WEIGHTS})
     train_steps: int | None = None
-    """Training steps of the run, for asynchronous schedules: the last one reads no data of a next one. Megatron's own training
-    loop tells it by itself."""
+    """Training steps of the run, for asynchronous schedules, whose last step reads no data of a next one. Megatron's own
+    training loop sets it."""
     file: Schedule | None = None
     """The schedule of a file, read and proved; ``conflicts.check`` fills it in."""
 
@@ -371,21 +368,21 @@ class Request(ScheduleOptions):
 
     @classmethod
     def for_search(cls, cap: MemoryCap, options: Mapping[str, Any], barriers: int = 0) -> Request:
-        """Return the request for the fastest order within a cap, with a vocabulary that is cut with so many barriers."""
+        """Return the request for the fastest order within a cap, with a vocabulary cut with so many barriers."""
         return cls(AUTO, cap, options=dict(options)).decided(barriers)
 
     @classmethod
     def for_order(cls, schedule: Schedule, cap: MemoryCap) -> Request:
-        """Return the request for an order as it stands, with as much of it on the host as a cap needs."""
+        """Return the request for a fixed order, with as much of it on the host as a cap needs."""
         return cls(schedule.name, cap, offload=AUTO, file=schedule)
 
     def decided(self, barriers: int) -> Request:
-        """Return the request, with the vocabulary cut with that many barriers, or not at all."""
+        """Return the request with the vocabulary cut with so many barriers; 0 leaves it whole."""
         cut = cast(VocabularyCut, str(algorithm_of(barriers)) if barriers else OFF)
         return replace(self, vocab_parallel=cut)
 
     def without_offload(self) -> Request:
-        """Return the request for the schedule that offload and recomputation are added to: they keep its cap."""
+        """Return the request for the schedule without offload and recomputation, which keep its cap later."""
         return replace(self, memory_cap=None, offload=OFF, recompute="none") if self.plans_offload else self
 
     @property
@@ -395,7 +392,7 @@ class Request(ScheduleOptions):
 
     @property
     def barriers(self) -> int:
-        """Return the barriers of vocabulary parallelism; 0 for an uncut vocabulary, and as long as it is not decided."""
+        """Return the barriers of vocabulary parallelism; 0 if the vocabulary is whole or not decided yet."""
         return 0 if self.vocab_parallel in (OFF, AUTO) else BARRIERS_OF_ALGORITHM[int(self.vocab_parallel)]
 
     @property
@@ -410,17 +407,17 @@ class Request(ScheduleOptions):
 
     @property
     def searches_period(self) -> bool:
-        """Return whether an order is to be searched for whose steps follow each other soonest without a barrier."""
+        """Return whether a search minimizes the period of steps without a barrier."""
         return self.searches and bool(self.options.get("period", self.overlap_steps))
 
     @property
     def slice_counts(self) -> tuple[int, ...]:
-        """Numbers of slices of a microbatch among which a search chooses."""
+        """The numbers of slices of a microbatch among which a search chooses."""
         return slice_counts(self.options.get("slices", 1)) if self.searches else (1,)
 
     @property
     def slices(self) -> int:
-        """Return the number of sequence slices of a microbatch; of a search, the most that it may choose."""
+        """Return the number of sequence slices of a microbatch, or the largest one that a search may choose."""
         if self.file is not None:
             return self.file.slices
         if self.family is None:
@@ -430,17 +427,17 @@ class Request(ScheduleOptions):
 
     @property
     def searches(self) -> bool:
-        """Return whether an order is to be searched for."""
+        """Return whether the order is searched for."""
         return self.schedule == AUTO and self.file is None
 
     @property
     def plans_offload(self) -> bool:
-        """Return whether anything is to be added to what a schedule says itself."""
+        """Return whether offload or recomputation is added to a schedule's own."""
         return self.offload != OFF or self.recompute != "none"
 
     @property
     def chooses_offload(self) -> bool:
-        """Return whether what is offloaded or recomputed is searched for together with the order."""
+        """Return whether offload or recomputation is searched for together with the order."""
         is_open = self.offload in (OFF, AUTO) and self.recompute in ("none", AUTO)
         return self.searches and self.plans_offload and is_open and self.memory_cap is not None
 
@@ -451,7 +448,7 @@ class Request(ScheduleOptions):
 
     @property
     def cap_in_units(self) -> float | tuple[float, ...] | None:
-        """The cap in activation units, if there is one."""
+        """The cap in activation units, or ``None``."""
         return None if self.memory_cap is None or self.memory_cap.in_bytes else self.memory_cap.amount
 
     def caps(self, num_devices: int) -> tuple[float, ...] | None:
@@ -478,7 +475,7 @@ class Request(ScheduleOptions):
 
     @property
     def may_split(self) -> bool:
-        """Return whether the schedule may have I and W, so that layers must be able to split their backwards."""
+        """Return whether the schedule may have I and W. Layers must then be able to split their backwards."""
         if self.file is not None:
             return self.file.splits_backward
         return self.searches or (self.family is not None and self.family.splits_backward)
@@ -504,7 +501,7 @@ class Request(ScheduleOptions):
 
     @property
     def chunks(self) -> int:
-        """Return the model chunks per rank and replica to ask Megatron for, if the user does not say how the model is cut."""
+        """Return the model chunks per rank and replica to request from Megatron if the user does not cut the model."""
         if self.file is not None:
             return self.file.placement.num_chunks // self.replicas
         if self.searches:
@@ -528,10 +525,9 @@ def outputs(report: str | Path | None, trace: str | Path | None) -> list[Path]:
 
 
 def prices_of(costs: str) -> tuple[Costs, str]:
-    """Return the costs that a run begins with, and where they are from.
+    """Return the costs with which a run begins, and their source.
 
-    Raises:
-        CostsError: a file that cannot be read, or that weighs microbatches, which every step does anew.
+    A file raises a CostsError if it cannot be read, or if it weighs microbatches, because every step weighs its own.
     """
     if costs in ("unit", PROFILE):
         return Costs(), "unit"

@@ -105,13 +105,13 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
 
 WRONG = {
     "folder": "it is a folder; give the path of a file",
-    "file/report.json": "{tmp}/file is no folder; choose another path",
-    "file/new/report.json": "{tmp}/file is no folder; choose another path",
-    "/proc/x": "/proc does not take it",
-    "/proc/new/x": "/proc does not take it",
+    "file/report.json": "{tmp}/file is not a folder; choose another path",
+    "file/new/report.json": "{tmp}/file is not a folder; choose another path",
+    "/proc/x": "/proc does not accept it",
+    "/proc/new/x": "/proc does not accept it",
     "n" * 256: "File name too long",
     "a\0b": "null byte",
-    "loop/x": "/loop is no folder",
+    "loop/x": "/loop is not a folder",
 }
 
 

@@ -37,7 +37,7 @@ def in_one_line(folder: Path) -> str:
     ("index", "says"),
     [
         (None, "holds neither a grid nor the report of a run; give a folder"),
-        ("{", "grid.json: line 1, column 2 is no JSON"),
+        ("{", "grid.json: line 1, column 2 is not JSON"),
         ("[]", "is no index of a grid"),
         ('{"points": [3]}', "is no index of a grid"),
         ('{"points": [{"settings": 3, "changes": {}}]}', "is no index of a grid"),
@@ -79,7 +79,7 @@ def test_results_that_nobody_wrote(tmp_path, changed, says):
 @pytest.mark.parametrize(
     ("report", "says"),
     [
-        ("", "line 1, column 1 is no JSON"),
+        ("", "line 1, column 1 is not JSON"),
         ('{"losses": []}', "lacks the key 'ranks'"),
         ('{"losses": [], "ranks": [{}]}', "lacks the key 'predicted_peak_bytes'"),
         ('{"losses": [], "ranks": 3}', "is no report of a run"),
