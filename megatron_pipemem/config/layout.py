@@ -1,7 +1,9 @@
-"""Write layers per stage in Megatron's words: ``--pipeline-model-parallel-layout "Et*3|(t*4|)*6t*3mL"``, or the pattern of a
-hybrid model, ``--hybrid-layer-pattern "M-|*-"``.
+"""Write and read the layers of every stage in Megatron's notation.
 
-What stages share out are a model's *pieces*: its layers and, in a GPT, multi-token prediction as one more behind them.
+A GPT has ``--pipeline-model-parallel-layout "Et*3|(t*4|)*6t*3mL"``. A hybrid model has ``--hybrid-layer-pattern "M-|*-"``: a
+symbol per layer, ``|`` between stages, and the blocks of multi-token prediction after ``/``.
+
+Stages share the *pieces* of a model: its layers and, in a GPT, multi-token prediction as one more piece at the end.
 """
 
 from __future__ import annotations
@@ -14,32 +16,33 @@ from itertools import accumulate, groupby, pairwise
 from megatron_pipemem.config.model import Model, Sublayer
 from megatron_pipemem.config.runs import Run
 
+FLAG = "pipeline-model-parallel-layout"
 PATTERN_FLAGS = ("hybrid-layer-pattern", "hybrid-override-pattern")
+PATTERN = PATTERN_FLAGS[0]
+FIRST_OR_LAST = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
+FLAGS = (FLAG, *FIRST_OR_LAST)
 SEGMENTS, FURTHER = "|", "/"
 
 
 def segments(pattern: str) -> list[str]:
-    """Return the symbols of the layers of every stage, without what predicts further tokens."""
+    """Return the layers of every stage of a pattern, without multi-token prediction."""
     return pattern.split(FURTHER)[0].split(SEGMENTS)
 
 
 def pattern_layers(pattern: str) -> str:
-    """Return the symbols of a pattern's layers, without what predicts further tokens."""
+    """Return the layers of a pattern, without multi-token prediction."""
     return "".join(segments(pattern))
 
 
 def is_cut(pattern: str) -> bool:
-    """Return whether a pattern says where its stages end."""
+    """Return whether a pattern is cut into stages."""
     return len(segments(pattern)) > 1
 
 
 def needed_layers(pattern: str, flags: Mapping[str, object]) -> list[bool]:
-    """Return of which layers every rank needs one: those with experts, where Megatron logs their losses. It waits for ever
-    where a rank has none.
+    """Return for every layer whether it is of a kind that every rank needs.
 
-    Args:
-        pattern: of the model, cut or not.
-        flags: of the training script, without dashes.
+    If Megatron logs the losses of experts, it hangs on a rank without a layer of experts.
     """
     balanced = "aux_loss" in str(flags.get("moe-router-load-balancing-type", "aux_loss"))
     logged = balanced or flags.get("moe-z-loss-coeff") not in (None, False)
@@ -47,52 +50,36 @@ def needed_layers(pattern: str, flags: Mapping[str, object]) -> list[bool]:
 
 
 def cut(pattern: str, counts: Sequence[int]) -> str:
-    """Return a pattern that is cut into stages.
-
-    Args:
-        pattern: without ``|``.
-        counts: layers of every stage.
-    """
+    """Return an uncut pattern, cut into stages of so many layers."""
     layers, slash, further = pattern.partition(FURTHER)
     ends = list(accumulate(counts, initial=0))
     return SEGMENTS.join(layers[begin:end] for begin, end in pairwise(ends)) + slash + further
 
 
-FLAG = "pipeline-model-parallel-layout"
-PATTERN = PATTERN_FLAGS[0]
-FIRST_OR_LAST = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
-FLAGS = (FLAG, *FIRST_OR_LAST)
+def pattern_of(model: Model) -> str | None:
+    """Return the pattern of a hybrid model with its multi-token prediction, ``None`` for a GPT."""
+    further = [model.mtp_pattern or ""] * model.mtp_layers
+    return model.pattern and FURTHER.join((model.pattern, *further))
 
 
 def spread(layers: int, stages: int) -> tuple[int, ...]:
-    """Share layers out as evenly as it goes: what is left over goes to the stages behind the first, which has the
-    embedding.
-    """
+    """Share layers out evenly. The stages after the first one, which has the embedding, get the remaining layers."""
     return tuple(layers // stages + (0 < stage <= layers % stages) for stage in range(stages))
 
 
-def uncut(model: Model, stages: int) -> tuple[int, ...] | None:
-    """Return the pieces of every stage where no flag says them: layers evenly, multi-token prediction on the last; ``None``
-    where the layers do not divide.
-    """
-    return None if model.layers % stages else even(model, stages)
-
-
 def even(model: Model, stages: int) -> tuple[int, ...]:
-    """Return the pieces of every stage where layers are shared out evenly, or nearly so where they do not divide, and
-    multi-token prediction is on the last.
-    """
+    """Return the pieces of every stage, as even as possible, with multi-token prediction on the last stage."""
     *others, last = spread(model.layers, stages)
     return (*others, last + model.pieces - model.layers)
 
 
-def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
-    """Return the flags that cut a model so; none where it is cut so without any.
+def uncut(model: Model, stages: int) -> tuple[int, ...] | None:
+    """Return the pieces of every stage without flags for the cut, ``None`` if the layers do not divide evenly."""
+    return None if model.layers % stages else even(model, stages)
 
-    Args:
-        model: its shape.
-        counts: pieces of every stage.
-    """
+
+def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
+    """Return the flags that cut a model into stages of so many pieces, none if Megatron cuts it so by default."""
     pattern = pattern_of(model)
     if len(counts) == 1 or (pattern is None and tuple(counts) == uncut(model, len(counts))):
         return {}
@@ -102,28 +89,15 @@ def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
 
 
 def with_cut(run: Run, counts: Sequence[int]) -> Run:
-    """Return the run with its model cut so, whatever its flags said of that.
-
-    Args:
-        run: whose flags are replaced.
-        counts: pieces of every stage.
-    """
+    """Return the run with its model cut into stages of so many pieces, in place of its own cut."""
     others = {key: value for key, value in run.megatron.items() if key.replace("_", "-") not in (*FLAGS, PATTERN)}
     return replace(run, megatron=others | flags(run.model, counts))
 
 
-def pattern_of(model: Model) -> str | None:
-    """Return a hybrid model's layers in Megatron's words, those of multi-token prediction behind slashes."""
-    further = [model.mtp_pattern or ""] * model.mtp_layers
-    return model.pattern and FURTHER.join((model.pattern, *further))
-
-
 def written(counts: Sequence[int], mtp_layers: int = 0) -> str:
-    """Write a layout with the embedding before the first stage's layers and the loss behind the last one's.
+    """Write a layout with the embedding on the first stage and the loss on the last one.
 
-    Args:
-        counts: pieces of every stage.
-        mtp_layers: what the last piece stands for, where it is multi-token prediction.
+    With ``mtp_layers``, the last piece is multi-token prediction.
     """
     first, *others = _stages(counts, mtp_layers)
     if not others:
@@ -136,12 +110,7 @@ def written(counts: Sequence[int], mtp_layers: int = 0) -> str:
 
 
 def stages_of(model: Model, counts: Sequence[int]) -> list[str]:
-    """Return what every stage holds, in Megatron's words.
-
-    Args:
-        model: its shape.
-        counts: pieces of every stage.
-    """
+    """Return the layers of every stage in Megatron's notation."""
     pattern = pattern_of(model)
     return _stages(counts, model.mtp_layers) if pattern is None else cut(pattern, counts).split(SEGMENTS)
 
@@ -161,9 +130,7 @@ def _repeated(symbol: str, count: int) -> str:
 
 
 def pieces_of(run: Run, stages: int) -> tuple[int, ...] | None:
-    """Return the pieces of every stage: what a run says of its cut, or an even one; ``None`` where only Megatron can
-    tell.
-    """
+    """Return the pieces of every stage of a run, by its flags or evenly; ``None`` if only Megatron can count them."""
     given, model = run.flags, run.model
     if any(given.get(key) is not None for key in FIRST_OR_LAST):
         return None
@@ -177,7 +144,7 @@ def pieces_of(run: Run, stages: int) -> tuple[int, ...] | None:
 
 
 def read(text: str) -> tuple[int, ...]:
-    """Return the pieces of every stage of a layout in Megatron's words."""
+    """Return the pieces of every stage of a layout."""
     for repeated in (r"\(([^()]*)\)\*(\d+)", r"([A-Za-z|])\*(\d+)"):
         while re.search(repeated, text):
             text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)

@@ -1,14 +1,13 @@
 """Read YAML files into frozen dataclasses, and check every value against its annotation.
 
-A file may name others. Where a dataclass is wanted, text is the name of a file of that kind (``model: llama3-8b``), and a
-mapping with the key ``base`` is such a file with some keys changed (``model: {base: llama3-8b, layers: 16}``); a file may
-have a ``base`` too. Kinds with files of their own say in which folder by ``config_folder``. A name is looked up in that
-folder beside the file that uses it and beside that file's own folder, so ``configs/runs/mine.yaml`` finds
-``configs/models/mine.yaml``; then among the files that ship with the package. A file's base, and the run of a grid, may lie
-beside the file itself. Text that ends in ``.yaml`` is a path, from the folder of the file that uses it.
+A file may name other files. In place of a dataclass, text is the name of a file of that kind (``model: llama3-8b``), and a
+mapping with the key ``base`` is such a file with changes (``model: {base: llama3-8b, layers: 16}``). A file may have a ``base``
+too. A name is looked up in the kind's ``config_folder``: first beside the file that uses the name, then beside the folder of
+that file, then in the package. So ``configs/runs/mine.yaml`` finds ``configs/models/mine.yaml``. The base of a file, and the
+run of a grid, may also lie beside the file. Text that ends in ``.yaml`` is a path, relative to the file that uses it.
 
-PyYAML reads the text. On top of it, numbers with an exponent are numbers (``1e-4``), a key stands once in a mapping, dates are
-text, tags are refused, and so is text that takes unbounded memory or stack: deep nesting, and anchors that repeat each other.
+PyYAML reads the text, with these changes: ``1e-4`` is a number, dates are text, and a key must not stand twice in a mapping.
+Tags are refused, and so are deep nesting and anchors that repeat each other, which take unbounded stack or memory.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from megatron_pipemem.schedule.display import shortened
 
 MOST_LEVELS = 50
 MOST_VALUES = 100_000
-"""Anchors repeated as often as they are referred to."""
+"""Most values of a file. The values of an anchor count once for every reference."""
 
 _FLOAT = "tag:yaml.org,2002:float"
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
@@ -41,7 +40,7 @@ _NUMBER = re.compile(
 
 
 class YamlError(ValueError):
-    """No YAML, or not such as configurations use; the message says where and why on one line."""
+    """Text that is not YAML, or YAML that configurations cannot use. The message is one line with the place."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -56,9 +55,8 @@ class _Loader(yaml.SafeLoader):
             if key.tag == "tag:yaml.org,2002:merge":
                 continue
             if key.tag != "tag:yaml.org,2002:str":
-                raise yaml.constructor.ConstructorError(
-                    None, None, "a key is no text; write it in quotes", key.start_mark
-                )
+                problem = "a key is not text; write it in quotes"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
             seen.add(key.value)
@@ -74,11 +72,7 @@ for _class in (_Loader, _Dumper):
 
 
 def read_yaml(text: str) -> Any:
-    """Return the one value that a YAML text describes; ``None`` for an empty text.
-
-    Raises:
-        YamlError: it describes none.
-    """
+    """Return the value of a YAML text, ``None`` for an empty one. Raises YamlError."""
     try:
         _check_extent(text)
         return yaml.load(text, _Loader)
@@ -91,24 +85,19 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(value: Any, flow: bool = False) -> str:
-    """Return text that ``read_yaml`` reads as this value, keys in their order; tuples become lists.
-
-    Args:
-        value: text, numbers, truth values, lists and mappings.
-        flow: write each innermost list or mapping on one line.
-    """
+    """Return YAML that ``read_yaml`` reads as this value. ``flow`` puts each innermost list or mapping on one line."""
     style = {"default_flow_style": None, "width": 10_000} if flow else {}
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style)
 
 
 def _check_extent(text: str) -> None:
-    """Check the extent before anything is built: going through the parser's events takes no stack and little memory."""
+    """Check nesting and size before anything is built: parser events take no stack and little memory."""
     sizes = [0]
     anchors: dict[str, int] = {}
     open_anchors: list[str | None] = [None]
     for event in yaml.parse(text, _Loader):
         if getattr(event, "tag", None) is not None:
-            raise YamlError(f"{_place(event.start_mark)}: the tag {event.tag} is not known here; leave it out")
+            raise YamlError(f"{_place(event.start_mark)}: the tag {event.tag} is unknown; leave it out")
         if isinstance(event, yaml.CollectionStartEvent):
             if len(sizes) > MOST_LEVELS:
                 raise YamlError(f"{_place(event.start_mark)}: nested more than {MOST_LEVELS} deep")
@@ -121,7 +110,7 @@ def _check_extent(text: str) -> None:
             size, anchor = 1, event.anchor
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in open_anchors:
-                raise YamlError(f"{_place(event.start_mark)}: *{event.anchor} refers to what it is a part of")
+                raise YamlError(f"{_place(event.start_mark)}: *{event.anchor} stands within its own anchor")
             size, anchor = anchors.get(event.anchor, 1), None
         else:
             continue
@@ -130,7 +119,7 @@ def _check_extent(text: str) -> None:
         sizes[-1] += size
         if sizes[-1] > MOST_VALUES:
             raise YamlError(
-                f"{_place(event.start_mark)}: more than {MOST_VALUES} values, anchors repeated as often as referred to"
+                f"{_place(event.start_mark)}: more than {MOST_VALUES} values, counting an anchor's once per reference"
             )
 
 
@@ -144,16 +133,10 @@ SHIPPED = Path(__file__).parent
 
 
 def load[T](source: str | Path, kind: type[T], overrides: Sequence[str] = ()) -> T:
-    """Read a configuration.
+    """Read the configuration in a file, given by path or name, with overrides like ``key.of.a.key=value``.
 
-    Args:
-        source: a path, or the name of a file of this kind.
-        kind: a dataclass; dataclasses within it are read likewise.
-        overrides: ``key.of.a.key=value``, the value in YAML; applied to the file before what it names is read.
-
-    Raises:
-        ConfigError: no such file, no YAML, an unknown or missing key, or a value that does not fit; it names file and key
-            and says what would fit.
+    Overrides change the file before the files that it names are read. A ConfigError names the file, the key and the values
+    that the key takes.
     """
     path = locate(str(source), kind)
     raw = read_raw(path)
@@ -163,44 +146,27 @@ def load[T](source: str | Path, kind: type[T], overrides: Sequence[str] = ()) ->
 
 
 def read_raw(path: str | Path) -> dict[str, Any]:
-    """Return what a YAML file says, with nothing resolved or checked.
-
-    Raises:
-        ConfigError: it cannot be read, or is no mapping.
-    """
+    """Return the mapping in a YAML file, unchecked, without reading the files that it names."""
     try:
         loaded = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError("cannot-read", f"cannot be read: {error.strerror or error}", file=path) from error
     except (YamlError, UnicodeDecodeError) as error:
-        raise ConfigError("not-yaml", f"is no YAML: {error}", file=path) from error
+        raise ConfigError("not-yaml", f"is not YAML: {error}", file=path) from error
     if loaded is None:  # an empty file
         return {}
     if not isinstance(loaded, dict):
-        raise ConfigError("wrong-file", "is no mapping of keys to values", file=path)
+        raise ConfigError("wrong-file", "is not a mapping of keys to values", file=path)
     return loaded
 
 
 def typed[T](raw: Mapping[str, Any], kind: type[T], file: Path | None = None, prefix: str = "") -> T:
-    """Return what ``read_raw`` gave, perhaps changed, as a dataclass.
-
-    Args:
-        raw: keys and values.
-        kind: a dataclass.
-        file: where it is from: errors name it, and names in it are looked up from its folder.
-        prefix: what stands before the keys in the file, for errors.
-
-    Raises:
-        ConfigError: see ``load``.
-    """
+    """Return a mapping as a dataclass. Errors name ``file``, with ``prefix`` before the key; names are looked up from it."""
     return _build(kind, _resolve(raw, kind, file, prefix, ()), file, prefix)
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """Return the keys of a dataclass whose values are not the defaults, in dataclasses within it too.
-
-    ``typed`` makes the same dataclass of them, and needs no other file.
-    """
+    """Return the mapping of which ``typed`` makes this dataclass, without defaults and without names of files."""
     changed = {}
     for each in fields(config):
         default = each.default_factory() if each.default_factory is not MISSING else each.default
@@ -211,15 +177,7 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 def override(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in what ``read_raw`` gave.
-
-    A name on the way (``model: llama3-8b``) becomes the base of a change.
-
-    Args:
-        raw: mapping that is changed in place.
-        key: for example ``model.layers``.
-        value: new value of the key.
-    """
+    """Set a dotted key of a mapping, in place. A name on the way (``model: llama3-8b``) becomes the base of a change."""
     *parents, last = key.split(".")
     here = raw
     for part in parents:
@@ -231,16 +189,9 @@ def override(raw: dict[str, Any], key: str, value: Any) -> None:
 
 
 def check_key(kind: type, key: str, user: str = "", file: Path | None = None) -> None:
-    """Return whether files of a kind can have a dotted key; below a mapping that takes any key, everything goes.
+    """Raise a ConfigError if a dataclass has no such dotted key. A mapping that takes any key takes any key below it too.
 
-    Args:
-        kind: a dataclass.
-        key: as for ``override``.
-        user: what stands before the key in ``file``, with a dot behind it.
-        file: where the key is from.
-
-    Raises:
-        ConfigError: they cannot; it names the file and the key as it is there.
+    The error names ``file`` and puts ``user`` before the key, as it stands there.
     """
     here: Any = kind
     for part in key.split("."):
@@ -254,51 +205,38 @@ def check_key(kind: type, key: str, user: str = "", file: Path | None = None) ->
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return half a sentence for an error about ``word``: the most alike of ``known``, or all of them."""
+    """Return the end of a sentence about an unknown word: the known word most like it, or all known words."""
     choices = sorted(known)
     alike = difflib.get_close_matches(word, choices, n=1)
     return f"did you mean {alike[0]!r}?" if alike else f"known are {', '.join(choices) or 'none'}"
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Return the key and value of ``key.of.a.key=value``.
-
-    Raises:
-        ConfigError: it is not written so.
-    """
+    """Return the key and the value of ``key.of.a.key=value``, which has its value in YAML."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError("bad-syntax", f"override {shortened(text)}: write KEY=VALUE, as in model.layers=16")
     try:
         return key, read_yaml(value)
     except YamlError as error:
-        raise ConfigError("not-yaml", f"override {shortened(text)}: the value is no YAML: {error}") from error
+        raise ConfigError("not-yaml", f"override {shortened(text)}: the value is not YAML: {error}") from error
 
 
 def locate(name: str, kind: type, user: Path | None = None, key: str | None = None, siblings: bool = False) -> Path:
-    """Return the file that a name means, in another file or on a command line.
+    """Return the file of a name or path that stands at ``key`` in the file ``user``, or on a command line (``None``).
 
-    Args:
-        name: of a model, cluster or run, or a path that ends in ``.yaml``.
-        kind: dataclass that the file describes; it says in which folders to look.
-        user: file that uses the name; ``None`` on a command line.
-        key: key there, for the error's sentence.
-        siblings: whether files of this kind lie beside ``user``, too.
-
-    Raises:
-        ConfigError: there is no such file.
+    ``siblings`` looks for the name in the folder of ``user`` too.
     """
     path, folder = (user.parent if user else Path()) / name, getattr(kind, "config_folder", None)
     if name.endswith((".yaml", ".yml")):
         if path.is_file():
             return path
         brought = folder and not path.exists() and (SHIPPED / folder / path.name).is_file()
-        also = f", or the name {path.stem!r} of one that the package brings" if brought else ""
+        also = f", or the name {path.stem!r} for the package's own file" if brought else ""
         raise ConfigError("no-file", f"{_absence(path)}{also}", key=key, file=user)
     if folder is None:
-        raise ConfigError(
-            "no-file", f"{name!r} is no file; give a path that ends in .yaml, or a mapping", key=key, file=user
-        )
+        wanted = f"{name!r} is not a file; give a path that ends in .yaml, or a mapping"
+        raise ConfigError("no-file", wanted, key=key, file=user)
     beside = [user.parent, user.parent.parent] if user else [Path("configs"), Path()]
     places = [place / folder for place in (*beside, SHIPPED)]
     if user and siblings:
@@ -310,57 +248,44 @@ def locate(name: str, kind: type, user: Path | None = None, key: str | None = No
         raise ConfigError("no-file", _absence(path), key=key, file=user)
     known = {path.stem for place in places for path in place.glob("*.yaml")}
     looked = ", ".join(dict.fromkeys(str(place) for place in places))
-    raise ConfigError(
-        "no-file",
-        f"there is no {name!r}; {nearest(name, known)} (looked in {looked}; a path ends in .yaml)",
-        key=key,
-        file=user,
-    )
+    message = f"there is no {name!r}; {nearest(name, known)} (looked in {looked}; a path ends in .yaml)"
+    raise ConfigError("no-file", message, key=key, file=user)
 
 
 def _absence(path: Path) -> str:
-    """Say why a path is not that of a YAML file."""
+    """Return the reason why there is no YAML file at a path."""
     if path.is_dir():
         return f"{path} is a folder; give the path of a YAML file"
     if path.exists():
-        return f"{path} is there, and not YAML by its name; give a YAML file, or end its name in .yaml"
+        return f"{path} has another ending than .yaml; give a YAML file, or rename it"
     return f"there is no file {path}; give the path of a YAML file"
 
 
 def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[Path, ...]) -> dict[str, Any]:
-    """Put what files say in the place of their names, and refuse keys that ``kind`` does not have."""
+    """Replace the names of files by their mappings, and refuse keys that ``kind`` does not have."""
     hints = {name: parameter.annotation for name, parameter in _parameters(kind).items()}
     own = {BASE: raw} if isinstance(raw, str) else raw
     if not isinstance(own, Mapping):
-        raise ConfigError(
-            "bad-type",
-            f"is {shortened(raw)}; give a name, or a mapping of {', '.join(hints)}",
-            key=prefix[:-1],
-            file=file,
-        )
-    resolved: dict[str, Any] = {}
+        wanted = f"is {shortened(raw)}; give a name, or a mapping of {', '.join(hints)}"
+        raise ConfigError("bad-type", wanted, key=prefix[:-1], file=file)
+    base, changes = {}, dict(own)
     if BASE in own:
-        resolved = _resolve_base(own[BASE], kind, file, prefix[:-1] if isinstance(raw, str) else prefix + BASE, trail)
-    for key, value in own.items():
-        if key == BASE:
-            continue
+        place = prefix[:-1] if isinstance(raw, str) else prefix + BASE
+        base = _resolve_base(changes.pop(BASE), kind, file, place, trail)
+    for key, value in changes.items():
         if key not in hints:
-            raise ConfigError(
-                "unknown-key", f"unknown key; {nearest(key, [*hints, BASE])}", key=f"{prefix}{key}", file=file
-            )
+            message = f"unknown key; {nearest(key, [*hints, BASE])}"
+            raise ConfigError("unknown-key", message, key=f"{prefix}{key}", file=file)
         inner = _dataclass_in(hints[key])
         if inner is not None and value is not None:
-            if isinstance(value, str) or (isinstance(value, Mapping) and BASE in value):
-                resolved.pop(key, None)
-            value = _resolve(value, inner, file, f"{prefix}{key}.", trail)
-        if isinstance(value, Mapping) and isinstance(resolved.get(key), Mapping):
-            value = _merged(resolved[key], value)
-        resolved[key] = value
-    return resolved
+            changes[key] = _resolve(value, inner, file, f"{prefix}{key}.", trail)
+            if isinstance(value, str) or BASE in value:  # it replaces the value of the base
+                base.pop(key, None)
+    return _merged(base, changes)
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the base with some keys changed, within mappings too."""
+    """Return the base with changes, also of the mappings within it."""
     merged = dict(base)
     for key, value in changes.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
@@ -380,15 +305,7 @@ def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tup
 
 
 def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, is_whole: bool = True) -> Any:
-    """Check every value against its annotation, and return the dataclass of them.
-
-    Args:
-        kind: the dataclass.
-        raw: keys and values, names of files resolved.
-        file: where they are from.
-        prefix: of the keys, there.
-        is_whole: otherwise what is missing may still come, and nothing is returned.
-    """
+    """Return the dataclass of a resolved mapping. A part (not ``is_whole``) is checked, and may lack keys."""
     arguments = {}
     for name, parameter in _parameters(kind).items():
         inner, key = _dataclass_in(parameter.annotation), f"{prefix}{name}"
@@ -414,7 +331,7 @@ def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, i
 
 @cache
 def _parameters(kind: type) -> dict[str, Parameter]:
-    """Return what a dataclass is made from, with types in the place of their names."""
+    """Return the parameters of a dataclass, with types in place of their names."""
     hints = get_type_hints(kind)
     return {name: each.replace(annotation=hints[name]) for name, each in signature(kind).parameters.items()}
 

@@ -1,4 +1,4 @@
-"""Say which values the keys of a configuration take: bounds of numbers, and conversion to the annotation of a field."""
+"""Bound the numbers of a configuration, and convert its values to the annotations of their fields."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ MOST_DEVICES = 10**6
 
 
 class Limit(NamedTuple):
-    """Bound a number: what nothing has would be computed with for ever, or sums of it would not stay finite.
-
-    Args:
-        least: that it may be.
-        most: that it may be; a whole number where only such are meant.
-        above: whether ``least`` itself is too small.
-    """
+    """The range of a number, so that computing with it ends and sums stay finite."""
 
     least: int
     most: float
+    """An ``int`` allows whole numbers only."""
     above: bool = False
+    """Whether ``least`` itself is too small."""
 
     def check(self, value: float, key: str) -> None:
-        """Raises ConfigError: the value of that key is outside."""
+        """Raise a ConfigError that names the key if the value is out of range."""
         enough = value > self.least if self.above else value >= self.least
         if enough and value <= self.most:
             return
@@ -47,11 +43,7 @@ Part = Annotated[float, Limit(0, 1.0, above=True)]
 
 
 class Limited:
-    """A dataclass whose annotations bound its numbers, where they are not ``None``.
-
-    Raises:
-        ConfigError: one of them is outside; it names the key.
-    """
+    """A dataclass that checks its numbers against the limits in their annotations, also if a program makes it."""
 
     def __post_init__(self) -> None:
         kind: type = type(self)
@@ -67,16 +59,14 @@ def _limits(kind: type) -> list[tuple[str, Limit]]:
     return list(dict.fromkeys((key, part) for key, part in parts if isinstance(part, Limit)))
 
 
+def refuse_if(wrong: object, code: str, key: str, message: str) -> None:
+    """Raise a ConfigError about a key if its value is wrong."""
+    if wrong:
+        raise ConfigError(code, message, key=key)
+
+
 def check_magnitudes(value: object, key: str = "") -> None:
-    """Refuse numbers with which sums would not stay finite, anywhere in what a file says.
-
-    Args:
-        value: as JSON gives it.
-        key: of the value, for the error.
-
-    Raises:
-        ConfigError: one of them is too large; it names the key.
-    """
+    """Raise a ConfigError if a JSON value holds a number with which sums would not stay finite."""
     if isinstance(value, dict):
         for name, inner in value.items():
             check_magnitudes(inner, f"{key}.{name}" if key else name)
@@ -88,16 +78,13 @@ def check_magnitudes(value: object, key: str = "") -> None:
 
 
 def converted(value: Any, hint: Any) -> Any:
-    """Convert a value to that type: lists become tuples, whole numbers floats, numbers text.
+    """Return a value of YAML or JSON as the type of an annotation: a list as a tuple, a whole number as a float.
 
-    Args:
-        value: as YAML or JSON gives it.
-        hint: ``Any``, ``bool``, ``int``, ``float``, ``str``, an enumeration, ``Literal``, ``tuple[T, ...]``, ``list[T]``,
-            ``dict[K, T]``, or one of them with ``| None``. For a dataclass nothing but ``None`` fits: whoever knows its
-            fields converts them.
+    The annotations are those of ``_WANTED``, ``Any``, enumerations, and ``tuple[T, ...]``, ``list[T]``, ``dict[K, T]`` and
+    ``Literal``, each also with ``| None``. ``loading`` converts dataclasses; here only ``None`` fits them.
 
     Raises:
-        ValueError: it does not fit; the message says what would.
+        ValueError: the value does not fit; the message says which values do.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
@@ -113,7 +100,7 @@ def converted(value: Any, hint: Any) -> Any:
         return origin(converted(each, arguments[0]) for each in value)
     if origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {
-            _within("has a key that", key, arguments[0]): _within(f"holds under {key!r} what", each, arguments[1])
+            _named("a key in it", key, arguments[0]): _named(f"its key {key!r}", each, arguments[1])
             for key, each in value.items()
         }
     if _is_enumeration(hint) and value in set(hint):
@@ -124,43 +111,42 @@ def converted(value: Any, hint: Any) -> Any:
     if hint is int and number and value == value // 1:
         return int(value)
     if hint is float and number:
-        return _as_float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ValueError(f"is {shortened(value)}, which is too large") from error
     if hint is str and (number or isinstance(value, str)):
         return str(value)
     raise ValueError(f"is {shortened(value)}; give {_wanted(hint, origin, arguments)}")
 
 
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise ValueError(f"is {shortened(value)}, which is too large") from error
-
-
-def _within(words: str, value: Any, hint: Any) -> Any:
+def _named(name: str, value: Any, hint: Any) -> Any:
+    """Convert a part of a mapping; an error names the part."""
     try:
         return converted(value, hint)
     except ValueError as error:
-        raise ValueError(f"{words} {error}") from error
+        raise ValueError(f"{name} {error}") from error
 
 
 def _is_enumeration(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, (Enum, Kind))
 
 
+_WANTED = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text, in quotes if YAML would read it otherwise",
+    tuple: "a list of values",
+    list: "a list of values",
+    dict: "a mapping of keys to values",
+}
+
+
 def _wanted(hint: Any, origin: Any, arguments: tuple) -> str:
     if origin is Literal:
         *most, last = map(str, arguments)
         return f"{', '.join(most)} or {last}" if most else last
-    if origin in (tuple, list):
-        return "a list of values"
-    if origin is dict:
-        return "a mapping of keys to values"
     if _is_enumeration(hint):
         return f"one of {', '.join(map(str, hint))}"
-    return {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "text, in quotes if YAML would read it otherwise",
-    }.get(hint, "a name or a mapping")
+    return _WANTED.get(origin or hint, "a name or a mapping")
