@@ -18,6 +18,7 @@ from typing import Any
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.model import LATENT, Model, Sublayer
 from megatron_pipemem.config.runs import BY_ACTION, MOCK, Run, ScheduleChoice, resolve_script
+from megatron_pipemem.config.values import refuse_if
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.schedule.options import STOCK
@@ -26,31 +27,24 @@ Flags = dict[str, Any]
 """Name without dashes in front -> value, as under ``megatron:`` of a run."""
 
 EXIT_SIGNAL = "SIGUSR1"
-"""Asks a run to save a checkpoint and end. Batch systems send it before they end a job."""
-
-
+"""The signal at which a run saves a checkpoint and ends. Batch systems send it before they end a job."""
 _NODE_RANK, _MASTER_ADDR = "$NODE_RANK", "$MASTER_ADDR"
-"""Words that a shell replaces on every node."""
+"""Variables that a shell replaces on every node."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Say where the ranks of a run are started.
-
-    Args:
-        count: nodes of the run.
-        rank: number of this node, or a shell's variable that holds it; ``None`` if it is unknown.
-        address: name of node 0, or a shell's variable; ``None`` for a run on one node that finds a port itself.
-        port: on node 0.
-    """
+    """The nodes of a run, and the number of this node among them."""
 
     count: int = 1
-    rank: int | str | None = None
-    address: str | None = None
-    port: int = 29500
+    rank: int | str | None = None  # of this node, or a variable of the shell
+    address: str | None = (
+        None  # of node 0, or a variable of the shell; None if torchrun takes any free port of this node
+    )
+    port: int = 29500  # on node 0
 
     def with_variables(self) -> Nodes:
-        """Return nodes whose unknown number and address are left to a shell, if there are several of them."""
+        """Return the nodes with variables of the shell for an unknown rank and address, if there are several nodes."""
         if self.count == 1:
             return self
         rank = _NODE_RANK if self.rank is None else self.rank
@@ -59,12 +53,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Command:
-    """Hold the command that starts this node's ranks.
-
-    Args:
-        words: program and arguments.
-        environment: what it needs beside the environment of its caller.
-    """
+    """A program with its arguments, and the variables that it needs in addition to its caller's."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
@@ -82,10 +71,9 @@ class Command:
 
 
 def command(run: Run, nodes: Nodes | None = None) -> Command:
-    """Return the command that starts the ranks of a run that are on one of its nodes, under torchrun.
+    """Return the command that starts the ranks of a run on one of its nodes, under torchrun.
 
-    Raises:
-        ConfigError: the run cannot be written as a command; it names the key at fault.
+    A ConfigError names the key of the run that has no flag, or that contradicts another one.
     """
     nodes = nodes or Nodes(count=min_nodes(run))
     start = [sys.executable, "-m", "megatron_pipemem.cli.ranks", *_rendezvous(run, nodes)]
@@ -95,56 +83,38 @@ def command(run: Run, nodes: Nodes | None = None) -> Command:
 
 
 def min_nodes(run: Run) -> int:
-    """Return the fewest nodes that a run's ranks fit on and share evenly, however many its cluster has."""
+    """Return the smallest number of nodes that the ranks of a run fill evenly, whatever the size of its cluster."""
     ranks = run.parallelism.ranks
     least = -(-ranks // run.cluster.devices_per_node)
     return next(count for count in range(least, ranks + 1) if ranks % count == 0)
 
 
 def ranks_per_node(run: Run, count: int) -> int:
-    """Raises ConfigError when the ranks of a run do not share ``count`` nodes evenly."""
+    """Return the ranks of a run per node, if ``count`` nodes share them evenly."""
     ranks = run.parallelism.ranks
-    if ranks % count:
-        raise ConfigError(
-            "does-not-divide",
-            f"{ranks} ranks cannot be shared evenly by {count} nodes; change either",
-            key="parallelism",
-        )
+    uneven = f"{ranks} ranks cannot be shared evenly by {count} nodes; change either"
+    refuse_if(ranks % count, "does-not-divide", "parallelism", uneven)
     return ranks // count
 
 
 def script_flags(run: Run) -> list[str]:
-    """Return the training script's flags and ours. What a run says under ``megatron`` comes before our defaults, but
-    may not contradict the run's other keys.
-
-    Raises:
-        ConfigError: it does, or something has no flag.
-    """
+    """Return the words of ``all_flags``."""
     return words(all_flags(run))
 
 
 def all_flags(run: Run) -> Flags:
-    """Return what ``script_flags`` writes.
-
-    Raises:
-        ConfigError: as there.
-    """
+    """Return the training script's flags and ours. The run's ``megatron`` overrides our defaults, but not its other keys."""
     fixed = _fixed(run, {**_planned(run), "training": _training_flags(run), "output": _output_flags(run)})
     return {**fixed, **_defaults(run), **run.flags}
 
 
 def planned_flags(run: Run) -> list[str]:
-    """Return those of ``script_flags`` that a plan decides or rests on: model, parallelism, schedule, precision, and
-    what the run says under ``megatron``.
-
-    Raises:
-        ConfigError: as ``script_flags``.
-    """
+    """Return the flags that a plan decides or assumes: model, parallelism, schedule, precision, and those of ``megatron``."""
     return words({**_fixed(run, _planned(run)), **run.flags})
 
 
 def _planned(run: Run) -> dict[str, Flags]:
-    """Return these flags by the run's key that they come from."""
+    """Return the flags of a plan by the key of the run that they come from."""
     return {
         "model": _model_flags(run),
         "parallelism": _parallelism_flags(run),
@@ -155,20 +125,15 @@ def _planned(run: Run) -> dict[str, Flags]:
 
 def _fixed(run: Run, flags: dict[str, Flags]) -> Flags:
     for name in run.flags:
-        if name.startswith("-"):
-            raise ConfigError("bad-syntax", "is written without dashes in front", key=name)
+        refuse_if(name.startswith("-"), "bad-syntax", name, "is written without dashes in front")
         for key, names in flags.items():
-            if name in names:
-                raise ConfigError(
-                    "conflicting-options", f"is set by the run's key {key!r} already; change it there", key=name
-                )
+            twice = f"is set by the run's key {key!r} already; change it there"
+            refuse_if(name in names, "conflicting-options", name, twice)
     return {name: value for names in flags.values() for name, value in names.items()}
 
 
 def words(flags: Flags) -> list[str]:
-    """Return flags as they are typed: ``True`` is a bare flag, ``False`` and ``None`` are none, a list is several
-    values.
-    """
+    """Return the words of flags: ``True`` is a bare flag, ``False`` and ``None`` no flag, a list several values."""
     result: list[str] = []
     for name, value in flags.items():
         if value is None or value is False:
@@ -179,21 +144,9 @@ def words(flags: Flags) -> list[str]:
 
 
 def model_flags(model: Model) -> Flags:
-    """Return the flags of a shape.
-
-    Raises:
-        ConfigError: the training script has no flag for something.
-    """
-    if model.activation == "geglu":
-        raise ConfigError(
-            "unsupported-setting",
-            "the training script has no flag for geglu; take swiglu to launch",
-            key="model.activation",
-        )
-    if model.bias == "qkv_only":
-        biases: Flags = {"disable-bias-linear": True, "add-qkv-bias": True}
-    else:
-        biases = {"disable-bias-linear": model.bias == "none"}
+    """Return the training script's flags of a model's shape."""
+    no_flag = "the training script has no flag for geglu; take swiglu to launch"
+    refuse_if(model.activation == "geglu", "unsupported-setting", "model.activation", no_flag)
     flags: Flags = {
         "num-layers": model.layers if model.pattern is None else None,
         layout.PATTERN: layout.pattern_of(model),
@@ -215,7 +168,8 @@ def model_flags(model: Model) -> Flags:
         "untie-embeddings-and-output-weights": not model.tied,
         "attention-dropout": model.dropout,
         "hidden-dropout": model.dropout,
-        **biases,
+        "disable-bias-linear": model.bias != "all",
+        **({"add-qkv-bias": True} if model.bias == "qkv_only" else {}),
     }
     if model.kv_lora_rank is not None:
         flags |= {"multi-latent-attention": True, **{name.replace("_", "-"): getattr(model, name) for name in LATENT}}
@@ -244,7 +198,7 @@ def model_flags(model: Model) -> Flags:
 
 
 def _model_flags(run: Run) -> Flags:
-    """Return the flags of a run's shape. A run may say a hybrid model's pattern again, with cuts into stages."""
+    """Return the flags of a run's model. The run may repeat a hybrid model's pattern, cut into stages."""
     flags = model_flags(run.model)
     cut = str(run.flags.get(layout.PATTERN, ""))
     return {
@@ -253,7 +207,7 @@ def _model_flags(run: Run) -> Flags:
 
 
 def _expert_layers(model: Model) -> int | str | None:
-    """Return which layers have experts, as Megatron reads it: every so many, or a list of ones and zeros."""
+    """Return the layers with experts in Megatron's form: the distance between them, or a list of ones and zeros."""
     if model.pattern is not None:
         return None
     if not model.dense_layers:
@@ -283,26 +237,25 @@ def _schedule_flags(run: Run) -> Flags:
     if choice.recompute == "selective":
         if choice.recomputes_by_action:
             recomputes = {"pipemem-recompute": "selective"}
-        elif "activation" in choice.recompute_modules:
-            raise ConfigError(
-                "unsupported-setting",
-                "Megatron cannot recompute an FFN's activation alone, and --pipemem-recompute selective makes again "
-                f"{', '.join(BY_ACTION)} together, under any schedule but {STOCK}; name these three, or leave it out to launch",
-                key="schedule.recompute_modules",
-            )
         else:
+            alone = (
+                "has activation, which Megatron cannot recompute alone; name it together with the others of "
+                f"{', '.join(BY_ACTION)}, under any schedule but {STOCK}, or leave it out to launch"
+            )
+            activation = "activation" in choice.recompute_modules
+            refuse_if(activation, "unsupported-setting", "schedule.recompute_modules", alone)
             recomputes = {"recompute-granularity": "selective", "recompute-modules": choice.recompute_modules}
     elif choice.recompute == "full":
         recomputes = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
     flags = {key: flag.name.removeprefix("--") for key, flag in flags_of(ScheduleChoice).items() if not flag.repeated}
-    said = {key: getattr(choice, key) for key in flags if getattr(choice, key) != getattr(ScheduleChoice, key)}
+    given = {key: getattr(choice, key) for key in flags if getattr(choice, key) != getattr(ScheduleChoice, key)}
     switches = run.cluster.switches if choice.offload != "off" else ()
     return {
         "pipemem-schedule": choice.name,
         "pipemem-schedule-module": choice.module,
-        **{flags[key]: value for key, value in said.items()},
+        **{flags[key]: value for key, value in given.items()},
         **recomputes,
-        # Repeated with one option each, as --name=value because a list would be several values of one flag.
+        # A flag for each option, as --name=value because a list would be several values of one flag.
         **{f"pipemem-option={key}={_word(value)}": True for key, value in options.items()},
         **(
             {f"pipemem-offload-option=switches={json.dumps(switches, separators=(',', ':'))}": True} if switches else {}
@@ -316,7 +269,7 @@ def _training_flags(run: Run) -> Flags:
     saving: Flags = {}
     if training.save_interval:
         saving = {"save": run.checkpoints, "save-interval": training.save_interval}
-        # Asked to end, a rank saves what it has; see EXIT_SIGNAL.
+        # At EXIT_SIGNAL, a rank saves its state and ends.
         saving |= {"exit-signal-handler": True, "exit-signal": EXIT_SIGNAL}
     load = saving.get("save", training.load)
     if saving and training.load is not None:
@@ -333,7 +286,7 @@ def _output_flags(run: Run) -> Flags:
 
 
 def _defaults(run: Run) -> Flags:
-    """Return the flags that a run may say otherwise."""
+    """Return the flags that a run may override."""
     flags: Flags = {
         "tokenizer-type": "NullTokenizer",
         "log-interval": 1,
@@ -341,7 +294,7 @@ def _defaults(run: Run) -> Flags:
         "eval-interval": 1000,
         "lr": 1e-4,
     }
-    if run.schedule.overlap_steps:  # a step that is logged, or checked, ends on all ranks together
+    if run.schedule.overlap_steps:  # a step that is logged or checked ends on all ranks together
         flags |= {"log-interval": 10, "rerun-mode": "disabled"}
     return flags | (CPU_FLAGS if run.on_cpu else {})
 
@@ -358,13 +311,11 @@ CPU_FLAGS: Flags = {
     "no-bias-swiglu-fusion": True,
     "no-rope-fusion": True,
 }
-"""What the training script needs to run without CUDA, Transformer Engine and Apex."""
+"""The flags with which the training script runs without CUDA, Transformer Engine and Apex."""
 
 
 def _rendezvous(run: Run, nodes: Nodes) -> list[str]:
-    """Return the flags of the rendezvous. Node ranks are given, not negotiated: a rank is then on the same node
-    whenever the run starts.
-    """
+    """Return torchrun's flags. Node ranks are given, not negotiated, so that a restarted rank is on the same node."""
     flags: Flags = {"nproc-per-node": ranks_per_node(run, nodes.count)}
     if nodes.count > 1 and (nodes.address is None or nodes.rank is None):
         raise ConfigError(
@@ -387,7 +338,7 @@ def _word(value: object) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of flags among others. Raises UnsupportedError where argparse would print all flags and end the process."""
+    """A parser of our flags among others. It raises an UnsupportedError, where argparse prints all flags and exits."""
 
     def __init__(self, **settings: Any):
         super().__init__(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS, **settings)
@@ -397,22 +348,22 @@ class Parser(argparse.ArgumentParser):
 
 
 def plan_parser() -> Parser:
-    """Return a parser of the flag that stands for others, which is read first."""
+    """Return a parser of the flag that adds the flags of a plan, which is read first."""
     parser = Parser()
     parser.add_argument(
         "--pipemem-plan",
         metavar="FILE",
-        help="add what pipemem plan --output wrote: parallelism, layout, schedule; other flags may repeat it, not contradict",
+        help="add the flags of a plan by pipemem plan --output: parallelism, layout, schedule; others must not contradict them",
     )
     return parser
 
 
 def flag_parser() -> Parser:
-    """Return a parser of all flags. Its answer has the fields of ``Request`` that are given."""
+    """Return a parser of all our flags. Its namespace has the fields of ``Request`` that are given."""
     parser = Parser(parents=[plan_parser()], argument_default=argparse.SUPPRESS)
     for field, flag in flags_of(Request).items():
-        told: dict[str, Any] = {"action": "store_true"}
+        form: dict[str, Any] = {"action": "store_true"}
         if flag.metavar:
-            told = {"metavar": flag.metavar, "type": flag.kind, "action": "append" if flag.repeated else "store"}
-        parser.add_argument(flag.name, dest=field, help=flag.help.replace("%", "%%"), **told)
+            form = {"metavar": flag.metavar, "type": flag.kind, "action": "append" if flag.repeated else "store"}
+        parser.add_argument(flag.name, dest=field, help=flag.help.replace("%", "%%"), **form)
     return parser

@@ -1,6 +1,6 @@
-"""Read from the training script's flags how a model is cut, and refuse flags that do not go with a placement.
+"""Read the cut of a model from the training script's flags, and refuse flags that do not go with a placement.
 
-A run asks here when it takes its command line, the launcher before it starts ranks.
+A run does so when it reads its command line, the launcher before it starts ranks. Flags have no dashes in front.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_pipemem.schedule.registry import families
 from megatron_pipemem.schedule.schedule import Schedule
 
 Flags = Mapping[str, Any]
-"""Name without dashes in front -> value, as text or as it is in a run's file; ``True`` for a bare flag."""
+"""Name -> value, as text or as in a run file; ``True`` for a bare flag."""
 
 VIRTUAL_STAGES = "num-virtual-stages-per-pipeline-rank"
 LAYERS_PER_STAGE = "num-layers-per-virtual-pipeline-stage"
@@ -27,21 +27,14 @@ _ACCOUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pi
 
 
 def given(flags: Flags, name: str) -> bool:
-    """Return whether a flag is there; a run's file may say that it is not."""
+    """Return whether a flag is given. A run file can switch it off with ``false`` or ``null``."""
     return flags.get(name) not in (None, False)
 
 
 def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
-    """Return how these flags cut a model; ``None`` where they leave it to the schedule, or where Megatron will refuse
-    them.
+    """Return the cut of a model by its flags, ``None`` if they leave it to the schedule or Megatron will refuse them.
 
-    Args:
-        flags: of the training script.
-        num_devices: pipeline ranks.
-        layers: of the model; ``None`` where they are not known.
-
-    Raises:
-        UnsupportedError: more virtual stages are asked for than the model has layers.
+    ``layers`` is ``None`` if the number of layers is unknown.
     """
     name, pattern = pattern_of(flags)
     if name is not None:
@@ -51,9 +44,7 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
         return Cut(
             segments / num_devices,
             f"the {segments} segments of --{name} on {num_devices} pipeline ranks",
-            lambda chunks: (
-                f"write {num_devices * chunks} segments with | between them, or none: where they end is then worked out"
-            ),
+            lambda chunks: f"write {num_devices * chunks} segments with | between them, or no |, for an automatic cut",
         )
     if given(flags, layout.FLAG):
         stages = len(layout.read(str(flags[layout.FLAG])))
@@ -68,7 +59,7 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
             raise UnsupportedError(
                 "too-few-layers",
                 f"--{VIRTUAL_STAGES} {number} makes {number * num_devices:,} stages on {num_devices} pipeline ranks, more than "
-                f"{counted_layers(flags, layers)}; pass a smaller number, or what each stage holds by --{layout.FLAG}",
+                f"{counted_layers(flags, layers)}; pass a smaller number, or the layers of each stage by --{layout.FLAG}",
             )
         return Cut(number, f"--{VIRTUAL_STAGES} {number}", lambda chunks: _pass_virtual_stages(chunks, "instead"))
     number = _whole(flags.get(LAYERS_PER_STAGE))
@@ -83,21 +74,16 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
 
 
 def pattern_of(flags: Flags) -> tuple[str | None, str]:
-    """Return the flag that says the layers of a hybrid model, and the layers; ``None`` and nothing for other models."""
+    """Return the flag with the pattern of a hybrid model, and the pattern; ``None`` and no text for other models."""
     name = next((name for name in layout.PATTERN_FLAGS if given(flags, name)), None)
     return (None, "") if name is None else (name, str(flags[name]))
 
 
 def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | None:
-    """Return the flag with a hybrid model's layers cut so that the slowest device is as fast as whole layers allow, and has
-    experts where `check_experts` demands them.
+    """Return the flag with the pattern of a hybrid model, cut so that the slowest device is as fast as possible.
 
-    It is ``None`` for other models, and where flags say already how the layers are shared out.
-
-    Args:
-        flags: of the training script, without dashes.
-        placement: of the stages.
-        with_head: whether the last stage has the output layer.
+    Every rank gets a layer of experts if ``check_experts`` demands it. It is ``None`` for other models, and for a pattern that
+    other flags cut. ``with_head`` counts the output layer to the last stage.
     """
     from megatron_pipemem.planner.partition import Loads, partition  # numpy takes a while to load
 
@@ -109,26 +95,17 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
     layers = layout.pattern_layers(pattern)
     seconds = [weights.layer_weight(symbol, sizes, sequence) for symbol in layers]
     if not any(seconds):
-        return None  # and Megatron says what is wrong
+        return None  # and Megatron refuses the pattern
     rows = _whole(flags.get("padded-vocab-size")) or _whole(flags.get("vocab-size")) or 0
     head = weights.head_weight(sizes, rows) if with_head else 0.0
-    # Two replicas go over the devices in opposite directions, so each is cut for itself.
+    # Two replicas have their stages on the devices in opposite orders, so each is cut for itself.
     alone = Placement.linear(placement.num_devices) if placement.replicas > 1 else placement
     needed = layout.needed_layers(pattern, flags)
     return f"--{name}={layout.cut(pattern, partition(Loads(seconds, last=head, needed=needed), alone))}"
 
 
 def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
-    """Check that Megatron can log the losses of a hybrid model's experts: it waits for ever where a rank has none of them.
-
-    Args:
-        flags: of the training script, without dashes.
-        pattern: of the model, cut.
-        placement: of the stages.
-
-    Raises:
-        UnsupportedError: a rank has no experts, and others have.
-    """
+    """Refuse a cut pattern with a rank without experts: Megatron's log of their losses would hang."""
     if not any(layout.needed_layers(pattern, flags)):
         return
     segments = layout.segments(pattern)
@@ -137,18 +114,18 @@ def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
         if Sublayer.EXPERTS not in "".join(held):
             raise UnsupportedError(
                 "bad-layout",
-                f"pipeline rank {device} would hold no experts ({', '.join(held) or 'nothing'}), and Megatron's log of their "
-                "losses waits for ever for those of every rank; end the stages by | so that every rank has an E, or pass "
+                f"pipeline rank {device} would hold no experts ({', '.join(held) or 'nothing'}), and Megatron hangs when it "
+                "logs the losses of all ranks' experts; end the stages by | so that every rank has an E, or pass "
                 "--moe-router-load-balancing-type none",
             )
 
 
 def as_built(chunks: int) -> Cut:
-    """Return how Megatron is about to build a model, or has built it, whatever asked for that."""
+    """Return the cut of a model that Megatron builds with so many chunks, for any reason."""
 
     def remedy(needed: int) -> str:
         if needed == 1:
-            return f"drop --{VIRTUAL_STAGES} or whatever else asks for virtual stages"
+            return f"drop --{VIRTUAL_STAGES} and all other flags that ask for virtual stages"
         return (
             f"pass --{VIRTUAL_STAGES} {needed} or a --{layout.FLAG} (for a hybrid model, a --{layout.PATTERN} with |) with "
             "that many stages per rank, or, without "
@@ -156,18 +133,18 @@ def as_built(chunks: int) -> Cut:
             "model's configuration"
         )
 
-    return Cut(chunks, "what Megatron builds", remedy)
+    return Cut(chunks, "Megatron's own cut", remedy)
 
 
 def accounted(flags: Flags) -> int:
-    """Return how many of embedding and loss count as a layer when Megatron shares layers out evenly."""
+    """Return the number of layers, 0 to 2, for which embedding and loss count when Megatron shares layers out evenly."""
     return sum(given(flags, name) for name in _ACCOUNTED)
 
 
 def counted_layers(flags: Flags, layers: int) -> str:
-    """Say, for messages, how many layers Megatron shares out evenly, and by which flags that is more than the model's."""
+    """Return the layers that Megatron shares out evenly, in words for a message."""
     names = " and ".join(f"--{name}" for name in _ACCOUNTED if given(flags, name))
-    return f"{layers} layers" + (f" and what {names} adds to them" if names else "")
+    return f"{layers} layers" + (f" with those that {names} adds" if names else "")
 
 
 def checked_placements(
@@ -178,18 +155,9 @@ def checked_placements(
     layers: int | None,
     file: Schedule | None = None,
 ) -> tuple[Placement, ...]:
-    """Return the placements that a schedule may have on a model that these flags cut.
+    """Return the placements that a family, ``auto`` or the schedule of a file may have on a model with these flags.
 
-    Args:
-        flags: of the training script.
-        schedule: a family, ``auto``, or the name of a schedule file.
-        options: of the schedule, as the user gave them.
-        num_devices: pipeline ranks.
-        layers: of the model; ``None`` where they are not known.
-        file: what the schedule file holds.
-
-    Raises:
-        UnsupportedError: the schedule does not run a model that is cut so, or a flag does not go with its placement.
+    It refuses a schedule that does not run a model with such a cut, and flags that do not go with its placement.
     """
     cut = cut_of(flags, num_devices, layers)
     if file is None:
@@ -205,45 +173,26 @@ def checked_placements(
 
 
 def check_layers(flags: Flags, layers: int, num_devices: int, chunks: int) -> None:
-    """Refuse layers that Megatron cannot share out over the stages, where no flag says how the model is cut.
-
-    Args:
-        flags: of the training script.
-        layers: of the model.
-        num_devices: pipeline ranks.
-        chunks: stages per pipeline rank.
-
-    Raises:
-        UnsupportedError: the message has a layout that can, if there are enough layers.
-    """
+    """Refuse layers that Megatron cannot share out evenly over the stages, if no flag cuts the model."""
     stages = num_devices * chunks
-    said = any(given(flags, name) for name in (*CUTS, *layout.FIRST_OR_LAST))
-    if said or (layers + accounted(flags)) % stages == 0:
+    is_cut = any(given(flags, name) for name in (*CUTS, *layout.FIRST_OR_LAST))
+    if is_cut or (layers + accounted(flags)) % stages == 0:
         return
     over = f"{stages} stages ({num_devices} pipeline ranks x {chunks} chunks)"
     if layers < stages:
         raise UnsupportedError(
             "too-few-layers",
-            f"{layers} layers are too few for the {over}; take fewer ranks, or a schedule with fewer chunks per rank",
+            f"{layers} layers are too few for {over}; take fewer ranks, or a schedule with fewer chunks per rank",
         )
     raise UnsupportedError(
         "does-not-divide",
-        f"{counted_layers(flags, layers)} cannot be split evenly over {over}; say what each holds, for example "
+        f"{counted_layers(flags, layers)} cannot be split evenly over {over}; give the layers of each stage, for example by "
         f"--{layout.FLAG} '{_spread(flags, layers, stages)}'",
     )
 
 
 def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement]) -> None:
-    """Check that flags mean on all of these placements what they mean on Megatron's own.
-
-    Args:
-        flags: of the training script, without dashes.
-        schedule: its name, for the error's sentence.
-        placements: that the run may take.
-
-    Raises:
-        UnsupportedError: one of them does not; the message says what to do instead.
-    """
+    """Refuse flags that would mean something else on one of these placements than on Megatron's own."""
     for names, refused, sentence in _REFUSED:
         name = next((name for name in names if given(flags, name)), None)
         placement = next((each for each in placements if refused(each)), None)
@@ -255,12 +204,7 @@ def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement
 
 
 def remarks(flags: Flags, schedule: str) -> list[str]:
-    """Return what the user should know of flags that go with every schedule but do less than with Megatron's own.
-
-    Args:
-        flags: of the training script, without dashes.
-        schedule: its name.
-    """
+    """Return remarks, a sentence each, about flags that have less effect than under Megatron's own schedule."""
     found = [
         f"--{name} has no effect: the schedule's messages go over channels of its own, in the order of its plan"
         for name in _WITHOUT_EFFECT
@@ -276,13 +220,13 @@ def remarks(flags: Flags, schedule: str) -> list[str]:
         and not any(given(flags, name) for name in (_RESHARDABLE, "no-save-optim", "use-megatron-fsdp"))
     ):
         found.append(
-            "the distributed optimizer's state is saved in the form of this placement, which only a run of the same placement, "
-            f"layout and sizes can load; pass --{_RESHARDABLE} to resume under other schedules"
+            "the distributed optimizer's state is saved in a form that only a run with the same placement, layout and sizes "
+            f"can load; pass --{_RESHARDABLE} to resume under other schedules"
         )
     if flags.get("ckpt-format") == "torch":
         found.append(
-            "--ckpt-format torch writes a file for every rank with the chunks that it holds, which only a run of the same "
-            "placement can load; pass --ckpt-format torch_dist to load it under other schedules"
+            "--ckpt-format torch writes a file with the chunks of each rank, which only a run with the same placement can load"
+            "; pass --ckpt-format torch_dist to load it under other schedules"
         )
     return found
 
@@ -292,46 +236,49 @@ def is_folded(placement: Placement) -> bool:
     return placement.replicas == 1 and not placement.is_round_robin
 
 
+def _has_chunks(placement: Placement) -> bool:
+    return known_chunks(placement) > 1
+
+
 FIRST_OR_LAST = (
     "it counts the layers of all chunks of the first or last pipeline rank, and in this placement a rank holds other stages; "
-    f"say what each stage holds by --{layout.FLAG}"
+    f"give the layers of each stage by --{layout.FLAG}"
 )
+_ONE_CHUNK = ", or take a schedule with one model chunk per rank, such as zb-h1"
 _REFUSED: tuple[tuple[tuple[str, ...], Callable[[Placement], bool], str], ...] = (
     (layout.FIRST_OR_LAST, is_folded, FIRST_OR_LAST),
     (
         ("iterations-to-skip",),
-        lambda placement: known_chunks(placement) > 1,
-        "Megatron skips batches of one data iterator per rank only, and here every model chunk has its own; drop it, or take a "
-        "schedule with one model chunk per rank, such as zb-h1",
+        _has_chunks,
+        f"Megatron skips batches of one data iterator per rank, and here every model chunk has its own; drop it{_ONE_CHUNK}",
     ),
     (
         ("full-validation",),
-        lambda placement: known_chunks(placement) > 1,
-        "Megatron measures the validation data of every model chunk, and chunks within the model have none; pass --eval-iters, "
-        "or take a schedule with one model chunk per rank, such as zb-h1",
+        _has_chunks,
+        "Megatron measures the length of the validation data on every model chunk, and chunks within the model have no data; "
+        f"pass --eval-iters{_ONE_CHUNK}",
     ),
     (
         ("multiple-validation-sets",),
-        lambda placement: known_chunks(placement) > 1,
-        "Megatron takes the iterators of the model chunks for those of the validation sets; drop it, or take a schedule with "
-        "one model chunk per rank, such as zb-h1",
+        _has_chunks,
+        f"Megatron takes the iterators of the model chunks for those of the validation sets; drop it{_ONE_CHUNK}",
     ),
     (
         ("logits-save-dir", "logits-load-dir"),
         lambda placement: True,
-        "Megatron looks for logits on every pipeline rank, and the last stage alone has them; train without a pipeline",
+        "Megatron looks for logits on every pipeline rank, and only the last stage has them; train without a pipeline",
     ),
     (
         ("inprocess-restart",),
         lambda placement: True,
-        "what the schedule set up for the failed attempt, channels above all, would outlive it; drop it, and let the launcher "
-        "start ranks anew (torchrun --max-restarts)",
+        "the schedule's channels of the failed attempt would stay open; drop it, and let the launcher start the ranks again "
+        "(torchrun --max-restarts)",
     ),
     (
         ("perform-rl-step",),
         lambda placement: is_folded(placement) or placement.replicas > 1,
-        "generation looks for the model's last stage on the last pipeline rank, and here it is elsewhere; take a schedule of "
-        "linear or interleaved placement",
+        "generation looks for the model's last stage on the last pipeline rank, and here it is on another rank; take a "
+        "schedule of linear or interleaved placement",
     ),
 )
 GROUP_SIZE = "microbatch-group-size-per-virtual-pipeline-stage"
@@ -345,7 +292,7 @@ _WITHOUT_EFFECT = (
 
 
 def _spread(flags: Flags, layers: int, stages: int) -> str:
-    """Return a layout of as even stages as it goes, with multi-token prediction beside the head."""
+    """Return a layout with stages as even as possible, and with multi-token prediction on the last stage."""
     counts, ahead = layout.spread(layers, stages), _whole(flags.get("mtp-num-layers")) or 0
     return layout.written((*counts[:-1], counts[-1] + (ahead > 0)), ahead)
 

@@ -1,4 +1,4 @@
-"""Say whether a run can work, as far as that can be known without a device."""
+"""Check whether a run can work, as far as that can be known without a device."""
 
 from __future__ import annotations
 
@@ -22,13 +22,7 @@ from megatron_pipemem.schedule.size import check_affordable, is_fitted
 
 
 def refusal(run: Run, any_size: bool = False) -> PipememError | None:
-    """Return why a run cannot work, or ``None``. It looks at everything that can be known without a
-    device.
-
-    Args:
-        run: what is asked about.
-        any_size: look also at schedules that take long to look at, which are refused otherwise.
-    """
+    """Return the reason why a run cannot work, or ``None``. Schedules that take long to check need ``any_size``."""
     try:
         for check in _CHECKS if any_size else (_affordable, *_CHECKS):
             check(run)
@@ -44,11 +38,7 @@ def feasible(run: Run, any_size: bool = False) -> str | None:
 
 
 def check_data(run: Run) -> None:
-    """Check that the files of a run's data are on this machine, before its ranks start.
-
-    Raises:
-        ConfigError: one is not here.
-    """
+    """Raise a ConfigError if a file of a run's data is not on this machine."""
     words = run.training.data.split()
     if words == [MOCK]:
         return
@@ -56,11 +46,9 @@ def check_data(run: Run) -> None:
     for prefix in prefixes:
         for suffix in () if "://" in prefix else (".bin", ".idx"):  # Megatron also reads from object storage
             if not Path(f"{prefix}{suffix}").is_file():
-                raise ConfigError(
-                    "no-file",
-                    f"there is no file {prefix}{suffix} on this machine; give the prefix of a .bin and an .idx file, or {MOCK}",
-                    key="training.data",
-                )
+                message = f"there is no file {prefix}{suffix} on this machine"
+                remedy = f"give the prefix of a .bin and an .idx file, or {MOCK}"
+                raise ConfigError("no-file", f"{message}; {remedy}", key="training.data")
 
 
 def _is_number(text: str) -> bool:
@@ -74,8 +62,8 @@ def _is_number(text: str) -> bool:
 def _affordable(run: Run) -> None:
     cut = run.parallelism
     if run.schedule.name != STOCK:
-        what = f"a global batch of {cut.global_batch} on {cut.pp} pipeline ranks makes"
-        check_affordable(cut.pp, cut.microbatches, cut.chunks or 2, what, is_fitted(run.schedule.name))
+        asked = f"a global batch of {cut.global_batch} on {cut.pp} pipeline ranks makes"
+        check_affordable(cut.pp, cut.microbatches, cut.chunks or 2, asked, is_fitted(run.schedule.name))
 
 
 def _divides(run: Run) -> None:
@@ -84,10 +72,10 @@ def _divides(run: Run) -> None:
     if cut.global_batch % batch:
         raise ConfigError(
             "does-not-divide",
-            f"global_batch {cut.global_batch} is no multiple of micro_batch x dp = {cut.micro_batch} x {cut.dp}",
+            f"global_batch {cut.global_batch} is not a multiple of micro_batch x dp = {cut.micro_batch} x {cut.dp}",
         )
     if (cut.dp * cut.cp) % cut.ep:
-        raise ConfigError("does-not-divide", f"dp x cp = {cut.dp * cut.cp} is no multiple of ep {cut.ep}")
+        raise ConfigError("does-not-divide", f"dp x cp = {cut.dp * cut.cp} is not a multiple of ep {cut.ep}")
     run.execution.check(run.model)
 
 
@@ -182,7 +170,7 @@ def _fits_in_memory(run: Run, request: Request) -> None:
 
 
 def _if_even(run: Run, request: Request, rank: int) -> str:
-    """Say of a run that allows for uneven routing what a pipeline rank needs where there is none."""
+    """Return the memory that a pipeline rank would need with even routing, as a part of a sentence."""
     load = run.execution.expert_load
     if load <= 1 or run.flags.get("moe-pad-expert-input-to-capacity"):
         return ""
@@ -190,30 +178,20 @@ def _if_even(run: Run, request: Request, rank: int) -> str:
         key: value for key, value in run.megatron.items() if key.replace("_", "-") != "moe-expert-capacity-factor"
     }
     even = held(replace(run, parallelism=replace(run.parallelism, expert_load=1.0), megatron=others), request)
-    assert even is not None, "it is known of the run with uneven routing"
-    return (
-        f" where its experts get {load:g} times an even share of tokens, and {even.device[rank] / GIB:.1f} GiB where all get "
-        "as many,"
-    )
+    assert even is not None, "the memory with uneven routing is known"
+    needed = even.device[rank] / GIB
+    return f" if its experts get {load:g} times an even share of tokens, and {needed:.1f} GiB with an even share,"
 
 
 _CHECKS = (_divides, _fits_on_cluster, _has_command, _schedules)
 
 
 DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
-"""Files in ``/dev`` by which the drivers of NVIDIA and AMD, and of WSL, give programs their GPUs."""
+"""The files in ``/dev`` of GPUs, by the drivers of NVIDIA, AMD and WSL."""
 
 
 def check_devices(run: Run, folder: Path = Path("/dev")) -> None:
-    """Refuse to start ranks of a run for GPUs where there are none.
-
-    Args:
-        run: to be started.
-        folder: of the device files.
-
-    Raises:
-        UnsupportedError: there are none.
-    """
+    """Refuse to start a run for GPUs on a machine without GPUs. It looks for device files, since torch takes long to import."""
     if run.on_cpu or any(any(folder.glob(pattern)) for pattern in DEVICES):
         return
     raise UnsupportedError(

@@ -27,47 +27,28 @@ _CONTAINER = "--container-image"
 
 @dataclass(frozen=True)
 class Options:
-    """Hold a user's own options of Slurm's commands, for example ``--partition=gpu``.
+    """A user's own options of Slurm's commands, for example ``--partition=gpu``."""
 
-    Args:
-        sbatch: options of the job; they win over the batch file's.
-        srun: options of the training's step; with ``--container-image`` it runs in a container.
-    """
-
-    sbatch: Sequence[str] = ()
-    srun: Sequence[str] = ()
+    sbatch: Sequence[str] = ()  # of the job; they override the batch file's
+    srun: Sequence[str] = ()  # of the training; --container-image runs it in a container
 
 
 def size(run: Run, nodes: int | None = None) -> tuple[str, ...]:
-    """Return the options of sbatch that say how much of the cluster a run takes.
-
-    Raises:
-        ConfigError: the ranks do not share the nodes evenly.
-    """
+    """Return the options of sbatch for the nodes and GPUs of a run."""
     count = nodes or min_nodes(run)
     each = ranks_per_node(run, count)
     return (f"--nodes={count}", *(() if run.on_cpu else (f"--gpus-per-node={each}",)))
 
 
 def job(script: str, more: Sequence[str], options: Options, arguments: Sequence[str]) -> Command:
-    """Return the command that submits a batch file.
-
-    Args:
-        script: name of the batch file.
-        more: options of sbatch that the user's own win over.
-        options: the user's own.
-        arguments: of the batch file.
-
-    Raises:
-        UnsupportedError: an option would be read as an argument.
-    """
+    """Return the command that submits a batch file with arguments. The user's options override ``more``."""
     for option in (*options.sbatch, *options.srun):
-        if not option.startswith("-"):
+        if not option.startswith("-"):  # it would become an argument
             raise UnsupportedError(
-                "bad-syntax", f"{option!r} is no option of sbatch or srun; write it as in --partition=gpu"
+                "bad-syntax", f"{option!r} is not an option of sbatch or srun; write it as in --partition=gpu"
             )
     surroundings = ["ALL", f"PIPEMEM_ROOT={SCRIPTS.parent}"]
-    if not any(option.startswith(_CONTAINER) for option in options.srun):  # which has an interpreter of its own
+    if not any(option.startswith(_CONTAINER) for option in options.srun):  # a container has an interpreter of its own
         surroundings.append(f"PYTHON={os.environ.get('PYTHON', sys.executable)}")
     words = ["sbatch", *more, f"--export={','.join(surroundings)}", *options.sbatch]
     return Command((*words, str(batch_file(script)), *options.srun, *arguments), {})
@@ -79,37 +60,29 @@ def batch_file(script: str) -> Path:
 
 
 def printed(jobs: Iterable[Command], script: str) -> str:
-    """Return the text of commands and, as comments, of the batch file that they submit."""
+    """Return the text of commands, and of their batch file as comments."""
     path = batch_file(script)
     comments = (f"# {line}".rstrip() for line in path.read_text(encoding="utf-8").splitlines())
     return "\n".join([*(f"{each.text()}\n" for each in jobs), f"# {path}:", *comments])
 
 
 def submit(job: Command) -> str:
-    """Submit a job, and return its number.
-
-    Raises:
-        UnsupportedError: there is no Slurm here, or it refuses the job.
-    """
+    """Submit a job, and return its number."""
     sbatch, *words = job.words
     return call([sbatch, "--parsable", *words]).strip().split(";")[0]
 
 
 def check_here() -> None:
-    """Raises UnsupportedError where Slurm's commands are not."""
+    """Raise an UnsupportedError if Slurm's commands are not installed."""
     for command in ("sbatch", "squeue"):
         if shutil.which(command) is None:
             raise UnsupportedError(
-                "not-installed", f"there is no {command} here; start this where Slurm's commands are"
+                "not-installed", f"there is no {command} here; run this command where Slurm is installed"
             )
 
 
 def call(words: Sequence[str]) -> str:
-    """Return the output of one of Slurm's commands.
-
-    Raises:
-        UnsupportedError: it is not here, or it fails.
-    """
+    """Return the output of one of Slurm's commands. Raises UnsupportedError if it fails."""
     check_here()
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -127,16 +100,9 @@ _COMPLETING, _RUNNING = "CG", "R"
 def array_jobs(
     folder: Path, runs: Mapping[int, Run], max_parallel: int, options: Options
 ) -> dict[tuple[int, ...], Command]:
-    """Return the commands that submit points, one array job for every number of nodes among them, by their points.
+    """Return the commands that submit the points of a grid, with the points of each.
 
-    Args:
-        folder: of the grid.
-        runs: of the points, by number.
-        max_parallel: elements of a job that run at a time.
-        options: of sbatch and srun.
-
-    Raises:
-        UnsupportedError: an option is none.
+    Points of the same size are one array job, of which ``max_parallel`` elements run at a time.
     """
     by_size: dict[tuple[str, ...], list[int]] = {}
     for index, run in runs.items():
@@ -150,38 +116,22 @@ def array_jobs(
 
 
 def submit_points(store: Store, indices: Sequence[int], max_parallel: int, options: Options) -> list[str]:
-    """Submit points, and return the numbers of their jobs.
-
-    Args:
-        store: the grid; it remembers the jobs.
-        indices: of the points.
-        max_parallel: elements of a job that run at a time.
-        options: of sbatch and srun.
-
-    Raises:
-        UnsupportedError: there is no Slurm here, or it refuses a job.
-    """
+    """Submit points of a grid, remember their jobs in its folder, and return the numbers of the jobs."""
     numbers = []
-    for members, job in array_jobs(
-        store.folder, {index: store.run(index) for index in indices}, max_parallel, options
-    ).items():
+    runs = {index: store.run(index) for index in indices}
+    for members, submission in array_jobs(store.folder, runs, max_parallel, options).items():
         for index in members:
             store.begin(index)
-        numbers.append(submit(job))
+        numbers.append(submit(submission))
         _remember(store, numbers[-1])
     return numbers
 
 
 def under_way(store: Store, on_wait: Callable[[list[int]], object]) -> set[int]:
-    """Return the points that wait or run in jobs submitted for this grid, once those that are just ending have left: one
-    that was cancelled will have no result.
+    """Return the points that wait or run in jobs of this grid.
 
-    Args:
-        store: the grid.
-        on_wait: called once with the points that are ending, if there are any; a broken node may hold them for ever.
-
-    Raises:
-        UnsupportedError: Slurm does not answer.
+    Points that are just ending are waited for, since a cancelled one leaves without a result. ``on_wait`` gets them once,
+    because a broken node may keep them.
     """
     elements = _elements(store)
     if ending := _ending(elements):
@@ -193,16 +143,13 @@ def under_way(store: Store, on_wait: Callable[[list[int]], object]) -> set[int]:
 
 
 def wait_for(store: Store, indices: Sequence[int], on_event: Callable[[int, Result], object]) -> list[int]:
-    """Wait until no job of the grid is left in the queue, and return the points that ended without a result.
+    """Wait until the jobs of the grid have left the queue, and return the points that ended without a result.
 
-    Args:
-        store: folder of the grid.
-        indices: points to wait for.
-        on_event: called with point and result whenever a result is there.
+    ``on_event`` gets every point with its result as soon as it has one.
     """
     open_points = set(indices)
     while open_points:
-        elements = _elements(store)  # before the results: one that has just left the queue has written its own
+        elements = _elements(store)  # before the results: a point writes its result before it leaves the queue
         there = {index for index, _ in elements}
         tell(partial(_standing, elements))
         results = store.results()
@@ -220,11 +167,11 @@ def wait_for(store: Store, indices: Sequence[int], on_event: Callable[[int, Resu
 
 def _standing(elements: Sequence[tuple[int, str]]) -> str:
     running = sum(state == _RUNNING for _, state in elements)
-    return f"in Slurm's queue {running} run and {len(elements) - running} wait"
+    return f"in Slurm's queue, {running} points run and {len(elements) - running} wait"
 
 
 def _elements(store: Store) -> list[tuple[int, str]]:
-    """Return the points in the queue, each with Slurm's short name of its state."""
+    """Return the points in the queue, each with Slurm's short name for its state."""
     jobs = _remembered(store)
     if not jobs:
         return []
@@ -246,7 +193,7 @@ def _remembered(store: Store) -> list[str]:
     jobs = read_json(path, "the jobs of a grid") if path.exists() else []
     if not isinstance(jobs, list):
         raise ConfigError(
-            "wrong-file", "is no list of Slurm jobs; delete it once none of the grid's is in the queue", file=path
+            "wrong-file", "is not a list of Slurm jobs; delete it when no job of the grid is in the queue", file=path
         )
     return jobs
 

@@ -281,8 +281,7 @@ def test_a_run_that_does_not_fit_at_its_worst_is_told_what_it_needs_at_its_best(
     assert least < most
     reason = feasible(replace(run, cluster=replace(CLUSTER, memory_gib=(least + most) / 2)))
     assert (
-        f"needs {most:.1f} GiB where its experts get 2.5 times an even share of tokens, and {least:.1f} GiB where"
-        in reason
+        f"needs {most:.1f} GiB if its experts get 2.5 times an even share of tokens, and {least:.1f} GiB with" in reason
     )
     assert feasible(replace(evenly, cluster=replace(CLUSTER, memory_gib=(least + most) / 2))) is None
 

@@ -22,7 +22,7 @@ _AGREEMENT = {True: "=", False: "≠", None: " "}
 
 
 def front(points: Sequence[Result]) -> list[Result]:
-    """Return the runs that no other beats in one of throughput and peak without being worse in the other, by peak."""
+    """Return the runs with no other run that is better in throughput or peak and not worse in the other, by peak."""
     best: list[Result] = []
     for point in sorted(points, key=lambda point: (_peak(point), -_speed(point), point.index)):
         twin = best and (_peak(best[-1]), _speed(best[-1])) == (_peak(point), _speed(point))
@@ -32,14 +32,14 @@ def front(points: Sequence[Result]) -> list[Result]:
 
 
 def table(points: Sequence[Result]) -> FittingTable:
-    """Return the runs, fastest first, as a rich renderable; those on the front are marked."""
+    """Return a table of the runs, fastest first, with marks for the runs on the front."""
     chosen = {point.index for point in front(points)}
     columns = list(dict.fromkeys(key for point in points for key in point.settings))
     rows = FittingTable(
         ("#", *columns, *_FIGURES),
         text=("#", *columns),
-        caption="Peaks: activation MiB of the fullest rank, counted in the run; = where every rank held to the byte what was "
-        "predicted.\nOf 1F1B: as a share of 1F1B's bytes for the same model and cut.\n"
+        caption="Peaks: activation MiB of the fullest rank, counted in the run; = if every rank held the predicted bytes "
+        "exactly.\nOf 1F1B: share of 1F1B's bytes for the same model and cut.\n"
         "Bubble: of the rank that idles least, planned and measured. *: no other run is faster with less.",
     )
     for point in sorted(points, key=lambda point: (-_speed(point), point.index)):
@@ -58,24 +58,12 @@ def table(points: Sequence[Result]) -> FittingTable:
 
 
 def save_picture(points: Sequence[Result], path: str | Path, title: str = "") -> Path:
-    """Draw the runs with their front; the suffix of ``path`` chooses PNG or SVG. Folders are made as needed.
-
-    Args:
-        points: one per run.
-        path: of the picture.
-        title: above it.
-
-    Raises:
-        UnsupportedError: the suffix is neither, there are no runs, or matplotlib is missing.
-        OutputError: the file cannot be written.
-    """
+    """Write a picture of the runs and their front, as PNG or SVG by the suffix of ``path``."""
     return write_picture(lambda: draw(points, title), path, "a comparison of runs")
 
 
 def draw(points: Sequence[Result], title: str = "") -> Figure:
-    """Draw throughput (up) against peak (right). The front is filled, numbered and named; others are hollow and
-    numbered.
-    """
+    """Draw throughput (up) against peak (right). Runs on the front are filled and named, the others hollow and numbered."""
     if not points:
         raise UnsupportedError("nothing-to-draw", "no run has ended well; there is nothing to draw")
     axes = axes_for_points(

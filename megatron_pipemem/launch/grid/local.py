@@ -1,4 +1,7 @@
-"""Start points on this machine, several at a time. What a killed grid left running is ended before its point starts again."""
+"""Start points on this machine, several at a time.
+
+If a killed grid has left a training running, it is ended before its point starts again.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,13 @@ from megatron_pipemem.launch.grid.store import Result, Store, try_lock
 _PATIENCE_SECONDS = 60.0
 
 Event = Callable[[int, Result | None], object]
-"""Told a point's number when it starts, and again with its result when it has ended."""
+"""Called with a point's number when it starts, and again with its result when it has ended."""
 
 
 class LocalRunner:
-    """Trains points of a grid, each under a launcher process of its own.
+    """Train the points of a grid, each in a process of its own.
 
-    Args:
-        store: the grid.
-        on_event: called from several threads.
-        command_of: what starts a point; by default torchrun on this node.
+    ``on_event`` is called from several threads. ``command_of`` returns the command of a point, by default torchrun's.
     """
 
     def __init__(self, store: Store, on_event: Event, command_of: Callable[[Store, int], Command] | None = None):
@@ -46,12 +46,9 @@ class LocalRunner:
     def train(
         self, indices: Sequence[int], max_parallel: int, on_stop: Callable[[int], object] = lambda running: None
     ) -> None:
-        """Returns when all points have a result. Whatever ends it early, an interrupt for example, ends the points too.
+        """Train points, ``max_parallel`` at a time, until all have a result.
 
-        Args:
-            indices: of the points.
-            max_parallel: points at a time.
-            on_stop: told, before it is waited for their end, how many are ended.
+        An exception, for example an interrupt, ends the running points. ``on_stop`` gets their number before they have ended.
         """
         with ThreadPoolExecutor(max_parallel, "grid") as pool:
             futures = [pool.submit(self._train, index) for index in indices]
@@ -80,14 +77,14 @@ class LocalRunner:
             if code is None or self._stopping.is_set():
                 return
             result = self._store.finish(index, code)
-        except PipememError as error:  # of this point alone
+        except PipememError as error:  # concerns this point only
             result = self._store.fail(index, str(error))
         self._on_event(index, result)
 
     def _wait(self, started: Command, log: Path, lock: IO[str]) -> int | None:
-        """Wait for a point, and return its exit code, or ``None`` when all is being ended and it was not started.
+        """Run a point and return its exit code, or ``None`` if the grid is stopping and the point was not started.
 
-        The child inherits the lock and keeps it should this process be killed.
+        The child inherits the lock, and keeps it if this process is killed.
         """
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **started.environment}
         with log.open("ab") as output, self._guard:
@@ -124,11 +121,7 @@ def _on_this_node(store: Store, index: int) -> Command:
 
 
 def _end_left_over(lock: IO[str], place: Path) -> None:
-    """End what still trains a point after its grid was killed, and take the lock over.
-
-    Raises:
-        UnsupportedError: it is on another machine, or does not end.
-    """
+    """End a point's training whose grid was killed, and take over its lock. It must be on this machine."""
     lock.seek(0)
     try:
         holder = json.load(lock)
@@ -141,6 +134,6 @@ def _end_left_over(lock: IO[str], place: Path) -> None:
     while not try_lock(lock):
         if time.monotonic() > deadline:
             raise UnsupportedError(
-                "busy", f"{place} is still being trained: {holder or 'no process known'}; end that first"
+                "busy", f"{place} is still being trained by {holder or 'an unknown process'}; end that process first"
             )
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Describe a grid: a run and what to vary of it.
+"""Describe a grid: a run, and the keys that differ between its points.
 
     run: tiny-cpu
     set: {training.iterations: 5}
@@ -12,7 +12,7 @@
       - {schedule.name: v-min, parallelism.pp: 2}
 
 Every entry of ``points`` is combined with every choice of ``product``; either may be left out. Keys are dotted paths of a
-run; a mapping as a value changes the keys it names.
+run. A mapping as a value changes the keys that it names.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 
 from megatron_pipemem.config.loading import check_key, load, locate, override, parse_override, read_raw, typed
 from megatron_pipemem.config.runs import Run
+from megatron_pipemem.config.values import refuse_if
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.launch.feasibility import feasible
 
@@ -39,52 +40,34 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid's file.
-
-    Args:
-        run: name or path of the run that all points start from.
-        set: keys that differ from it for all points.
-        points: keys that go together, one mapping for each.
-        product: key -> values; every combination.
-        only: points that match none of these are left out. A pattern matches when every key has the value given, or one of
-            the values.
-        exclude: points that match one of these are left out.
-    """
+    """A grid's file."""
 
     config_folder: ClassVar[str] = "grids"
 
-    run: str
-    set: dict[str, Any] = field(default_factory=dict)
-    points: list[dict[str, Any]] = field(default_factory=list)
-    product: dict[str, list[Any]] = field(default_factory=dict)
+    run: str  # name or path of the run that all points change
+    set: dict[str, Any] = field(default_factory=dict)  # changes of all points
+    points: list[dict[str, Any]] = field(default_factory=list)  # keys that change together
+    product: dict[str, list[Any]] = field(default_factory=dict)  # key -> values; every combination is a point
     only: list[dict[str, Any]] = field(default_factory=list)
-    exclude: list[dict[str, Any]] = field(default_factory=list)
+    """Patterns of the points to keep, if there are any. A point matches a pattern if every key has its value, or one of its
+    values."""
+    exclude: list[dict[str, Any]] = field(default_factory=list)  # patterns of points to leave out
 
     def __post_init__(self) -> None:
         for key, values in self.product.items():
-            if not values:
-                raise ConfigError("bad-type", "is empty; give a list of values", key=f"product.{key}")
+            refuse_if(not values, "bad-type", f"product.{key}", "is empty; give a list of values")
 
 
 @dataclass(frozen=True)
 class GridPoint:
-    """One run of a grid.
+    """One run of a grid."""
 
-    Args:
-        index: its number, from 0, in the order of the file.
-        settings: what it changes and others change otherwise.
-        changes: all that it changes of the grid's run, ``set`` included.
-        base: file of the grid's run.
-        run: all of it, or ``None`` when that is no run at all.
-        reason: why it is not worth starting, or ``None``.
-    """
-
-    index: int
-    settings: Settings
-    changes: Settings
-    base: Path
-    run: Run | None
-    reason: str | None
+    index: int  # from 0, in the order of the file
+    settings: Settings  # its values of the keys that points change
+    changes: Settings  # the same with the changes of all points
+    base: Path  # file of the grid's run
+    run: Run | None  # None if the changed run is not valid
+    reason: str | None  # why the run cannot work, if so
 
 
 def label(settings: Settings) -> str:
@@ -93,16 +76,12 @@ def label(settings: Settings) -> str:
 
 
 def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool = False) -> list[GridPoint]:
-    """Return the points of a grid's file, feasible or not, filters applied.
+    """Return the points of a grid's file that pass its filters, whether they can work or not.
 
     Args:
         path: the file, or the name of a grid.
-        overrides: ``key=value`` for the runs of all points, as under ``set``.
+        overrides: ``key=value``, changes of all points in addition to ``set``.
         any_size: see ``feasible``.
-
-    Raises:
-        ConfigError: the file, or the run it starts from, is wrong; it names a key that runs do not have; no point is a run;
-            or a filter asks for what no point has.
     """
     grid = load(path, Grid)
     grid_file = locate(str(path), Grid)
@@ -122,7 +101,7 @@ def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool 
     runs = [changed_run(each) for each in changes]
     able = [run for run in runs if isinstance(run, Run)]
     if not able:
-        raise ConfigError("no-points", f"no point is a run: {runs[0]}", file=grid_file)
+        raise ConfigError("no-points", f"no point is a valid run: {runs[0]}", file=grid_file)
     _check_different(settings, runs, grid_file)
     kept = _filter(grid, grid_file, changed_run, changes, able)
     points: list[GridPoint] = []
@@ -137,7 +116,7 @@ def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool 
 
 
 def _check_different(settings: Sequence[Settings], runs: Sequence[Run | ConfigError], file: Path) -> None:
-    """Refuse points that are the same run: training a run twice tells nothing new."""
+    """Refuse points that are the same run."""
     first: dict[str, int] = {}
     for index, run in enumerate(runs):
         twin = first.setdefault(repr(run), index) if isinstance(run, Run) else index
@@ -151,7 +130,7 @@ def _check_different(settings: Sequence[Settings], runs: Sequence[Run | ConfigEr
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Settings:
-    """Return the mappings within settings as dotted keys."""
+    """Return settings with dotted keys in place of mappings."""
     result: Settings = {}
     for key, value in settings.items():
         nested = isinstance(value, Mapping) and value
@@ -160,7 +139,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Settings:
 
 
 def _run_of(file: Path, raw: Mapping[str, Any], changes: Mapping[str, Any]) -> Run | ConfigError:
-    """Return the run of a file with these changes, or why it is none."""
+    """Return the run of a file with changes, or the error if it is not valid."""
     changed = copy.deepcopy(dict(raw))
     for key, value in changes.items():
         override(changed, key, value)
@@ -171,12 +150,12 @@ def _run_of(file: Path, raw: Mapping[str, Any], changes: Mapping[str, Any]) -> R
 
 
 def _check_keys(grid: Grid, overrides: Mapping[str, Any], file: Path) -> None:
-    """Refuse a key that runs do not have: it is a mistake in the grid, not in its points."""
+    """Refuse keys that runs do not have, before they make every point invalid."""
     for key in overrides:
         check_key(Run, key)
     products = [{key: value} for key, values in grid.product.items() for value in values]
-    said = {"set": [grid.set], "product": products, "points": grid.points, "only": grid.only, "exclude": grid.exclude}
-    for user, mappings in said.items():
+    users = {"set": [grid.set], "product": products, "points": grid.points, "only": grid.only, "exclude": grid.exclude}
+    for user, mappings in users.items():
         for key in (key for mapping in mappings for key in flat(mapping)):
             check_key(Run, key, f"{user}.", file)
 
@@ -188,9 +167,7 @@ def _filter(
     changes: Sequence[Settings],
     runs: Sequence[Run],
 ) -> Callable[[Run], bool]:
-    """Return whether a run passes the grid's filters. Their values are read as a point's would be: ``2`` may be text in
-    a run.
-    """
+    """Return the test whether a run passes the grid's filters, whose values are converted like those of runs."""
 
     def normal(name: str, value: Any, key: str) -> Any:
         reason = None
@@ -205,9 +182,7 @@ def _filter(
         wanted = flat(pattern)
         for name in wanted:
             if all(_value(run, name, _ABSENT) is _ABSENT for run in runs):
-                raise ConfigError(
-                    "bad-filter", "is set by no point, so that it can tell none apart", key=f"{key}.{name}", file=file
-                )
+                raise ConfigError("bad-filter", "is set by no point; leave it out", key=f"{key}.{name}", file=file)
         return {
             name: [normal(name, value, key) for value in (values if isinstance(values, list) else [values])]
             for name, values in wanted.items()
@@ -221,7 +196,7 @@ def _filter(
 
 
 def _value(run: Run, name: str, absent: Any = None) -> Any:
-    """Return a run's value of a dotted key; ``absent`` for a flag it does not set."""
+    """Return a run's value of a dotted key; ``absent`` for a flag that the run does not set."""
     here: Any = run
     for part in name.split("."):
         here = here.get(part, absent) if isinstance(here, Mapping) else getattr(here, part, absent)

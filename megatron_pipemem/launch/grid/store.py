@@ -1,10 +1,10 @@
-"""Keep a grid in its folder.
+"""Keep a grid in its folder, and read the result of each point from its log and report.
 
-FOLDER/grid.json                 the grid's file, and the settings and all changes of all points
-FOLDER/points/007/run.yaml       a point's run, complete: later changes of other files do not reach it
-FOLDER/points/007/log.txt        what its training printed, over all starts
+FOLDER/grid.json                 the path of the grid's file, and the settings and changes of all points
+FOLDER/points/007/run.yaml       the run of a point, complete, so that later changes of other files do not affect it
+FOLDER/points/007/log.txt        the output of its training, over all starts
 FOLDER/points/007/report.json    predicted and counted bytes, bubbles, losses
-FOLDER/points/007/result.json    its result, written once it has ended
+FOLDER/points/007/result.json    its result, after it has ended
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import IO, Any, Literal
 
 from megatron_pipemem.config.loading import load, settings_of, typed, write_yaml
 from megatron_pipemem.config.runs import Run
-from megatron_pipemem.config.values import check_magnitudes
+from megatron_pipemem.config.values import check_magnitudes, refuse_if
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.launch.grid.points import GridPoint, Settings, label
@@ -35,77 +35,56 @@ _FAILURE = re.compile(r"rank \d+ failed: .*")
 
 @dataclass(frozen=True)
 class Result:
-    """A point's result.
-
-    Args:
-        index: number of the point.
-        settings: what it changed.
-        status: ``infeasible`` points were never started.
-        reason: why it is not ``done``.
-        exit_code: of its training.
-        devices: ranks it ran on.
-        seconds_per_step: median of all steps but the first of a start, by the training script's clock.
-        tokens_per_second: over all devices.
-        predicted_peak_bytes: of activations, one for each rank; ``None`` where the schedule is not ours.
-        counted_peak_bytes: likewise, as autograd held them.
-        bytes_of_1f1b: the peak that 1F1B would have of the model; ``None`` if it is not known.
-        predicted_bubble_rate: of each rank.
-        measured_bubble_rate: of each rank.
-        losses: of every step since the last start; ``None`` where one was no finite number.
-    """
+    """The result of a point. The tuples of bytes and bubbles have one entry per rank."""
 
     index: int
     settings: dict[str, Any]
-    status: Status
-    reason: str | None = None
+    status: Status  # infeasible points were never started
+    reason: str | None = None  # why it is not done
     exit_code: int | None = None
     devices: int | None = None
-    seconds_per_step: float | None = None
-    tokens_per_second: float | None = None
-    predicted_peak_bytes: tuple[int | None, ...] = ()
-    counted_peak_bytes: tuple[int | None, ...] = ()
-    bytes_of_1f1b: int | None = None
+    seconds_per_step: float | None = None  # median without the first step of a start, by the training script's clock
+    tokens_per_second: float | None = None  # over all devices
+    predicted_peak_bytes: tuple[int | None, ...] = ()  # of activations; None under Megatron's own schedule
+    counted_peak_bytes: tuple[int | None, ...] = ()  # of activations, counted in autograd
+    bytes_of_1f1b: int | None = None  # peak of 1F1B for the same model; None if unknown
     predicted_bubble_rate: tuple[float | None, ...] = ()
     measured_bubble_rate: tuple[float | None, ...] = ()
-    losses: tuple[float | None, ...] = ()
+    losses: tuple[float | None, ...] = ()  # of the steps since the last start; None for one that is not finite
 
     def __post_init__(self) -> None:
-        if len(self.predicted_peak_bytes) != len(self.counted_peak_bytes):
-            raise ConfigError("wrong-file", "is not of as many ranks as predicted_peak_bytes", key="counted_peak_bytes")
+        uneven = len(self.predicted_peak_bytes) != len(self.counted_peak_bytes)
+        refuse_if(uneven, "wrong-file", "counted_peak_bytes", "has another number of ranks than predicted_peak_bytes")
 
     @property
     def peak_bytes(self) -> int | None:
         """Counted bytes of the rank that holds most."""
-        return max((peak for peak in self.counted_peak_bytes if peak is not None), default=None)
+        return _most(self.counted_peak_bytes)
 
     @property
     def share_of_1f1b(self) -> float | None:
-        """Return the counted peak as a share of 1F1B's bytes."""
+        """The counted peak as a share of 1F1B's bytes."""
         return self.peak_bytes / self.bytes_of_1f1b if self.peak_bytes and self.bytes_of_1f1b else None
 
     @property
     def predicted_peak(self) -> int | None:
-        """Predicted bytes of the rank that was to hold most."""
-        return max((peak for peak in self.predicted_peak_bytes if peak is not None), default=None)
+        """Largest predicted bytes of a rank."""
+        return _most(self.predicted_peak_bytes)
 
     @property
     def peaks_agree(self) -> bool | None:
-        """Whether every rank held what was predicted; ``None`` where nothing was."""
+        """Whether every rank held its predicted bytes; ``None`` without predictions."""
         pairs = list(zip(self.predicted_peak_bytes, self.counted_peak_bytes, strict=True))
         known = [predicted == counted for predicted, counted in pairs if predicted is not None]
         return all(known) if known else None
 
 
-def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code: int) -> Result:
-    """Return the result of a point whose training has ended.
+def _most(peaks: Sequence[int | None]) -> int | None:
+    return max((peak for peak in peaks if peak is not None), default=None)
 
-    Args:
-        index: of the point.
-        settings: of the point.
-        run: with the folder its report is in.
-        log: of all its starts.
-        exit_code: of the last one.
-    """
+
+def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code: int) -> Result:
+    """Return the result of a point whose training has ended, from the log of all its starts and the run's report."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     path = run.report
     if exit_code or not path.exists():
@@ -123,28 +102,19 @@ def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code
 
 @contextmanager
 def report_of(path: Path) -> Iterator[Any]:
-    """Give what ``--pipemem-report`` wrote to the block that takes out what it needs.
-
-    Raises:
-        ConfigError: the file holds no report, or lacks what the block needs.
-    """
+    """Give a block the JSON of a run's report. A ConfigError names the file if the block misses a key, or has another type."""
     report = read_json(path, "the report of a run")
     try:
         yield report
     except KeyError as error:
-        raise ConfigError(
-            "wrong-file", f"is no report of a run, it lacks the key {error}; train again", file=path
-        ) from error
+        message = f"is not the report of a run, it lacks the key {error}; train again"
+        raise ConfigError("wrong-file", message, file=path) from error
     except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError("wrong-file", f"is no report of a run, {error}; train again", file=path) from error
+        raise ConfigError("wrong-file", f"is not the report of a run, {error}; train again", file=path) from error
 
 
 def _report(path: Path) -> dict[str, Any]:
-    """Return what a result takes from the report of its run.
-
-    Raises:
-        ConfigError: the file holds no report.
-    """
+    """Return the fields of a result that come from the report of its run."""
     keys = ("predicted_peak_bytes", "counted_peak_bytes", "predicted_bubble_rate", "measured_bubble_rate")
     with report_of(path) as report:
         of_run = {"losses": tuple(report["losses"]), "bytes_of_1f1b": report.get("bytes_of_1f1b")}
@@ -152,9 +122,7 @@ def _report(path: Path) -> dict[str, Any]:
 
 
 def step_seconds(log: str) -> float | None:
-    """Return the median time of a step; the first after every start opens channels and is left out where there are
-    others.
-    """
+    """Return the median time of a step, if possible without the first step of every start, which opens channels."""
     steps = [(int(number), float(milliseconds)) for number, milliseconds in _ITERATION.findall(log)]
     later = [time for (before, _), (number, time) in zip(steps, steps[1:], strict=False) if number == before + 1]
     times = later or [time for _, time in steps]
@@ -162,30 +130,22 @@ def step_seconds(log: str) -> float | None:
 
 
 def write_result(result: Result, path: Path) -> None:
-    """Raises OutputError when it cannot be kept."""
+    """Write a result as JSON."""
     write_whole(path, json.dumps(asdict(result), indent=2, allow_nan=False) + "\n")
 
 
 def read_result(path: Path) -> Result | None:
-    """``None`` where there is none.
-
-    Raises:
-        ConfigError: the file holds something else.
-    """
+    """Return the result in a file, ``None`` without the file."""
     if not path.exists():
         return None
     return _read(read_json(path, "a result"), path)
 
 
 def _read(raw: Any, path: Path) -> Result:
-    """Return a result from what a file says.
-
-    Raises:
-        ConfigError: something in it is no result's.
-    """
+    """Return the result of the JSON of a file."""
     try:
         if not isinstance(raw, dict):
-            raise ConfigError("wrong-file", "is no result of a grid's point")
+            raise ConfigError("wrong-file", "is not the result of a grid's point")
         check_magnitudes(raw)
         return typed(raw, Result)
     except ConfigError as error:
@@ -195,9 +155,9 @@ def _read(raw: Any, path: Path) -> Result:
 
 
 def _why(log: str, exit_code: int) -> str:
-    """Return the end of a log in a sentence."""
-    if told := _FAILURE.findall(log):
-        return told[-1]
+    """Return the reason of a failure from the log of a training."""
+    if failures := _FAILURE.findall(log):
+        return failures[-1]
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     last = f"; the log ends: {lines[-1]}" if lines else ""
     return f"exit code {exit_code}{last}" if exit_code else f"it ended without a report{last}"
@@ -205,18 +165,14 @@ def _why(log: str, exit_code: int) -> str:
 
 @dataclass(frozen=True)
 class _PointEntry:
-    """Hold what the index says of a point; see ``GridPoint``."""
+    """The entry of a point in ``grid.json``; see ``GridPoint``."""
 
     settings: Settings
     changes: Settings
 
 
 class Store:
-    """A grid's folder.
-
-    Args:
-        folder: of the grid.
-    """
+    """The folder of a grid."""
 
     def __init__(self, folder: Path):
         self.folder = folder.absolute()
@@ -226,7 +182,7 @@ class Store:
         return self.folder / "grid.json"
 
     def exists(self) -> bool:
-        """Return whether there is a grid in the folder."""
+        """Return whether the folder holds a grid."""
         return self._index.exists()
 
     def place(self, index: int) -> Path:
@@ -240,15 +196,13 @@ class Store:
         return self.place(index) / "run.yaml"
 
     def check_place(self) -> None:
-        """Raises:
-        OutputError: there can be no such folder.
-        """
+        """Raise an OutputError if the folder cannot be written."""
         check_writable(self.folder / ".lock")
 
     def create(self, source: Path, points: Sequence[GridPoint]) -> None:
-        """Write every point's run, and the result of those that are not worth starting.
+        """Write the run of every point, and the results of infeasible points.
 
-        The index comes last: a folder without one was left half made, and is made again.
+        The index comes last: a folder without an index is incomplete, and is made again.
         """
         for point in points:
             self._write(point)
@@ -259,54 +213,42 @@ class Store:
         write_whole(self._index, json.dumps(index, indent=2) + "\n")
 
     def resume(self, points: Sequence[GridPoint]) -> None:
-        """Take over what has become of points that were not worth starting: they are judged, and written, anew.
-
-        Raises:
-            UnsupportedError: the folder belongs to a grid with other points.
-        """
+        """Write infeasible points again, since they may be feasible now. Refuse a grid with other points than the folder's."""
         self._check_same(points)
         for point, result in zip(points, self.results(), strict=True):
             if result is not None and result.status == "infeasible":
                 self._write(point)
 
     def settings(self) -> list[Settings]:
-        """Return the settings of all points, in their order.
-
-        Raises:
-            ConfigError: the folder holds no grid.
-        """
+        """Return the settings of all points, in their order."""
         return [entry.settings for entry in self._entries()]
 
     def run(self, index: int) -> Run:
         return load(self.run_file(index), Run)
 
     def results(self) -> list[Result | None]:
-        """Return the results of all points; ``None`` for those that have not ended."""
+        """Return the results of all points, ``None`` for a point that has not ended."""
         return [read_result(self._result_file(index)) for index in range(len(self.settings()))]
 
     def open_points(self) -> list[int]:
-        """Return the points that are to be started: those without a result, and those that failed."""
+        """Return the points to start: those without a result, and those that failed."""
         return [index for index, result in enumerate(self.results()) if result is None or result.status == "failed"]
 
     def begin(self, index: int) -> None:
-        """Forget the result of a point that is started again: should that come to no end, it has none."""
+        """Delete the result of a point before it starts again, so that an interrupted point has none."""
         self._result_file(index).unlink(missing_ok=True)
 
     def finish(self, index: int, exit_code: int) -> Result:
-        """Collect and keep the result of a point whose training has ended."""
+        """Write and return the result of a point whose training has ended."""
         return self._keep(collect(index, self.settings()[index], self.run(index), self.log(index), exit_code))
 
     def fail(self, index: int, reason: str) -> Result:
-        """Keep the result of a point that could not be trained."""
+        """Write and return the result of a point that could not be trained."""
         return self._keep(Result(index, self.settings()[index], "failed", reason))
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Claim to be the only one that starts points of this grid.
-
-        Raises:
-            UnsupportedError: another process does.
-        """
+        """Lock the folder, so that no other process starts points of the grid."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / ".lock").open("w") as lock:
             if not try_lock(lock):
@@ -335,23 +277,22 @@ class Store:
                 if before != after:
                     raise self._other(f"other points: of {label(entry.settings)}, {key} {before}, and now {after}")
 
-    def _other(self, what: str) -> UnsupportedError:
+    def _other(self, difference: str) -> UnsupportedError:
         return UnsupportedError(
             "exists-already",
-            f"{self.folder} holds a grid with {what}; choose another --output, or undo what has changed in the grid's file "
+            f"{self.folder} holds a grid with {difference}; choose another --output, or undo the changes of the grid's file "
             "and --set",
         )
 
     def _entries(self) -> list[_PointEntry]:
         if not self.exists():
-            raise ConfigError("wrong-file", "holds no grid; give the folder that pipemem grid wrote", file=self.folder)
+            raise ConfigError("wrong-file", "holds no grid; give the output folder of pipemem grid", file=self.folder)
         index = read_json(self._index, "a grid")
         try:
             return [typed(entry, _PointEntry) for entry in index["points"]]
         except (KeyError, TypeError, ConfigError) as error:
-            raise ConfigError(
-                "wrong-file", "is no index of a grid; give the folder that pipemem grid wrote", file=self._index
-            ) from error
+            message = "is not the index of a grid; give the output folder of pipemem grid"
+            raise ConfigError("wrong-file", message, file=self._index) from error
 
     def _keep(self, result: Result) -> Result:
         write_result(result, self._result_file(result.index))
@@ -362,19 +303,15 @@ class Store:
 
 
 def store_of_point(place: Path) -> tuple[Store, int]:
-    """Return the grid that a point's folder belongs to, and the point's number.
-
-    Raises:
-        ConfigError: it is no point's folder.
-    """
+    """Return the grid and the number of a point, from the point's folder."""
     place = place.absolute()
     if place.parent.name != "points" or not place.name.isdigit():
-        raise ConfigError("wrong-file", "is no folder of a grid's point; give one like FOLDER/points/007", file=place)
+        raise ConfigError("wrong-file", "is not the folder of a point; give one like FOLDER/points/007", file=place)
     return Store(place.parents[1]), int(place.name)
 
 
 def try_lock(file: IO[str]) -> bool:
-    """Lock an open file for as long as this process, or a child that inherited it, lives; False if another holds it."""
+    """Lock an open file until this process and the children that inherit it end. Return False if it is locked already."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
