@@ -50,7 +50,7 @@ def needed_layers(pattern: str, flags: Mapping[str, object]) -> list[bool]:
 
 
 def cut(pattern: str, counts: Sequence[int]) -> str:
-    """Return an uncut pattern, cut into stages of so many layers."""
+    """Cut a pattern into stages with these counts of layers."""
     layers, slash, further = pattern.partition(FURTHER)
     ends = list(accumulate(counts, initial=0))
     return SEGMENTS.join(layers[begin:end] for begin, end in pairwise(ends)) + slash + further
@@ -79,7 +79,7 @@ def uncut(model: Model, stages: int) -> tuple[int, ...] | None:
 
 
 def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
-    """Return the flags that cut a model into stages of so many pieces, none if Megatron cuts it so by default."""
+    """Return the flags that cut a model into stages with these counts of pieces, none if Megatron's default does so."""
     pattern = pattern_of(model)
     if len(counts) == 1 or (pattern is None and tuple(counts) == uncut(model, len(counts))):
         return {}
@@ -89,7 +89,7 @@ def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
 
 
 def with_cut(run: Run, counts: Sequence[int]) -> Run:
-    """Return the run with its model cut into stages of so many pieces, in place of its own cut."""
+    """Return the run with its model cut into stages with these counts of pieces, in place of its own cut."""
     others = {key: value for key, value in run.megatron.items() if key.replace("_", "-") not in (*FLAGS, PATTERN)}
     return replace(run, megatron=others | flags(run.model, counts))
 

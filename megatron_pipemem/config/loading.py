@@ -305,7 +305,7 @@ def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tup
 
 
 def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, is_whole: bool = True) -> Any:
-    """Return the dataclass of a resolved mapping. A part (not ``is_whole``) is checked, and may lack keys."""
+    """Return the dataclass of a resolved mapping. One that is not whole may lack keys: it is only checked."""
     arguments = {}
     for name, parameter in _parameters(kind).items():
         inner, key = _dataclass_in(parameter.annotation), f"{prefix}{name}"

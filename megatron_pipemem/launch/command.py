@@ -103,7 +103,7 @@ def script_flags(run: Run) -> list[str]:
 
 
 def all_flags(run: Run) -> Flags:
-    """Return the training script's flags and ours. The run's ``megatron`` overrides our defaults, but not its other keys."""
+    """Return all flags of a run. Its ``megatron`` overrides our defaults, and must not repeat the run's other keys."""
     fixed = _fixed(run, {**_planned(run), "training": _training_flags(run), "output": _output_flags(run)})
     return {**fixed, **_defaults(run), **run.flags}
 

@@ -167,7 +167,7 @@ def _filter(
     changes: Sequence[Settings],
     runs: Sequence[Run],
 ) -> Callable[[Run], bool]:
-    """Return the test whether a run passes the grid's filters, whose values are converted like those of runs."""
+    """Return a function that tells whether a run passes the grid's filters. Their values are converted as in a run."""
 
     def normal(name: str, value: Any, key: str) -> Any:
         reason = None
