@@ -72,8 +72,8 @@ class Cluster(Limited):
         count, most = self.num_devices, self.devices_per_node - 1
         too_many = f"makes {count:,} devices; give at most {MOST_DEVICES:,}"
         refuse_if(count > MOST_DEVICES, "too-large", "nodes", too_many)
-        range_ = f"is {self.reserved_gib}; give at least 0 and less than memory_gib"
-        refuse_if(not 0 <= self.reserved_gib < self.memory_gib, "bad-number", "reserved_gib", range_)
+        outside = f"is {self.reserved_gib}; give at least 0 and less than memory_gib"
+        refuse_if(not 0 <= self.reserved_gib < self.memory_gib, "bad-number", "reserved_gib", outside)
         named = [device for group in self.switches for device in group]
         twice = len(named) != len(set(named)) or not set(named) <= set(range(most + 1))
         refuse_if(twice, "bad-switches", "switches", f"name every device of a node at most once, from 0 to {most}")

@@ -20,6 +20,9 @@ from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.size import check_affordable, is_fitted
 
+DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
+"""The files in ``/dev`` of GPUs, by the drivers of NVIDIA, AMD and WSL."""
+
 
 def refusal(run: Run, any_size: bool = False) -> PipememError | None:
     """Return the reason why a run cannot work, or ``None``. Schedules that take long to check need ``any_size``."""
@@ -57,6 +60,17 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def check_devices(run: Run, folder: Path = Path("/dev")) -> None:
+    """Refuse to start a run for GPUs on a machine without GPUs. It looks for device files, since torch takes long to import."""
+    if run.on_cpu or any(any(folder.glob(pattern)) for pattern in DEVICES):
+        return
+    raise UnsupportedError(
+        "no-gpu",
+        "the cluster of the run has GPUs, and this machine has none; start the run on its cluster, print its command by "
+        "--print, or train a small model on CPU ranks with --set cluster=cpu",
+    )
 
 
 def _affordable(run: Run) -> None:
@@ -184,18 +198,3 @@ def _if_even(run: Run, request: Request, rank: int) -> str:
 
 
 _CHECKS = (_divides, _fits_on_cluster, _has_command, _schedules)
-
-
-DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
-"""The files in ``/dev`` of GPUs, by the drivers of NVIDIA, AMD and WSL."""
-
-
-def check_devices(run: Run, folder: Path = Path("/dev")) -> None:
-    """Refuse to start a run for GPUs on a machine without GPUs. It looks for device files, since torch takes long to import."""
-    if run.on_cpu or any(any(folder.glob(pattern)) for pattern in DEVICES):
-        return
-    raise UnsupportedError(
-        "no-gpu",
-        "the cluster of the run has GPUs, and this machine has none; start the run on its cluster, print its command by "
-        "--print, or train a small model on CPU ranks with --set cluster=cpu",
-    )

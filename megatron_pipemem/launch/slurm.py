@@ -22,6 +22,9 @@ from megatron_pipemem.launch.grid.store import Result, Store
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.display import tell
 
+GRID_BATCH_FILE = "grid.sbatch"
+_POLL_SECONDS = 2.0
+_COMPLETING, _RUNNING = "CG", "R"
 _CONTAINER = "--container-image"
 
 
@@ -90,11 +93,6 @@ def call(words: Sequence[str]) -> str:
             "slurm-failed", f"{words[0]} failed: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}"
         )
     return done.stdout
-
-
-GRID_BATCH_FILE = "grid.sbatch"
-_POLL_SECONDS = 2.0
-_COMPLETING, _RUNNING = "CG", "R"
 
 
 def array_jobs(
