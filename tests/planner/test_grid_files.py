@@ -38,9 +38,9 @@ def in_one_line(folder: Path) -> str:
     [
         (None, "holds neither a grid nor the report of a run; give a folder"),
         ("{", "grid.json: line 1, column 2 is not JSON"),
-        ("[]", "is no index of a grid"),
-        ('{"points": [3]}', "is no index of a grid"),
-        ('{"points": [{"settings": 3, "changes": {}}]}', "is no index of a grid"),
+        ("[]", "is not the index of a grid"),
+        ('{"points": [3]}', "is not the index of a grid"),
+        ('{"points": [{"settings": 3, "changes": {}}]}', "is not the index of a grid"),
     ],
 )
 def test_a_folder_that_holds_no_grid(tmp_path, index, says):
@@ -82,7 +82,7 @@ def test_results_that_nobody_wrote(tmp_path, changed, says):
         ("", "line 1, column 1 is not JSON"),
         ('{"losses": []}', "lacks the key 'ranks'"),
         ('{"losses": [], "ranks": [{}]}', "lacks the key 'predicted_peak_bytes'"),
-        ('{"losses": [], "ranks": 3}', "is no report of a run"),
+        ('{"losses": [], "ranks": 3}', "is not the report of a run"),
         (json.dumps({"losses": ["x"], "ranks": [RANK]}), "key losses: is 'x'; give a number"),
     ],
 )
