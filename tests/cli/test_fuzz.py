@@ -132,7 +132,7 @@ def sized(name: str, sizes: list[str]) -> list[str]:
     return sizes if name == "auto" else sizes[:4]
 
 
-@examples(160)
+@examples(60)
 @given(name=NAMES, sizes=SIZES, more=options(**PRICED))
 def test_simulate(place_of_all, name, sizes, more):
     call(place_of_all, "simulate", name, *sized(name, sizes), *more, "--json")
@@ -182,7 +182,7 @@ def tables(draw) -> bytes:
     return text.encode()
 
 
-@examples(200)
+@examples(120)
 @given(table=tables(), more=options(m=SMALL, memory_cap=JUNK, dialect=st.sampled_from(["torch", "torch-old", "x"])))
 def test_check(place_of_all, table, more):
     file = place_of_all / "given.csv"
@@ -239,7 +239,7 @@ COSTS = {
 }  # fmt: skip
 
 
-@examples(130)
+@examples(80)
 @given(
     data=changed(COSTS),
     more=st.sampled_from([[], ["--memory-cap", "9B"], ["--offload", "auto"], ["--vocab-parallel", "1"]]),
@@ -296,7 +296,7 @@ def runs(draw, whole: Any) -> str:
     return yaml.safe_dump(draw(changed(whole)))
 
 
-@examples(100)
+@examples(60)
 @given(text=runs(RUN), more=options(set=SETS, nodes=SMALL, node_rank=SMALL, master_port=JUNK, master_addr=JUNK))
 def test_launch(place_of_all, text, more):
     file = place_of_all / "run.yaml"
@@ -305,7 +305,7 @@ def test_launch(place_of_all, text, more):
     read(lambda: load(file, Run))
 
 
-@examples(25)
+@examples(12)
 @given(
     text=runs({**RUN, "parallelism": {"global_batch": 2}}),
     more=options(set=SETS, memory=JUNK, only=JUNK, profile=JUNK, top=SMALL, output=JUNK),
@@ -326,7 +326,7 @@ GRID = {
 }
 
 
-@examples(45)
+@examples(25)
 @given(text=runs(GRID), run=st.just(yaml.safe_dump(RUN)) | runs(RUN), more=options(set=SETS, output=JUNK, sbatch=JUNK))
 def test_grid(place_of_all, text, run, more):
     (place_of_all / "run.yaml").write_text(run, encoding="utf-8", errors="replace")
@@ -334,7 +334,7 @@ def test_grid(place_of_all, text, run, more):
     call(place_of_all, "grid", place_of_all / "grid.yaml", *more, "--launcher", "print")
 
 
-@examples(60)
+@examples(30)
 @given(
     text=runs(MODEL),
     machine=st.just(yaml.safe_dump(CLUSTER)) | runs(CLUSTER),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lanes import rest_nightly
 from refusals import check_refusal
 
 from megatron_pipemem.config.cluster import Cluster
@@ -36,7 +37,14 @@ def test_it_is_what_was_asked_for(pipemem, empty):
     assert feasible(run) is None and "pipemem plan llama3-70b.yaml" in Path("llama3-70b.yaml").read_text()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    rest_nightly(
+        MODELS,
+        ("llama3-8b", "deepseek-v3", "nemotron-h-8b", "gemma2-9b", "tiny-gpt", "zb-6.2b"),
+        "advise/test_reading.py and scripts/test_launch.py, which read every model",
+    ),
+)
 def test_every_shipped_model_has_a_beginning(pipemem, empty, name):
     """What stands in the way of a run is at most its size, or a layer for which the training script has no flag."""
     told = json.loads(pipemem("init", name, "--json").stdout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -11,11 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rich.console import Console
 
 from megatron_pipemem.launch.grid.points import load_points
 from megatron_pipemem.launch.grid.store import Result, Store
-from megatron_pipemem.report.terminal import FittingTable
 from megatron_pipemem.report.timeline import bytes_text
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -152,30 +149,3 @@ def test_no_cell_is_cut_and_no_number_lost_at_any_width(pipemem, arguments, monk
         whole = whole or shown
         if name not in PICTURES:
             assert not whole - shown, f"at {width}: {whole - shown}"
-
-
-def test_a_table_keeps_every_word_at_every_width():
-    """Random cells: between one column and ten, with long words, empty columns and lines within cells."""
-    rng = random.Random(0)
-    for _ in range(40):
-        count = rng.randint(1, 10)
-        headings = [f"heading {i}" for i in range(count)]
-        table = FittingTable(headings, text=rng.sample(headings, rng.randint(0, count)))
-        empty = rng.randrange(2 * count)
-        words = Counter()
-        for row in range(rng.randint(1, 5)):
-            cells = ["" if i == empty else _cell(rng, f"{row}.{i}.") for i in range(count)]
-            words.update(word for cell in cells for word in cell.split())
-            table.add_row(*cells)
-        for width in (20, 37, 60, 80, 130):
-            console = Console(width=width)
-            with console.capture() as capture:
-                console.print(table)
-            lines = capture.get().splitlines()
-            assert not words - words_of("\n".join(lines)) and all(len(line) <= width for line in lines)
-            assert f"heading {empty}" not in " ".join(lines) or empty >= count
-
-
-def _cell(rng: random.Random, name: str) -> str:
-    words = [name + "x" * rng.randint(0, 8) for _ in range(rng.randint(1, 6))]
-    return "".join(word + rng.choice((" ", " ", "\n")) for word in words).strip()

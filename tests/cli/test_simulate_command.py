@@ -152,13 +152,6 @@ def test_counts_that_contradict_the_file(pipemem, refuses, tmp_path, flag, value
     check_refusal(refuses("simulate", file, "-o", "group_size=3"), "options-of-file", file, "group_size")
 
 
-def test_a_file_of_forwards_only(pipemem_json, tmp_path):
-    file = tmp_path / "evaluation.csv"
-    file.write_text("0F0,0F1\n1F0,1F1\n")
-    found = pipemem_json("simulate", file, "--p2p", 1)
-    assert found["makespan"] == 4 and found["lower_bound"] == 2
-
-
 def test_schedules_lists_every_family(pipemem, pipemem_json):
     rows = {row["name"]: row for row in pipemem_json("schedules", "--all")}
     assert list(rows) == NAMES
@@ -282,21 +275,6 @@ def test_prices_of_slices_from_a_file(pipemem_json, refuses, tmp_path):
     assert (found["slices"], found["makespan"]) == (3, 2 * (6 + 1.5 + 1))
     said = refuses("simulate", "seq1f1b", "-p", 1, "-m", 2, "-o", "slices=2", "--costs", file)
     check_refusal(said, "costs-mismatch", "forward", 3, 1, 2)
-
-
-def test_attention_makes_later_slices_longer(pipemem_json, refuses):
-    size = ("seq1f1b", "-p", 4, "-m", 8, "-o", "slices=4")
-    alike = pipemem_json("simulate", *size)
-    none = pipemem_json("simulate", *size, "--attention-share", 0)
-    longer = pipemem_json("simulate", *size, "--attention-share", 0.5)
-    assert none["makespan"] == pytest.approx(alike["makespan"])
-    assert longer["ideal"] == pytest.approx(alike["ideal"]) and longer["makespan"] > alike["makespan"]
-    assert alike["lower_bound"] <= alike["makespan"] and longer["lower_bound"] <= longer["makespan"] * (1 + 1e-9)
-    assert longer["lower_bound"] > longer["ideal"], "a bound of the pipeline, and not of its busiest device alone"
-    row = pipemem_json("show", *size, "--attention-share", 0.5)[0]["timeline"][0]
-    taken = {name: end - start for name, start, end, _ in row}
-    # Of a quarter of the tokens, half of the time goes by tokens; the last quarter attends to 7 / 16 of all pairs.
-    assert taken["0F0"] == pytest.approx(0.5 / 4 + 0.5 / 16) and taken["0F3"] == pytest.approx(0.5 / 4 + 0.5 * 7 / 16)
 
 
 def test_slices_of_equal_time_shorten_a_step_and_hold_more(pipemem_json, refuses):

@@ -152,16 +152,6 @@ def test_pointing_at_actions_tells_all_about_them(run, open_page):
             assert holds == f"holds {max(before, box.held):.4g} while it runs, {box.held:.4g} after"
 
 
-def test_a_long_run_goes_on_beyond_the_first_view(run, open_page):
-    others, gems = [run("1f1b", 4, 8), run("zbv", 4, 8)], run("gems", 4, 8)
-    page = open_page(others[0], gems, others[1])
-    assert page.view() == (0, others[0].makespan)
-    assert page.text("longer") == f"Goes on beyond the view: gems to {gems.makespan:.6g}; 0 shows all."
-    page.script("document.getElementById('fit').click()")
-    page.settle()
-    assert page.view() == (0, gems.makespan) and not page.text("longer")
-
-
 def test_a_notebook_frames_the_whole_page(run, browser, tmp_path):
     """As high as its content, without scroll bars, and without the paragraph of hints."""
     path = tmp_path / "notebook.html"
@@ -197,16 +187,6 @@ def test_pointing_at_idle_time_and_beside(run, open_page):
     assert page.point_at(20, end["y"]) == []
 
 
-def test_colours_stand_where_the_actions_are(run, open_page):
-    timeline = run("zbv", 3, 4)
-    page = open_page(timeline)
-    for action, shade in (("0F0", "#2662a8"), ("0W3", "#3aa38f"), ("0I3", "#f4a234")):
-        spot = page.locate(action)
-        assert page.colour_at(spot["left"] + 3, spot["y"] - 8) == shade
-    start = page.locate("2F0")
-    assert page.colour_at(start["left"] - 5, start["y"] - 8) == "#f1f3f4"
-
-
 def test_the_slider_moves_through_time(run, open_page):
     page = open_page(run("1f1b", 4, 8))
     assert page.text("now").startswith("t = 0: 1 of 4 devices work")
@@ -223,16 +203,6 @@ def test_the_slider_moves_through_time(run, open_page):
     slider.send_keys(Keys.HOME)
     page.settle()
     assert page.colour_at(page.locate("0F0")["left"] + 3, page.locate("3F0")["y"]) == before
-
-
-def test_a_click_puts_the_line_there(run, open_page):
-    page = open_page(run("1f1b", 4, 8))
-    spot = page.locate("3B0")
-    page.point_at(spot["x"], spot["y"])
-    ActionChains(page.driver, duration=0).click().perform()
-    page.settle()
-    time = float(page.text("now").split("t = ")[1].split(":")[0])
-    assert time == pytest.approx(5, abs=0.1)
 
 
 def test_zoom_drag_and_find(run, open_page):
@@ -269,26 +239,6 @@ def test_zoom_drag_and_find(run, open_page):
     assert page.view()[1] - page.view()[0] == pytest.approx(100.5)
 
 
-def test_memory_is_drawn_at_its_height_wherever_the_view_starts(run, open_page):
-    """Device 0 of 1F1B holds a quarter at first and then a whole unit, also at the left edge of a view that starts late."""
-    page = open_page(run("1f1b", 4, 16))
-    held = "#c9d3df"
-    for start in (0, 20.3):
-        page.script("look(arguments[0], arguments[0] + 12)", start)
-        page.settle()
-        top = page.locate("0F0")["y"] + 11 + 2
-        for time in (start + 0.2, start + 6):
-            x = page.script("return toX(runs[0], arguments[0]) + runs[0].canvas.getBoundingClientRect().left", time)
-            filled = [page.colour_at(x, top + row + 0.5) == held for row in range(18)]
-            assert sum(filled) == pytest.approx(18 / 1.12 * (1 if time > 3 else 0.25), abs=2.5)
-
-
-def test_sequence_slices_are_named(run, open_page):
-    page = open_page(run("seq1f1b", 2, 3))
-    spot = page.locate("1F3")
-    assert page.point_at(spot["x"], spot["y"])[1] == "slice 1 of microbatch 1, stage 1, device 1, chunk 0"
-
-
 def test_compared_runs_share_time_and_zoom(run, open_page):
     longer, shorter = run("1f1b", 4, 8), run("zbv", 4, 8)
     page = open_page(longer, shorter)
@@ -302,14 +252,3 @@ def test_compared_runs_share_time_and_zoom(run, open_page):
     assert page.locate("0F0", 0)["width"] == pytest.approx(2 * scale)
     assert page.locate("0F0", 1)["width"] == pytest.approx(scale)  # half a stage's worth, on the same axis
     assert "1f1b: " in page.text("now") and "zbv: " in page.text("now")
-
-
-def test_crowded_runs_say_what_is_left_out(run, open_page):
-    page = open_page(run("zbv", 8, 256))
-    note = page.driver.find_element("id", "dense")
-    assert note.is_displayed() and "More actions than pixels" in note.text
-    page.driver.find_element("id", "find").send_keys("15F100")
-    page.settle()
-    assert not note.is_displayed()
-    spot = page.locate("15F100")
-    assert page.point_at(spot["x"], spot["y"])[0] == "15F100: forward"

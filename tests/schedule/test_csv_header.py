@@ -33,11 +33,6 @@ def test_only_what_needs_a_line_gets_one(name: str, line: str) -> None:
     assert Schedule.from_csv("\ufeff" + text.replace("\n", "\r\n").replace(line, f" {line},,"), name=name) == schedule
 
 
-def test_earlier_versions_called_slices_pieces() -> None:
-    schedule = build_schedule("seq1f1b", num_devices=2, num_microbatches=2)
-    assert Schedule.from_csv(schedule.to_csv().replace("# slices=", "# pieces="), name="seq1f1b") == schedule
-
-
 def test_devices_may_be_left_to_the_cells() -> None:
     schedule = Schedule.from_csv("# replicas=2\n0F0,0B0,3F1,3B1\n1F0,1B0,2F1,2B1\n")
     assert schedule.placement == Placement.bidirectional(2)
@@ -74,3 +69,8 @@ def test_lines_that_cannot_be_read(text: str, line: int | None, message: str) ->
     with refused(*message, kind=ScheduleFormatError) as raised:
         Schedule.from_csv(text)
     assert raised.value.line == line
+
+
+def test_earlier_versions_called_slices_pieces() -> None:
+    schedule = build_schedule("seq1f1b", num_devices=2, num_microbatches=2)
+    assert Schedule.from_csv(schedule.to_csv().replace("# slices=", "# pieces="), name="seq1f1b") == schedule

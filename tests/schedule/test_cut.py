@@ -11,12 +11,9 @@ from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.features.overlap_steps.orders import validation_cut
-from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.stream import stream
 
 SYNCHRONOUS = sorted(name for name, family in FAMILIES.items() if not family.asynchronous and family.slices == 1)
 
@@ -143,18 +140,6 @@ def only_forwards_end(program, rows) -> bool:
             if ("SEND_F" if away else "F", stage - 1, microbatch) not in inside:
                 return False
     return True
-
-
-@pytest.mark.parametrize("costs", [Costs(), Costs(1, 1.2, 0.8)])
-@pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_every_device_has_begun_the_step_before_the_norm_is_needed(name, costs):
-    schedule = build_or_skip(name, 4, 8)
-    cut = validation_cut(lower(schedule))
-    begins = stream(schedule, costs).ends[-1]
-    spans = simulate(schedule, costs, begins=begins).spans
-    for actions, length, own in zip(cut.program.actions, cut.lengths, spans, strict=True):
-        forwards = sum(action.kind.value == "F" for action in actions[:length])
-        assert own[forwards][0] >= max(begins) + 0.5 * costs.forward / schedule.placement.num_chunks
 
 
 def test_what_is_not_closed_or_does_not_drain_is_refused():

@@ -128,14 +128,6 @@ def test_a_late_action_is_blamed_on_its_device():
         assert each.late == ({2: 2 * NANOSECONDS} if each.device != 2 else {})
 
 
-def test_microbatches_that_are_not_alike():
-    weights = MicrobatchWeights((1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0))
-    step = as_measured(built("1f1b"), Costs(microbatch=weights))
-    assert step.weights == weights.time
-    found = causes_of(step)
-    assert all(set(each) == {SCHEDULE, MICROBATCHES} for each in found)
-
-
 def test_costs_are_what_was_measured():
     schedule = built("zb-h1")
     costs = Costs(SLOW_LAST, (2.0, 2.0, 2.0, 2.5), (0.5,) * 4, p2p=0.25)
@@ -182,3 +174,11 @@ def test_spans_of_something_else_are_refused(spans, says):
     schedule = built("1f1b", len(spans), 1 if len(spans) == 2 else 8)
     with refused(*says, kind=ConfigError):
         MeasuredStep(schedule, spans)
+
+
+def test_microbatches_that_are_not_alike():
+    weights = MicrobatchWeights((1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0))
+    step = as_measured(built("1f1b"), Costs(microbatch=weights))
+    assert step.weights == weights.time
+    found = causes_of(step)
+    assert all(set(each) == {SCHEDULE, MICROBATCHES} for each in found)

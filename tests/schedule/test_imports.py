@@ -154,23 +154,6 @@ print(sorted(m for m in mains - standard - {{"megatron_pipemem"}} if hasattr(sys
     assert set(ast.literal_eval(run(code))) <= set(ast.literal_eval(before))
 
 
-def test_schedules_build_validate_lower_and_simulate_without_torch():
-    code = """
-import sys
-for name in ("torch", "megatron", "numpy"):
-    sys.modules[name] = None
-from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.validator import validate_program
-schedule = build_schedule("v-half", num_devices=8, num_microbatches=33)
-validate_program(lower(schedule))
-timeline = simulate(schedule)
-print(timeline.makespan, timeline.peak)
-"""
-    assert run(code) == "107.5 0.625\n"
-
-
 def test_public_names_are_imported_when_asked_for():
     """What type checkers are told of stands where it is looked up, and asking for one name imports no other's module."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))

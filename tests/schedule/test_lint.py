@@ -70,11 +70,6 @@ def test_gradients_in_another_order_are_no_fault_but_an_obstacle():
     assert "deadlock" in find_fault(table, schedule_of(table)).message
 
 
-def test_valid_tables_have_no_fault():
-    assert judge(LOWERED) is None
-    assert judge("0F0,0B0\n1F0,1B0\n") is None
-
-
 def test_the_number_of_microbatches_may_be_stated():
     assert "needs microbatch 1, but the step has microbatches 0 to 0" in judge("0F0,0F1,0B0,0B1\n", 1).message
     assert "0F2: is missing" in judge("0F0,0F1,0B0,0B1\n", 3).message
@@ -182,12 +177,6 @@ def test_paired_messages_meet_even_if_sends_block(schedule):
     validate_program(program)
     assert program_oracle.check(program) == []
     assert meets(program)
-
-
-def test_our_own_transport_allows_what_a_shared_channel_does_not():
-    """The reason why programs for torch are lowered differently."""
-    schedule = build_schedule("1f1b", num_devices=2, num_microbatches=4)
-    assert not meets(lower(schedule)) and meets(lower_paired(schedule))
 
 
 def test_receives_that_stand_early_are_no_fault_of_a_table():

@@ -207,26 +207,6 @@ def test_receives_are_posted_before_waits_for_copies() -> None:
                 assert any(a.kind in COMPUTE for a in actions[at:consumer]), action
 
 
-def test_recomputed_stages_keep_their_inputs() -> None:
-    schedule = with_recompute(build_schedule("1f1b", num_devices=2, num_microbatches=4), {0: Kind.R})
-    validate(schedule)
-    timeline = simulate(schedule, Costs(1, 1, 1, recompute=0.5))
-    assert timeline.peaks == (0.5, 0.5)
-    assert timeline.work[0] == 4 * 3.5
-    measured = Costs(memory={Kind.F: (10, 100), Kind.R: (90, 0), Kind.I: (-20, -20), Kind.B: (-100, -100)})
-    assert simulate(schedule, measured).peaks == (110, 100)
-    assert simulate(build_schedule("1f1b", num_devices=2, num_microbatches=4), measured).peaks == (200, 100)
-
-
-def test_what_leaves_may_be_less_than_what_a_forward_takes() -> None:
-    schedule = Schedule.from_csv("0F0,0OFFLOAD0,0WAIT_OFFLOAD0,0F1,0RELOAD0,0WAIT_RELOAD0,0B0,0B1")
-    costs = Costs(memory={Kind.F: 100, Kind.B: -100, Kind.WAIT_OFFLOAD: -70})
-    timeline = simulate(schedule, costs)
-    assert timeline.peaks == (200,)
-    assert timeline.host_peaks == (70,)
-    validate(schedule, costs, memory_cap=200, host_budget=70)
-
-
 def test_channels_from_ratios_and_files(tmp_path) -> None:
     costs = Costs(1, 2, 3)
     assert Channel.of_ratio(0.5, costs) == Channel(1.5, 1.5)

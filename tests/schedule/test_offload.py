@@ -148,17 +148,6 @@ def test_a_cap_is_kept_with_no_more_than_it_needs(data: st.DataObject) -> None:
         assert plan.offloaded == () and set(plan.kept.values()) == {"not needed"}
 
 
-def test_without_a_price_everything_leaves_that_has_time_to() -> None:
-    base = build_schedule("zbv", num_devices=4, num_microbatches=12)
-    plan = plan_offload(base, costs_of(0.0))
-    for order in base.orders:
-        for at, action in enumerate(order):
-            if action.kind is Kind.F:
-                used = order.index(action._replace(kind=Kind.I))
-                assert ((action.stage, action.microbatch) in plan.offloaded) == (used > at + 1)
-    assert plan.delay == 0
-
-
 @pytest.mark.parametrize("name", ["gis-h", "interleaved", "zbv"])
 @pytest.mark.parametrize("channel", ["slow", "free"])
 def test_stages_that_take_no_time(name: str, channel: str) -> None:
@@ -250,15 +239,6 @@ def test_prompt_weights_keep_everything_else() -> None:
                 waiting += (action.kind is Kind.I) - (action.kind is Kind.W)
                 assert waiting <= most + 1
     assert list(with_prompt_weights(build_schedule("1f1b", num_devices=2, num_microbatches=4), Costs())) == []
-
-
-@pytest.mark.parametrize(
-    "options", [{"chunks": 0}, {"offload_chunks": -1}, {"placement": "linear"}, {"placement": "v", "chunks": 3}]
-)
-@pytest.mark.parametrize("name", ["po-h", "po-f"])
-def test_impossible_options_are_refused(name: str, options: dict[str, object]) -> None:
-    with pytest.raises(UnsupportedError):
-        build_schedule(name, num_devices=4, num_microbatches=8, **options)
 
 
 # -------------------------------------------------------------------------------------------------------- the search

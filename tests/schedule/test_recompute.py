@@ -106,16 +106,6 @@ def test_what_runs_again_fills_a_wait() -> None:
     assert with_early_recompute(plan, lambda tried: False) is plan
 
 
-def test_running_again_early_keeps_the_cap_or_without_one_the_peak() -> None:
-    base = build_schedule("v-half", num_devices=8, num_microbatches=16)
-    full = with_recompute(base, dict.fromkeys(range(16), Kind.R))
-    costs = Costs(p2p=0.1)
-    roomy, tight, free = (planned(full, costs, cap) for cap in (1.0, 0.25, None))
-    early = [early_recompute(plan) for plan in (roomy, tight, free)]
-    assert [plan.timeline.peak for plan in early] == [0.3125, 0.25, 0.25]
-    assert early[0].makespan < early[1].makespan == early[2].makespan < free.makespan
-
-
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_running_again_early_is_valid_never_slower_and_within_the_cap(data: st.DataObject) -> None:

@@ -18,7 +18,6 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import (
     Family,
     build_schedule,
-    check_options,
     families,
     family,
     register_module,
@@ -82,12 +81,6 @@ def test_unknown_options_name_the_allowed_ones(name: str, allowed: str) -> None:
         build_schedule(name, num_devices=4, num_microbatches=8, colour="red")
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("v-half", 2), ("interleaved", 3)])
-def test_chunks_may_be_given_to_every_family(name: str, chunks: int) -> None:
-    schedule = build_schedule(name, num_devices=4, num_microbatches=8, chunks=chunks)
-    assert schedule.placement.num_chunks == chunks
-
-
 def test_chunks_must_agree_with_the_family() -> None:
     with refused("needs-chunks", "v-half", 2, 4, kind=UnsupportedError):
         build_schedule("v-half", num_devices=4, num_microbatches=8, chunks=4)
@@ -118,16 +111,6 @@ def test_cap_and_costs_reach_the_families_that_list_them() -> None:
     assert build_schedule("1f1b", **arguments) == build_schedule("1f1b", num_devices=2, num_microbatches=2)
 
 
-def test_a_family_that_ignores_its_cap_is_refused_all_the_same() -> None:
-    register_schedule(
-        renamed(
-            "mine", build=lambda p, m, memory_cap=None: family("gpipe").build(p, m), options={"memory_cap": "the cap"}
-        )
-    )
-    with refused("over-cap", "mine", 4, kind=UnsupportedError):
-        build_schedule("mine", num_devices=2, num_microbatches=8, memory_cap=1)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "chunks"),
     [
@@ -141,13 +124,6 @@ def test_a_family_that_ignores_its_cap_is_refused_all_the_same() -> None:
 )
 def test_chunks_per_device(name: str, options: dict[str, object], chunks: int) -> None:
     assert family(name).chunks_per_device(options) == chunks
-
-
-@pytest.mark.parametrize("argument", ["memory_cap", "costs", "num_devices", "num_microbatches"])
-def test_what_every_family_takes_is_no_option(argument: str) -> None:
-    check_options("zb-auto", {"chunks": 1})
-    with refused("has-own-flag", argument, "zb-auto", kind=UnsupportedError):
-        check_options("zb-auto", {argument: 1})
 
 
 def test_users_register_families() -> None:
@@ -256,16 +232,6 @@ def test_what_is_declared_must_be_true(build: str, declared: dict[str, object], 
     )
     with pytest.raises(UnknownScheduleError):
         family("mine")
-
-
-def test_the_example_is_as_large_as_the_family_wants() -> None:
-    def build(p: int, m: int):
-        if p < 16 or m < 4 * p:
-            raise UnsupportedError("needs-devices", "too small")
-        return family("1f1b").build(p, m)
-
-    large = Family("mine", build, "large", "1", "0", "a test", min_devices=16, fewest_microbatches=lambda p: 4 * p)
-    assert (large.example.num_devices, large.example.num_microbatches) == (16, 64)
 
 
 @pytest.mark.parametrize("each", families(), ids=lambda each: each.name)

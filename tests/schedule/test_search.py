@@ -147,16 +147,6 @@ def test_memory_in_bytes_and_a_cap_per_device() -> None:
     assert result.lower_bound <= result.makespan
 
 
-def test_memory_given_back_at_i_buys_speed() -> None:
-    """The M_B and M_W of the Zero Bubble paper: what only W needs is less than what I needs."""
-    all_at_w, most_at_i = (
-        search(4, 16, Costs(memory={Kind.F: 1.0, Kind.I: -at_i, Kind.W: at_i - 1.0}), 2.5, max_chunks=2)
-        for at_i in (0.0, 0.8)
-    )
-    assert most_at_i.is_optimal and all_at_w.is_optimal
-    assert most_at_i.makespan < all_at_w.makespan
-
-
 def test_a_cap_that_nothing_fits_says_what_is_needed() -> None:
     with refused("cap-unreachable", "0.25", kind=UnsupportedError):
         search(4, 8, Costs(), 0.2)
@@ -178,13 +168,6 @@ def test_costs_of_single_stages_choose_the_placements() -> None:
     assert {c.schedule.placement.name for c in one_chunk.candidates} == {"linear"}
     with refused("costs-mismatch", 4, 8, 12, 16, 20, 24, 28, 32, kind=CostsError):
         search(4, 6, Costs((1.0, 1.0, 1.0)), 1.0)
-
-
-@pytest.mark.parametrize("memory", [{"F": 1000, "I": 300, "W": -1300}, {"F": 1000, "B": -1000}])
-def test_memory_that_i_takes_or_only_b_gives_back(memory: dict[str, float]) -> None:
-    costs = Costs(memory=memory)
-    result = search(4, 8, costs, 2500)
-    assert max(simulate(result.schedule, costs).peaks) <= 2500
 
 
 @pytest.mark.parametrize("p2p", [0.0, 2.0])
@@ -278,13 +261,6 @@ def test_finished_searches_are_found_again(tmp_path) -> None:
         assert search(**question, cache=cache).candidates == fresh.candidates
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path, caplog) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    search(2, 2, Costs(), 1.0, cache=ResultCache(blocked / "below"))
-    assert "cannot" in caplog.text
-
-
 def test_a_user_without_a_home_searches_without_a_cache(monkeypatch, caplog) -> None:
     def homeless():
         raise RuntimeError("Could not determine home directory.")
@@ -293,12 +269,3 @@ def test_a_user_without_a_home_searches_without_a_cache(monkeypatch, caplog) -> 
     monkeypatch.setattr(Path, "home", homeless)
     search(2, 2, Costs(), 1.0, cache=ResultCache())
     assert "XDG_CACHE_HOME" in caplog.text
-
-
-def test_fused_where_a_split_buys_nothing() -> None:
-    """The linear schedule without a cap below 1F1B's: most backwards are followed by their W at once."""
-    result = search(4, 16, Costs(), 1.0)
-    kinds = [action.kind for order in result.schedule.orders for action in order]
-    assert Kind.B in kinds
-    split = simulate(result.schedule).makespan
-    assert split == result.makespan

@@ -108,13 +108,6 @@ def test_windows_of_asynchronous_schedules(name: str) -> None:
         assert all(action.kind in ORDERED for action in queued.updates)
 
 
-def test_little_is_lost_where_passes_are_alike() -> None:
-    for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "gis"):
-        schedule = build_schedule(name, num_devices=4, num_microbatches=12)
-        run = run_single_queues(lower(schedule, single_queue=True))
-        assert run.makespan == pytest.approx(simulate(schedule).makespan), name
-
-
 def test_the_time_that_it_takes() -> None:
     """Two devices, one message each way of 2 seconds, which occupies both."""
     schedule = Schedule(

@@ -13,9 +13,6 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.costs_file import costs_arguments
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.prices import PartPrices
-from megatron_pipemem.schedule.registry import synchronous_schedules
-from megatron_pipemem.schedule.simulator import simulate
 
 PARTS = {
     "order": ["dense", "expert", "expert"],
@@ -92,13 +89,6 @@ def test_a_cut_head_is_in_the_passes_and_nowhere_else() -> None:
     assert cut.seconds(Placement.linear(3))[Kind.F] == (1, 10, 10)
 
 
-def test_every_family_runs_with_one_file() -> None:
-    for schedule in synchronous_schedules(2, 4, costs_of()):
-        work = sum(costs_of().seconds(Placement.linear(1))[kind][0] for kind in (Kind.F, Kind.B))
-        timeline = simulate(schedule, costs_of())
-        assert timeline.makespan >= 4 * work / 2, schedule.name
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -120,7 +110,3 @@ def test_files_of_parts_that_do_not_fit(tmp_path, content, says) -> None:
     path.write_text(json.dumps(content))
     with refused(*says, kind=CostsError):
         Costs.from_json(path)
-
-
-def test_prices_print_short() -> None:
-    assert repr(PartPrices((1.0,) * 80)) == "<PartPrices of 80 layers>"

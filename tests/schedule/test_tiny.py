@@ -14,7 +14,6 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.search import SearchResult, search_schedule
@@ -112,14 +111,6 @@ def test_what_is_found_is_within_the_caps_and_what_is_called_optimal_is(tiny: Ti
     assert_searched(tiny, shortest(tiny))
 
 
-def test_without_a_cap_what_i_takes_costs_nothing() -> None:
-    placement, costs = terms(TAKEN)
-    assert shortest(TAKEN) == 24
-    assert lower_bound(placement, 1, costs) <= 24
-    result = search(TAKEN)
-    assert result.makespan == 24 and result.is_optimal
-
-
 def test_stages_go_to_any_device_next() -> None:
     """Devices 1 and 2 are never neighbours on a microbatch's way."""
     tiny = Tiny((0, 2, 0, 1), 2, ((1, 2, 1, 1), (2, 1, 1, 1), (1, 1, 2, 1)), ((1,) * 4, (0,) * 4, (-1,) * 4), (3, 2, 2))
@@ -139,22 +130,6 @@ def test_a_full_backward_keeps_a_cap_that_an_i_exceeds() -> None:
         search(tiny._replace(caps=(4, 1)))
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "v-half"])
-def test_no_family_is_faster_in_its_memory_where_i_takes_some(name: str) -> None:
-    costs = Costs(1, 1.5, 0.5, memory={Kind.F: 1.0, Kind.I: 0.3, Kind.W: -1.3})
-    family = simulate(build_schedule(name, num_devices=4, num_microbatches=8), costs)
-    found = search_schedule(
-        num_devices=4,
-        num_microbatches=8,
-        costs=costs,
-        memory_cap=family.peaks,
-        placements=[family.schedule.placement],
-        effort=0.0,
-    )
-    validate(found.schedule, costs, family.peaks)
-    assert found.makespan <= family.makespan * (1 + 1e-9)
-
-
 def test_fractions_of_memory_add_up_to_nothing() -> None:
     """Rounding does not fill the cap in the course of many microbatches."""
     placement, m = Placement.linear(2), 500
@@ -163,9 +138,3 @@ def test_fractions_of_memory_add_up_to_nothing() -> None:
         num_devices=2, num_microbatches=m, costs=costs, memory_cap=0.7, placements=[placement], seconds=0
     )
     validate(found.schedule, costs, 0.7)
-
-
-def test_a_full_backward_that_is_said_to_hold_more_is_split() -> None:
-    costs = Costs(memory={Kind.F: 4, Kind.I: -2, Kind.W: -2, Kind.B: -3})
-    found = search_schedule(num_devices=2, num_microbatches=6, costs=costs, memory_cap=8, effort=0.1)
-    validate(found.schedule, costs, 8)

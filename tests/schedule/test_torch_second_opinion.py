@@ -14,7 +14,8 @@ from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import MESSAGES, RECEIVES, Action, Kind
-from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.csv_format import write_table
+from megatron_pipemem.schedule.lowering import lower, lower_paired
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
@@ -164,6 +165,21 @@ def test_torch_reads_our_csv_and_we_read_its(name, tmp_path):
         read = Schedule.from_csv(file.read_text(), dialect="torch")
         assert read.orders == schedule.orders
         assert read.placement == schedule.placement
+
+
+@pytest.mark.parametrize("name", sorted(EXECUTED))
+def test_torch_keeps_the_messages_that_we_write_for_it_and_ends(name, tmp_path):
+    schedule = build_schedule(name, num_devices=4, num_microbatches=6)
+    program = lower_paired(schedule)
+    (tmp_path / "ours.txt").write_text(write_table(program.actions, "torch-new"))
+    runtime = torch_runtime(schedule.placement, schedule.num_microbatches)
+    runtime._load_csv(str(tmp_path / "ours.txt"), format="compute_comms")
+    orders = [tuple(a for a in actions if a.kind is not Kind.REDUCE_GRAD) for actions in program.actions]
+    added = (schedules._ComputationType.REDUCE_GRAD, schedules.UNSHARD, schedules.RESHARD)
+    loaded = runtime.pipeline_order_with_comms.items()
+    rows = {device: [a for a in row if a.computation_type not in added] for device, row in loaded}
+    assert rows == torch_orders(orders)
+    simulate_in_torch(rows, schedule.placement)
 
 
 def torch_table(generator: str, num_devices: int, num_microbatches: int):

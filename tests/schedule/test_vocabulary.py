@@ -216,23 +216,6 @@ def test_moved_layers_are_best_and_then_the_rules_hold_for_what_is_left():
         assert left.best.name == kept
 
 
-def test_layers_count_where_they_are():
-    base = build_schedule("1f1b", num_devices=4, num_microbatches=16)
-    even, freed = (
-        choose_vocabulary(base, Costs(), 1.7, layers=8, layout=layout).without("redistribute")
-        for layout in ((2, 2, 2, 2), (3, 3, 2, 0))
-    )
-    assert even.best.name == "2"
-    assert freed.best.name == "off" and freed.best.layers == (3, 3, 2, 0)
-
-
-def test_costs_may_price_the_passes():
-    base = build_schedule("1f1b", num_devices=4, num_microbatches=16)
-    slow = Costs(vocabulary=VocabularyCosts(score=1, gradient=1))
-    assert choose_vocabulary(base, Costs(), 1.5).best.name == "2"
-    assert choose_vocabulary(base, slow, 1.5).best.name == "off"
-
-
 def searched(p, m, barriers, cap, costs=None, placement=None, known=None, **options):
     costs = costs or Costs()
     asked = None if cap is None else MemoryCap(cap, costs.memory is not None)

@@ -245,14 +245,6 @@ def test_a_result_says_how_fast(store):
     assert result.losses == (3.0, 2.5) and result.devices == 4
 
 
-def test_steps_after_a_restart():
-    line = "iteration {:8}/ 9 | elapsed time per iteration (ms): {} |"
-    log = "\n".join(line.format(*step) for step in [(1, 900), (2, 100), (3, 110), (3, 800), (4, 120)])
-    assert step_seconds(log) == 0.11
-    assert step_seconds(line.format(1, 900)) == 0.9
-    assert step_seconds("") is None
-
-
 def test_a_run_that_ends_well_but_without_a_report_failed(store):
     store.log(0).write_text("starting\nall is well\n\n")
     result = collect(0, {}, store.run(0), store.log(0), 0)
@@ -389,16 +381,6 @@ def test_infeasible_points_are_judged_again(write_grid, tmp_path):
     assert made.results()[1].status == "infeasible"
 
 
-def test_an_interrupt_starts_nothing_more(store):
-    def interrupted(store: Store, index: int) -> Command:
-        runner._stopping.set()
-        return training(store, index)
-
-    runner = LocalRunner(store, lambda *_: None, interrupted)
-    runner.train([0], 1)
-    assert starts(store, 0) == [] and store.results()[0] is None
-
-
 def test_a_left_over_that_ends_by_itself_is_no_error(store):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -449,3 +431,11 @@ def test_a_folder_is_not_overwritten(store):
     assert result.exit_code == 2 and "--resume" in result.stderr
     result = pipemem("report", store.folder.parent)
     assert result.exit_code == 2 and "holds neither a grid nor" in result.stderr
+
+
+def test_steps_after_a_restart():
+    line = "iteration {:8}/ 9 | elapsed time per iteration (ms): {} |"
+    log = "\n".join(line.format(*step) for step in [(1, 900), (2, 100), (3, 110), (3, 800), (4, 120)])
+    assert step_seconds(log) == 0.11
+    assert step_seconds(line.format(1, 900)) == 0.9
+    assert step_seconds("") is None
