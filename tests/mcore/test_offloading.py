@@ -237,16 +237,6 @@ def test_processors_are_those_of_before_again(monkeypatch):
     assert seen == [{min(before)}, before]
 
 
-def test_an_offload_plan_that_is_hardly_better_does_not_replace_the_one_that_runs():
-    wanted = source("zb-auto", offload="half", offload_options={"ratio": 0.5})
-    shape = Shape(4, 1, 8)
-    before = wanted.plan(shape, "start")
-    wanted.measured(Costs(3.0, 1.0, 1.0), None)
-    kept = wanted.plan(shape, "drift", before, minimum_gain=0.9)
-    assert kept.schedule is before.schedule and kept.notes == before.notes and kept.costs.forward == 3.0
-    assert wanted.plan(shape, "drift", before, minimum_gain=-9.0).schedule != before.schedule
-
-
 def test_bytes_replace_a_plan_that_does_not_keep_them():
     wanted = source("v-half", cap="420B", offload="auto", offload_options={"ratio": 0.5})
     wanted.measured(None, counted(8))
