@@ -35,7 +35,14 @@ def pytest_report_header() -> list[str]:
 # itself is no reason to be here.
 START_PROCESSES = {
     "launched": (
-        *("slurm/", "cpu/test_activate", "cpu/test_ranks", "cpu/test_setup", "cpu/test_stock_training"),
+        *(
+            "slurm/",
+            "cpu/test_activate",
+            "cpu/test_quiet",
+            "cpu/test_ranks",
+            "cpu/test_setup",
+            "cpu/test_stock_training",
+        ),
         *("scripts/test_launch_grid.py", "scripts/test_quickstart"),
     ),
     "own ranks": (
