@@ -24,16 +24,8 @@ def test_pretrain_hybrid_trains_alike_under_stock_and_a_v(torchrun, tmp_path):
             2,
             SCRIPT,
             *TOY_MODEL,
-            *(
-                "--spec",
-                "megatron_pipemem.cpu.hybrid_layers",
-                "hybrid_stack_spec",
-                "--mock-data",
-                "--vocab-size",
-                "99",
-                "--clip-grad",
-                "1000",
-            ),
+            *("--spec", "megatron_pipemem.cpu.hybrid_layers", "hybrid_stack_spec", "--mock-data"),
+            *("--vocab-size", "99", "--clip-grad", "1000"),
             *("--hybrid-layer-pattern", "*-*|-*-" if schedule == "stock" else "*-*-*-"),
             *("--pipemem-schedule", schedule, "--pipemem-random", "layerwise", "--pipemem-report", str(report)),
         )

@@ -22,28 +22,11 @@ MEGATRON = ["--num-layers", "8", "--bf16", "--lr", "1e-4", "--pipeline-model-par
 
 
 def test_takes_our_flags_and_leaves_megatrons_in_order():
-    settings, others = take_flags(
-        [
-            "--num-layers",
-            "8",
-            "--pipemem-schedule",
-            "v-half",
-            "--bf16",
-            "--pipemem-memory-cap=0.75",
-            "--pipemem-report",
-            "out/report.json",
-            "--lr",
-            "1e-4",
-            "--pipeline-model-parallel-size",
-            "4",
-        ]
-    )
+    first = "--num-layers 8 --pipemem-schedule v-half --bf16 --pipemem-memory-cap=0.75 --pipemem-report out/report.json"
+    settings, others = take_flags([*first.split(), *MEGATRON[3:]])
     assert others == MEGATRON
-    assert (settings.schedule, settings.memory_cap, settings.report) == (
-        "v-half",
-        MemoryCap(0.75, False),
-        "out/report.json",
-    )
+    found = settings.schedule, settings.memory_cap, settings.report
+    assert found == ("v-half", MemoryCap(0.75, False), "out/report.json")
 
 
 def test_takes_a_schedule_file(tmp_path):

@@ -55,12 +55,6 @@ def test_launch_and_grid_ask_but_for_a_script_of_the_users_own(tmp_path):
     script = tmp_path / "mine.py"
     script.write_text("")
     assert "--my-flag 3" in launch(f"script={script}").stdout
-    grid = [
-        "grid",
-        str(ROOT / "configs" / "grids" / "tiny-cpu.yaml"),
-        "--set",
-        "megatron.my_flag=3",
-        "--launcher",
-        "print",
-    ]
+    file = str(ROOT / "configs" / "grids" / "tiny-cpu.yaml")
+    grid = ["grid", file, "--set", "megatron.my_flag=3", "--launcher", "print"]
     assert "Megatron has no flag --my-flag" in CliRunner().invoke(app, grid).stderr

@@ -114,16 +114,7 @@ def test_a_pattern_without_cuts_gets_those_of_the_schedule(flag, schedule, segme
     ],
 )
 def test_a_rank_without_experts_is_refused_where_megatron_would_wait_for_its_losses(schedule, pattern, rank):
-    sizes = [
-        "--pipeline-model-parallel-size",
-        "4",
-        "--hidden-size",
-        "64",
-        "--num-attention-heads",
-        "4",
-        "--num-experts",
-        "4",
-    ]
+    sizes = "--pipeline-model-parallel-size 4 --hidden-size 64 --num-attention-heads 4 --num-experts 4".split()
     settings, others = take_flags([*sizes, "--hybrid-layer-pattern", pattern, "--pipemem-schedule", schedule])
     if schedule == "gems":  # whose ranks have a stage of either replica
         assert add_virtual_stages(settings, others) == others
