@@ -110,7 +110,7 @@ def test_a_killed_rank_is_told_as_such(environment: dict[str, str], tmp_path: Pa
     script.write_text(WAITING_SCRIPT.replace("raise ArithmeticError", "os.kill(os.getpid(), 9)  #"))
     codes, errors = start_ranks(3, environment, script, "collective")
     assert codes == [1, -9, 1]
-    assert sum("ended without saying why" in error for error in errors) == 1
+    assert sum("ended without a message" in error for error in errors) == 1
 
 
 def test_ranks_that_finish_finish_quietly(environment: dict[str, str], tmp_path: Path) -> None:

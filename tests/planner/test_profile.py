@@ -124,7 +124,7 @@ def test_a_file_without_a_profile(tmp_path: Path, text, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "give a run configuration, or --model"),
+        ((), "give a run file, or --model"),
         (("--model", "lama3-8b"), "did you mean 'llama3-8b'"),
         (("--model", "llama3-8b", "--tp", 5, "--formulas"), "does not divide"),
         (("--model", "llama3-8b", "--recompute", "some", "--formulas"), "recompute"),

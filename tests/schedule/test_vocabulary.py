@@ -203,7 +203,7 @@ def test_a_small_head_is_not_worth_it_and_a_large_one_is():
     assert large.best.name == "2" and "longer" in large.reason
     assert large.options["2"].makespan < large.options["redistribute"].makespan < large.options["off"].makespan
     refused = choose_vocabulary(base, Costs(), 6.0, with_passes={})
-    assert refused.best.name == "off" and "nothing else was allowed" in refused.reason
+    assert refused.best.name == "off" and "no other way was allowed" in refused.reason
 
 
 def test_moved_layers_are_best_and_then_the_rules_hold_for_what_is_left():
