@@ -233,20 +233,6 @@ def _parallelism_flags(run: Run) -> Flags:
 def _schedule_flags(run: Run) -> Flags:
     choice = run.schedule
     options = choice.options if choice.name == STOCK else run.schedule_options
-    recomputes: Flags = {}
-    if choice.recompute == "selective":
-        if choice.recomputes_by_action:
-            recomputes = {"pipemem-recompute": "selective"}
-        else:
-            alone = (
-                "has activation, which Megatron cannot recompute alone; name it together with the others of "
-                f"{', '.join(BY_ACTION)}, under any schedule but {STOCK}, or leave it out to launch"
-            )
-            activation = "activation" in choice.recompute_modules
-            refuse_if(activation, "unsupported-setting", "schedule.recompute_modules", alone)
-            recomputes = {"recompute-granularity": "selective", "recompute-modules": choice.recompute_modules}
-    elif choice.recompute == "full":
-        recomputes = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
     flags = {key: flag.name.removeprefix("--") for key, flag in flags_of(ScheduleChoice).items() if not flag.repeated}
     given = {key: getattr(choice, key) for key in flags if getattr(choice, key) != getattr(ScheduleChoice, key)}
     switches = run.cluster.switches if choice.offload != "off" else ()
@@ -254,13 +240,29 @@ def _schedule_flags(run: Run) -> Flags:
         "pipemem-schedule": choice.name,
         "pipemem-schedule-module": choice.module,
         **{flags[key]: value for key, value in given.items()},
-        **recomputes,
+        **_recompute_flags(choice),
         # A flag for each option, as --name=value because a list would be several values of one flag.
         **{f"pipemem-option={key}={_word(value)}": True for key, value in options.items()},
         **(
             {f"pipemem-offload-option=switches={json.dumps(switches, separators=(',', ':'))}": True} if switches else {}
         ),
     }
+
+
+def _recompute_flags(choice: ScheduleChoice) -> Flags:
+    if choice.recompute == "none":
+        return {}
+    if choice.recompute == "full":
+        return {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+    if choice.recomputes_by_action:
+        return {"pipemem-recompute": "selective"}
+    alone = (
+        "has activation, which Megatron cannot recompute alone; name it together with the others of "
+        f"{', '.join(BY_ACTION)}, under any schedule but {STOCK}, or leave it out to launch"
+    )
+    activation = "activation" in choice.recompute_modules
+    refuse_if(activation, "unsupported-setting", "schedule.recompute_modules", alone)
+    return {"recompute-granularity": "selective", "recompute-modules": choice.recompute_modules}
 
 
 def _training_flags(run: Run) -> Flags:

@@ -18,6 +18,7 @@ from megatron_pipemem.planner.slices import run_slices
 from megatron_pipemem.request import FILE_SUFFIX, Request
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.registry import family
+from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.size import check_affordable, is_fitted
 
 DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
@@ -120,33 +121,35 @@ def _schedules(run: Run) -> None:
         raise UnsupportedError(
             "no-pipeline", f"pp 1 leaves no pipeline for schedule {choice.name}; set schedule.name to {STOCK}"
         )
-    request, options = request_of(run), run.schedule_options
+    request = request_of(run)
     if choice.overlap_steps:
         refusals.refuse_overlapped(refusals.flag_values(all_flags(run)), request.is_asynchronous)
-    recomputes = request.recompute != "none"
     schedule = None if choice.name == AUTO else schedule_of(run, request)
-    if choice.name != STOCK and run.implementation == "transformer_engine":
-        splits, again = (True, False) if schedule is None else (schedule.splits_backward, bool(schedule.recomputed))
-        refusals.refuse_transformer_engine(refusals.flag_values(run.flags), splits, recomputes or again)
-    file = schedule if choice.name.endswith(FILE_SUFFIX) else None
-    if file is not None and cut.chunks not in (None, file.placement.num_chunks):
-        raise UnsupportedError(
-            "needs-chunks", f"{choice.name} has {file.placement.num_chunks} chunks per rank, not {cut.chunks}"
-        )
-    if choice.name == STOCK:
-        assert schedule is not None, "Megatron's own schedule is known"
+    if choice.name != STOCK:
+        _check_ours(run, request, schedule)
+    elif schedule is not None:
         cut_flags.check_layers(run.flags, run.model.layers, cut.pp, known_chunks(schedule.placement))
-    else:
-        refusals.refuse(refusals.flag_values(run.flags), refusals.SCHEDULES)
-        if file is None and schedule is not None and family(choice.name).asynchronous:
-            refusals.refuse_asynchronous(run, choice.name)
-        cut_flags.checked_placements(run.flags, choice.name, options, cut.pp, run.model.layers, file)
     if schedule is not None:
         check_barriers(choice.name, schedule.vocabulary_barriers, choice.vocab_parallel)
         check_replicas(schedule.placement)
         if schedule.slices > 1:
             _check_slices(run, schedule.slices)
     _fits_in_memory(run, request if schedule is None else replace(request, file=schedule))
+
+
+def _check_ours(run: Run, request: Request, schedule: Schedule | None) -> None:
+    """Refuse settings that do not go with a schedule of this package. ``None`` is a schedule that is searched for later."""
+    name, chunks, value_of = run.schedule.name, run.parallelism.chunks, refusals.flag_values(run.flags)
+    if run.implementation == "transformer_engine":
+        recomputes = request.recompute != "none" or (schedule is not None and bool(schedule.recomputed))
+        refusals.refuse_transformer_engine(value_of, schedule is None or schedule.splits_backward, recomputes)
+    file = schedule if name.endswith(FILE_SUFFIX) else None
+    if file is not None and chunks not in (None, file.placement.num_chunks):
+        raise UnsupportedError("needs-chunks", f"{name} has {file.placement.num_chunks} chunks per rank, not {chunks}")
+    refusals.refuse(value_of, refusals.SCHEDULES)
+    if file is None and schedule is not None and family(name).asynchronous:
+        refusals.refuse_asynchronous(run, name)
+    cut_flags.checked_placements(run.flags, name, run.schedule_options, run.parallelism.pp, run.model.layers, file)
 
 
 def _check_slices(run: Run, slices: int) -> None:
