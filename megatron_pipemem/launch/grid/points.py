@@ -76,12 +76,9 @@ def label(settings: Settings) -> str:
 
 
 def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool = False) -> list[GridPoint]:
-    """Return the points of a grid's file that pass its filters, whether they can work or not.
+    """Return the points of a grid, by its file or name, that pass its filters, whether they can work or not.
 
-    Args:
-        path: the file, or the name of a grid.
-        overrides: ``key=value``, changes of all points in addition to ``set``.
-        any_size: see ``feasible``.
+    ``overrides`` change all points, like ``set``. ``any_size`` is that of ``feasible``.
     """
     grid = load(path, Grid)
     grid_file = locate(str(path), Grid)
