@@ -1,23 +1,27 @@
-"""Copies to the host and back, and recomputed forwards, in every picture."""
+"""Copies to the host, recomputed forwards, vocabulary passes and windows of a stream in pictures."""
 
 from __future__ import annotations
 
 import io
 import json
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 from rich.console import Console
 
 from megatron_pipemem.features.offload.orders import plan_offload
 from megatron_pipemem.features.recompute.orders import with_recompute
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
 from megatron_pipemem.report import TerminalTimeline, save_timeline
 from megatron_pipemem.report.browser import page, trace
 from megatron_pipemem.report.timeline import DrawnRun, held_steps
-from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.action import COLLECTIVES, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.simulator import Timeline
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.stream import family_window, steady
+from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 COSTS = replace(Costs(), channel=Channel(0.5))
 
@@ -69,3 +73,38 @@ def test_the_page_and_pictures_have_them_too(timeline: Timeline, tmp_path) -> No
     pytest.importorskip("matplotlib")
     svg = save_timeline(timeline, tmp_path / "run.svg").read_text()
     assert "copy to the host" in svg and "recomputed forward" in svg
+
+
+def timeline_of(name, embed):
+    costs = Costs(vocabulary=VocabularyCosts(0.5, 0.5, embed, embed))
+    return simulate(with_vocabulary(build_schedule(name, num_devices=2, num_microbatches=3), 2, costs), costs)
+
+
+def test_what_takes_no_time_has_no_box():
+    for embed, kinds in ((0.0, set()), (0.25, {Kind.EMBED_F, Kind.EMBED_B})):
+        timeline = timeline_of("zbv", embed)
+        drawn = {box.action.kind for row in DrawnRun(timeline).rows for box in row}
+        assert drawn == {Kind.F, Kind.I, Kind.W, Kind.S, Kind.T} | kinds
+        assert not drawn & COLLECTIVES
+        assert set(dict(DrawnRun(timeline).legend)) == drawn
+        work = [sum(box.seconds for box in row) for row in DrawnRun(timeline).rows]
+        assert work == list(timeline.work)
+
+
+def test_terminal_and_file_name_the_passes(tmp_path):
+    timeline = timeline_of("1f1b", 0.25)
+    console = Console(width=200, record=True, file=StringIO(), color_system=None)
+    console.print(TerminalTimeline(timeline))
+    text = console.export_text()
+    assert DrawnRun(timeline).headline in text and "2 barriers" in text and "S head scores" in text and "S2" in text
+    picture = save_timeline(timeline, tmp_path / "run.svg").read_text()
+    assert "head scores" in picture and "embedding gradient" in picture
+
+
+def test_a_window_shows_its_own_messages_and_bubbles():
+    timeline = family_window("pipedream-2bw", 4, 8, steady(4, 8)).simulate()
+    shown = {(str(m.producer.action), str(m.consumer.action)) for m in DrawnRun(timeline).messages}
+    assert ("0F3", "1F3") in shown and ("1B0", "0B0") in shown
+    assert not any(producer == "0F0" for producer, _ in shown)
+    idle = [sum(each.end - each.start for each in row) for row in DrawnRun(timeline).bubbles]
+    assert idle == [timeline.makespan - work for work in timeline.work]

@@ -1,0 +1,402 @@
+"""Schedules as text: actions, tables in every dialect, the line of settings, and what cannot be read."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_schedules import family_schedules, random_schedules
+from refusals import refused
+
+from megatron_pipemem.errors import PipememError, ScheduleFormatError
+from megatron_pipemem.features.offload.orders import plan_offload
+from megatron_pipemem.features.recompute.orders import with_recompute
+from megatron_pipemem.features.vocabulary.orders import with_vocabulary
+from megatron_pipemem.schedule.action import ORDERED, WHOLE_STAGE, Action, Kind
+from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.csv_format import LETTERS, read_table, write_header, write_table
+from megatron_pipemem.schedule.lowering import lower, lower_paired
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import Program, Schedule, WeightUpdates
+from megatron_pipemem.schedule.validator import validate
+
+# Both files are what torch.distributed.pipelining wrote for two devices: before and since it renamed its letters.
+OLDER_TORCH = """\
+0F0,0F1,2F0,,2F1,2B0,2W0,2B1,2W1,0B0,0W0,0B1,0W1
+,1F0,1F1,3F0,3B0,3F1,3B1,3W0,1B0,3W1,1B1,1W0,1W1
+"""
+CURRENT_TORCH = OLDER_TORCH.replace("B", "I")
+
+
+# ------------------------------------------------------------------------------------------------------------- actions
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@given(stage=st.integers(0, 10**6), microbatch=st.integers(0, 10**6))
+def test_actions_round_trip(kind, stage, microbatch):
+    action = Action(kind, stage, None if kind in WHOLE_STAGE else microbatch)
+    assert Action.parse(str(action)) == action
+    assert Action.parse(f"  {action}\t") == action
+
+
+def test_names_of_earlier_versions():
+    """Files that earlier versions wrote are read; what is written has today's names."""
+    cells = {"0IF3": "0EMBED_F3", "1IB0": "1EMBED_B0", "2SUM_COPIES": "2REDUCE_REPLICAS"}
+    assert {text: str(Action.parse(text)) for text in cells} == cells
+    written = with_vocabulary(build_schedule("1f1b", num_devices=2, num_microbatches=3), 1, Costs()).to_csv()
+    before = written.replace("EMBED_F", "IF").replace("EMBED_B", "IB")
+    assert before != written and Schedule.from_csv(before).to_csv() == written
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "F0", "2", "2F", "2f0", "-1F0", "2F-1", "2X0", "2F0F1", "2F 0", "F2F0", "2.0F0", "2BW0", "2RECV_B0", "O F0"],
+)
+def test_malformed_actions(text):
+    with refused("not-an-action", kind=ScheduleFormatError):
+        Action.parse(text)
+
+
+# ----------------------------------------------------------------------------------------------------------------- CSV
+
+
+@settings(max_examples=200, deadline=None)
+@given(random_schedules() | random_schedules(max_replicas=2, max_slices=3) | family_schedules())
+def test_csv_round_trip(schedule):
+    for original in (schedule, schedule.forward_only()):
+        read = Schedule.from_csv(original.to_csv())
+        assert read.orders == original.orders
+        assert read.placement.devices == original.placement.devices
+        assert read.num_microbatches == original.num_microbatches
+        assert (read.placement.replicas, read.slices) == (original.placement.replicas, original.slices)
+        assert read.updates == original.updates
+        assert read.digest == original.digest
+        assert read.to_csv() == original.to_csv()
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedule=random_schedules(), data=st.data())
+def test_layout_of_the_file_does_not_matter(schedule, data):
+    """Idle cells, blanks, blank lines, DOS line ends and a byte order mark change nothing."""
+    blank = st.sampled_from(["", " ", "\t"])
+    lines = []
+    for order in schedule.orders:
+        cells = [data.draw(blank) + str(action) + data.draw(blank) for action in order]
+        for _ in range(data.draw(st.integers(0, 3))):
+            cells.insert(data.draw(st.integers(0, len(cells))), data.draw(blank))
+        lines += [*data.draw(st.lists(st.sampled_from(["", " ", ",,"]), max_size=1)), ",".join(cells)]
+    end = data.draw(st.sampled_from(["\n", "\r\n"]))
+    text = data.draw(st.sampled_from(["", "\ufeff"])) + end.join(lines) + data.draw(st.sampled_from(["", end]))
+    assert Schedule.from_csv(text).orders == schedule.orders
+    if read_table(text, "torch").letters == "torch-new":
+        assert Schedule.from_csv(text, dialect="torch").orders == schedule.orders
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column", "says"),
+    [
+        ("0F0,0B0\n1F0,1X0\n", 2, 2, "'1X0' is not an action"),
+        ("0F0,,hello\n", 1, 3, "'hello' is not an action"),
+        ("\n0F0\n\n1F0,1B\n", 4, 2, "REDUCE_REPLICAS and REDUCE_GRAD take no microbatch"),
+        ("0F0,0SEND_F0\n1F0\n", 1, 2, "0SEND_F0 is not a compute action"),
+        ("0F0\r\n1F0,0B0\r\n", 2, 2, "stage 0 is on device 1 here and on device 0 above"),
+        ("0F0;0B0\n", 1, 1, "'0F0;0B0' is not an action"),
+        ("0F0,0BW0\n", 1, 2, "'0BW0' is not an action"),
+        ("0F0\n2F0\n", 2, 1, "no device runs stage 1"),
+        ("", None, None, "the file holds no actions"),
+        (" , ,\n\n", None, None, "the file holds no actions"),
+    ],
+)
+def test_format_errors_name_line_and_column(text, line, column, says):
+    with pytest.raises(ScheduleFormatError) as caught:
+        Schedule.from_csv(text)
+    assert (caught.value.line, caught.value.column) == (line, column)
+    place = "" if line is None else f"line {line}, column {column}: "
+    assert str(caught.value).startswith(place) and says in str(caught.value)
+
+
+@given(
+    st.text(alphabet="0123456789FIWB,\n\r ;()_-\u00e9SENDRCVOLAP", max_size=60), st.sampled_from(["pipemem", "torch"])
+)
+def test_any_text_is_read_or_refused(text, dialect):
+    """Never another exception than ours, and whatever is read can be judged."""
+    with suppress(PipememError):
+        validate(Schedule.from_csv(text, dialect=dialect))
+
+
+def test_unknown_dialect():
+    with refused("unknown-dialect", "deepspeed", kind=ScheduleFormatError):
+        Schedule.from_csv("0F0,0B0\n", dialect="deepspeed")
+
+
+# ------------------------------------------------------------------------------------------------------------ dialects
+
+
+@pytest.mark.parametrize(
+    ("text", "older"),
+    [
+        (OLDER_TORCH, True),
+        (CURRENT_TORCH, False),
+        ("0F0,0BW0\n", True),  # the older full backward
+        ("0F0,0B0\n", False),  # a full backward in both
+        ("0F0,0I0,0W0,0F1,0B1\n", False),
+        ("0F0, 0B0 ,0W0\n", True),
+        ("0F0\n", False),
+    ],
+)
+def test_which_torch_wrote_it(text, older):
+    assert (read_table(text, "torch").letters == "torch-old") is older
+
+
+def test_both_torch_generations_mean_the_same():
+    older = Schedule.from_csv(OLDER_TORCH, dialect="torch")
+    current = Schedule.from_csv(CURRENT_TORCH, dialect="torch")
+    assert older == current == Schedule.from_csv(CURRENT_TORCH)
+    validate(older)
+    assert (older.num_devices, older.num_stages, older.num_microbatches) == (2, 4, 2)
+    assert older.placement.name == "interleaved"
+
+
+def test_older_torch_full_backward():
+    schedule = Schedule.from_csv("0F0,0F1,0BW0,0B1,0W1\n", dialect="torch")
+    assert schedule.to_csv() == "0F0,0F1,0B0,0I1,0W1\n"
+
+
+def test_the_torch_dialect_is_never_assumed():
+    """In our letters an older torch file has full backwards followed by weight gradients of nothing."""
+    schedule = Schedule.from_csv(OLDER_TORCH)
+    with refused("missing-action", "2I0"):
+        validate(schedule)
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_lowered_torch_files_lose_their_messages(older):
+    letter = "B" if older else "I"
+    text = (
+        f"0UNSHARD,0F0,0SEND_F0,0RECV_B0,0{letter}0,0W0,0REDUCE_GRAD,0RESHARD\n"
+        f"1UNSHARD,1RECV_F0,1F0,1{letter}0,1SEND_B0,1W0,1REDUCE_GRAD,1RESHARD\n"
+    )
+    schedule = Schedule.from_csv(text, dialect="torch")
+    assert schedule.to_csv() == "0F0,0I0,0W0\n1F0,1I0,1W0\n"
+    validate(schedule)
+
+
+def test_overlapped_pairs_are_read_in_turn():
+    schedule = Schedule.from_csv("0F0,1F0,1I0,1W0,(0F1;0B0)OVERLAP_F_B,1F1,(1B1;0B1)OVERLAP_F_B\n", dialect="torch")
+    assert schedule.to_csv() == "0F0,1F0,1I0,1W0,0F1,0B0,1F1,1B1,0B1\n"
+    validate(schedule)
+
+
+@pytest.mark.parametrize(
+    "cell", ["(0F1;0Q0)OVERLAP_F_B", "(0F1;)OVERLAP_F_B", "(0F1,0B0)OVERLAP_F_B", "0F1;0B0", "0SEND_Q0"]
+)
+def test_bad_torch_cells_are_placed(cell):
+    with refused("not-an-action", 1, 3, kind=ScheduleFormatError):
+        Schedule.from_csv(f"0F0,0B0,{cell}\n", dialect="torch")
+
+
+# -------------------------------------------------------------------------------------------------------------- digest
+
+
+@settings(max_examples=50, deadline=None)
+@given(schedule=random_schedules(), data=st.data())
+def test_the_digest_tells_orders_apart(schedule, data):
+    device = data.draw(st.integers(0, schedule.num_devices - 1))
+    order = list(schedule.orders[device])
+    order[:2] = order[1::-1]
+    orders = (*schedule.orders[:device], tuple(order), *schedule.orders[device + 1 :])
+    changed = Schedule(schedule.name, schedule.placement, schedule.num_microbatches, orders)
+    assert (changed.digest == schedule.digest) is (changed.orders == schedule.orders)
+    renamed = Schedule("other", schedule.placement, schedule.num_microbatches, schedule.orders)
+    assert renamed.digest == schedule.digest
+
+
+ROW = "0F0,0B0\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("1f1b", "0F0,0F1,0B0,0B1"),
+        ("gems", "# replicas=2 devices=0-1-1-0"),
+        ("seq1f1b", "# slices=2"),
+        ("pipedream", "# update_every=1 versions_kept=2"),
+        ("pipedream-2bw", "# update_every=2 versions_kept=2 update_delay=1"),
+    ],
+)
+def test_only_what_needs_a_line_gets_one(name: str, line: str) -> None:
+    schedule = build_schedule(name, num_devices=2, num_microbatches=2)
+    text = schedule.to_csv()
+    assert text.splitlines()[0] == line
+    assert Schedule.from_csv(text, name=name) == schedule
+    assert Schedule.from_csv("\ufeff" + text.replace("\n", "\r\n").replace(line, f" {line},,"), name=name) == schedule
+
+
+def test_devices_may_be_left_to_the_cells() -> None:
+    schedule = Schedule.from_csv("# replicas=2\n0F0,0B0,3F1,3B1\n1F0,1B0,2F1,2B1\n")
+    assert schedule.placement == Placement.bidirectional(2)
+    assert schedule.num_microbatches == 2
+
+
+def test_the_hash_tells_what_the_actions_do_not() -> None:
+    schedule = build_schedule("1f1b", num_devices=2, num_microbatches=2)
+    others = [
+        replace(schedule, updates=WeightUpdates(1, 2)),
+        replace(schedule, updates=WeightUpdates(1, 2, 1)),
+        replace(schedule, slices=2, num_microbatches=1),
+    ]
+    assert len({each.digest for each in (schedule, *others)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("# replica=2\n" + ROW, 1, ("bad-header", "replica=2")),
+        (ROW + "# slices=0\n", 2, ("bad-header", "slices=0")),
+        ("# slices=2-3\n" + ROW, 1, ("bad-header", "slices=2-3")),
+        ("# slices\n" + ROW, 1, ("bad-header", "slices")),
+        ("# made by me\n" + ROW, 1, ("bad-header", "made")),
+        ("# slices=2\n\n# replicas=2\n" + ROW, 3, ("bad-header",)),
+        ("# update_every=2\n" + ROW, 1, ("bad-header", "versions_kept")),
+        ("# versions_kept=2 update_delay=1\n" + ROW, 1, ("bad-header", "update_every")),
+        ("# replicas=2 devices=0-1-1\n" + ROW, 1, ("bad-header",)),
+        ("# replicas=2 devices=0-2-2-0\n" + ROW, 1, ("bad-header", 0)),
+        ("# replicas=2\n" + ROW, None, ("bad-header", 1, 2)),
+    ],
+)
+def test_lines_that_cannot_be_read(text: str, line: int | None, message: str) -> None:
+    with refused(*message, kind=ScheduleFormatError) as raised:
+        Schedule.from_csv(text)
+    assert raised.value.line == line
+
+
+def test_earlier_versions_called_slices_pieces() -> None:
+    schedule = build_schedule("seq1f1b", num_devices=2, num_microbatches=2)
+    assert Schedule.from_csv(schedule.to_csv().replace("# slices=", "# pieces="), name="seq1f1b") == schedule
+
+
+CHANNEL = replace(Costs(), channel=Channel.of_ratio(0.3, Costs()))
+
+
+def variants(schedule: Schedule) -> list[Schedule]:
+    found = [schedule, schedule.forward_only()]
+    if schedule.offloads or schedule.placement.replicas > 1 or schedule.slices > 1 or schedule.updates:
+        return found
+    kinds = (Kind.R, Kind.RS)
+    found += [with_recompute(schedule, dict.fromkeys(range(schedule.num_stages), kind)) for kind in kinds]
+    found += [with_vocabulary(schedule, barriers) for barriers in (1, 2)]
+    return [*found, plan_offload(schedule, CHANNEL).schedule]
+
+
+def same(read: Schedule, written: Schedule) -> bool:
+    parts = [(s.orders, s.placement.devices, s.placement.replicas, s.num_microbatches) for s in (read, written)]
+    more = [(s.slices, s.updates, s.vocabulary_barriers, s.digest, s.to_csv()) for s in (read, written)]
+    return parts[0] == parts[1] and more[0] == more[1]
+
+
+@pytest.mark.parametrize("name", [each.name for each in families()])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 1)])
+def test_every_family(name: str, p: int, m: int) -> None:
+    try:
+        schedule = build_schedule(name, num_devices=p, num_microbatches=m)
+    except PipememError:
+        assert m == 1
+        return
+    for written in variants(schedule):
+        assert same(Schedule.from_csv(written.to_csv()), written)
+        for dialect in ("auto", "torch-new") if written.splits_backward else ("torch-new",):
+            assert same(Schedule.from_csv(written.to_csv(), dialect=dialect), written)
+        programs: list[tuple[str, Program]] = [("pipemem", lower(written))] if written.updates is None else []
+        if not write_header(written.header(written.orders)):
+            programs += [(letters, lower_paired(written)) for letters in ("torch-new", "torch-old")]
+            for letters in ("torch-new", "torch-old"):
+                assert read_table(write_table(written.orders, letters), letters).orders == written.orders
+        for letters, program in programs:
+            text = write_header(written.header(program.actions)) + write_table(program.actions, letters)
+            table = read_table(text, letters)
+            assert table.actions == program.actions and table.orders == written.orders
+            assert table.placement().devices == written.placement.devices
+
+
+@pytest.mark.parametrize("letters", LETTERS)
+@pytest.mark.parametrize("kind", list(Kind))
+def test_every_kind_of_action(kind: Kind, letters: str) -> None:
+    action = Action(kind, 12, None if kind in WHOLE_STAGE else 34)
+    assert read_table(write_table([(action,)], letters), letters).actions == ((action,),)
+
+
+KINDS = ["F", "I", "W", "B", "BW", "R", "RESHARD", "UNSHARD", *sorted(WHOLE_STAGE), "SEND_F", "S", "EMBED_B"]
+HEADERS = [
+    "",
+    "# replicas=2\n",
+    "# replicas=2 devices=0-1-1-0\n",
+    "# devices=0-1 idle=0\n",
+    "# vocabulary=1\n",
+    "# slices=2\n",
+]
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> str:
+    """Tables whose lines mostly belong to devices."""
+    lines = []
+    for device in range(draw(st.integers(1, 2))):
+        cells = draw(
+            st.lists(st.tuples(st.sampled_from([device, device, 3 - device]), st.sampled_from(KINDS)), max_size=4)
+        )
+        of_stage = (*WHOLE_STAGE, "RESHARD", "UNSHARD")
+        lines.append([f"{stage}{kind}{'' if kind in of_stage else draw(st.integers(0, 2))}" for stage, kind in cells])
+    return draw(st.sampled_from(HEADERS)) + "".join(",".join(line) + "\n" for line in lines)
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts(), st.sampled_from(["torch", "torch-new", "auto"]))
+def test_whatever_is_read_comes_back(text: str, dialect: str) -> None:
+    try:
+        read = Schedule.from_csv(text, dialect=dialect)
+    except PipememError:
+        return
+    assert any(a.kind in ORDERED for order in read.orders for a in order)
+    assert len(read.orders) == read.num_devices
+    assert same(Schedule.from_csv(read.to_csv()), read)
+
+
+def test_a_device_that_runs_nothing_has_no_line() -> None:
+    """Two replicas of one stage each, of which one has no microbatch; torch's files may say that it reshards."""
+    schedule = Schedule("csv", Placement.from_devices((0, 1), 2), 1, ((Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)), ()))
+    assert schedule.to_csv() == "# replicas=2 devices=0-1 idle=1\n0F0,0B0\n"
+    for text in (
+        schedule.to_csv(),
+        "# replicas=2 devices=0-1\n0F0,0B0\n1RESHARD\n",
+        "# replicas=2\n0F0,0B0\n1SUM_COPIES\n",
+    ):
+        assert same(Schedule.from_csv(text, dialect="auto"), schedule)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0SUM_COPIES\n", ("no-actions",)),
+        ("0RESHARD\n", ("no-actions",)),
+        ("0F0,0B0\n1RESHARD\n", ("bad-placement", 1)),
+        ("# devices=0-1\n0F0,0B0\n", ("bad-header", 1, 2)),
+        ("# devices=0-1 idle=1-1\n0F0\n", ("bad-header",)),
+        ("# idle=1\n0F0\n", ("bad-header",)),
+        ("0F0\u20281F0\n", ("not-an-action", 1, "0F0\\u20281F0")),
+        ("0F0\x0c,1F0\x850B0\n", ("not-an-action", 1, 2, "1F0\\x850B0")),
+        (f"0F{'1' * 5000}\n", ("not-an-action", 1, 9)),
+        (f"0F0\n{'2' * 5000}B0\n", ("not-an-action", 2, 1, 9)),
+        (f"# slices={'3' * 5000}\n0F0\n", ("bad-header", 1)),
+        ("0F\u0663\n", ("not-an-action",)),
+        ("# slices=\u0663\n0F0\n", ("bad-header",)),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_short_line(text: str, message: str) -> None:
+    for dialect in ("auto", "torch-new"):
+        with refused(*message, kind=ScheduleFormatError) as raised:
+            Schedule.from_csv(text, dialect=dialect)
+        assert len(str(raised.value)) < 400 and "\n" not in str(raised.value)
