@@ -65,9 +65,32 @@ def read_command(
         ConfigError: a flag is unknown, a size is missing, or a value is no number.
     """
     place = next(place for place, word in enumerate(words) if word.endswith(".py"))
-    flags = _Flags(_named(words[place + 1 :], known), known)
+    given = _named(words[place + 1 :], known)
+    return read_flags(given, _launcher(words[:place]), words[place], known, cluster, devices, vocabulary)
+
+
+def read_flags(
+    given: Mapping[str, Any],
+    launcher: Mapping[str, str],
+    program: str,
+    known: Mapping[str, Mapping[str, Any]],
+    cluster: Cluster,
+    devices: int | None = None,
+    vocabulary: int | None = None,
+) -> Reading:
+    """Return the run of a program with these flags; see ``read_command``.
+
+    Args:
+        given: name without dashes -> value; ``True`` for a bare flag, a list for several values.
+        launcher: options of the launcher, without dashes in front.
+        program: the training program or recipe.
+        known: as for ``read_command``, like the arguments after it.
+        cluster: see there.
+        devices: see there.
+        vocabulary: see there.
+    """
+    flags = _Flags(dict(given), known)
     assumed: list[str] = []
-    launcher = _launcher(words[:place])
     model = _model(flags, assumed, vocabulary)
     choice = _schedule(flags)
     cut, nodes, per_node = _parallelism(flags, launcher, devices, cluster, assumed)
@@ -76,7 +99,7 @@ def read_command(
     precision: Literal["bf16", "fp16", "fp32"] = "bf16" if flags.on("bf16") else "fp16" if flags.on("fp16") else "fp32"
     cluster = replace(cluster, nodes=nodes, devices_per_node=per_node)
     run = Run(model, cluster, cut, choice, _training(flags), precision, flags.left())
-    return Reading(run, words[place], tuple(assumed))
+    return Reading(run, program, tuple(assumed))
 
 
 @dataclass

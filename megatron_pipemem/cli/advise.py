@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_pipemem.advise.advice import AS_FAST, Advice, Way, advise, changed_flags
+from megatron_pipemem.advise.bridge import PREFIX, read_recipe
 from megatron_pipemem.advise.reading import Reading, read_command
 from megatron_pipemem.advise.shell import training_command
 from megatron_pipemem.cli.common import console, print_facts, print_json
@@ -30,7 +31,8 @@ def advise_command(
     source: Annotated[
         list[str],
         typer.Argument(
-            metavar="SCRIPT.sh | RUN.yaml | -- COMMAND", help="A launch script, a run file, or a command after --."
+            metavar="SCRIPT.sh | RUN.yaml | bridge:RECIPE | -- COMMAND",
+            help="A launch script, a run file, a recipe of Megatron-Bridge, or a command after --.",
         ),
     ],
     env: Annotated[
@@ -86,6 +88,8 @@ def _read(
     known = known_flags()
     if not known:
         raise UpstreamError("not-installed", f"Megatron's own parser reads the flags, and is not installed; {INSTALL}")
+    if len(source) == 1 and source[0].startswith(PREFIX):
+        return read_recipe(source[0].removeprefix(PREFIX), known, load(cluster, Cluster), gpus, vocabulary)
     if len(source) == 1:
         if not path.is_file():
             raise ConfigError(

@@ -73,12 +73,14 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 
 def described(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
-    """Return every flag of a parser: its choices, type, number of values and default, and whether it takes no value."""
+    """Return every flag of a parser: choices, type, number of values, default, attribute, and the value of a bare flag."""
     return {
         name: {
             "choices": action.choices and [str(each) for each in action.choices],
             "type": getattr(action.type, "__name__", None),
             "bare": action.nargs == 0,
+            "dest": action.dest,
+            "const": _plain(action.const),
             "nargs": action.nargs,
             "default": _plain(action.default),
         }

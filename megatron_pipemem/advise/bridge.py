@@ -1,0 +1,150 @@
+"""Read a recipe of the installed Megatron-Bridge as the Megatron flags with the same meaning."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from megatron_pipemem.advise.reading import Reading, read_flags
+from megatron_pipemem.config import layout
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.model import Model
+from megatron_pipemem.errors import ConfigError, UpstreamError
+from megatron_pipemem.launch.command import model_flags
+
+PREFIX = "bridge:"
+_CHILD = "megatron_pipemem.advise.recipe"
+_SECONDS = 600
+_RENAMED = {
+    "num_moe_experts": "num-experts",
+    "virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",
+    "num_layers_in_first_pipeline_stage": "decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "decoder-last-pipeline-num-layers",
+    "hybrid_layer_pattern": "hybrid-layer-pattern",
+    "gated_linear_unit": "swiglu",
+    "fp8": "fp8-format",
+}
+"""Field of a configuration -> the flag with its value, where the names differ."""
+_INVERTED = {"share_embeddings_and_output_weights": "untie-embeddings-and-output-weights"}
+"""Fields whose default of true is a flag's absence."""
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+_UNPRICED = {
+    "experimental_attention_variant": "attention of another kind",
+    "vision_config": "a vision tower",
+    "enable_hyper_connections": "hyper-connections",
+    "linear_attention_freq": "linear attention",
+}
+"""Fields of models whose seconds and bytes are not known here."""
+
+
+def evaluate(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the configurations of recipes, as ``recipe.evaluated`` returns them, in the order of the names.
+
+    Raises:
+        UpstreamError: Megatron-Bridge cannot be imported (``not-installed``).
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", _CHILD, *names], capture_output=True, text=True, timeout=_SECONDS, check=False
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["?"])[-1]
+        raise UpstreamError("not-installed", f"Megatron-Bridge cannot be imported ({reason}); pip install megatron-bridge")
+    for line in done.stdout.splitlines():
+        if line.startswith("RECIPE "):
+            yield json.loads(line.removeprefix("RECIPE "))
+
+
+def read_recipe(
+    name: str,
+    known: Mapping[str, Mapping[str, Any]],
+    cluster: Cluster,
+    devices: int | None = None,
+    vocabulary: int | None = None,
+) -> Reading:
+    """Return the run of a recipe.
+
+    Args:
+        name: of the recipe, with or without ``_config``.
+        known: flags of Megatron's parser, as ``mcore.known_flags`` describes them.
+        cluster: whose devices the run is priced on.
+        devices: of the whole run, if the recipe's name does not say them.
+        vocabulary: tokens, if the recipe does not say them.
+
+    Raises:
+        ConfigError: no such recipe (``unknown-recipe``), or a size is missing.
+        UnsupportedError: the model cannot be priced (``unsupported-model``).
+    """
+    asked = name if name.endswith("_config") else f"{name}_config"
+    (facts,) = evaluate([asked])
+    return run_of(facts, known, cluster, devices, vocabulary)
+
+
+def run_of(
+    facts: Mapping[str, Any],
+    known: Mapping[str, Mapping[str, Any]],
+    cluster: Cluster,
+    devices: int | None = None,
+    vocabulary: int | None = None,
+) -> Reading:
+    """Return the run of an evaluated recipe; see ``read_recipe``."""
+    asked = facts["asked"]
+    if "names" in facts:
+        near = get_close_matches(asked, facts["names"], n=1)
+        hint = f"did you mean {PREFIX}{near[0]}?" if near else "see megatron.bridge.recipes"
+        raise ConfigError("unknown-recipe", f"Megatron-Bridge has no recipe {asked}; {hint}")
+    if "error" in facts:
+        raise ConfigError("unknown-recipe", f"the recipe {asked} cannot be evaluated: {facts['error']}")
+    values = facts["values"]
+    for field, words in _UNPRICED.items():
+        if values.get(field):
+            raise ConfigError("unsupported-model", f"{asked} has {words}, whose seconds and bytes are not known")
+    if facts["adapters"] is not None:
+        raise ConfigError(
+            "unsupported-model",
+            f"{asked} trains adapters ({facts['adapters']}): frozen layers have no W, so a split backward gains little",
+        )
+    base = {} if facts["model"] is None else _said(model_flags(load(facts["model"], Model)))
+    flags = base | dict(_flags(values, known))
+    match = re.search(r"_(\d+)gpu", facts["name"])
+    devices = devices or (int(match[1]) if match else None)
+    launcher = {} if devices is None else {"nproc-per-node": str(min(devices, cluster.devices_per_node))}
+    return read_flags(flags, launcher, f"{PREFIX}{facts['name']}", known, cluster, devices, vocabulary)
+
+
+def _said(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flags without those that a command would leave out."""
+    return {name: value for name, value in flags.items() if value not in (None, False)}
+
+
+def _flags(values: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the flags with the values of a configuration's fields. Fields without a flag do not change a price."""
+    fields = {}
+    for name, flag in known.items():
+        fields.setdefault((flag["dest"], str(flag["const"]) if flag["bare"] else None), name.lstrip("-"))
+    for field, value in values.items():
+        if field in _INVERTED:
+            yield _INVERTED[field], not value
+        elif field in _RENAMED:
+            yield _RENAMED[field], value
+        elif field == "pipeline_model_parallel_layout":
+            yield layout.FLAG, _layout(value)
+        elif (field, str(value)) in fields:
+            yield fields[field, str(value)], True
+        elif (field, None) in fields and not isinstance(value, bool):
+            yield fields[field, None], value
+    heads = values.get("num_query_groups")
+    if heads is not None:
+        yield "group-query-attention", True
+
+
+def _layout(value: str | Sequence[str] | Sequence[Sequence[str]]) -> str:
+    """Return a layout in the letters of Megatron's flag."""
+    if isinstance(value, str):
+        return value
+    return "|".join("".join(_LETTERS[piece] for piece in stage) for stage in value)

@@ -1,0 +1,127 @@
+"""Evaluate recipes of Megatron-Bridge and print their configurations as JSON: ``python -m megatron_pipemem.advise.recipe NAME``.
+
+It runs in a process of its own, because it imports Megatron-Bridge and gives it the sizes of models that are known here, so that
+nothing is downloaded for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+KNOWN = {
+    "deepseek-ai/DeepSeek-V3": "deepseek-v3",
+    "deepseek-ai/DeepSeek-V3-Base": "deepseek-v3",
+    "google/gemma-2-9b": "gemma2-9b",
+    "meta-llama/Meta-Llama-3-8B": "llama3-8b",
+    "meta-llama/Meta-Llama-3.1-8B": "llama3-8b",
+    "meta-llama/Meta-Llama-3-70B": "llama3-70b",
+    "meta-llama/Meta-Llama-3.1-70B": "llama3-70b",
+    "meta-llama/Meta-Llama-3.1-405B": "llama3.1-405b",
+    "moonshotai/Kimi-K2-Instruct": "kimi-k2",
+    "openai/gpt-oss-20b": "gpt-oss-20b",
+    "openai/gpt-oss-120b": "gpt-oss-120b",
+    "Qwen/Qwen2-72B": "qwen2.5-72b",
+    "Qwen/Qwen2.5-7B": "qwen2.5-7b",
+    "Qwen/Qwen2.5-32B": "qwen2.5-32b",
+    "Qwen/Qwen2.5-72B": "qwen2.5-72b",
+    "Qwen/Qwen3-8B": "qwen3-8b",
+    "Qwen/Qwen3-32B": "qwen3-32b",
+    "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Qwen/Qwen3-235B-A22B": "qwen3-235b-a22b",
+    "zai-org/GLM-4.5": "glm-4.5",
+    "zai-org/GLM-4.5-Air": "glm-4.5-air",
+}
+"""Name on Hugging Face -> model file of this package with the same shape."""
+_SECTIONS = ("model", "ddp", "comm_overlap", "mixed_precision", "optimizer", "train")
+
+
+def recipes() -> dict[str, Callable[[], Any]]:
+    """Return the recipes of the installed Megatron-Bridge by name, aliases included."""
+    module = import_module("megatron.bridge.recipes")
+    return {name: getattr(module, name) for name in dir(module) if name.endswith("_config")}
+
+
+def evaluated(recipe: Callable[[], Any]) -> dict[str, Any]:
+    """Return a recipe's configuration: the values of its sections that differ from their classes' defaults.
+
+    ``name`` is the recipe's own name, ``model`` the known model (or ``None``), ``adapters`` the class of its adapters.
+    """
+    config = recipe()
+    sections = {name: getattr(config, name, None) for name in _SECTIONS}
+    values: dict[str, Any] = {}
+    for name in _SECTIONS:
+        values |= _changed(sections[name])
+    provider = sections["model"]
+    peft = getattr(config, "peft", None)
+    return {
+        "name": recipe.__name__,
+        "model": getattr(provider, "known_model", None),
+        "provider": type(provider).__name__,
+        "adapters": None if peft is None else type(peft).__name__,
+        "values": values,
+    }
+
+
+def _changed(section: object) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from their defaults, as JSON has them; functions by their names."""
+    if not dataclasses.is_dataclass(section):
+        return {}
+    found = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name, None)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if value is None or value is default or value == default:
+            continue
+        if not isinstance(value, bool | int | float | str | list | tuple):
+            value = getattr(value, "__name__", None)
+        if value is not None:
+            found[field.name] = value
+    return found
+
+
+def _with_known_models(bridge: Any) -> None:
+    """Let Megatron-Bridge take the sizes of known models from this package, and all others from Hugging Face."""
+    from megatron_pipemem.config.loading import load
+    from megatron_pipemem.config.model import Model
+
+    ask_hugging_face = bridge.from_hf_pretrained
+
+    def from_hf_pretrained(path: object, *arguments: Any, **options: Any) -> Any:
+        if (known := KNOWN.get(str(path))) is None:
+            return ask_hugging_face(path, *arguments, **options)
+        return SimpleNamespace(to_megatron_provider=lambda **_: _provider(known, load(known, Model)))
+
+    bridge.from_hf_pretrained = from_hf_pretrained
+
+
+def _provider(name: str, model: Any) -> Any:
+    """Return Megatron-Bridge's provider of a known model. The sizes that recipes read are set; the others come from the file."""
+    sizes = {"num_layers": model.layers, "hidden_size": model.hidden, "num_attention_heads": model.heads}
+    if model.kv_lora_rank is None:
+        provider = import_module("megatron.bridge.models.gpt_provider").GPTModelProvider(**sizes)
+    else:
+        provider = import_module("megatron.bridge.models.mla_provider").MLAModelProvider(**sizes)
+    provider.known_model = name
+    return provider
+
+
+def main(names: list[str]) -> None:
+    """Print the configurations of recipes; ``NAMES`` for no name. A recipe that fails has its ``error``."""
+    found: Mapping[str, Callable[[], Any]] = recipes()
+    _with_known_models(import_module("megatron.bridge").AutoBridge)
+    for name in names:
+        try:
+            facts = evaluated(found[name]) if name in found else {"names": sorted(found)}
+        except Exception as error:  # a recipe is foreign code
+            facts = {"name": name, "error": f"{type(error).__name__}: {error}"}
+        sys.stdout.write("RECIPE " + json.dumps(facts | {"asked": name}) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
