@@ -19,6 +19,8 @@ CODES = {
     "given-twice": "The same key or point is given twice. Leave one out.",
     "has-own-flag": "An option of a schedule has a flag or argument of its own. Give it there.",
     "no-command": "A launch script starts no Python program. Give the script that does, or its command line.",
+    "unknown-recipe": "Megatron-Bridge has no recipe of that name. The message names the nearest one.",
+    "cannot-evaluate": "A recipe of Megatron-Bridge raises an error, for example without a network. The message has it.",
     "unknown-size": "A script or model does not say a size that prices depend on. The message names the option that gives it.",
     "missing-option": "An option, argument or key that has no default is missing. Give it.",
     "needs-option": "An option has no meaning without another one. Give both or neither.",

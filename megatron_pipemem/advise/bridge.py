@@ -70,7 +70,7 @@ def read_recipe(
     """Return the run of a recipe.
 
     Args:
-        name: of the recipe, with or without ``_config``.
+        name: of a recipe of Megatron-Bridge, with or without ``_config``; or a user's, as ``package.module:function``.
         known: flags of Megatron's parser, as ``mcore.known_flags`` describes them.
         cluster: whose devices the run is priced on.
         devices: of the whole run, if the recipe's name does not say them.
@@ -80,7 +80,7 @@ def read_recipe(
         ConfigError: no such recipe (``unknown-recipe``), or a size is missing.
         UnsupportedError: the model cannot be priced (``unsupported-model``).
     """
-    asked = name if name.endswith("_config") else f"{name}_config"
+    asked = name if name.endswith("_config") or ":" in name else f"{name}_config"
     (facts,) = evaluate([asked])
     return run_of(facts, known, cluster, devices, vocabulary)
 
@@ -99,7 +99,7 @@ def run_of(
         hint = f"did you mean {PREFIX}{near[0]}?" if near else "see megatron.bridge.recipes"
         raise ConfigError("unknown-recipe", f"Megatron-Bridge has no recipe {asked}; {hint}")
     if "error" in facts:
-        raise ConfigError("unknown-recipe", f"the recipe {asked} cannot be evaluated: {facts['error']}")
+        raise ConfigError("cannot-evaluate", f"the recipe {asked} cannot be evaluated: {facts['error']}")
     values = facts["values"]
     for field, words in _UNPRICED.items():
         if values.get(field):

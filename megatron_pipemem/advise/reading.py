@@ -235,7 +235,8 @@ def _parallelism(
         assumed.append(f"{devices} devices, so {dp} data-parallel ranks")
     batch = flags.number("global-batch-size") or micro * dp
     per_node = min(per_node or cluster.devices_per_node, devices)
-    cut = Parallelism(tp, pp, dp, cp, ep, None, micro, batch, flags.on("sequence-parallel"))
+    etp = flags.number("expert-tensor-parallel-size")
+    cut = Parallelism(tp, pp, dp, cp, ep, None if etp == tp else etp, None, micro, batch, flags.on("sequence-parallel"))
     return cut, -(-devices // per_node), per_node
 
 

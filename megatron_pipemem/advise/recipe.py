@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -47,10 +47,16 @@ def recipes() -> dict[str, Callable[[], Any]]:
     return {name: getattr(module, name) for name in dir(module) if name.endswith("_config")}
 
 
+def _own(name: str) -> Callable[[], Any]:
+    """Return a user's recipe by ``package.module:function``."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)
+
+
 def evaluated(recipe: Callable[[], Any]) -> dict[str, Any]:
     """Return a recipe's configuration: the values of its sections that differ from their classes' defaults.
 
-    ``name`` is the recipe's own name, ``model`` the known model (or ``None``), ``adapters`` the class of its adapters.
+    ``name`` is the recipe's own name, ``model`` the known model or ``None``, ``adapters`` the class of its adapters or ``None``.
     """
     config = recipe()
     sections = {name: getattr(config, name, None) for name in _SECTIONS}
@@ -112,12 +118,13 @@ def _provider(name: str, model: Any) -> Any:
 
 
 def main(names: list[str]) -> None:
-    """Print the configurations of recipes; ``NAMES`` for no name. A recipe that fails has its ``error``."""
-    found: Mapping[str, Callable[[], Any]] = recipes()
+    """Print the configurations of recipes. One that fails has its ``error``, and one that does not exist all ``names``."""
+    found = recipes()
     _with_known_models(import_module("megatron.bridge").AutoBridge)
     for name in names:
         try:
-            facts = evaluated(found[name]) if name in found else {"names": sorted(found)}
+            recipe = _own(name) if ":" in name else found.get(name)
+            facts = {"names": sorted(found)} if recipe is None else evaluated(recipe)
         except Exception as error:  # a recipe is foreign code
             facts = {"name": name, "error": f"{type(error).__name__}: {error}"}
         sys.stdout.write("RECIPE " + json.dumps(facts | {"asked": name}) + "\n")

@@ -218,6 +218,7 @@ class Execution(Limited):
     sequence_parallel: bool = False  # split norms and dropout over the tensor-parallel ranks too
     cp: Count = 1
     ep: Count = 1
+    etp: Count | None = None  # tensor-parallel ranks of an expert; tp by default
     recompute: Recompute = "none"  # in the backward: selective for recompute_modules, full for whole layers
     recompute_modules: tuple[Recomputable, ...] = ("core_attn",)
     """``core_attn`` is attention between its projections, ``mlp`` the FFN of dense layers, ``activation`` the FFN's with the
@@ -253,6 +254,15 @@ class Execution(Limited):
     def sequence_ranks(self) -> int:
         """Number of tensor-parallel ranks over which the tensors between layers are split."""
         return self.tp if self.sequence_parallel else 1
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel ranks of an expert."""
+        return self.etp or self.tp
+
+    def expert_replicas(self, replicas: int) -> float:
+        """Return how many ranks hold the same part of the same experts, of so many that hold the same other layers."""
+        return replicas * self.tp / (self.expert_tp * self.ep)
 
     def tokens(self, model: Model) -> float:
         """Return the tokens of a microbatch on one context-parallel rank."""

@@ -37,7 +37,8 @@ class Parallelism(Limited):
     pp: Devices = 1
     dp: Devices = 1
     cp: Devices = 1
-    ep: Devices = 1  # of the data-parallel ranks
+    ep: Devices = 1
+    etp: Devices | None = None  # tensor-parallel ranks of an expert; tp by default
     chunks: Count | None = None  # stages per pipeline rank, for schedules with a choice
     micro_batch: Count = 1  # sequences
     global_batch: Count = 1  # sequences of a step, over all data-parallel ranks
@@ -53,6 +54,13 @@ class Parallelism(Limited):
     def ranks(self) -> int:
         """Devices of the whole run."""
         return self.tp * self.pp * self.dp * self.cp
+
+    def why_not_experts(self) -> str | None:
+        """Return why experts cannot be shared so; ``None`` if they can."""
+        ranks, etp = self.tp * self.dp * self.cp, self.etp or self.tp
+        if ranks % (etp * self.ep) == 0:
+            return None
+        return f"tp x dp x cp = {ranks} is not a multiple of etp x ep = {etp} x {self.ep}; etp 1 cuts no expert"
 
     @property
     def microbatches(self) -> int:
@@ -213,6 +221,7 @@ class Run:
             sequence_parallel=cut.sequence_parallel,
             cp=cut.cp,
             ep=cut.ep,
+            etp=cut.etp,
             recompute=choice.recompute,
             recompute_modules=choice.recompute_modules,
             attention="unfused" if self.on_cpu else "flash",

@@ -223,6 +223,7 @@ def _parallelism_flags(run: Run) -> Flags:
         "pipeline-model-parallel-size": cut.pp,
         "context-parallel-size": cut.cp if cut.cp > 1 else None,
         "expert-model-parallel-size": cut.ep if cut.ep > 1 else None,
+        "expert-tensor-parallel-size": cut.etp,
         "sequence-parallel": cut.sequence_parallel,
         "micro-batch-size": cut.micro_batch,
         "global-batch-size": cut.global_batch,

@@ -89,8 +89,8 @@ def _divides(run: Run) -> None:
             "does-not-divide",
             f"global_batch {cut.global_batch} is not a multiple of micro_batch x dp = {cut.micro_batch} x {cut.dp}",
         )
-    if (cut.dp * cut.cp) % cut.ep:
-        raise ConfigError("does-not-divide", f"dp x cp = {cut.dp * cut.cp} is not a multiple of ep {cut.ep}")
+    if (reason := cut.why_not_experts()) is not None:
+        raise ConfigError("does-not-divide", reason)
     run.execution.check(run.model)
 
 

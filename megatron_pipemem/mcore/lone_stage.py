@@ -202,6 +202,7 @@ def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
             tensor_model_parallel_size=execution.tp,
             context_parallel_size=execution.cp,
             expert_model_parallel_size=execution.ep,
+            expert_tensor_parallel_size=execution.etp,
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -478,6 +479,7 @@ def _config(model: Model, execution: Execution, kinds: Sequence[str], position: 
             "sequence_parallel": execution.sequence_parallel,
             "context_parallel_size": execution.cp,
             "expert_model_parallel_size": execution.ep,
+            "expert_tensor_parallel_size": execution.expert_tp,
             "params_dtype": dtype,
             "pipeline_dtype": dtype,
             "bf16": execution.precision == "bf16",

@@ -173,7 +173,7 @@ def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     """List the tensors of experts. Tensor-parallel ranks gather the tokens of all of them, and cut the experts."""
     n, e = execution.tokens(model), execution.element
     visits = n * execution.expert_visits(model)
-    inner = visits * model.expert_width / execution.tp * e
+    inner = visits * model.expert_width / execution.expert_tp * e
     early = early_modules(model, execution)
     yield Saved("router's choice", _router_bytes(model) * n / execution.sequence_ranks, "I", ("moe",))
     yield Saved("experts' shares", visits * e, "I", ("moe",), statistic=True)

@@ -39,6 +39,7 @@ class Matrix:
     copies: int = 1  # how many a rank holds: its experts
     visits: float = 1.0  # how often a token of the rank meets it or one of its copies
     routed: bool = False  # whether a dispatcher brings its tokens, whole sequences of them
+    ranks: int | None = None  # that share it, if not the tensor-parallel ones
     waits: bool = True
     """Whether its backward is split, and its weight gradient may be computed in W. The router's is not."""
     early: bool = False  # whether its weight gradient is computed in I nevertheless
@@ -46,6 +47,7 @@ class Matrix:
 
     def parameters(self, tp: int) -> int:
         """Return the number of weights and biases on one of ``tp`` ranks."""
+        tp = self.ranks or tp
         whole, bias = self.inputs * self.outputs, self.outputs * self.bias
         if self.cut == "columns":
             return (whole + bias) // tp * self.copies
@@ -53,20 +55,20 @@ class Matrix:
 
     def width(self, tp: int) -> float:
         """Return the outputs of one of ``tp`` ranks."""
-        return self.outputs / (tp if self.cut == "columns" else 1)
+        return self.outputs / ((self.ranks or tp) if self.cut == "columns" else 1)
 
     def products(self, tp: int) -> float:
         """Return the multiplications per token on one of ``tp`` ranks."""
-        return self.inputs * self.outputs * self.visits / (1 if self.cut == "none" else tp)
+        return self.inputs * self.outputs * self.visits / (1 if self.cut == "none" else self.ranks or tp)
 
     def depth(self, tp: int) -> float:
         """Return the inputs of one of ``tp`` ranks."""
-        return self.inputs / (tp if self.cut == "rows" else 1)
+        return self.inputs / ((self.ranks or tp) if self.cut == "rows" else 1)
 
 
 def early_modules(model: Model, execution: Execution) -> frozenset[EarlyWeights]:
     """Return the modules of a model whose weight gradients are computed in I."""
-    width = model.expert_width / execution.tp if model.experts else 0
+    width = model.expert_width / execution.expert_tp if model.experts else 0
     return early_weights(execution.early_weights, model.hidden, width)
 
 
@@ -111,8 +113,8 @@ def _experts(model: Model, execution: Execution) -> Iterable[Matrix]:
     copies, visits = model.experts // execution.ep, execution.expert_visits(model)
     early = early_modules(model, execution)
     first, second = _ffn(model, model.expert_width, ("moe",), copies, visits, routed=True)
-    yield replace(first, early="experts_fc1" in early)
-    yield replace(second, early="experts_fc2" in early)
+    yield replace(first, early="experts_fc1" in early, ranks=execution.expert_tp)
+    yield replace(second, early="experts_fc2" in early, ranks=execution.expert_tp)
     if model.shared_expert_ffn:
         yield from _ffn(model, model.shared_expert_ffn, ("moe", "shared_experts"))
 
@@ -226,7 +228,7 @@ def expert_parameters(model: Model, execution: Execution, kind: str) -> int:
     of_experts = (
         each for block in kind if block == Sublayer.EXPERTS for each in _ffn(model, model.expert_width, (), copies)
     )
-    return sum(each.parameters(execution.tp) for each in of_experts)
+    return sum(each.parameters(execution.expert_tp) for each in of_experts)
 
 
 def embedding_parameters(model: Model, execution: Execution) -> int:

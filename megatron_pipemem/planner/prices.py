@@ -292,7 +292,8 @@ def _block_messages(model: Model, execution: Execution, cluster: Cluster, block:
     """Return the seconds of a block's tensor-parallel and of its expert-parallel messages in F."""
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     link = cluster.link(tp)
-    seconds = all_reduce(n * model.hidden * e, tp, link)
+    ranks = execution.expert_tp if block is Sublayer.EXPERTS else tp
+    seconds = all_reduce(n * model.hidden * e, ranks, link)
     if block is Sublayer.ATTENTION and model.key_heads < tp:
         # Every rank gathers queries, keys and values of all heads, and scatters their gradients.
         seconds += gather(n * model.qkv_width * e, tp, link)
@@ -301,8 +302,8 @@ def _block_messages(model: Model, execution: Execution, cluster: Cluster, block:
         width = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0) + model.qk_pos_emb_head_dim
         seconds += gather(n * width * e, tp, link)
     if block is Sublayer.EXPERTS and execution.ep > 1:
-        visits = n * execution.expert_visits(model) * model.hidden / execution.sequence_ranks * e
-        return seconds, 2 * gather(visits, execution.ep, cluster.link(execution.ep, tp))
+        sent = n * model.experts_per_token * execution.expert_load * model.hidden / execution.sequence_ranks * e
+        return seconds, 2 * gather(sent, execution.ep, cluster.link(execution.ep, execution.expert_tp))
     return seconds, 0.0
 
 

@@ -140,8 +140,8 @@ def _impossible(run: Run) -> str | None:
     cut = run.parallelism
     if cut.global_batch % (cut.micro_batch * cut.dp):
         return "the global batch is no multiple of micro_batch x dp"
-    if (cut.dp * cut.cp) % cut.ep:
-        return f"dp x cp is no multiple of ep {cut.ep}"
+    if (reason := cut.why_not_experts()) is not None:
+        return reason
     if 0 < sum(needed_layers(run.model.pattern or "", run.flags)) < cut.pp:
         return "fewer layers with experts than pipeline ranks, and Megatron's log of their losses needs one on each"
     if (run.schedule.slices or 1) > 1 and (reason := why_not_sliced(run)) is not None:

@@ -166,7 +166,7 @@ class _Cut:
         """Return the number of parameters in the rank's shard of the optimizer."""
         if not self.distributed:
             return part.parameters
-        of_experts = part.experts / max(1.0, self.replicas / self.execution.ep)
+        of_experts = part.experts / max(1.0, self.execution.expert_replicas(self.replicas))
         return (part.parameters - part.experts) / self.replicas + of_experts
 
 
@@ -355,9 +355,9 @@ def _exposed(cut: _Cut, device: list[Price], replicas: int) -> float:
         return 0.0
     experts = sum(part.experts for part in device)
     others = sum(part.parameters for part in device) - experts
-    of_experts = max(1, cut.replicas // cut.execution.ep)
+    of_experts = max(1, int(cut.execution.expert_replicas(cut.replicas)))
     link = cut.cluster.link(cut.replicas, cut.execution.tp)
-    apart = cut.cluster.link(of_experts, cut.execution.tp * cut.execution.ep)
+    apart = cut.cluster.link(of_experts, cut.execution.expert_tp * cut.execution.ep)
 
     def messages(nbytes: int) -> float:
         return prices.gather(others * nbytes, cut.replicas, link) + prices.gather(experts * nbytes, of_experts, apart)

@@ -264,6 +264,8 @@ CROSSED = {
     "experts ep2": (EXPERTS, Execution(ep=2)),
     "biased experts": (BIASED, Execution(ep=2)),
     "odd experts": (ODD, Execution(ep=2)),
+    "whole experts": (EXPERTS, Execution(tp=2, sequence_parallel=True, ep=4, etp=1)),
+    "whole and shared experts": (FINE, Execution(tp=2, sequence_parallel=True, ep=2, etp=1)),
     **{f"hybrid {name}": (HYBRID, EXECUTIONS[name]) for name in ("plain", "tp2-sp")},
     **{f"fine {name}": (FINE, EXECUTIONS[name]) for name in ("plain", "tp2-sp")},
     **{

@@ -1,0 +1,96 @@
+"""Recipes of Megatron-Bridge are read as runs: the real package evaluates them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.training")
+
+import packages
+from consumer_models import HIDDEN, INNER, LAYERS, VOCABULARY, configuration
+
+from megatron_pipemem.advise.bridge import evaluate, run_of
+from megatron_pipemem.config import layout
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.model import Model
+from megatron_pipemem.mcore.known_flags import known_flags
+from tests.watching.refusals import refused
+
+H100 = load("h100-80g", Cluster)
+OWN = "own_recipe:small_llama"
+RECIPES = (
+    "llama31_405b_sft_config",
+    "llama3_70b_pretrain_config",
+    "qwen3_235b_a22b_sft_64gpu_h100_bf16_config",
+    "deepseek_v3_pretrain_config",
+    "llama31_70b_peft_config",
+    "qwen3_vl_30b_a3b_pretrain_8gpu_h100_bf16_mock_config",
+    "llama31_405b_sft_confg",
+    OWN,
+)
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("llama")
+    configuration("llama", tied=False).save_pretrained(folder)
+    path = [str(Path(__file__).parent / "bridge_packages"), *packages.consumers(), os.environ.get("PYTHONPATH", "")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("MODEL_FOLDER", str(folder))
+        return {facts["asked"]: facts for facts in evaluate(RECIPES)}
+
+
+def run(facts: dict, devices: int | None = None):
+    return run_of(facts, known_flags(), H100, devices).run
+
+
+def test_sizes_of_a_known_model_come_from_its_file_and_the_cut_from_the_recipe(recipes):
+    found = run(recipes["llama31_405b_sft_config"])
+    cut = found.parallelism
+    assert found.model.layers == load("llama3.1-405b", Model).layers and found.model.sequence == 2048
+    assert (cut.tp, cut.pp, cut.dp, cut.cp, cut.chunks, cut.microbatches) == (8, 16, 1, 1, None, 16)
+    assert cut.sequence_parallel and found.precision == "bf16" and found.parallelism.ranks == 128
+
+
+def test_chunks_and_context_parallel_ranks_are_read(recipes):
+    cut = run(recipes["llama3_70b_pretrain_config"]).parallelism
+    assert (cut.tp, cut.pp, cut.dp, cut.cp, cut.chunks, cut.microbatches) == (4, 4, 1, 2, 5, 512)
+
+
+def test_whole_experts_are_read(recipes):
+    cut = run(recipes["qwen3_235b_a22b_sft_64gpu_h100_bf16_config"]).parallelism
+    assert (cut.tp, cut.pp, cut.ep, cut.etp) == (4, 16, 4, 1)
+
+
+def test_a_layout_is_written_as_its_flag(recipes):
+    flag = run(recipes["deepseek_v3_pretrain_config"]).flags[layout.FLAG]
+    assert layout.read(flag) == (4,) * 15 + (1,)
+    assert flag.startswith("Etttt|tttt|") and flag.endswith("|tmL")
+
+
+def test_a_recipe_of_a_user_has_the_sizes_that_megatron_bridge_reads(recipes):
+    found = run(recipes[OWN], devices=4)
+    model, cut = found.model, found.parallelism
+    assert (model.layers, model.hidden, model.ffn, model.vocabulary) == (LAYERS, HIDDEN, INNER, VOCABULARY)
+    assert (model.heads, model.kv_heads, model.activation, model.norm, model.tied) == (4, 2, "swiglu", "rmsnorm", False)
+    assert (model.position, model.bias, model.sequence) == ("rope", "none", 32)
+    assert (cut.pp, cut.dp, cut.microbatches) == (2, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("llama31_70b_peft_config", ("unsupported-model", "LoRA")),
+        ("qwen3_vl_30b_a3b_pretrain_8gpu_h100_bf16_mock_config", ("cannot-evaluate", "Qwen3-VL")),
+        ("llama31_405b_sft_confg", ("unknown-recipe", "bridge:llama31_405b_sft_config")),
+    ],
+)
+def test_recipes_that_are_no_run_are_refused(recipes, name, told):
+    with refused(*told):
+        run(recipes[name])
