@@ -15,8 +15,11 @@ from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Model
+from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError, UpstreamError
 from megatron_pipemem.launch.command import model_flags
+from megatron_pipemem.planner.space import STOCKS_ALONE
+from megatron_pipemem.schedule.options import STOCK
 
 PREFIX = "bridge:"
 _CHILD = "megatron_pipemem.advise.recipe"
@@ -50,11 +53,17 @@ def evaluate(names: Sequence[str]) -> Iterator[dict[str, Any]]:
         UpstreamError: Megatron-Bridge cannot be imported (``not-installed``).
     """
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", _CHILD, *names], capture_output=True, text=True, timeout=_SECONDS, check=False
+        [sys.executable, "-W", "ignore", "-m", _CHILD, *names],
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
     )
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["?"])[-1]
-        raise UpstreamError("not-installed", f"Megatron-Bridge cannot be imported ({reason}); pip install megatron-bridge")
+        raise UpstreamError(
+            "not-installed", f"Megatron-Bridge cannot be imported ({reason}); pip install megatron-bridge"
+        )
     for line in done.stdout.splitlines():
         if line.startswith("RECIPE "):
             yield json.loads(line.removeprefix("RECIPE "))
@@ -117,6 +126,21 @@ def run_of(
     return read_flags(flags, launcher, f"{PREFIX}{facts['name']}", known, cluster, devices, vocabulary)
 
 
+def changes(today: Run, other: Run, chunks: int) -> list[str]:
+    """Return the statements that change a recipe's ``config`` from one run to the other, which has so many chunks per rank."""
+    found = []
+    if other.schedule.name != STOCK:
+        found.append(f'megatron_pipemem.enable("{other.schedule.name}")')
+    if chunks != (today.parallelism.chunks or 1):
+        virtual = None if chunks == 1 else chunks
+        found.append(f"config.model.virtual_pipeline_model_parallel_size = {virtual}")
+    cut = other.flags.get(layout.FLAG)
+    if cut != today.flags.get(layout.FLAG):
+        found.append(f"config.model.pipeline_model_parallel_layout = {json.dumps(cut)}")
+    gone = (flag for flag in STOCKS_ALONE if today.flags.get(flag) is True and flag not in other.flags)
+    return [*found, *(f"config.comm_overlap.{flag.replace('-', '_')} = False" for flag in gone)]
+
+
 def _said(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return flags without those that a command would leave out."""
     return {name: value for name, value in flags.items() if value not in (None, False)}
@@ -124,7 +148,7 @@ def _said(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def _flags(values: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Yield the flags with the values of a configuration's fields. Fields without a flag do not change a price."""
-    fields = {}
+    fields: dict[tuple[str, str | None], str] = {}
     for name, flag in known.items():
         fields.setdefault((flag["dest"], str(flag["const"]) if flag["bare"] else None), name.lstrip("-"))
     for field, value in values.items():

@@ -1,7 +1,7 @@
-"""Evaluate recipes of Megatron-Bridge and print their configurations as JSON: ``python -m megatron_pipemem.advise.recipe NAME``.
+"""Evaluate recipes of Megatron-Bridge and print them as JSON: ``python -m megatron_pipemem.advise.recipe NAME``.
 
-It runs in a process of its own, because it imports Megatron-Bridge and gives it the sizes of models that are known here, so that
-nothing is downloaded for them.
+It runs in a process of its own, because it imports Megatron-Bridge. Models that are known here get their sizes from this
+package, so that nothing is downloaded for them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _own(name: str) -> Callable[[], Any]:
 def evaluated(recipe: Callable[[], Any]) -> dict[str, Any]:
     """Return a recipe's configuration: the values of its sections that differ from their classes' defaults.
 
-    ``name`` is the recipe's own name, ``model`` the known model or ``None``, ``adapters`` the class of its adapters or ``None``.
+    ``name`` is the recipe's own name, ``model`` the known model, ``adapters`` the class of its adapters.
     """
     config = recipe()
     sections = {name: getattr(config, name, None) for name in _SECTIONS}
@@ -107,7 +107,7 @@ def _with_known_models(bridge: Any) -> None:
 
 
 def _provider(name: str, model: Any) -> Any:
-    """Return Megatron-Bridge's provider of a known model. The sizes that recipes read are set; the others come from the file."""
+    """Return Megatron-Bridge's provider of a known model, with the sizes that recipes read."""
     sizes = {"num_layers": model.layers, "hidden_size": model.hidden, "num_attention_heads": model.heads}
     if model.kv_lora_rank is None:
         provider = import_module("megatron.bridge.models.gpt_provider").GPTModelProvider(**sizes)

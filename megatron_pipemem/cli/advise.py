@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_pipemem.advise.advice import AS_FAST, Advice, Way, advise, changed_flags
-from megatron_pipemem.advise.bridge import PREFIX, read_recipe
+from megatron_pipemem.advise.bridge import PREFIX, changes, read_recipe
 from megatron_pipemem.advise.reading import Reading, read_command
 from megatron_pipemem.advise.shell import training_command
 from megatron_pipemem.cli.common import console, print_facts, print_json
@@ -63,6 +63,8 @@ def advise_command(
         pipemem advise train.sh --env NNODES=4
         # a command line
         pipemem advise -- torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py --num-layers 32 ...
+        # a recipe of the installed Megatron-Bridge, or your own as bridge:package.module:function
+        pipemem advise bridge:llama3_70b_sft
         # a run file, with prices that were measured
         pipemem advise configs/runs/llama3-70b-64xh100.yaml --profile profile.json
     """
@@ -123,8 +125,8 @@ def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, 
         ("today", f"{today.name}: {today.seconds:.3g} s a step, {_held(today)}"),
     ]
     if stock is not None and stock.gain(today) >= AS_FAST:
-        lines.append(("tuned stock", _compared(stock, today, run)))
-    lines += [(kind, _compared(way, today, run)) for kind, way in advice.proposals.items()]
+        lines.append(("tuned stock", _compared(stock, today, reading)))
+    lines += [(kind, _compared(way, today, reading)) for kind, way in advice.proposals.items()]
     lines += [("refused", f"{', '.join(names)}: {message}") for message, names in advice.refused.values()]
     lines.append(("answer", _answer(reading, advice)))
     device = f"devices of {cluster.tflops:g} TFLOP/s and {cluster.memory_gib:g} GiB"
@@ -137,10 +139,17 @@ def _held(way: Way) -> str:
     return f"ranks idle {way.idle_rate:.1%}, peak {gibibytes(way.peak)} GiB"
 
 
-def _compared(way: Way, today: Way, run: Run) -> str:
+def _compared(way: Way, today: Way, reading: Reading) -> str:
     gain = way.gain(today)
     change = f"a step is {abs(gain):.1%} {'shorter' if gain > 0 else 'longer'}"
-    return f"{way.name}: {change}, {_held(way)}: {shlex.join(changed_flags(run, way.run)[0])}"
+    return f"{way.name}: {change}, {_held(way)}: {_addition(reading, way)}"
+
+
+def _addition(reading: Reading, way: Way) -> str:
+    """Return the flags, or the statements of a recipe, that bring a run to a way."""
+    if reading.program.startswith(PREFIX):
+        return "; ".join(changes(reading.run, way.run, way.step.placement.num_chunks))
+    return shlex.join(changed_flags(reading.run, way.run)[0])
 
 
 def _answer(reading: Reading, advice: Advice) -> str:
@@ -148,9 +157,11 @@ def _answer(reading: Reading, advice: Advice) -> str:
     best = next(iter(advice.proposals.values()), None)
     stock = advice.stock
     if best is None and stock is not None and stock.gain(advice.today) >= AS_FAST:
-        return f"stay with Megatron's own schedule, and add {shlex.join(changed_flags(reading.run, stock.run)[0])}"
+        return f"stay with Megatron's own schedule, and add {_addition(reading, stock)}"
     if best is None:
         return "stay as you are: no schedule is 1 % faster in this memory, or as fast in less"
+    if reading.program.startswith(PREFIX):
+        return f"add to the recipe: {_addition(reading, best)}"
     added, gone = changed_flags(reading.run, best.run)
     without = f", without {shlex.join(gone)}" if gone else ""
     start = f"put -m megatron_pipemem run before {Path(reading.program).name}, and " if advice.today.is_stock else ""

@@ -41,6 +41,8 @@ OUTCLASSED = {
 """Families that are never worth their memory, and why; considered where a user names them."""
 OF_REPLICAS = {DISTRIBUTED: True, "overlap-grad-reduce": True, "overlap-param-gather": True}
 """What the prices of several data-parallel ranks take for granted, where the run does not say otherwise."""
+STOCKS_ALONE = (*STOCK_OVERLAPS.values(), "defer-embedding-wgrad-compute", "wgrad-deferral-limit")
+"""Flags that hide messages or move the head's W under Megatron's own schedules, and that no other schedule needs."""
 _KEPT_OF_SCHEDULE = ("recompute_modules", "overlap_steps")
 _MOST_CHUNKS = 8
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -126,7 +128,7 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
 
 def without_overlap(run: Run) -> Run:
     """Return a run without the flags that hide messages under Megatron's own schedules alone."""
-    apart = {flag: value for flag, value in run.flags.items() if flag not in STOCK_OVERLAPS.values()}
+    apart = {flag: value for flag, value in run.flags.items() if flag not in STOCKS_ALONE}
     return replace(run, megatron=apart)
 
 

@@ -12,7 +12,15 @@ from types import ModuleType
 
 import te_stand_in  # noqa: F401 - Transformer Engine's compiled part
 
-MISSING = ("datasets", "diffusers", "modelopt", "nvidia_resiliency_ext", "toml", "torch.utils.tensorboard", "megatron.energon")
+MISSING = (
+    "datasets",
+    "diffusers",
+    "modelopt",
+    "nvidia_resiliency_ext",
+    "toml",
+    "torch.utils.tensorboard",
+    "megatron.energon",
+)
 
 
 class Absent(ModuleType):

@@ -1,0 +1,92 @@
+"""Ask ``pipemem advise`` about every recipe of the installed Megatron-Bridge that has a pipeline.
+
+Claim: most recipes run plain 1F1B, and a schedule of this package makes their step shorter in the same memory.
+Seconds and bytes are the planner's prices on H100 80 GiB, also for recipes of other devices. Recipes with the same cut,
+batch and model have one row. A recipe counts as refused with its reason: its model has parts without a price, its sizes
+are on Hugging Face and no network is there, or it does not fit its devices.
+
+    python benchmarks/census.py [--output census.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from megatron_pipemem.advise.advice import AS_FAST, Advice, advise
+from megatron_pipemem.advise.bridge import evaluate, run_of
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.errors import PipememError
+from megatron_pipemem.files import write_whole
+from megatron_pipemem.mcore.known_flags import known_flags
+from megatron_pipemem.report.terminal import FittingTable
+
+COLUMNS = ("recipe", "p, m", "today", "idle", "in the same memory", "step", "stock tuned", "step")
+LARGE_GAIN = 0.05
+"""Part of a step from which a gain is counted as large."""
+
+
+def recipes() -> Iterator[dict[str, Any]]:
+    """Yield the evaluated recipes with a pipeline, each once, and those that cannot be evaluated."""
+    (listed,) = evaluate(["none"])
+    own = [name for name in listed["names"] if "gpu" in name]
+    for facts in evaluate(own):
+        if "error" in facts or facts["values"].get("pipeline_model_parallel_size", 1) > 1:
+            yield facts
+
+
+def asked(facts: Mapping[str, Any]) -> Advice | PipememError:
+    """Return the advice for a recipe, or why there is none."""
+    try:
+        return advise(run_of(facts, known_flags(), load("h100-80g", Cluster)).run)
+    except PipememError as error:
+        return error
+
+
+def row(name: str, advice: Advice) -> tuple[str, ...]:
+    """Return the cells of a recipe."""
+    today, cut = advice.today, advice.today.run.parallelism
+    ours = next((way for kind, way in advice.proposals.items() if kind.startswith("same")), None)
+    stock = advice.stock if advice.stock is not None and advice.stock.gain(today) >= AS_FAST else None
+    gains = ["-" if way is None else f"{-way.gain(today):+.1%}" for way in (ours, stock)]
+    names = ["-" if way is None else way.name.removeprefix("stock ") for way in (ours, stock)]
+    size = f"{cut.pp}, {cut.microbatches}"
+    return name, size, today.name.removeprefix("stock "), f"{today.idle_rate:.1%}", names[0], gains[0], names[1], gains[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="write the rows as JSON")
+    output = parser.parse_args().output
+    table, refused, gains = FittingTable(COLUMNS, text=COLUMNS[:3]), Counter[str](), []
+    rows = {}
+    for facts in recipes():
+        answer = asked(facts)
+        name = facts["asked"].removesuffix("_config")
+        if isinstance(answer, PipememError):
+            refused[answer.code] += 1
+            continue
+        cells = row(name, answer)
+        rows.setdefault(cells[1:], cells)
+        best = [way.gain(answer.today) for kind, way in answer.proposals.items() if kind.startswith("same")]
+        gains.append(max(best, default=0.0))
+    for cells in rows.values():
+        table.add_row(*map(escape, cells))
+    out = Console()
+    out.print(table)
+    out.print(f"{len(gains)} recipes with a pipeline are understood, {sum(refused.values())} are not: {dict(refused)}")
+    out.print(f"{sum(gain > LARGE_GAIN for gain in gains)} gain more than {LARGE_GAIN:.0%} in the same memory")
+    if output is not None:
+        write_whole(output, json.dumps({"rows": list(rows.values()), "refused": refused, "gains": gains}))
+
+
+if __name__ == "__main__":
+    main()
