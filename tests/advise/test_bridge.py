@@ -70,7 +70,7 @@ def test_whole_experts_are_read(recipes):
 
 def test_a_layout_is_written_as_its_flag(recipes):
     flag = run(recipes["deepseek_v3_pretrain_config"]).flags[layout.FLAG]
-    assert layout.read(flag) == (4,) * 15 + (1,)
+    assert layout.read(flag) == (4,) * 15 + (2,)  # a layer and one of multi-token prediction
     assert flag.startswith("Etttt|tttt|") and flag.endswith("|tmL")
 
 
