@@ -59,7 +59,16 @@ def row(name: str, advice: Advice) -> tuple[str, ...]:
     gains = ["-" if way is None else f"{-way.gain(today):+.1%}" for way in (ours, stock)]
     names = ["-" if way is None else way.name.removeprefix("stock ") for way in (ours, stock)]
     size = f"{cut.pp}, {cut.microbatches}"
-    return name, size, today.name.removeprefix("stock "), f"{today.idle_rate:.1%}", names[0], gains[0], names[1], gains[1]
+    return (
+        name,
+        size,
+        today.name.removeprefix("stock "),
+        f"{today.idle_rate:.1%}",
+        names[0],
+        gains[0],
+        names[1],
+        gains[1],
+    )
 
 
 def main() -> None:
@@ -67,7 +76,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the rows as JSON")
     output = parser.parse_args().output
     table, refused, gains = FittingTable(COLUMNS, text=COLUMNS[:3]), Counter[str](), []
-    rows = {}
+    rows: dict[tuple[str, ...], tuple[str, ...]] = {}
     for facts in recipes():
         answer = asked(facts)
         name = facts["asked"].removesuffix("_config")

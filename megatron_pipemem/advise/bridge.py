@@ -22,7 +22,7 @@ from megatron_pipemem.planner.space import STOCKS_ALONE
 from megatron_pipemem.schedule.options import STOCK
 
 PREFIX = "bridge:"
-_CHILD = "megatron_pipemem.advise.recipe"
+_CHILD = "megatron_pipemem.mcore.bridge_recipe"
 _SECONDS = 600
 _RENAMED = {
     "num_moe_experts": "num-experts",
@@ -47,7 +47,7 @@ _UNPRICED = {
 
 
 def evaluate(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the configurations of recipes, as ``recipe.evaluated`` returns them, in the order of the names.
+    """Yield the configurations of recipes, as ``mcore.bridge_recipe.evaluated`` returns them, in the order of the names.
 
     Raises:
         UpstreamError: Megatron-Bridge cannot be imported (``not-installed``).

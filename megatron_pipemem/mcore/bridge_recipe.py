@@ -1,4 +1,4 @@
-"""Evaluate recipes of Megatron-Bridge and print them as JSON: ``python -m megatron_pipemem.advise.recipe NAME``.
+"""Evaluate recipes of Megatron-Bridge and print them as JSON: ``python -m megatron_pipemem.mcore.bridge_recipe NAME``.
 
 It runs in a process of its own, because it imports Megatron-Bridge. Models that are known here get their sizes from this
 package, so that nothing is downloaded for them.
