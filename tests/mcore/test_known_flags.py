@@ -39,7 +39,7 @@ def test_a_flag_of_ours_is_known_as_soon_as_it_is_declared(monkeypatch):
     parser.add_argument("--pipemem-new", type=int)
     monkeypatch.setattr(known_flags_module, "flag_parser", lambda: parser)
     told = {"choices": None, "type": "int", "bare": False, "nargs": None, "default": None}
-    assert known_flags()["--pipemem-new"] == told
+    assert known_flags()["--pipemem-new"] == {**told, "dest": "pipemem_new", "const": None}
 
 
 def test_what_megatron_takes():
