@@ -29,6 +29,34 @@ def known_chunks(placement: Placement) -> int:
     return placement.num_chunks // placement.replicas
 
 
+def is_folded(placement: Placement) -> bool:
+    """Return whether one replica of the model goes back and forth over the devices, as in a V or a wave."""
+    return placement.replicas == 1 and not placement.is_round_robin
+
+
+OTHER_ENDS = (
+    "it counts the layers of all chunks of the first or last pipeline rank, and in this placement a rank holds other stages; "
+    "give the layers of each stage by --pipeline-model-parallel-layout"
+)
+"""Why flags for the layers of the first or last pipeline rank do not go with a folded placement."""
+
+
+def as_built(chunks: int) -> Cut:
+    """Return the cut of a model that Megatron builds or has built."""
+
+    def remedy(needed: int) -> str:
+        if needed == 1:
+            return "drop --num-virtual-stages-per-pipeline-rank and all other flags that ask for virtual stages"
+        return (
+            f"pass --num-virtual-stages-per-pipeline-rank {needed}, or that many stages per rank by "
+            "--pipeline-model-parallel-layout (for a hybrid model, by --hybrid-layer-pattern with |); without "
+            f"megatron.training, pass virtual_pipeline_model_parallel_size={needed} to initialize_model_parallel() and in the "
+            "model's configuration"
+        )
+
+    return Cut(chunks, "Megatron's own cut", remedy)
+
+
 def check_cut(cut: Cut, schedule: str, placement: Placement) -> None:
     """Raise an UnsupportedError if the model does not have as many chunks as the schedule's placement."""
     needed = known_chunks(placement)

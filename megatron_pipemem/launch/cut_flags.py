@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_pipemem.choose.model_cut import Cut, check_cut, known_chunks, placements_of
+from megatron_pipemem.choose.model_cut import OTHER_ENDS, Cut, check_cut, is_folded, known_chunks, placements_of
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.model import Sublayer
 from megatron_pipemem.errors import UnsupportedError
@@ -120,22 +120,6 @@ def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
             )
 
 
-def as_built(chunks: int) -> Cut:
-    """Return the cut of a model that Megatron builds with so many chunks, for any reason."""
-
-    def remedy(needed: int) -> str:
-        if needed == 1:
-            return f"drop --{VIRTUAL_STAGES} and all other flags that ask for virtual stages"
-        return (
-            f"pass --{VIRTUAL_STAGES} {needed} or a --{layout.FLAG} (for a hybrid model, a --{layout.PATTERN} with |) with "
-            "that many stages per rank, or, without "
-            f"megatron.training, virtual_pipeline_model_parallel_size={needed} to initialize_model_parallel() and in the "
-            "model's configuration"
-        )
-
-    return Cut(chunks, "Megatron's own cut", remedy)
-
-
 def accounted(flags: Flags) -> int:
     """Return the number of layers, 0 to 2, for which embedding and loss count when Megatron shares layers out evenly."""
     return sum(given(flags, name) for name in _ACCOUNTED)
@@ -231,22 +215,13 @@ def remarks(flags: Flags, schedule: str) -> list[str]:
     return found
 
 
-def is_folded(placement: Placement) -> bool:
-    """Return whether one replica of the model goes back and forth over the devices, as in a V or a wave."""
-    return placement.replicas == 1 and not placement.is_round_robin
-
-
 def _has_chunks(placement: Placement) -> bool:
     return known_chunks(placement) > 1
 
 
-FIRST_OR_LAST = (
-    "it counts the layers of all chunks of the first or last pipeline rank, and in this placement a rank holds other stages; "
-    f"give the layers of each stage by --{layout.FLAG}"
-)
 _ONE_CHUNK = ", or take a schedule with one model chunk per rank, such as zb-h1"
 _REFUSED: tuple[tuple[tuple[str, ...], Callable[[Placement], bool], str], ...] = (
-    (layout.FIRST_OR_LAST, is_folded, FIRST_OR_LAST),
+    (layout.FIRST_OR_LAST, is_folded, OTHER_ENDS),
     (
         ("iterations-to-skip",),
         _has_chunks,

@@ -17,9 +17,8 @@ from megatron.core import num_microbatches_calculator
 
 from megatron_pipemem.choose.choice import choose, vocabulary_ways
 from megatron_pipemem.choose.knowledge import MEASURED, Choice, Knowledge, MemoryDeltas, Shape
-from megatron_pipemem.choose.model_cut import placements_of
+from megatron_pipemem.choose.model_cut import as_built, placements_of
 from megatron_pipemem.errors import PipememError, UnsupportedError
-from megatron_pipemem.launch.cut_flags import as_built
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero, gather, is_first_rank, tell
 from megatron_pipemem.report.run import announcement
 from megatron_pipemem.request import Request

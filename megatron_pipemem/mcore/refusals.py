@@ -8,6 +8,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 from megatron.core.utils import get_te_version, is_te_min_version, unwrap_model
 
+from megatron_pipemem.choose.model_cut import OTHER_ENDS, is_folded
 from megatron_pipemem.config.refusals import (
     CPU,
     FSDP,
@@ -18,7 +19,6 @@ from megatron_pipemem.config.refusals import (
 )
 from megatron_pipemem.cpu import is_active
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.launch.cut_flags import FIRST_OR_LAST, is_folded
 from megatron_pipemem.mcore.loop_arguments import keeps_checkpoints
 from megatron_pipemem.schedule.placement import Placement
 
@@ -52,7 +52,7 @@ def check_sharing(config, schedule: str, placement: Placement) -> None:
         if getattr(config, attribute, None) is not None and is_folded(placement):
             raise UnsupportedError(
                 "unsupported-placement",
-                f"{attribute} does not go with schedule {schedule} (placement {placement.name}): {FIRST_OR_LAST}",
+                f"{attribute} does not go with schedule {schedule} (placement {placement.name}): {OTHER_ENDS}",
             )
     if getattr(config, "mtp_standalone", False) and not placement.is_round_robin:
         raise UnsupportedError(

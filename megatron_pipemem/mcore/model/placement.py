@@ -26,10 +26,9 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron_pipemem.choose.model_cut import check_cut
+from megatron_pipemem.choose.model_cut import as_built, check_cut
 from megatron_pipemem.conflicts import check_replicas
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.launch.cut_flags import as_built
 from megatron_pipemem.mcore.patching import Feature, PatchSet, Replacements
 from megatron_pipemem.mcore.refusals import check_sharing
 from megatron_pipemem.mcore.symbols import (
