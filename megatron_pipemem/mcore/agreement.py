@@ -1,4 +1,4 @@
-"""Let all ranks of a job agree at a step boundary."""
+"""Decisions and data that the ranks of a job share at the start of a step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,10 @@ from megatron_pipemem.errors import PipememError, UnsupportedError
 
 
 def decided_by_rank_zero[T](decide: Callable[[], T]) -> T:
-    """Return on every rank what world rank 0 decides. Every rank of the job must call this at the same time.
+    """Return the decision of world rank 0 on every rank. Every rank of the job calls this at the same time.
 
-    A search stops by the clock, so two ranks that search may find different schedules.
-
-    Args:
-        decide: called on rank 0 alone, or on every process where there is no process group; its result is pickled.
-
-    Raises:
-        UnsupportedError: rank 0 could not decide; on every rank with the same message.
+    A search stops by the clock, so two ranks that search may find different schedules. If rank 0 fails, every rank
+    raises an UnsupportedError with the same message. The decision is pickled.
     """
     if not dist.is_initialized():
         return decide()
@@ -48,15 +43,10 @@ def decided_by_rank_zero[T](decide: Callable[[], T]) -> T:
 
 
 def done_by_all[T](do: Callable[[], T]) -> T:
-    """Return what this rank does, once every rank has done it. Every rank of the job must call this at the same time.
+    """Return the result of this rank once every rank has one. Every rank of the job calls this at the same time.
 
-    A rank that fails alone would leave the others waiting in the next collective.
-
-    Args:
-        do: called on every rank.
-
-    Raises:
-        UnsupportedError: another rank failed; that one raises what it failed with.
+    A rank that fails alone would leave the others waiting in the next collective. So every rank raises an
+    UnsupportedError, and the rank that failed raises its own error.
     """
     done: Any = None
     failure: Exception | None = None
@@ -74,25 +64,18 @@ def done_by_all[T](do: Callable[[], T]) -> T:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process speaks for the job: world rank 0, also before there is a process group."""
+    """Return whether this process is world rank 0, also before there is a process group."""
     return dist.get_rank() == 0 if dist.is_initialized() else int(os.environ.get("RANK", 0)) == 0
 
 
 def tell(logger: logging.Logger, message: str, *arguments: object, level: int = logging.INFO) -> None:
-    """Log a message once for the whole job: every rank knows it, and there may be hundreds.
-
-    Args:
-        logger: of the module that tells it.
-        message: with ``%`` placeholders.
-        arguments: for these.
-        level: of ``logging``.
-    """
+    """Log a message on world rank 0 alone: every rank knows it, and there may be hundreds."""
     if is_first_rank():
         logger.log(level, message, *arguments)
 
 
 def gather[T](contribution: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return every rank's contribution, on every rank, in the order of the group's ranks; by default of the world's."""
+    """Return the contributions of all ranks of a group, by default the world, in the order of the ranks."""
     if not dist.is_initialized():
         return [contribution]
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -101,9 +84,7 @@ def gather[T](contribution: T, group: dist.ProcessGroup | None = None) -> list[T
 
 
 def agree(digest: str, group: dist.ProcessGroup) -> None:
-    """Raises:
-    UnsupportedError: the ranks of the pipeline are about to run different programs.
-    """
+    """Raise an UnsupportedError if the ranks of the pipeline are about to run different programs."""
     digests = gather(digest, group)
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
@@ -134,16 +115,11 @@ def groups_of_copy(groups: ProcessGroupCollection, pipeline: dist.ProcessGroup) 
 def agreed_numbers(
     what: str, tell: Callable[[], Sequence[float] | None], size: int, groups: Groups
 ) -> tuple[float, ...]:
-    """Return the numbers that those ranks tell who know them, on every rank. Every rank of the groups calls this alike.
+    """Return on every rank the numbers that some ranks know. Every rank of the groups calls this at the same time.
 
-    Args:
-        what: the numbers are, for messages, as in ``weights of microbatches``.
-        tell: returns this rank's numbers, or ``None`` where it knows none.
-        size: how many there are.
-        groups: see ``groups_of_copy``.
-
-    Raises:
-        UnsupportedError: no rank knows any, two ranks tell others, or one failed to tell; on every rank alike.
+    ``tell`` returns the ``size`` numbers of this rank, or ``None`` if it does not know them. ``what`` names them in
+    messages, as in "weights of microbatches". Every rank raises an UnsupportedError if no rank knows the numbers, two
+    ranks disagree, or one fails.
     """
     numbers, failure = None, None
     try:
@@ -179,21 +155,17 @@ def agreed_numbers(
 
 
 def largest_numbers(numbers: Sequence[float], group: dist.ProcessGroup) -> tuple[float, ...]:
-    """Return the largest of every number that the ranks of a group have, on each of them."""
+    """Return the largest of each number over the ranks of a group, on each of them."""
     largest = torch.tensor(numbers, dtype=torch.float64).to(torch.cuda.current_device())
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return tuple(largest.tolist())
 
 
 def decided_by_first[T](decide: Callable[[], T], groups: Groups) -> T:
-    """Return on every rank what the first rank of the groups decides. Every rank of the groups calls this alike.
+    """Return on every rank the decision of the first rank of the groups. Every rank of the groups calls this at the
+    same time.
 
-    Args:
-        decide: called on the first rank alone; its result is pickled.
-        groups: see ``groups_of_copy``.
-
-    Raises:
-        PipememError: what ``decide`` raised; on every rank with the same message.
+    The decision is pickled. A PipememError of ``decide`` is raised on every rank.
     """
     payload: list[Any] = [None]
     if all(group.rank() == 0 for group in groups):
@@ -209,7 +181,7 @@ def decided_by_first[T](decide: Callable[[], T], groups: Groups) -> T:
 
 
 def _raise_everywhere(what: str, failure: Exception | None, groups: Groups) -> None:
-    """Raise what one of the ranks failed with on all of them."""
+    """Raise the error of one rank on all of them."""
     told = None
     if failure is not None:
         code = failure.code if isinstance(failure, PipememError) else "other-rank-failed"

@@ -28,17 +28,9 @@ _REPEATED = ("--pipemem-option", "--pipemem-offload-option")  # each occurrence 
 
 
 def add_planned_flags(file: str, arguments: Sequence[str]) -> list[str]:
-    """Add to a command line the flags of a plan that it lacks: model, parallelism, layout, schedule, precision.
+    """Add the missing flags of a plan to a command line: model, parallelism, layout, schedule, precision.
 
-    What both say must be the same, because a plan holds for nothing else.
-
-    Args:
-        file: a run's configuration.
-        arguments: of a Megatron training script, and of the plugin.
-
-    Raises:
-        UnsupportedError: a flag contradicts the plan.
-        ConfigError: there is no such file, or it is no run's configuration.
+    Raise an UnsupportedError if a flag contradicts the plan, because a plan holds for nothing else.
     """
     given, added = _by_flag(arguments), []
     for flag, values in _by_flag(planned_flags(load(file, Run))).items():
@@ -81,15 +73,9 @@ _NEAR = 0.85
 def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
     """Split the plugin's flags off a Megatron command line.
 
-    Returns:
-        The request, checked, ``None`` when no flag is given, and the other arguments in their order.
-
-    Raises:
-        UnsupportedError: an unknown ``--pipemem-*`` flag, a missing value, flags without ``--pipemem-schedule``, or a plan that
-            other flags contradict.
-        ConfigError: the plan cannot be read.
-        UnknownScheduleError: no such schedule.
-        ScheduleError: a schedule file that must not run.
+    Return the checked request, or ``None`` without such a flag, and the other arguments in their order. Raise a
+    PipememError for wrong, missing or contradicting flags, for a plan or schedule file that cannot be read, and for an
+    unknown schedule.
     """
     plan, arguments = plan_parser().parse_known_args(arguments)
     if plan.pipemem_plan is not None:
@@ -124,12 +110,10 @@ _ELSEWHERE = ("yaml-cfg", "use-checkpoint-args")
 
 
 def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
-    """Ask Megatron for the chunks the schedule needs, unless the user says how the model is cut. A hybrid model's pattern is
-    cut by what its layers compute.
+    """Ask Megatron for the schedule's chunks, unless the user cuts the model. A hybrid model's pattern is cut by FLOPs.
 
-    Raises:
-        UnsupportedError: there is no pipeline, the layers cannot be shared out evenly and nothing says how otherwise, the
-            schedule does not run a model that is cut as these arguments say, or one of them does not go with its placement.
+    Raise an UnsupportedError without a pipeline, for layers that cannot be shared out evenly, or if the schedule does
+    not run a model with these arguments.
     """
     flags = _values(arguments)
     if request.is_stock or any(cut_flags.given(flags, name) for name in _ELSEWHERE):
@@ -193,14 +177,9 @@ def cpu_flags(arguments: list[str]) -> list[str]:
 
 
 def _check_cap(request: Request, shape: Shape) -> None:
-    """Refuse a cap that a family's schedule cannot keep, where that is found at once; the first step refuses the others.
+    """Raise an UnsupportedError for a cap that a family's schedule cannot keep, if that is found at once.
 
-    Args:
-        request: of the run.
-        shape: of a step; 0 microbatches if the flags leave their number open.
-
-    Raises:
-        UnsupportedError: the schedule needs more.
+    The first step refuses the other cases. The shape has 0 microbatches if the flags leave their number open.
     """
     others = (request.searches, request.file, request.plans_offload, request.cuts_vocabulary, request.is_asynchronous)
     size = estimated(shape.num_devices, shape.num_microbatches, shape.chunks or 1, is_fitted(request.schedule))

@@ -1,4 +1,4 @@
-"""Ask Megatron's own parser, before any rank starts, about the flags that a run hands to Megatron."""
+"""Check the flags of a run with Megatron's own parser, before any rank starts."""
 
 from __future__ import annotations
 
@@ -40,13 +40,9 @@ _SECONDS = 120
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
-    """Refuse what the training script of this repository would refuse on every rank.
+    """Raise a ConfigError for flags of a run that Megatron does not have or does not take with this value.
 
-    Args:
-        flags: name without dashes in front -> value, as ``Run.flags``.
-
-    Raises:
-        ConfigError: Megatron has no such flag, or takes another value; it names the key.
+    The flags are those of ``Run.flags``.
     """
     known = known_flags()
     for name, value in flags.items() if known else ():
@@ -102,9 +98,7 @@ def known_flags() -> dict[str, dict[str, Any]]:
 
 @lru_cache(maxsize=1)
 def _megatrons_flags() -> dict[str, dict[str, Any]]:
-    """Return Megatron's flags, kept in a file by Megatron's version and by what is asked, because importing Megatron
-    takes seconds.
-    """
+    """Return Megatron's flags from a file, by Megatron's version, because importing Megatron takes seconds."""
     if not is_installed():
         return {}
     asked = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""Enabling the plugin from a command line."""
+"""Enable the plugin from a command line."""
 
 from __future__ import annotations
 

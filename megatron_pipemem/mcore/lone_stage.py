@@ -1,9 +1,9 @@
-"""Builds one stage of a model and runs it on this device, alone.
+"""Build one stage of a model and run it on this device, alone.
 
-The stage is Megatron's own model, run by the executor of real runs through Megatron's own forward and backward steps, with
-the weight gradients split; only its messages are made up, and so are the other ranks of its tensor- and context-parallel
-groups, whose collectives return at once. So bytes are those of a run, and times those of its computing.
-Within ``FakeTensorMode`` nothing is computed or allocated, and the bytes are the same.
+The stage is Megatron's own model. The executor of real runs runs it through Megatron's own forward and backward steps,
+with the weight gradients split. Its messages are made up. The other ranks of its tensor- and context-parallel groups do
+not exist, and their collectives return at once. So bytes are those of a run, and times those of its computing. Within
+``FakeTensorMode`` nothing is computed or allocated, and the bytes are the same.
 """
 
 from __future__ import annotations
@@ -63,14 +63,8 @@ from megatron_pipemem.schedule.schedule import Schedule
 class FlashAttention(MegatronModule):
     """Core attention that keeps queries, keys, values, its output and the logarithm of the softmax's sums.
 
-    That is what Transformer Engine's and every other fused kernel keeps; PyTorch's own runs on any device. It takes the place
-    of Megatron's ``DotProductAttention``, which explains the arguments.
-
-    Args:
-        config: Megatron's configuration of the model.
-        layer_number, attn_mask_type, attention_type: unused; attention is causal.
-        attention_dropout: probability; ``None`` for the configuration's.
-        softmax_scale: factor of the scores; ``None`` for one over the root of the channels.
+    Fused kernels, like Transformer Engine's, keep the same tensors. PyTorch's own kernel runs on any device. It
+    replaces Megatron's ``DotProductAttention``, which explains the arguments. Attention is causal.
     """
 
     def __init__(
@@ -83,11 +77,8 @@ class FlashAttention(MegatronModule):
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
-        """Attend to what comes before: ``[s, b, heads, channels] -> [s, b, heads * channels]``.
-
-        Args:
-            query, key, value: ``[s, b, heads, channels]``; keys and values may have fewer heads.
-            attention_mask, attn_mask_type, attention_bias, packed_seq_params: unused.
+        """Attend to earlier tokens: ``[s, b, heads, channels] -> [s, b, heads * channels]``. Keys and values may have
+        fewer heads.
         """
         # On CPU dropout is left out: PyTorch has it there only together with all scores.
         query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
@@ -101,8 +92,9 @@ class FlashAttention(MegatronModule):
 
 
 class _LatentAttention(torch.autograd.Function):
-    """Keeps what a fused kernel keeps where values have fewer channels than queries and keys: PyTorch's kernel for CPUs
-    does not know that, and would keep all scores.
+    """Attention that keeps the tensors of a fused kernel if values have fewer channels than queries and keys.
+
+    PyTorch's kernel for CPUs would keep all scores in this case.
     """
 
     @staticmethod
@@ -149,7 +141,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def fused_rms_norm(norm: torch.nn.RMSNorm, input: torch.Tensor) -> torch.Tensor:
-    """``norm`` of ``input``, of any shape ``[..., hidden]``, keeping what its fused GPU kernel keeps."""
+    """Return ``norm`` of ``input`` (``[..., hidden]``), keeping the tensors of its fused GPU kernel."""
     return _FusedRMSNorm.apply(input, norm.weight, norm.eps)
 
 
@@ -161,30 +153,19 @@ FIRST, MIDDLE, LAST = range(3)
 
 @dataclass(frozen=True)
 class Observed:
-    """Hold what running a stage showed.
+    """The measurements of a stage that has run."""
 
-    Args:
-        entries: bytes held after every action.
-        actions: when every pass ran, if it did.
-        parameters: of the stage.
-    """
-
-    entries: list[LedgerEntry]
-    actions: list[TracedAction]
+    entries: list[LedgerEntry]  # bytes held after every action
+    actions: list[TracedAction]  # the times of passes, if they ran
     parameters: int
 
 
 @contextmanager
 def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
-    """Make this process, within this block, rank 0 of a job whose other ranks do not exist and whose collectives return
-    at once.
+    """Make this process, within this block, rank 0 of a job whose other ranks do not exist.
 
-    Args:
-        execution: says how many ranks there are.
-        fake: whether tensors are fake too.
-
-    Raises:
-        UnsupportedError: the process is part of a job already.
+    Collectives return at once. With ``fake``, tensors are fake too. Raise an UnsupportedError if the process is part of
+    a job.
     """
     if dist.is_initialized():
         raise UnsupportedError(
@@ -227,17 +208,11 @@ def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
 def build_stage(
     model: Model, execution: Execution, position: int, kinds: Sequence[str], gpu_norms: bool = False
 ) -> torch.nn.Module:
-    """Return a stage of the pipeline as Megatron's training loop would build it, within ``lone_rank``.
+    """Return a stage of the pipeline as Megatron's training loop builds it, within ``lone_rank``.
 
-    Args:
-        model: the shape.
-        execution: how it runs.
-        position: ``FIRST`` with the embedding, ``MIDDLE``, or ``LAST`` with the head.
-        kinds: of the stage's layers.
-        gpu_norms: on CPU too, let RMS norms keep what their fused GPU kernel keeps.
-
-    Raises:
-        UnsupportedError: Megatron's modules cannot do it here.
+    The position is ``FIRST`` with the embedding, ``MIDDLE``, or ``LAST`` with the head. ``kinds`` are those of its
+    layers. With ``gpu_norms``, RMS norms keep the tensors of their fused GPU kernel on CPU too. Raise an
+    UnsupportedError if Megatron's modules do not run here.
     """
     config = _config(model, execution, kinds, position)
     ends = {
@@ -280,14 +255,9 @@ def build_stage(
 
 
 def run_stage(stage: Any, model: Model, execution: Execution, position: int, microbatches: int) -> Observed:
-    """Run microbatches through F, I and W of a stage from ``build_stage``, every F while the one before is still kept.
+    """Run microbatches through F, I and W of a stage, every F while the microbatch before is still kept.
 
-    Args:
-        stage: the stage.
-        model: its shape.
-        execution: how it runs.
-        position: where in the pipeline it is.
-        microbatches: how many; those after the first say what a pass takes once everything is warm.
+    The microbatches after the first give the time and bytes of a pass.
     """
     config = stage.config
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -348,8 +318,10 @@ def _schedule(microbatches: int) -> Schedule:
 
 
 def changes(entries: Sequence[LedgerEntry]) -> dict[Kind, int]:
-    """Return by how many bytes every action changes what a stage holds, as in the midst of a step: F while the microbatch
-    before is kept, the others while the one behind is, so that what microbatches share or leave behind counts for none.
+    """Return the change of a stage's bytes by every action, in the middle of a step.
+
+    F is counted while the microbatch before is kept, the other actions while the one after is kept. So tensors that
+    microbatches share, or leave, do not count.
     """
     befores = (0, *(entry.bytes for entry in entries))
     forward = (Kind.RECV_F, Kind.F, Kind.SEND_F)

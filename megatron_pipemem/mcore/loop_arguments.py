@@ -1,6 +1,6 @@
-"""Ask what Megatron's own training loop has been told, for the few who must know beside the flags.
+"""Read the arguments of Megatron's own training loop.
 
-Other loops have no such arguments, and everything here then says that nobody knows.
+Other loops have no such arguments, and the functions then return ``None`` or raise.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ def argument(name: str) -> object:
 
 
 def steps_left() -> int | None:
-    """Return the training steps behind the one that runs now; ``None`` when nobody knows.
+    """Return the training steps after the present one; ``None`` if not known.
 
-    Raises:
-        UnsupportedError: the loop will skip batches, so data that are read ahead are of the wrong ones.
+    Raise an UnsupportedError if the loop skips batches, because data that are read ahead would be of the wrong ones.
     """
     arguments = _arguments()
     if arguments is None or getattr(arguments, "curr_iteration", None) is None or arguments.train_iters is None:
@@ -42,15 +41,14 @@ def steps_left() -> int | None:
 
 
 def running_iteration() -> int | None:
-    """Return the training step that runs now, 0 for the first; ``None`` where nobody knows."""
+    """Return the present training step, 0 for the first; ``None`` if not known."""
     return getattr(_arguments(), "curr_iteration", None)
 
 
 def iteration_and_seed() -> tuple[int, int]:
-    """Return the training step that runs now, 0 before the first, and the seed of this rank's share of the data.
+    """Return the present training step, 0 before the first, and the seed of this rank's share of the data.
 
-    Raises:
-        UnsupportedError: there is no such loop, and nobody knows them.
+    Raise an UnsupportedError if the loop is not Megatron's.
     """
     arguments = _arguments()
     if arguments is None:
@@ -88,12 +86,7 @@ def scalar_interval() -> int | None:
 
 
 def prints_log(iteration: int, is_first: bool) -> bool:
-    """Return whether the loop prints a line of its log for an iteration.
-
-    Args:
-        iteration: that has ended.
-        is_first: whether it is the first one of this run.
-    """
+    """Return whether the loop prints a line of its log for an iteration that has ended."""
     return is_first or iteration % _arguments().log_interval == 0
 
 
@@ -108,13 +101,7 @@ def consumed_samples() -> int:
 
 
 def write_scalars(scalars: dict[str, float], step: int, wandb: bool = True) -> None:
-    """Write numbers to TensorBoard and W&B, each if it is open on this rank.
-
-    Args:
-        scalars: by name.
-        step: iteration or samples.
-        wandb: whether W&B is to have them, whose steps are iterations.
-    """
+    """Write numbers to TensorBoard and W&B, each if it is open on this rank. The steps of W&B are iterations."""
     to_tensorboard, to_wandb = open_writers()
     if to_tensorboard is not None:
         for name, value in scalars.items():
@@ -125,7 +112,7 @@ def write_scalars(scalars: dict[str, float], step: int, wandb: bool = True) -> N
 
 
 def open_writers() -> tuple[Any, Any]:
-    """Return what the loop writes scalars to on this rank: TensorBoard's writer and W&B, each if it is open here."""
+    """Return TensorBoard's writer and W&B, each if the loop has opened it on this rank."""
     module = sys.modules["megatron.training.global_vars"]
     return module.get_tensorboard_writer(), module.get_wandb_writer()
 

@@ -1,9 +1,9 @@
-"""Save the distributed optimizer's state in the form that any placement can load, without mixing it up.
+"""Save the distributed optimizer's state in the form that any placement can load.
 
-Megatron puts what ranks hold of a buffer of gradients together without the padding between its buckets, and then cuts it into
-parameters by their places with that padding. From the second bucket on (a tied embedding has its own, and gradients that are
-reduced while others are computed have many), every parameter so gets another's values, if a bucket was padded. Megatron
-mended that behind 0.19.2, in https://github.com/NVIDIA/Megatron-LM/pull/5077.
+Megatron joins the ranks' parts of a gradient buffer without the padding between buckets, and then cuts it into
+parameters by their places with that padding. If a bucket was padded, every parameter from the second bucket on gets the
+values of another. A tied embedding has a bucket of its own, and overlapped reductions have many. Megatron fixed this
+after 0.19.2, in https://github.com/NVIDIA/Megatron-LM/pull/5077.
 """
 
 from __future__ import annotations

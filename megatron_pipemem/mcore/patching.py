@@ -1,4 +1,4 @@
-"""Rebinding upstream symbols: checked before, reversible after. ``symbols`` lists them."""
+"""Rebind upstream symbols: checked before, reversible after. ``symbols`` lists them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,13 @@ TESTED_VERSIONS = ("0.19.0", "0.19.2")
 
 @dataclass(frozen=True)
 class Symbol:
-    """A function of Megatron that this package replaces or uses.
+    """A function of Megatron that this package replaces or uses."""
 
-    Args:
-        module: dotted name of the module.
-        name: attribute of the module, or ``Class.attribute``.
-        parameters: names that must be among its parameters. A missing one means that the function changed its
-            meaning; additional ones are fine because replacements pass on what they do not know.
-        by_name: others import the function itself, and not its module; it is replaced wherever a module holds it.
-    """
-
-    module: str
-    name: str
+    module: str  # dotted name
+    name: str  # attribute of the module, or ``Class.attribute``
+    # names that must be among its parameters: without one of them the function has changed its meaning
     parameters: tuple[str, ...] = ()
-    by_name: bool = False
+    by_name: bool = False  # modules import the function itself, so it is replaced in every module that holds it
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -92,10 +85,10 @@ Replacements = list[tuple[Symbol, Callable]]
 
 
 class Feature:
-    """A part of this package that changes what Megatron does."""
+    """A part of this package that replaces functions of Megatron."""
 
     def replacements(self) -> Replacements:
-        """Return what to rebind; those of ``megatron.training`` are left out of programs that do not use it."""
+        """Return the replacements. Those of ``megatron.training`` are left out of programs that do not use it."""
         return []
 
 
@@ -109,17 +102,14 @@ class PatchSet:
 
     @property
     def names(self) -> list[str]:
-        """Return what is replaced, each once, by its name within its module."""
+        """Return the replaced symbols, each once, by their names within their modules."""
         return list(dict.fromkeys(symbol.name for symbol in self._symbols))
 
     def install(self, replacements: Replacements) -> None:
-        """Replace every symbol, all of them or none: whatever fails leaves every symbol as it was.
+        """Replace every symbol or, if one fails, none. Raise an UpstreamError if a symbol is missing or changed.
 
         Of several replacements of one symbol, each gets the one before it as its original. A replacement keeps the
-        attributes of the original, but for those that the function in its place has too.
-
-        Raises:
-            UpstreamError: a symbol is missing or changed.
+        attributes of the original, except those that the new function has too.
         """
         for symbol, _ in replacements:
             symbol.resolve()
@@ -158,13 +148,11 @@ _HOLD_NOTHING = {*sys.stdlib_module_names, *_OF_PYTHON, *_OF_TORCH, *_LIBRARIES}
 
 
 def _rebind(pairs: Sequence[tuple[Callable, Callable]]) -> None:
-    """Put functions in the place of others in every module that holds those, under whatever name.
+    """Replace functions in every module that holds them, under any name.
 
-    Training has imported thousands of modules, so all pairs go through them together. Most are Python's own, PyTorch's, or of
-    libraries that Megatron uses, and hold nothing of Megatron.
-
-    Args:
-        pairs: what is held, and what is wanted in its place; which another pair may replace in turn.
+    Training has imported thousands of modules, so all pairs of a held and a wanted function are handled together.
+    Another pair may replace a wanted function in turn. Most modules are Python's own, PyTorch's, or of libraries that
+    Megatron uses, and hold nothing of Megatron.
     """
     if not pairs:
         return

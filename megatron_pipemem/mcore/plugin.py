@@ -1,4 +1,4 @@
-"""Switching the plugin on and off."""
+"""Enable and disable the plugin."""
 
 from __future__ import annotations
 
@@ -52,14 +52,7 @@ class _Enabled:
 
     @classmethod
     def of(cls, request: Request) -> _Enabled:
-        """Make what such a run consists of; nothing is rebound.
-
-        Args:
-            request: checked.
-
-        Raises:
-            OutputError: an output cannot be written.
-        """
+        """Make the parts of a run for a checked request. Nothing is rebound."""
         record, recording = None, []
         if request.trace is not None or request.report is not None:
             from megatron_pipemem.mcore.report.recording import Recording
@@ -100,11 +93,7 @@ class _Enabled:
         return cls(request, features, PatchSet(), forward_backward, ProgramChunks(chunk_placement), record)
 
     def install(self) -> None:
-        """Rebind what the features ask for.
-
-        Raises:
-            UpstreamError: this Megatron-Core lacks a symbol we rely on. Nothing has been changed then.
-        """
+        """Rebind the symbols of all features. After an UpstreamError nothing is changed."""
         for symbol in USED:
             symbol.resolve()
         with_training = is_imported("megatron.training.training")
@@ -113,7 +102,7 @@ class _Enabled:
 
 
 def _pricing(request: Request, programs: Programs) -> list[Extension]:
-    """Return what replaces the prices that a run begins with by those of its model and of its steps."""
+    """Return the extensions that replace the initial prices by those of the model and of the steps."""
     pricing: list[Extension] = []
     if programs.costs.part_prices is not None:
         from megatron_pipemem.mcore.replanning import LayersOfStages
@@ -248,7 +237,7 @@ def _program_chunks() -> ProgramChunks:
 
 
 def _brief(request: Request) -> str:
-    """Return what differs from the defaults."""
+    """Return the settings that differ from the defaults."""
     others = (each for each in fields(request) if each.name not in ("schedule", "file"))
     chosen = [
         f"{each.name} {getattr(request, each.name)}"

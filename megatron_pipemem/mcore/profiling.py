@@ -1,4 +1,4 @@
-"""Takes apart what stages of a model hold and take when they run on this device, alone (``lone_stage``)."""
+"""Measure the parts of a model's stages on this device: time and memory of each stage, run alone (``lone_stage``)."""
 
 from __future__ import annotations
 
@@ -22,18 +22,12 @@ from megatron_pipemem.schedule.display import doing
 
 
 def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats: int = 5) -> Profile:
-    """Run stages of one and two layers of every kind, with the embedding, with the head and without either, and take them
-    apart.
+    """Run stages of one and two layers of every kind, with the embedding, with the head and without either, and
+    separate their parts.
 
-    Args:
-        model: the shape.
-        execution: how it runs.
-        cluster: count bytes with fake tensors and take the planner's prices for it as seconds; ``None`` runs the stages on
-            this device.
-        repeats: microbatches that are timed, after one that is not.
-
-    Raises:
-        UnsupportedError: it cannot be run this way; the message says which way can.
+    With a cluster, count bytes with fake tensors and take the planner's prices for it as seconds. Without one, run the
+    stages on this device and time ``repeats`` microbatches after a first one. Raise an UnsupportedError with the remedy
+    if the model cannot run this way.
     """
     fake = cluster is not None
     _check(model, execution, fake)
@@ -87,7 +81,7 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
 
 
 def device_name() -> str:
-    """Return the name of what this process computes on."""
+    """Return the name of the device of this process."""
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
 
 
@@ -126,7 +120,7 @@ def _stage_part(
 
 
 def _excess(part: Part, layer: Passes) -> Passes:
-    """Return what a stage of one layer takes beyond its layer; small frames may seem to take less than nothing."""
+    """Return the time and bytes of a stage of one layer beyond its layer. Small frames may seem negative."""
     over = part.seconds + layer * -1
     return Passes(max(0.0, over.forward), max(0.0, over.input), max(0.0, over.weight))
 

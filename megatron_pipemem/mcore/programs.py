@@ -1,8 +1,8 @@
-"""Keep the programs of a run: what the user asked, chosen with what the run has measured so far, lowered and proved once.
+"""Keep the programs of a run: chosen for the request with the measurements so far, lowered and proved once.
 
-What is searched for is chosen on world rank 0, and the others take it over. The placement of a search is chosen when the model
-is built, because layers cannot move afterwards; all later searches keep it. Unless everything is known beforehand, the first
-step of a cap in bytes or of offload runs one microbatch after another, so that its bytes can be counted.
+World rank 0 searches, and the other ranks take over its result. The placement of a search is chosen when the model is
+built, because layers cannot move afterwards. All later searches keep it. With a cap in bytes or with offload, the first
+step runs one microbatch after another to count its bytes, unless they are known beforehand.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _KEPT = 16
 
 
 def announce(plan: Choice) -> None:
-    """Log what is about to run, once for the job."""
+    """Log the plan of the coming steps, once for the job."""
     if not is_first_rank():
         return
     try:
@@ -52,7 +52,7 @@ def announce(plan: Choice) -> None:
 
 
 class Host(Protocol):
-    """What activations may leave the device for. All ranks of the job ask at the same time."""
+    """The host memory that activations may leave the device for. All ranks of the job ask at the same time."""
 
     def budget(self) -> int:
         """Bytes of host memory that every rank may take."""
@@ -66,7 +66,7 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class MeasurementUpdate:
-    """Say why and with what to plan anew."""
+    """The reason and the measurements for a new plan."""
 
     reason: str
     costs: Costs | None
@@ -141,7 +141,7 @@ class Programs:
 
     @property
     def needs_bytes(self) -> bool:
-        """Return whether nothing can be planned before a step has shown what actions take and give back."""
+        """Return whether a step has to count the bytes of actions before anything can be planned."""
         return self.knowledge.lacks_bytes(self.request)
 
     @property
@@ -199,7 +199,7 @@ class Programs:
         return program
 
     def renew(self, update: MeasurementUpdate) -> None:
-        """Plan again, with what is known now, whatever training steps come."""
+        """Plan all coming training steps again, with the present knowledge."""
         self.measured(update.costs, update.changes)
         self._update = update
         self.renewals += 1
@@ -214,7 +214,7 @@ class Programs:
         self._update = None
 
     def measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> None:
-        """Plan from now on with the seconds and the bytes that the run has measured; ``None`` for what it has not."""
+        """Plan with these measured seconds and bytes from now on; ``None`` for those that were not measured."""
         self.knowledge = self.knowledge.with_measured(costs, changes)
         self._answers.clear()
 
@@ -238,10 +238,9 @@ class Programs:
             self._answers.clear()
 
     def placement(self, num_devices: int, chunks: int | None) -> Placement:
-        """Return the placement for a model with that many chunks per rank; ``None`` where nobody knows them yet.
+        """Return the placement for a model with that many chunks per rank, ``None`` if not known yet.
 
-        Raises:
-            UnsupportedError: there is none on that many devices.
+        Raise an UnsupportedError if there is none on that many devices.
         """
         if self.request.file is not None:
             check_devices_of_file(self.request.file, num_devices)
@@ -289,9 +288,7 @@ class Programs:
         return replace(plan.costs, memory=counted.memory)
 
     def ways(self, placement: Placement, chunks: int) -> dict[int, Schedule]:
-        """Return what most training steps would run without vocabulary passes and with those of either algorithm, where
-        that is possible.
-        """
+        """Return the usual schedule without vocabulary passes and with those of either algorithm, if they are possible."""
         microbatches = microbatches_of_the_run() or 4 * placement.num_devices
         shape, known = Shape(placement.num_devices, chunks, microbatches), self._known(placement)
 
@@ -354,7 +351,9 @@ class Programs:
         return placement
 
     def _known(self, placement: Placement | None) -> Knowledge:
-        """Return what is known, of the host too if anything is sent there. Every rank of the job asks at the same time."""
+        """Return all knowledge, with that of the host if activations may leave. Every rank of the job calls this at the
+        same time.
+        """
         known = replace(self.knowledge, placement=placement)
         host = self.host
         if host is None or self.request.offload == OFF:
@@ -417,7 +416,7 @@ class Programs:
 
 
 def microbatches_of_the_run() -> int | None:
-    """Return what Megatron's own calculator says, where a training loop has set it up."""
+    """Return the number in Megatron's own calculator, if a training loop has set it up."""
     try:
         return num_microbatches_calculator.get_num_microbatches()
     except AttributeError:

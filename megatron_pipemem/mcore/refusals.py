@@ -38,16 +38,7 @@ def check_config(config, *wanted: Refusals) -> None:
 
 
 def check_sharing(config, schedule: str, placement: Placement) -> None:
-    """Refuse a configuration that gives a rank layers which the placement would put elsewhere.
-
-    Args:
-        config: Megatron's configuration of the model.
-        schedule: its name, for the message.
-        placement: of the schedule.
-
-    Raises:
-        UnsupportedError: it does.
-    """
+    """Raise an UnsupportedError if a configuration gives a rank layers that the placement puts elsewhere."""
     for attribute in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         if getattr(config, attribute, None) is not None and is_folded(placement):
             raise UnsupportedError(
@@ -64,15 +55,9 @@ def check_sharing(config, schedule: str, placement: Placement) -> None:
 
 
 def check_model(config, splits: bool, recomputes: bool) -> None:
-    """Check a model's configuration. It is asked on every rank before the model is built.
+    """Raise an UnsupportedError if the model cannot be trained here, or not by schedules that split or recompute.
 
-    Args:
-        config: Megatron's configuration of the model.
-        splits: whether some schedule of the run may split a backward into I and W.
-        recomputes: whether one may recompute.
-
-    Raises:
-        UnsupportedError: the model cannot be trained here, or not by such schedules.
+    Every rank calls this before the model is built.
     """
     if is_active():
         refuse(_of(config), CPU)
@@ -95,16 +80,9 @@ def check_model(config, splits: bool, recomputes: bool) -> None:
 
 
 def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, replicas: int = 1) -> None:
-    """Refuse a model that is sharded by FSDP or has another number of chunks than the schedule.
+    """Raise an UnsupportedError if a model is sharded by FSDP or has another number of chunks than the schedule.
 
-    Args:
-        chunks: of this rank.
-        num_chunks: per rank, all replicas together, that the schedule has.
-        schedule: its name, for the message.
-        replicas: of the model that the schedule has.
-
-    Raises:
-        UnsupportedError: it is.
+    ``num_chunks`` are those of a rank, all replicas together.
     """
     for chunk in chunks:
         if "FullyShardedDataParallel" in type(chunk).__name__:
@@ -135,9 +113,7 @@ def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, 
 
 
 def _cannot_be_saved(chunk: torch.nn.Module) -> bool:
-    """Return whether a head of its own stands unused beside the embedding that takes its place, which Megatron asserts
-    against.
-    """
+    """Return whether the chunk has an unused head beside the embedding that replaces it. Megatron asserts against that."""
     model = unwrap_model(chunk)
     tied = getattr(model, "share_embeddings_and_output_weights", False) and not model.pre_process
     head = getattr(model, "output_layer", None)

@@ -42,7 +42,7 @@ class LayersOfStages(Extension):
 
 @dataclass(frozen=True)
 class _Contribution:
-    """Hold what one rank has seen, or why it could not."""
+    """The measurements of one rank, or the reason why it has none."""
 
     device: int
     changes: dict[Kind, tuple[int, ...]] | None
@@ -52,11 +52,11 @@ class _Contribution:
 
 
 class Replanner(Extension):
-    """Measures training steps and says, at the start of the same step on every rank, when there is an update.
+    """Measures training steps, and plans anew at the start of the same step on every rank.
 
     Bytes are counted in the first step. Seconds are taken from the steps after it, and read one step later, when the
-    GPU has long passed them; after ``FIRST_STEPS`` they replace the costs that the run began with, then every ``WINDOW``
-    steps they are compared with them. A rank that cannot measure says so, and the plan stays.
+    GPU has long passed them. After ``FIRST_STEPS`` they replace the initial costs. Every ``WINDOW`` steps they are
+    compared with the costs in use. If a rank cannot measure, the plan stays.
     """
 
     only_trains = True
@@ -119,12 +119,10 @@ class Replanner(Extension):
     def before_step(
         self, shape: Shape, device: int, measure_links: Callable[[], dict[Edge, float]]
     ) -> MeasurementUpdate | None:
-        """Return what has changed, alike on every rank. Every rank of the job calls this before every training step.
+        """Return the change of costs, the same on every rank. Every rank of the job calls this before every training
+        step.
 
-        Args:
-            shape: of the coming step.
-            device: this rank's place in the pipeline.
-            measure_links: times the messages of this pipeline.
+        ``shape`` is that of the coming step, ``device`` this rank's place in its pipeline.
         """
         counted = self._counted
         timed = self._needs_seconds and self._stopwatch.steps >= (WINDOW if self._has_seconds else FIRST_STEPS)
@@ -171,14 +169,7 @@ class Replanner(Extension):
 
 
 def merge_bytes(seen: Sequence[_Contribution], placement: Placement, slices: int = 1) -> dict[Kind, tuple[int, ...]]:
-    """Return the bytes of every stage and slice, stage by stage, from the rank that holds most for it: replicas may have
-    seen other batches.
-
-    Args:
-        seen: what every rank has counted.
-        placement: of the stages.
-        slices: sequence slices of a microbatch.
-    """
+    """Return the bytes of every stage and slice, from the rank that holds the most: replicas may have other batches."""
     kinds = {kind for each in seen if each.changes for kind in each.changes}
 
     def most(stage: int, device: int) -> dict[Kind, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Show what this package logs in a run that a command line has started."""
+"""Show the package's log in a run that a command line has started."""
 
 from __future__ import annotations
 

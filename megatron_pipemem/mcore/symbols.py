@@ -1,6 +1,6 @@
-"""Everything of Megatron that this package replaces, or uses though it is not a public interface.
+"""All functions of Megatron that this package replaces, and private ones that it uses.
 
-``enable()`` asks for all of ``USED`` and for what it is about to replace, with these parameters, before it touches anything.
+``enable()`` checks ``USED`` and the replaced functions, with these parameters, before it changes anything.
 """
 
 from __future__ import annotations

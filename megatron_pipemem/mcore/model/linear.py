@@ -42,13 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def split_linear(original: Callable, *args, **kwargs) -> torch.Tensor:
-    """Return the stock function's result; its weight gradient is deferred while a queue is collecting.
-
-    Args:
-        original: the stock function.
-        args: of it.
-        kwargs: of it, by name.
-    """
+    """Return the stock function's result. Its weight gradient is deferred while a queue collects."""
     queue = current_queue()
     output = None if queue is None else _split(queue, *args, **kwargs)
     return countable_linear(original, *args, **kwargs) if output is None else output
@@ -71,8 +65,8 @@ def _split(
     tp_group: dist.ProcessGroup | None = None,
     **newer,
 ) -> torch.Tensor | None:
-    """Return the layer's output, ``None`` where stock has to compute it. Behind ``queue`` come the stock function's
-    arguments.
+    """Return the layer's output, or ``None`` if stock has to compute it. The other arguments are those of the stock
+    function.
     """
     unknown = [name for name, value in newer.items() if value is not None and (name, value) != ("gtp_remat_size", 1)]
     if unknown:
@@ -97,16 +91,10 @@ def _tell_unsplit(argument: str) -> None:
 
 
 def countable_linear(original: Callable, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-    """Return the stock function's result, in a way that the activation ledger may watch.
+    """Return the stock function's result, computed so that the activation ledger can watch.
 
-    With fused gradient accumulation its backward marks the weight that it saved, and DDP looks for the mark on the
-    parameter: they have to be the same object.
-
-    Args:
-        original: the stock function.
-        input: of the layer.
-        args: further arguments of the stock function.
-        kwargs: the same by name.
+    With fused gradient accumulation the backward marks the weight that it saved, and DDP looks for the mark on the
+    parameter. So both have to be the same object.
     """
 
     with saved_as_is(input):
@@ -115,11 +103,11 @@ def countable_linear(original: Callable, input: torch.Tensor, *args, **kwargs) -
 
 @dataclass(frozen=True)
 class _Call:
-    """Hold what the backward needs beside tensors.
+    """The inputs of the backward that are not tensors.
 
-    The weight travels here: a node with the weight as an input and ``None`` as its gradient would still fire the weight's
-    AccumulateGrad hooks, and DDP would take that for the gradient being ready. Where the gradient is not put off, the weight
-    is an input as well.
+    The weight is one of them. A node with the weight as an input and ``None`` as its gradient would fire the weight's
+    AccumulateGrad hooks, and DDP would take the gradient for ready. If the gradient is not deferred, the weight is an
+    input as well.
     """
 
     queue: WeightGradientQueue
@@ -204,7 +192,7 @@ class _LinearWeightGradient(DeferredWeightGradient):
         add_gradient(self.weight, self.gradient())
 
     def gradient(self) -> torch.Tensor:
-        """Return what autograd would be given; with fusion the gradient is in ``main_grad``, and this is none."""
+        """Return the gradient for autograd. With fusion there is none, because it is in ``main_grad``."""
         weight: Any = self.weight  # with Megatron's attributes
         assert self._arriving is not None, "begin() comes first"
         grad_output, total_input = prepare_input_tensors_for_wgrad_compute(*(each.wait() for each in self._arriving))
@@ -225,10 +213,8 @@ class _LinearWeightGradient(DeferredWeightGradient):
 
 
 def sharded_gradients(keeps: Callable[[dist.ProcessGroup], bool]) -> Callable:
-    """Return the gather of a row-parallel layer's output gradient that remembers the shard.
-
-    Args:
-        keeps: whether to keep the shards of a group of ranks.
+    """Return the gather of a row-parallel layer's output gradient that remembers the shard, for groups that ``keeps``
+    names.
     """
 
     def backward(original: Callable, ctx, grad_output: torch.Tensor) -> tuple:
@@ -243,7 +229,7 @@ def sharded_gradients(keeps: Callable[[dist.ProcessGroup], bool]) -> Callable:
 
 
 def add_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Do what AccumulateGrad would have done; its hook is the queue's business."""
+    """Add a gradient as AccumulateGrad does, without its hook, which the queue calls."""
     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 
@@ -269,12 +255,7 @@ _EXPERTS = re.compile(r"(?:^|\.)experts\.(?:local_experts\.\d+\.)?linear_(fc[12]
 
 
 def early_modules(asked: str, config: Any) -> frozenset[EarlyWeights]:
-    """Return the modules of a model whose weight gradients are computed in I.
-
-    Args:
-        asked: see ``options.early_weights``.
-        config: Megatron's configuration of the model.
-    """
+    """Return the modules of a model whose weight gradients are computed in I (``options.early_weights``)."""
     if not getattr(config, "num_moe_experts", None):
         return early_weights(asked, 0, 0)
     ranks = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
@@ -283,12 +264,7 @@ def early_modules(asked: str, config: Any) -> frozenset[EarlyWeights]:
 
 
 def mark_early(chunks: Sequence[torch.nn.Module], modules: Collection[EarlyWeights]) -> list[torch.nn.Parameter]:
-    """Mark the weights of these modules. Returns those that were not marked before.
-
-    Args:
-        chunks: of this rank.
-        modules: to compute the gradients of in I.
-    """
+    """Mark the weights of these modules, and return those that were not marked before."""
     found = dict.fromkeys(weight for chunk in chunks for name, weight in _weights(chunk) if name in modules)
     marked = [weight for weight in found if not is_early(weight)]
     for weight in marked:
@@ -312,15 +288,11 @@ def _weights(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]
 
 
 def split_embedding(original: Callable, embedding: VocabParallelEmbedding, input_: torch.Tensor) -> torch.Tensor:
-    """Run in the place of ``VocabParallelEmbedding.forward``: leave the weight gradient of a copy of the embedding to W.
+    """Look up tokens as ``VocabParallelEmbedding.forward``, and leave the weight gradient of a copy of the embedding to
+    W.
 
-    The copy on the stage of multi-token prediction may be the head's weight too. Autograd would sum what both give it within
-    one backward, so both are left to one W. Other embeddings, and those cut by tensor parallelism, are stock's.
-
-    Args:
-        original: the stock function.
-        embedding: the module.
-        input_: token numbers, ``[b, s]``.
+    The copy on the stage of multi-token prediction may be the head's weight too. Autograd would sum both gradients
+    within one backward, so both are left to one W. Other embeddings, and those cut by tensor parallelism, are stock's.
     """
     queue = current_queue()
     if queue is None or not defers() or is_early(embedding.weight) or not torch.is_grad_enabled():
@@ -368,7 +340,7 @@ class _EmbeddingWeightGradient(DeferredWeightGradient):
 
 @contextmanager
 def logged_before() -> Iterator[None]:
-    """Let what runs within this block, once more, log no losses of multi-token prediction."""
+    """Log no losses of multi-token prediction within this block, because it runs a second time."""
     tracker, MTPLossLoggingHelper.tracker = MTPLossLoggingHelper.tracker, {}
     try:
         yield

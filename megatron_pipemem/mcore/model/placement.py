@@ -1,14 +1,14 @@
 """Make Megatron build and run placements that it cannot express.
 
-Megatron deals model chunks round robin: chunk ``c`` of pipeline rank ``r`` is stage ``c * p + r``. In a V, device ``r`` holds
-stage ``2p - 1 - r`` as its chunk 1, which round robin would have given to rank ``p - 1 - r``. So one idea covers every
-placement: *a chunk is built and run as if its device were the rank that round robin would give this chunk*. While a chunk
-is being built or executed, Megatron's question "which pipeline rank am I" gets that rank for an answer; layer numbers, layouts,
-embedding, head and batch reading then come out right by themselves. Outside, the answer is the real rank.
+Megatron deals model chunks round robin: chunk ``c`` of pipeline rank ``r`` is stage ``c * p + r``. In a V, device ``r``
+holds stage ``2p - 1 - r`` as its chunk 1, which round robin would give to rank ``p - 1 - r``. One idea covers every
+placement: *a chunk is built and run as if its device were the rank that round robin would give this chunk*. While a
+chunk is built or executed, Megatron's question "which pipeline rank am I" gets that rank for an answer. Layer numbers,
+layouts, embedding, head and batch reading are then right by themselves. Outside, the answer is the real rank.
 
-A bidirectional pipeline has two replicas of the model, one stage of either per device. Megatron knows of one and has no virtual
-pipeline then; the other replica's stages are the devices' chunk 1, of whom the same idea holds. What both replicas share, their
-values and their place in checkpoints and norms, is in ``features/replicas``.
+A bidirectional pipeline has two replicas of the model, one stage of either per device. Megatron sees one replica,
+without a virtual pipeline. The other replica's stages are the chunks 1 of the devices, for which the same idea holds.
+``features/replicas`` makes their values, checkpoints and norms one model's.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from megatron_pipemem.schedule.placement import Placement
 
 
 class DealtRank(int):
-    """The rank that round robin would give a chunk. Whoever hands it on asks about that chunk and about no real rank."""
+    """The rank that round robin would give a chunk. Questions with it are about that chunk, not about a real rank."""
 
 
 class RoundRobinRank(torch.distributed.ProcessGroup):
@@ -62,24 +62,12 @@ class RoundRobinRank(torch.distributed.ProcessGroup):
 
 
 def round_robin_rank(placement: Placement, device: int, chunk: int) -> int:
-    """Return the pipeline rank that would hold a chunk if chunks were dealt round robin.
-
-    Args:
-        placement: which stage the chunk is.
-        device: that holds it.
-        chunk: its index among the device's chunks.
-    """
+    """Return the pipeline rank that would hold this chunk of a device if chunks were dealt round robin."""
     return placement.stages[device][chunk] % placement.num_devices
 
 
 def groups_of_chunk(groups: ProcessGroupCollection, placement: Placement, chunk: int) -> ProcessGroupCollection:
-    """Return Megatron's process groups as a chunk of this rank is to see them.
-
-    Args:
-        groups: of this rank.
-        placement: of the schedule.
-        chunk: its index among this rank's chunks.
-    """
+    """Return Megatron's process groups in the view of a chunk of this rank."""
     rank = round_robin_rank(placement, groups.pp.rank(), chunk)
     seen = copy.copy(groups)
     if rank != groups.pp.rank():
@@ -96,35 +84,25 @@ _REAL_RANK = nullcontext()
 
 @dataclass(eq=False)
 class ChunkPlacement(Feature):
-    """Answers Megatron's questions about ranks for the chunks of one schedule family.
+    """Answers Megatron's questions about ranks for the chunks of one schedule family."""
 
-    Args:
-        find: ``find(num_devices, num_chunks)`` gives the placement; ``num_chunks`` is ``None`` where nobody knows it yet.
-        is_round_robin: the placement can be no other than Megatron's own, and nothing has to be answered differently.
-        cut: ``cut(chunks, placement, pg_collection)``, called for a rank's chunks when they have been built, or ``None``.
-        name: of the schedule, for messages.
-    """
-
+    # returns the placement for ``(num_devices, num_chunks)``; ``num_chunks`` is ``None`` if it is not known yet
     find: Callable[[int, int | None], Placement]
-    is_round_robin: bool
+    is_round_robin: bool  # the placement can only be Megatron's own, and all answers are stock's
+    # called as ``cut(chunks, placement, pg_collection)`` when a rank's chunks have been built
     cut: Callable[[list[torch.nn.Module], Placement, ProcessGroupCollection], None] | None = None
-    name: str = ""
+    name: str = ""  # of the schedule, for messages
+    # makes the replicas of a rank's stages equal, if the placement has several
     replicate: Callable[[list[torch.nn.Module], Placement, dist.ProcessGroup], None] | None = None
-    """makes the replicas of a rank's stages equal, where the placement has several"""
     _found: dict[tuple[int, int | None], Placement] = field(default_factory=dict)
     _rank_now: int | None = None
     _num_chunks: int | None = None
 
     def placement(self, num_devices: int, num_chunks: int | None = None) -> Placement:
-        """Return the placement on that many devices.
+        """Return the placement on that many devices, or raise an UnsupportedError if Megatron cannot build it.
 
-        Args:
-            num_devices: pipeline ranks.
-            num_chunks: model chunks per rank; by default those of the model that was built last, or, before that, of
-                Megatron's virtual pipeline.
-
-        Raises:
-            UnsupportedError: Megatron cannot build it.
+        ``num_chunks`` are by default those of the model that was built last, or before that of Megatron's virtual
+        pipeline.
         """
         key = (num_devices, num_chunks or self._num_chunks or virtual_pipeline_size())
         if key not in self._found:
@@ -164,7 +142,7 @@ class ChunkPlacement(Feature):
             self._rank_now = outer
 
     def replacements(self) -> Replacements:
-        """Return what to rebind for this placement; nothing for round robin itself with an uncut model."""
+        """Return the replacements for this placement: none for round robin itself with an uncut model."""
         ranks: Replacements = [
             (RANK, lambda original: original() if self._rank_now is None else self._rank_now),
             (IS_FIRST, self._predicate),
@@ -195,16 +173,13 @@ class ChunkPlacement(Feature):
     def build_chunks(
         self, build: Callable[..., torch.nn.Module], pg_collection, vp_size: int | None
     ) -> list[torch.nn.Module]:
-        """Build this rank's chunks in order, the two ends of a tied embedding and all replicas of a stage equal.
+        """Build this rank's chunks in order, with equal values at the two ends of a tied embedding and in all replicas
+        of a stage.
 
-        Args:
-            build: ``build(pre_process=, post_process=, vp_stage=, pg_collection=) -> module``.
-            pg_collection: Megatron's process groups; every chunk gets a copy with its own view of the pipeline.
-            vp_size: Megatron's number of virtual stages per rank, for which it counts every chunk's layers; ``None`` for one.
-
-        Raises:
-            UnsupportedError: the schedule needs another number of them, or the model's configuration shares layers out in a
-                way that this placement does not keep.
+        The call is ``build(pre_process=, post_process=, vp_stage=, pg_collection=) -> module``. Every chunk gets a copy
+        of the process groups with its own view of the pipeline. Megatron counts every chunk's layers for ``vp_size``
+        virtual stages per rank. Raise an UnsupportedError if the schedule needs another number of them, or if this
+        placement does not keep the configuration's share of layers.
         """
         device, p = pg_collection.pp.rank(), pg_collection.pp.size()
         placement = self.for_model(p, vp_size)
@@ -232,18 +207,15 @@ class ChunkPlacement(Feature):
         return chunks
 
     def settle_chunk(self, module: Any, chunk: int) -> None:
-        """Let a chunk that has been built save itself as what it is, and refuse to generate."""
+        """Let a chunk save itself under its own layer numbers, and refuse to generate."""
         # Layer numbers in checkpoint keys are computed anew at every save and load.
         module.sharded_state_dict = self._as_rank(self._rank_of(chunk))(module.sharded_state_dict)
         module.register_forward_pre_hook(_refuse_generation, with_kwargs=True)
 
     def _layers_of_stage(self, original: Callable[..., int], model, *args, **kwargs) -> int:
-        """Count layers for a stage that is named from outside of a chunk, by its real rank and its chunk.
+        """Count the layers of a stage that is named outside of a chunk, by its real rank and its chunk.
 
-        Args:
-            original: counts them for a rank as round robin deals them.
-            model: its configuration or layout.
-            args, kwargs: of the original.
+        ``original`` counts them for a rank that round robin deals.
         """
         if self.is_in_chunk:
             return original(model, *args, **kwargs)
@@ -260,16 +232,7 @@ class ChunkPlacement(Feature):
             return original(*asked.args, **asked.kwargs)
 
     def check_built(self, chunks: list[torch.nn.Module], placement: Placement, device: int) -> None:
-        """Refuse chunks that hold other layers than the placement says.
-
-        Args:
-            chunks: of this rank.
-            placement: of the schedule.
-            device: this rank's place in the pipeline.
-
-        Raises:
-            UnsupportedError: the model was built before ``enable()`` or around it.
-        """
+        """Raise an UnsupportedError if a chunk was built before ``enable()`` or around it, and holds other layers."""
         if placement.is_round_robin:
             return
         for chunk, module in enumerate(chunks):
@@ -398,11 +361,7 @@ _BUILD = "build the chunks with build_model_chunks()"
 
 @dataclass(eq=False)
 class ProgramChunks:
-    """Places the chunks that a program builds by itself.
-
-    Args:
-        placement: of the schedule.
-    """
+    """Places the chunks that a program builds by itself."""
 
     placement: ChunkPlacement
     _built: list[torch.nn.Module] = field(default_factory=list)

@@ -37,14 +37,11 @@ def expert_layers(model: torch.nn.Module) -> tuple[MoELayer, ...]:
 
 @contextmanager
 def nothing_left_behind(layers: Sequence[MoELayer]) -> Iterator[None]:
-    """Take from the token dispatchers, when this block ends, the tensors that it has left there.
+    """Remove from the token dispatchers of these layers, when this block ends, the tensors that it has left there.
 
-    Megatron's dispatchers keep probabilities and routing of the last microbatch, and with them its graph and the stage's
-    input, until the next one comes, which may be long after its backward. The flex dispatcher keeps them in its manager of
-    DeepEP, HybridEP or NCCL EP.
-
-    Args:
-        layers: whose dispatchers work in this block.
+    Megatron's dispatchers keep probabilities and routing of the last microbatch, and with them its graph and the
+    stage's input. They keep them until the next microbatch, which may be long after its backward. The flex dispatcher
+    keeps them in its manager of DeepEP, HybridEP or NCCL EP.
     """
     keepers = [
         vars(keeper)
@@ -62,12 +59,10 @@ def nothing_left_behind(layers: Sequence[MoELayer]) -> Iterator[None]:
 
 @contextmanager
 def routing_noted(models: Iterable[torch.nn.Module], note: Callable[[int, int, int], None]) -> Iterator[None]:
-    """Tell ``note``, within this block, whenever the experts of a layer get tokens.
+    """Call ``note`` within this block whenever the experts of a layer get tokens.
 
-    Args:
-        models: whose layers.
-        note: gets the number of tokens, each counted once per expert that gets it; the most that it can be under a capacity
-            factor, 0 without one; and what it would be if all experts got as many.
+    Its arguments are the number of tokens, each counted once per expert that gets it; the most under a capacity factor,
+    0 without one; and the number if all experts got as many.
     """
 
     def tell(layer: MoELayer, experts: torch.nn.Module, arguments: tuple) -> None:
@@ -113,9 +108,9 @@ def regions_of(model: torch.nn.Module) -> Iterator[None]:
     """Make the cheap parts of the model, while it runs within this block, regions of the recording forward
     (``runtime.selective``).
 
-    Cheap are all norms that stand alone (not those that Transformer Engine fuses with a linear layer), what stands between the
-    two linear layers of an MLP, and attention between its projections where it is Megatron's own, which keeps ``s x s``
-    scores. What Megatron's own ``--recompute-*`` flags run under a checkpoint keeps nothing anyway.
+    Cheap are norms that stand alone (not those that Transformer Engine fuses with a linear layer), the part between the
+    two linear layers of an MLP, and Megatron's own attention between its projections, which keeps ``s x s`` scores.
+    Parts that Megatron's own ``--recompute-*`` flags run under a checkpoint keep nothing.
     """
     norms = {
         child
@@ -139,7 +134,7 @@ def regions_of(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _shadowed(module: torch.nn.Module, stand_ins: Mapping[str, object]) -> Iterator[None]:
-    """Let attributes of the instance hide what its class or its parts have: hooks on the module run as ever."""
+    """Let attributes of the instance hide those of its class or its parts. Hooks on the module run as usual."""
     before = {name: module.__dict__[name] for name in stand_ins if name in module.__dict__}
     module.__dict__.update(stand_ins)
     try:
@@ -199,60 +194,35 @@ _NOTHING = nullcontext()
 
 @dataclass
 class StepContext:
-    """Hold what all chunks of a rank share within one call of the forward-backward function.
-
-    Args:
-        config: Megatron's configuration of the model.
-        forward_step_func: the user's forward step.
-        num_microbatches: microbatches per update of the weights.
-        cp_group_size: context-parallel size, for loss scaling.
-        forward_only: evaluation.
-        collect_non_loss_data: as in Megatron.
-        first_val_step: as in Megatron.
-        force_all_reduce: reduce gradients fully even under the distributed optimizer.
-        loss_data: what the loss function reports, microbatch by microbatch.
-        num_tokens: that the losses of this rank are of, a whole number in a tensor without dimensions.
-        order: by the number that the schedule gives a microbatch, its place among those of the data iterator; ``None`` where
-            they are the same.
-    """
+    """The data that all chunks of a rank share within one call of the forward-backward function."""
 
     config: Any
     forward_step_func: Callable
-    num_microbatches: int
-    cp_group_size: int
+    num_microbatches: int  # per update of the weights
+    cp_group_size: int  # context-parallel size, for loss scaling
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
-    force_all_reduce: bool
-    loss_data: list = field(default_factory=list)
+    force_all_reduce: bool  # reduce gradients fully, also under the distributed optimizer
+    loss_data: list = field(default_factory=list)  # the reports of the loss function, microbatch by microbatch
+    # tokens of this rank's losses, a whole number in a tensor without dimensions
     num_tokens: torch.Tensor = field(kw_only=True)
+    # index: the number of a microbatch in the schedule; value: its place in the data iterator; ``None`` if equal
     order: Sequence[int] | None = None
 
 
 @dataclass
 class ChunkStage:
-    """A stage of the pipeline on stock Megatron (see ``runtime.executor.StageRunner``).
-
-    Args:
-        step: shared by the rank's chunks.
-        model: the chunk as the training loop holds it, wrapped by DDP or not.
-        data_iterator: the chunk's own iterator.
-        chunk: index among the rank's chunks.
-        num_chunks: chunks of this rank that Megatron knows of.
-        is_last: whether this stage computes the loss.
-        placement: makes Megatron see the chunk's rank while it runs.
-        delayed: Transformer Engine modules of this chunk whose weight gradients wait.
-        counters: learn which tensors are no activations.
-    """
+    """A stage of the pipeline on stock Megatron (``runtime.executor.StageRunner``)."""
 
     step: StepContext
-    model: Any
+    model: Any  # the chunk of the training loop, wrapped by DDP or not
     data_iterator: Iterator | None
-    chunk: int
-    num_chunks: int
-    is_last: bool
+    chunk: int  # index among the rank's chunks
+    num_chunks: int  # chunks of this rank that Megatron sees
+    is_last: bool  # whether this stage computes the loss
     placement: ChunkPlacement
-    delayed: tuple[torch.nn.Module, ...]
+    delayed: tuple[torch.nn.Module, ...]  # Transformer Engine modules of this chunk whose weight gradients wait
     counters: Sequence[ActivationCounter] = ()
     _again: dict[int, _Again] = field(default_factory=dict)
     _has_run: bool = False
@@ -266,13 +236,7 @@ class ChunkStage:
         self._set_input_tensor = get_attr_wrapped_model(self.model, "set_input_tensor")
 
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
-        """Run the stage, as ``StageRunner.forward`` says.
-
-        Args:
-            microbatch: its number within the step.
-            input: the earlier stage's output; ``None`` on the stage that reads the data.
-            will_recompute: whether ``recompute`` will run this microbatch once more.
-        """
+        """Return the stage's output for a microbatch, with Megatron's own forward step (``StageRunner.forward``)."""
         step, data = self.step, self._data(microbatch)
         if will_recompute:
             data = None if data is None else Tape(data)
@@ -326,8 +290,8 @@ class ChunkStage:
         return result
 
     def _leave_out_weights(self) -> None:
-        """Tell counters of the weights that Transformer Engine quantises in the first forward and keeps: all backwards save
-        them.
+        """Exclude from the counters the weights that Transformer Engine quantises in the first forward: all backwards
+        save them.
         """
         kept = [
             weight
@@ -361,14 +325,7 @@ class ChunkStage:
         output: torch.Tensor,
         output_gradient: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Backpropagate, as ``StageRunner.backward`` says.
-
-        Args:
-            microbatch: as of ``forward``.
-            input: of the forward; ``None`` on the stage that reads the data.
-            output: of the forward.
-            output_gradient: gradient of the output; ``None`` for a loss.
-        """
+        """Backpropagate a microbatch, with Megatron's own backward step (``StageRunner.backward``)."""
         with self.as_chunk():
             gradient = schedules.backward_step(input, output, output_gradient, self.step.config)
         if self.delayed:
@@ -386,7 +343,7 @@ class ChunkStage:
             function(self.model.parameters())
 
     def as_chunk(self) -> AbstractContextManager:
-        """Let Megatron answer questions about ranks, within this block, for this chunk. Experts leave nothing behind in it."""
+        """Let Megatron answer questions about ranks for this chunk within this block. Experts leave no tensors in it."""
         chunk = self.placement.chunk(self.chunk)
         return self._leaving_nothing(chunk) if self._experts else chunk
 
@@ -408,13 +365,15 @@ def no_gradient_sync(config) -> Iterator[None]:
 
 
 class ActivationCounter(Protocol):
-    """Define who counts or moves activations, and must be told what is the batch and no activation."""
+    """An object that counts or moves activations, and must be given the tensors of the batch, which are not
+    activations.
+    """
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> object: ...
 
 
 def watch_batches(data_iterator, *counters: ActivationCounter):
-    """Return the same iterator or list of iterators, telling the counters what is the batch and no activation."""
+    """Return the same iterator or list of iterators, and give the tensors of each batch to the counters."""
     if isinstance(data_iterator, list):
         return [watch_batches(each, *counters) for each in data_iterator]
     return data_iterator if data_iterator is None or not counters else _BatchWatcher(data_iterator, counters)
@@ -446,10 +405,9 @@ class _BatchWatcher(IteratorWrapper):
 
 
 class Tape(IteratorWrapper):
-    """Passes on what an iterator yields; rewound, it yields the same once more and leaves the iterator alone.
+    """Passes on the items of an iterator. Rewound, it yields the same items again and leaves the iterator alone.
 
-    Raises:
-        UnsupportedError: data are read by a method of its own, which nobody can repeat.
+    It raises an UnsupportedError if the data are read by another method than ``next``, because that cannot be repeated.
     """
 
     def __init__(self, iterator: Iterator):
@@ -488,7 +446,7 @@ class Tape(IteratorWrapper):
 
 
 class _Again(NamedTuple):
-    """Hold what a forward needs to run once more as it ran: its data, and the states of the random number generators."""
+    """The inputs of a forward that runs a second time: its data, and the states of the random number generators."""
 
     data: Tape | None
     random_states: tuple

@@ -52,11 +52,10 @@ STAYS_DELAYED = (
 
 
 def replacements(splits: bool, recomputes: bool) -> Replacements:
-    """Check models that are built from now on, and make those with Transformer Engine delay their weight gradients.
+    """Return the replacements by which models are checked, and modules of Transformer Engine delay their weight
+    gradients.
 
-    Args:
-        splits: whether some schedule of the run may split a backward; otherwise nothing is delayed.
-        recomputes: whether one may recompute.
+    Nothing is delayed unless some schedule of the run ``splits`` a backward.
     """
 
     def build_model(original: Callable, model, config, *args, **kwargs) -> None:
@@ -96,11 +95,11 @@ def _hooked_by_module(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.P
 
 
 def uncountable(chunks: list[torch.nn.Module]) -> str | None:
-    """Return why no hook may watch what these chunks save for their backward, or ``None``.
+    """Return the reason why hooks must not watch the tensors that these chunks save, or ``None``.
 
-    With fused accumulation a module tells DDP by a mark on its weight that the gradient is in ``main_grad``. Before
-    ``MARKS_THE_PARAMETER`` it marks the weight that it saved, and of that a hook returns another object: DDP would find
-    neither mark nor gradient. Modules whose weight gradients are delayed are told by ``backward_dw()``.
+    With fused accumulation a module marks its weight to tell DDP that the gradient is in ``main_grad``. Before
+    ``MARKS_THE_PARAMETER`` it marks the weight that it saved. A hook returns another object for it, so DDP would find
+    neither mark nor gradient. Modules with delayed weight gradients use ``backward_dw()`` instead.
     """
     if not any(_marks_what_it_saved(part) for chunk in chunks for part in chunk.modules()):
         return None
@@ -142,10 +141,9 @@ def defer(modules: tuple[torch.nn.Module, ...], queue: WeightGradientQueue) -> N
 class DelayedWeightGradient(DeferredWeightGradient):
     """The weight gradients of one TE module for one microbatch.
 
-    Args:
-        module: keeps the work, and computes the oldest it has.
-        gradients: what autograd has found already: above all of biases that Megatron adds itself.
-        kept: the list of tensors that Transformer Engine keeps for this work. Some may be shards.
+    The module computes the oldest that it has. ``gradients`` are those that autograd has found already, above all of
+    biases that Megatron adds itself. ``kept`` is the list of tensors that Transformer Engine keeps for this work; some
+    may be shards.
     """
 
     module: Any
@@ -213,14 +211,12 @@ def _left_by_backward(module: Any) -> tuple[dict[torch.nn.Parameter, torch.Tenso
 
 
 def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacements:
-    """Let modules keep the shards of gathered tensors for their W.
+    """Return the replacements by which modules keep the shards of gathered tensors for their W, for groups that
+    ``keeps`` names.
 
-    Transformer Engine's backward gathers the input of a column-parallel layer and the output gradient of a row-parallel one.
-    Of a quantised tensor the shard is kept if it was quantised before it was gathered. A gather that quantises would choose
-    other scaling factors in W, so its result stays gathered.
-
-    Args:
-        keeps: whether to keep the shards of a group of ranks.
+    Transformer Engine's backward gathers the input of a column-parallel layer and the output gradient of a row-parallel
+    one. Of a quantised tensor the shard is kept if it was quantised before the gather. A gather that quantises would
+    choose other scaling factors in W, so its result stays gathered.
     """
 
     def gather(original: Callable, inp: Any, process_group, async_op: bool = False, quantizer: Any = None, **others):

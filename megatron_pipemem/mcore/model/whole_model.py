@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Chunk(NamedTuple):
-    """Hold what one model chunk holds."""
+    """The contents of one model chunk."""
 
     layers: tuple[int, ...]
     """global numbers, from 1"""
@@ -42,19 +42,11 @@ def check_whole_model(
     group: dist.ProcessGroup,
     check_own: Callable[[], None],
 ) -> None:
-    """Check that the chunks of all ranks are one whole model. Every rank of the pipeline calls this before the first
-    step of a model.
+    """Raise an UnsupportedError on every rank if the chunks of all ranks are not one whole model.
 
-    Models whose layers have no numbers where Megatron's language models have them are left alone, with a line in the log.
-
-    Args:
-        chunks: of this rank.
-        placement: of the schedule.
-        group: of the pipeline.
-        check_own: raises UnsupportedError for what is wrong with this rank's chunks alone, which all ranks must hear of.
-
-    Raises:
-        UnsupportedError: on every rank, where the chunks are not the model.
+    Every rank of the pipeline calls this before the first step of a model. ``check_own`` raises an UnsupportedError for
+    faults of this rank's chunks alone, and all ranks raise it. Models whose layers have no numbers are not checked, and
+    the log says so.
     """
     problem = None
     try:
@@ -100,7 +92,7 @@ def layout_of(
 
 
 def look_into(chunk: torch.nn.Module) -> _Chunk | None:
-    """Return what a chunk holds; ``None`` where that cannot be seen."""
+    """Return the contents of a chunk, or ``None`` if they cannot be seen."""
     try:
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         numbers = tuple(layer.layer_number for layer in model.decoder.layers)
@@ -154,11 +146,9 @@ def _written(layers: Sequence[int]) -> str:
 
 
 def model_of(config, sequence: int) -> Model:
-    """Return the layers of a configuration, as FLOPs are counted of them. Its vocabulary is not known there, and is 1.
+    """Return the model of a configuration, for counting FLOPs. The configuration has no vocabulary, so it is 1.
 
-    Args:
-        config: Megatron's configuration of a model whose layers it describes; a hybrid model's does not.
-        sequence: tokens of a sequence.
+    Configurations of hybrid models do not describe their layers.
     """
     latent = getattr(config, "multi_latent_attention", False)
     names = ("q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim") if latent else ()

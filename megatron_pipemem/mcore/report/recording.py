@@ -1,6 +1,7 @@
-"""Fill a run's record: from the steps of our schedules, and from what Megatron's own training loop logs.
+"""Fill the record of a run: from the steps of our schedules or Megatron's, and from the log of Megatron's training
+loop.
 
-Numbers of every step go to TensorBoard and W&B through the writers that this loop has opened.
+Numbers of every step go to TensorBoard and W&B through the writers of this loop.
 """
 
 from __future__ import annotations
@@ -46,13 +47,10 @@ _Numbers = tuple[RecordedStep, int | None, float]
 
 
 class Recording(Extension):
-    """Notes every training step, and writes the report when the training loop ends: after its last checkpoint.
+    """Records every training step, and writes the report when the training loop ends, after its last checkpoint.
 
-    Of the pipeline of the last rank, which is the rank that has the loop's writers, it writes scalars where and when Megatron
-    does. A step's times are known one step later, so its numbers are written then, under its own iteration.
-
-    Args:
-        record: of the run.
+    For the pipeline of the last rank, which has the writers of the loop, it writes scalars where and when Megatron
+    does. The times of a step are known one step later, so its numbers are written then, under its own iteration.
     """
 
     only_trains = True
@@ -119,11 +117,11 @@ class Recording(Extension):
         self.write_scalars(None)
 
     def write_scalars(self, following: int | None, now: bool = True) -> None:
-        """Write the numbers of the step before. Every rank must call this when its loop is about to log another one.
+        """Write the numbers of the step before. Every rank calls this when its loop is about to log the iteration
+        ``following``.
 
-        Args:
-            following: iteration of that one; ``None`` when no more come, and the last step's times have been read.
-            now: or later, together with those of steps to come, because other ranks are not to be waited for.
+        ``following`` is ``None`` after the last step, when its times have been read. Without ``now`` the numbers are
+        kept for a later call, because other ranks are not to be waited for.
         """
         iteration, self._iteration = self._iteration, following
         interval = scalar_interval()
@@ -170,12 +168,9 @@ def _of_pipeline(ranks: Sequence[_Numbers]) -> dict[str, float]:
 
 
 class StockObserver(Feature):
-    """Fills a record of Megatron's own schedules; without one it does nothing. Results are passed through untouched.
+    """Records Megatron's own schedules, if there is a record. Results are passed through untouched.
 
-    Args:
-        record: of the run, or ``None``.
-        costs: prices of the plan.
-        priced_by: where ``costs`` are from.
+    ``costs`` are the prices of the plan, and ``priced_by`` is their source.
     """
 
     def __init__(self, record: RunRecord | None, costs: Costs, priced_by: str):

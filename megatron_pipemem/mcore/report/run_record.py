@@ -1,7 +1,7 @@
-"""Record what a run did, against what was predicted: bytes, bubbles, losses.
+"""Record the measurements of a run and its predictions: bytes, bubbles, losses.
 
-Nothing in here ends a training: what cannot be measured or written is warned of and left out, and collectives are entered by
-every rank, whatever has become of what it has to say.
+Nothing here ends a training. A value that cannot be measured or written is left out with a warning. Every rank enters
+the collectives, also if it could not measure.
 """
 
 from __future__ import annotations
@@ -47,18 +47,9 @@ STEPS, LOSSES, FILES = "measuring of steps", "losses", "all of its files"
 
 @dataclass
 class RunRecord:
-    """Collects every training step of this rank and writes the report of all ranks.
+    """The measurements of every training step of this rank, from which it writes the report of all ranks.
 
-    Args:
-        report: JSON file of the report, or ``None``.
-        trace: directory for pictures and traces of the last step, or ``None``.
-        losses: of every step; ``None`` where it is not known.
-        grad_norms: of every step, as the training loop has them: numbers, or what becomes one when it is read.
-        group: this rank's pipeline, set before its first step.
-        config: Megatron's configuration of the model, set with it.
-        steps: of this rank, with what was counted and timed.
-        held: the most that this rank held so far.
-        overlap: tells what steps without a barrier between them have come to.
+    ``report`` is the JSON file, ``trace`` the folder for pictures and traces of the last step; either may be ``None``.
     """
 
     report: Path | None
@@ -126,13 +117,10 @@ class RunRecord:
                 logger.warning("the run goes on without %s, which failed: %s", what, self._failures[what])
 
     def begin(self, group: dist.ProcessGroup, config: object, together: bool = True) -> None:
-        """Begin a training step.
+        """Begin a training step of the pipeline ``group``.
 
-        Args:
-            group: the pipeline.
-            config: Megatron's configuration of the model.
-            together: wait for all ranks of the pipeline, so that their times have one origin; otherwise the step is not kept
-                for ``pipemem explain``.
+        With ``together``, wait for all ranks of the pipeline, so that their times have one origin. Without it the step
+        is not kept for ``pipemem explain``.
         """
         self.group, self.config, self._together = group, config, together
         if together:
@@ -166,15 +154,11 @@ class RunRecord:
         foretell: bool = True,
         own_plan: Choice | None = None,
     ) -> None:
-        """Note a finished training step. A step without a ledger held what the last one held.
+        """Add a finished training step. A step without a ledger held the same bytes as the one before.
 
-        Args:
-            plan: that it followed.
-            program: that ran.
-            device: number of this rank in its pipeline.
-            observed: what watched the step.
-            foretell: whether its peak follows from its first microbatches.
-            own_plan: of this step alone, where it began with ``plan`` and was planned for its own microbatches.
+        ``device`` is this rank's place in its pipeline. ``foretell`` says whether the peak follows from the first
+        microbatches of the step. ``own_plan`` is the plan of this step alone, if it was planned for its own
+        microbatches.
         """
         if not self.is_whole:
             return
@@ -227,7 +211,7 @@ class RunRecord:
         held.predicted_host_peak_bytes = max(held.predicted_host_peak_bytes, away)
 
     def add_losses(self, losses: dict[str, Any], grad_norm: Any) -> None:
-        """Note what the training loop reports for one iteration; the first loss is the model's."""
+        """Add the losses and the gradient norm of one iteration of the training loop. The first loss is the model's."""
         for value in losses.values():
             self.losses.append(None)
             with self.guarded(LOSSES):
@@ -237,7 +221,7 @@ class RunRecord:
             self.grad_norms.append(grad_norm)
 
     def read(self) -> None:
-        """Take the times of the last step, if nobody has."""
+        """Read the times of the last step, if they have not been read."""
         if self._unread is None:
             return
         (plan, self._last_plan, observed), self._unread = self._unread, None
@@ -251,7 +235,7 @@ class RunRecord:
     def write(self) -> None:
         """Gather the records of all ranks and write report and pictures on rank 0. Every rank must call this.
 
-        Raises nothing: what cannot be written is warned of.
+        It raises nothing. A file that cannot be written is a warning.
         """
         with self.guarded("the report"):  # all of it: what may fail on one rank alone has a guard of its own
             with self.guarded(STEPS):
@@ -304,7 +288,7 @@ class RunRecord:
         return drawn
 
     def _shared(self) -> list[run_report.Shared] | None:
-        """Return what the ranks of this pipeline tell each other; ``None`` where one of them has nothing to tell."""
+        """Return the data that the ranks of this pipeline exchange; ``None`` if one of them could not measure."""
         if self.group is None:  # no step has begun, on any rank
             return None
         own = None
@@ -347,10 +331,9 @@ class RunRecord:
         return replace(self.held, **self.overlap()._asdict())
 
     def _learn_bytes(self, program: Program, device: int, ledger: ActivationLedger) -> None:
-        """Learn what actions take and give back, from the first step that has such an action: later plans may fuse
-        others.
+        """Learn the bytes of actions from the first step that has such an action: later plans may fuse others.
 
-        Learnt anew when a stage begins or ends to be recomputed or offloaded.
+        They are learnt anew when a stage begins or ends to be recomputed or offloaded.
         """
         stages, slices = program.placement.num_stages, program.schedule.slices
         if slices != self._slices:
@@ -379,7 +362,7 @@ class RunRecord:
             self._learn_routing(ledger, stages)
 
     def _learn_routing(self, ledger: ActivationLedger, stages: int) -> None:
-        """Widen what is foretold by what this step's routing has shown: the next one's may be as uneven."""
+        """Widen the predicted range by the routing of this step: that of the next one may be as uneven."""
         for most, known in self._changes.items():
             seen = bytes_per_action(ledger.entries, stages, most)
             for stage in range(stages):

@@ -1,4 +1,4 @@
-"""Put the report of a run together from what every rank has seen."""
+"""Put the report of a run together from the measurements of all ranks."""
 
 from __future__ import annotations
 
@@ -31,126 +31,80 @@ Plans = Sequence[tuple[int, Choice]]
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One training step of a rank.
+    """One training step of a rank."""
 
-    Args:
-        plan: number of the plan it ran.
-        span: seconds from the step's beginning to the start of this rank's first action, and to the end of its last one.
-        work: seconds of this rank's actions.
-        peak: the most bytes of activations that it held.
-        planned: makespan of its plan.
-        arrival: of the same microbatches in arrival order, see ``Choice.arrival_makespan``.
-        offload: what it moved; ``None`` for nothing.
-    """
-
-    plan: int
+    plan: int  # number of its plan
+    # seconds from the step's start to the start of this rank's first action, and to the end of its last one
     span: tuple[float, float]
-    work: float
-    peak: int
-    planned: float
-    arrival: float | None
+    work: float  # seconds of this rank's actions
+    peak: int  # the most bytes of activations
+    planned: float  # makespan of its plan
+    arrival: float | None  # makespan of the same microbatches in arrival order (``Choice.arrival_makespan``)
     offload: OffloadStatistics | None
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Hold what the ranks of a pipeline tell each other.
+    """Data that the ranks of a pipeline exchange for the report."""
 
-    Args:
-        of_stages: bytes of one version of every stage that the rank holds.
-        spans: of its steps, see ``RecordedStep``.
-    """
-
-    of_stages: Mapping[int, int]
-    spans: Sequence[tuple[float, float]]
+    of_stages: Mapping[int, int]  # bytes of one version of every stage of the rank
+    spans: Sequence[tuple[float, float]]  # of its steps (``RecordedStep``)
 
 
 @dataclass
 class OfRank:
-    """A rank's entry of the report, under the same names. What it held at most is added step by step, all else at the end.
+    """The entry of a rank in the report, under the same names.
 
-    Args:
-        expert_load: the most tokens that the rank's experts got of a microbatch, over an even share; ``None`` without any.
-        predicted_least_peak_bytes: activations, as foretold for the least uneven routing; the next where nothing is routed.
-        predicted_peak_bytes: activations, as foretold; ``None`` where nobody foretold it. Of uneven routing, the most.
-        counted_peak_bytes: activations, as counted.
-        predicted_weight_bytes: parameters, as the schedule says; ``None`` where a rank of the pipeline could not measure.
-        counted_weight_bytes: parameters, as they are there.
-        weight_versions: of them, at once.
-        steps_ahead: see ``Overlap``, as for the next three.
-        steps_taken_back: as there.
-        rollback_bytes: as there.
-        waiting_gradient_bytes: as there.
-        predicted_host_peak_bytes: what was away on the host, as foretold.
-        counted_host_peak_bytes: what was away, as counted.
-        offloaded_bytes: of the last step, to the host.
-        reloaded_bytes: of the last step, back.
-        stayed_bytes: of the last step, saved tensors that could not be offloaded, per reason.
-        stall_seconds: of a step, on average, in which the rank waited for transfers.
-        stalls: these by what was waited for.
-        predicted_bubble_rate: of the plan.
-        measured_bubble_rate: of the steps of the last plan, see ``bubble_of_steps``.
+    Peaks are updated at every step. The other fields are set at the end.
     """
 
+    # the most tokens of a microbatch for the rank's experts, over an even share; ``None`` without experts
     expert_load: float | None = None
+    # for the least uneven routing; the same as the next field if nothing is routed
     predicted_least_peak_bytes: int | None = None
-    predicted_peak_bytes: int | None = None
+    predicted_peak_bytes: int | None = None  # for the most uneven routing; ``None`` without a prediction
     counted_peak_bytes: int = 0
-    predicted_weight_bytes: int | None = None
+    predicted_weight_bytes: int | None = None  # ``None`` if a rank of the pipeline could not measure
     counted_weight_bytes: int = 0
-    weight_versions: int = 1
-    steps_ahead: int = 0
+    weight_versions: int = 1  # at once
+    steps_ahead: int = 0  # this and the next three: see ``Overlap``
     steps_taken_back: int = 0
     rollback_bytes: int = 0
     waiting_gradient_bytes: int = 0
-    predicted_host_peak_bytes: int = 0
+    predicted_host_peak_bytes: int = 0  # activations on the host
     counted_host_peak_bytes: int = 0
-    offloaded_bytes: int = 0
-    reloaded_bytes: int = 0
+    offloaded_bytes: int = 0  # in the last step, to the host
+    reloaded_bytes: int = 0  # in the last step, back
+    # in the last step, saved tensors that cannot be offloaded, by reason
     stayed_bytes: Mapping[str, int] = field(default_factory=dict)
-    stall_seconds: float = 0.0
-    stalls: Sequence[dict] = ()
+    stall_seconds: float = 0.0  # of waiting for transfers, mean of the steps
+    stalls: Sequence[dict] = ()  # the same by stage and direction
     predicted_bubble_rate: float = 0.0
-    measured_bubble_rate: float | None = None
+    measured_bubble_rate: float | None = None  # of the steps of the last plan (``bubble_of_steps``)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A rank's part of the report.
+    """The part of the report that one rank contributes."""
 
-    Args:
-        rank: of the world.
-        losses: of every step, where this rank knows them.
-        grad_norms: likewise.
-        failure: what could not be measured, and why.
-        measured: its entry of the report; ``None`` where nothing was measured.
-        plans: as the report shows them.
-        steps: that were measured.
-        last: its actions of the last step.
-        held: bytes that it held after every one of them, in the last step that was counted; ``None`` if that ran others.
-        layers: of its stages.
-        memory: by how many bytes every kind of action changes what it holds, per stage; 0 on stages of others.
-    """
-
-    rank: int
-    losses: list[float | None]
+    rank: int  # of the world
+    losses: list[float | None]  # of every step, if this rank knows them
     grad_norms: list[float | None]
-    failure: str | None
-    measured: OfRank | None = None
+    failure: str | None  # the reason if something could not be measured
+    measured: OfRank | None = None  # its entry of the report, if it could measure
     plans: Sequence[dict] = ()
-    steps: int = 0
-    last: Sequence[TracedAction] = ()
+    steps: int = 0  # number of measured steps
+    last: Sequence[TracedAction] = ()  # the actions of its last step
+    # bytes after each of these actions; ``None`` if the last counted step ran other actions
     held: Sequence[int] | None = None
-    layers: Mapping[int, int] = field(default_factory=dict)
+    layers: Mapping[int, int] = field(default_factory=dict)  # of its stages
+    # change of held bytes by every kind of action, per stage; 0 on stages of other ranks
     memory: Mapping[Kind, Sequence[int]] = field(default_factory=dict)
 
 
 def report_of(ranks: Sequence[Summary], timelines: Path | None) -> dict:
-    """Return what ``--pipemem-report`` writes.
-
-    Args:
-        ranks: of the world, in their order.
-        timelines: folder of its pictures, if there is one.
+    """Return the contents of the report. ``ranks`` are those of the world in their order, ``timelines`` the folder of
+    pictures.
     """
 
     def known(values: list[list[float | None]]) -> list[float | None]:
@@ -179,15 +133,10 @@ def measured(
     weights: WeightBytes,
     shared: Sequence[Shared] | None,
 ) -> OfRank:
-    """Return a rank's entry of the report.
+    """Return the entry of a rank in the report, with the peaks of ``held``.
 
-    Args:
-        steps: of the rank.
-        plan: of the last one.
-        device: its place in the pipeline.
-        held: with its activations.
-        weights: of the rank.
-        shared: of all ranks of its pipeline; ``None`` where one of them could not measure.
+    ``plan`` is that of the last step, ``device`` the rank's place in its pipeline. ``shared`` is ``None`` if a rank of
+    the pipeline could not measure.
     """
     timeline, placement = plan.timeline, plan.schedule.placement
     bubble, predicted_weights = None, None
@@ -218,13 +167,8 @@ def makespans(shared: Sequence[Shared]) -> list[float]:
 
 
 def described(number: int, plans: Plans, steps: Sequence[RecordedStep], shared: Sequence[Shared] | None) -> dict:
-    """Describe a plan as the report shows it.
-
-    Args:
-        number: of the plan in ``plans``.
-        plans: of the run, each with its first step.
-        steps: of this rank.
-        shared: what the ranks of the pipeline told each other, or ``None``.
+    """Describe the plan with this number for the report. ``shared`` is ``None`` if a rank of the pipeline could not
+    measure.
     """
     first, plan = plans[number]
     schedule = plan.schedule
@@ -256,11 +200,10 @@ def described(number: int, plans: Plans, steps: Sequence[RecordedStep], shared: 
 
 
 def held_after(ran: Sequence[TracedAction], counted: Sequence[tuple[Action, int, int]]) -> list[int] | None:
-    """Return the bytes that a rank held after every action that was timed; ``None`` if other actions were counted.
+    """Return the bytes that a rank held after every action of a step; ``None`` if other actions were counted.
 
-    Args:
-        ran: the actions of a step.
-        counted: those of the last step that was counted, each with the bytes after it on the device and on the host.
+    ``counted`` has the actions of the last step that was counted, each with the bytes after it on the device and on the
+    host.
     """
     held = [(action, nbytes) for action, nbytes, _ in counted if action.kind in COMPUTE]
     is_same = [action for action, _ in held] == [traced.action for traced in ran]
@@ -268,7 +211,7 @@ def held_after(ran: Sequence[TracedAction], counted: Sequence[tuple[Action, int,
 
 
 def memory_of(pipeline: Sequence[Summary]) -> dict[Kind, list[int]]:
-    """Return by how many bytes every kind of action changes what its rank holds, one value per stage."""
+    """Return the change of held bytes by every kind of action, one value per stage."""
     found: dict[Kind, list[int]] = {}
     for each in pipeline:  # 0 on stages of others; the first stage receives no output, the last one sends none
         for kind, changes in each.memory.items():
@@ -278,13 +221,7 @@ def memory_of(pipeline: Sequence[Summary]) -> dict[Kind, list[int]]:
 
 
 def bytes_of_1f1b(pipeline: Sequence[Summary], plan: Choice, memory: Mapping[Kind, Sequence[int]]) -> int | None:
-    """Return the peak that 1F1B would have of the model of a run; ``None`` if it is not known.
-
-    Args:
-        pipeline: its ranks.
-        plan: that its last step followed.
-        memory: as ``memory_of`` returns it.
-    """
+    """Return the peak of 1F1B for the model of a run; ``None`` if it is not known. ``plan`` is that of the last step."""
     peak = max((each.measured.counted_peak_bytes for each in pipeline if each.measured), default=0)
     layers = {stage: count for each in pipeline for stage, count in each.layers.items()}
     stages = range(plan.schedule.placement.num_stages)
@@ -293,16 +230,9 @@ def bytes_of_1f1b(pipeline: Sequence[Summary], plan: Choice, memory: Mapping[Kin
 
 
 def last_step(pipeline: Sequence[Summary], plan: Choice, bubble: float | None, bytes_of_1f1b: int | None) -> Timeline:
-    """Return the last step of a pipeline as it ran, with the bytes that were counted.
+    """Return the timeline of the last step as it ran, with the bytes that were counted.
 
-    Args:
-        pipeline: its ranks.
-        plan: that the step followed.
-        bubble: measured bubble rate of the run.
-        bytes_of_1f1b: the peak that 1F1B would have of the model.
-
-    Raises:
-        ValueError: a rank of the pipeline has not timed all of it.
+    Raise a ValueError if a rank of the pipeline has not timed all actions.
     """
     schedule = plan.schedule
     compute = tuple(tuple(traced.action for traced in member.last) for member in pipeline)
@@ -361,7 +291,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _finite(value: float | None) -> float | None:
-    """Replace what is no number by ``null``: JSON has neither NaN nor infinity."""
+    """Replace NaN and infinity by ``null``, because JSON has neither."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -373,12 +303,9 @@ _TYPICAL = 2
 
 
 def count_layers(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> dict[int, int]:
-    """Return the transformer layers of every stage of this rank; nothing of a stage whose model does not say, or whose layers
-    a pattern shares out.
+    """Return the transformer layers of every stage of this rank.
 
-    Args:
-        chunks: of this rank.
-        stages: their numbers.
+    Stages are left out if their model does not give the number, or if a pattern decides about their layers.
     """
     found = {}
     for stage, chunk in zip(stages, chunks, strict=True):
@@ -390,11 +317,8 @@ def count_layers(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> di
 
 
 def refused(config, num_devices: int) -> dict[str, str]:
-    """Return what a run cannot do by its configuration, and why, under the names that ``pipemem explain`` asks for.
-
-    Args:
-        config: Megatron's configuration of the model.
-        num_devices: pipeline ranks.
+    """Return the features that the configuration of a run excludes, with the reason, by the names of ``pipemem
+    explain``.
     """
     v = Placement.v_shape(num_devices)
     checks: Mapping[str, Callable[[], None]] = {
@@ -415,11 +339,7 @@ def refused(config, num_devices: int) -> dict[str, str]:
 
 
 def iteration_seconds(begun: Sequence[float]) -> float | None:
-    """Return the median time from the beginning of a training step to that of the next one; ``None`` for a single step.
-
-    Args:
-        begun: when the steps of this rank began, in seconds.
-    """
+    """Return the median time between the starts of two training steps; ``None`` for a single step."""
     apart = [after - before for before, after in zip(begun, begun[1:], strict=False)]
     return median(apart[_TYPICAL - 1 :] or apart) if apart else None
 
@@ -431,15 +351,10 @@ def written_step(
     memory: Mapping[Kind, Sequence[int]],
     more: Mapping[str, object],
 ) -> dict | None:
-    """Return the last step as the report has it, with times in whole nanoseconds since it began; ``None`` where not every
-    action was timed.
+    """Return the last step for the report, with times in whole nanoseconds since its start.
 
-    Args:
-        pipeline: per device, its actions with their times.
-        plan: that the step followed.
-        layers: of the stages that say how many.
-        memory: by how many bytes every kind of action changes what its device holds, per stage.
-        more: what else the report says of the step.
+    Return ``None`` if not every action was timed. ``memory`` is the change of held bytes by every kind of action, per
+    stage. ``more`` are further entries.
     """
     schedule = plan.schedule
     compute = [[action for action in order if action.kind in COMPUTE] for order in schedule.orders]

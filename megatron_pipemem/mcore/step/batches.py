@@ -60,19 +60,11 @@ class Rereadable(Tape):
 def calls_of(
     forward_step: Callable, iterator: Iterator | None, model: torch.nn.Module, num_microbatches: int
 ) -> tuple[list[Call | None], Iterator | None]:
-    """Return what the user's forward step passes to the model, for every microbatch, and the iterator for the real forwards.
+    """Return the arguments of the model in every microbatch's forward step, and the iterator for the real forwards.
 
-    Random numbers stay as they were.
-
-    Args:
-        forward_step: the user's.
-        iterator: of the data, if this stage has one.
-        model: the stage's chunk, wrapped or not.
-        num_microbatches: of the step.
-
-    Returns:
-        ``None`` for a microbatch whose forward step does not call the model; for all of them, without running any, if the
-        data are read otherwise than by ``next``, because they could not be read again.
+    The entry of a microbatch is ``None`` if its forward step does not call the model. All are ``None``, and no forward
+    step runs, if the data are not read by ``next``, because then they could not be read again. Random numbers stay as
+    they were.
     """
     if not (iterator is None or hasattr(iterator, "__next__")):
         return [None] * num_microbatches, iterator
@@ -97,7 +89,7 @@ def calls_of(
 
 
 def _wrapped(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield a chunk and what it wraps, of which the user's forward step may call any."""
+    """Yield a chunk and the modules that it wraps. The user's forward step may call any of them."""
     yield model
     inner = getattr(model, "module", None)
     while isinstance(inner, torch.nn.Module):
@@ -109,14 +101,11 @@ def _wrapped(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 class Dealer:
-    """Hands the microbatches of one data iterator to the chunks that read them, in whatever order they are asked for.
+    """Hands the microbatches of one data iterator to chunks, in any order.
 
-    The replicas of the model take turns, in an order of their own, with the batches that Megatron reads for the whole step. A
-    rank that holds the first stage of one and the last stage of the other reads every batch of the step once.
-
-    Args:
-        stream: Megatron's iterator of this rank; ``None`` where batches come by other ways.
-        num_microbatches: of the step.
+    The replicas of the model take turns with the batches that Megatron reads for the whole step. A rank with the first
+    stage of one replica and the last stage of the other reads every batch once. ``stream`` is ``None`` if batches
+    arrive another way.
     """
 
     def __init__(self, stream: Iterator | None, num_microbatches: int):
@@ -130,11 +119,7 @@ class Dealer:
         return None if self._stream is None else _Hand(self, self._stream, microbatches)
 
     def all(self) -> list[object]:
-        """Return all batches of the step, which stay here for those who are to get them.
-
-        Raises:
-            UnsupportedError: there are fewer.
-        """
+        """Return all batches of the step. They stay here for the chunks."""
         try:
             self._read_up_to(self._num_microbatches - 1)
         except StopIteration:
@@ -159,7 +144,7 @@ class Dealer:
         return next(self._stream)
 
     def finish(self) -> None:
-        """Read on to the end of the step, so that the next one begins behind it on every rank that reads."""
+        """Read on to the end of the step, so that the next one begins after it on every rank that reads."""
         if self._read:
             while self._read < self._num_microbatches:
                 self._next()
@@ -184,12 +169,8 @@ class _Hand(IteratorWrapper):
 
 
 def deal(stream: Iterator | None, schedule: Schedule, device: int) -> tuple[Dealer, list[Iterator | None]]:
-    """Return who hands out the batches of a device, and one iterator per chunk.
-
-    Args:
-        stream: Megatron's iterator of this rank, or ``None``.
-        schedule: says which microbatches every chunk runs, in which order.
-        device: this rank's place in the pipeline.
+    """Return the dealer of a device's batches, and one iterator per chunk. The schedule has the order of its
+    microbatches.
     """
     dealer = Dealer(stream, schedule.num_microbatches)
     hands = [
@@ -209,11 +190,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepShapes(Extension):
-    """Finds the shapes of steps whose microbatches differ; does nothing in others.
-
-    Args:
-        chunk_placement: answers Megatron's questions about ranks.
-    """
+    """Finds the shapes of messages in steps whose microbatches differ, and does nothing in other steps."""
 
     def __init__(self, chunk_placement: ChunkPlacement):
         self._chunk_placement = chunk_placement

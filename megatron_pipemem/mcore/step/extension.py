@@ -26,15 +26,13 @@ from megatron_pipemem.runtime.transport import MessageFormat, Pipeline
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Program
 
-# Decide which steps run by the order for one hardware queue per rank.
-#
-# In such an order a message stands at one place for both ends, so it ends even if every host waits for its device after every
-# launch. Hosts do so on a GPU when something is launched for the first time: CUDA loads a kernel then, and loading waits for
-# all that runs, posted messages included. Later launches do not wait, and the usual order hides messages behind computing.
-
+# Some steps run by the order for one hardware queue per rank. In this order a message has one place for both ends, so it ends
+# even if every host waits for its device after every launch. On a GPU, a host waits at the first launch of a kernel: CUDA
+# loads the kernel, and that waits for all running work, posted messages included. Later launches do not wait, and the usual
+# order computes while messages travel.
 
 FIRST_STEPS = 2
-"""The second one adds to gradients that are there, which takes other kernels."""
+"""The second step adds to existing gradients, which takes other kernels."""
 
 _ONE_QUEUE = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "NCCL_LAUNCH_ORDER_IMPLICIT")
 """With the value 1 they put all launches of a rank, or all of its messages, into one order. Megatron asks for one connection
@@ -44,11 +42,7 @@ _SANITIZER = "NV_SANITIZER_INJECTION"
 
 
 def has_single_queue(device: torch.device) -> bool:
-    """Return whether every step on this device needs the order for one hardware queue.
-
-    Args:
-        device: where the model is.
-    """
+    """Return whether every step on this device needs the order for one hardware queue."""
     if device.type != "cuda":
         return False
     return any(os.environ.get(name) == "1" for name in _ONE_QUEUE) or any(n.startswith(_SANITIZER) for n in os.environ)
@@ -60,28 +54,19 @@ def waits_at_first_launch(device: torch.device) -> bool:
 
 
 class LaunchKind(NamedTuple):
-    """Tell apart steps that launch other kernels.
-
-    Args:
-        forward_only: whether the step evaluates.
-        logits: whether it is asked for something else than losses.
-        shape: of the step.
-        message: shape of the messages; ``None`` if it differs between microbatches.
-        renewals: how often training has been planned anew before the step.
-    """
+    """The properties of a step that decide which kernels it launches."""
 
     forward_only: bool
-    logits: bool
+    logits: bool  # whether the step returns other data than losses
     shape: Shape
-    message: tuple[int, ...] | None
-    renewals: int
+    message: tuple[int, ...] | None  # shape of the messages; ``None`` if microbatches differ
+    renewals: int  # number of plans that training has had before the step
 
 
 class LaunchOrders:
-    """Know which steps launch something new.
+    """The steps that launch a kernel for the first time.
 
-    Args:
-        forced: whether all steps run by the order for one hardware queue, on every device.
+    With ``forced``, all steps run by the order for one hardware queue, on every device.
     """
 
     def __init__(self, forced: bool = False) -> None:
@@ -89,7 +74,7 @@ class LaunchOrders:
         self._seen: Counter[LaunchKind] = Counter()
 
     def queues(self, device: torch.device) -> tuple[bool, ...]:
-        """Return the orders that a run on this device needs, each as whether it is for one hardware queue. The usual one comes
+        """Return for each order that a run on this device needs whether it is for one hardware queue. The usual one is
         first.
         """
         if self._forced or has_single_queue(device):
@@ -97,11 +82,10 @@ class LaunchOrders:
         return (False, True) if waits_at_first_launch(device) else (False,)
 
     def of(self, queues: tuple[bool, ...], kind: LaunchKind) -> bool:
-        """Return whether a step runs by the order for one hardware queue, alike on all ranks of its pipeline.
+        """Return whether a step of this kind runs by the order for one hardware queue, the same on all ranks of its
+        pipeline.
 
-        Args:
-            queues: the orders that its programs have.
-            kind: of the step.
+        ``queues`` are the orders that its programs have.
         """
         if len(queues) == 1:
             return queues[0]
@@ -109,7 +93,7 @@ class LaunchOrders:
         return kind.message is None or self._seen[kind] < FIRST_STEPS
 
     def ended(self, kind: LaunchKind) -> None:
-        """Take note of a step that has run."""
+        """Count a step that has run."""
         self._seen[kind] += 1
 
 
@@ -117,74 +101,54 @@ class LaunchOrders:
 
 
 class WeightBytes(NamedTuple):
-    """Hold the bytes of the parameters on one rank, gradients and optimizer not included."""
+    """Bytes of the parameters on one rank, without gradients and optimizer states."""
 
-    of_stages: Mapping[int, int]
-    """bytes of one version of every stage that the rank holds"""
-    counted: int
-    """bytes of all versions and replicas, as they are there"""
+    of_stages: Mapping[int, int]  # bytes of one version of every stage of the rank
+    counted: int  # bytes of all versions and replicas, counted
     planned_versions: int
-    versions: int
-    """how many there have been at once"""
+    versions: int  # the most at once
 
 
 def count_weights(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> WeightBytes:
-    """Count the bytes of chunks with one version of their parameters.
-
-    Args:
-        chunks: of this rank.
-        stages: their numbers.
-    """
+    """Count the bytes of chunks with one version of their parameters. ``stages`` are the numbers of the chunks."""
     numbered = zip(stages, chunks, strict=True)
     of_stages = {stage: sum(parameter.nbytes for parameter in chunk.parameters()) for stage, chunk in numbered}
     return WeightBytes(of_stages, sum(of_stages.values()), 1, 1)
 
 
 def predict_weights(placement: Placement, device: int, bytes_of: Mapping[int, int], versions: int = 1) -> int:
-    """Return the bytes of a device's weights as its schedule says.
+    """Return the bytes of a device's weights according to its schedule.
 
-    Args:
-        placement: of the schedule.
-        device: whose.
-        bytes_of: parameters of every stage of the first replica of the model, wherever it is.
-        versions: of every stage that the device holds.
+    ``bytes_of`` has the parameters of every stage of the first replica of the model, on any device.
     """
     return versions * sum(bytes_of[stage % placement.model_stages] for stage in placement.stages[device])
 
 
 @dataclass
 class Observation:
-    """Hold what watches one step on this rank, and what it has seen of offload and weights.
+    """The ledger and the clock of one step on this rank, and the bytes of its offload and weights."""
 
-    Args:
-        ledger: counts bytes; ``None`` does not.
-        trace: times actions; ``None`` does not.
-        offload: reads what the step's offload moved and held, if there is any.
-        weights: bytes of the parameters.
-        layers: of every stage of the rank.
-    """
-
-    ledger: ActivationLedger | None
-    trace: Trace | None
-    offload: Callable[[], OffloadStatistics | None] = lambda: None
+    ledger: ActivationLedger | None  # counts bytes, if wanted
+    trace: Trace | None  # times actions, if wanted
+    offload: Callable[[], OffloadStatistics | None] = lambda: None  # reads the statistics of the step's offload
     weights: WeightBytes | None = None
-    layers: Mapping[int, int] = field(default_factory=dict)
+    layers: Mapping[int, int] = field(default_factory=dict)  # of every stage of the rank
 
     @property
     def clock(self) -> Trace:
-        """The trace, of a step whose actions are timed."""
-        assert self.trace is not None, "nobody asked for times"
+        """The trace of a step whose actions are timed."""
+        assert self.trace is not None, "times are not measured"
         return self.trace
 
     @property
     def counter(self) -> ActivationLedger:
-        """The ledger, of a step whose bytes are counted."""
-        assert self.ledger is not None, "nobody asked for bytes"
+        """The ledger of a step whose bytes are counted."""
+        assert self.ledger is not None, "bytes are not counted"
         return self.ledger
 
     @property
     def on_device(self) -> Callable[[torch.Tensor], object] | None:
-        """For an offload engine: how it tells the ledger what takes device memory."""
+        """The function by which an offload engine reports device memory to the ledger."""
         return None if self.ledger is None else self.ledger.hold
 
 
@@ -196,15 +160,11 @@ def observe(
     earlier: ActivationLedger | None = None,
     tokens: Sequence[tuple[int, int]] | None = None,
 ) -> Observation:
-    """Begin to watch a step.
+    """Begin to count the bytes and to time the actions of a step.
 
-    Args:
-        chunks: of this rank.
-        permanent: what is no activation; by default ``permanent_tensors(chunks)``.
-        count: whether bytes are to be counted. Where that would break the training, the ledger has failed from the start.
-        time: whether actions are to be timed.
-        earlier: the ledger of the step before, to count on from what it still holds.
-        tokens: ``(b, s)`` of every microbatch, where they differ.
+    The ledger has failed from the start if counting would break the training. It continues the ledger ``earlier`` with
+    the bytes that are still held. ``permanent`` are the tensors that are not activations, by default
+    ``permanent_tensors(chunks)``. ``tokens`` are ``(b, s)`` of every microbatch if they differ.
     """
     ledger = None
     if count:
@@ -216,7 +176,7 @@ def observe(
 
 
 def permanent_tensors(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
-    """Return what these chunks hold that is no activation: parameters, gradient buffers, module buffers."""
+    """Return the tensors of these chunks that are not activations: parameters, gradient buffers, module buffers."""
     permanent: list[torch.Tensor] = []
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -227,122 +187,88 @@ def permanent_tensors(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
 
 
 def device_of(chunks: list[torch.nn.Module]) -> torch.device:
-    """Return where the model is; a rank without parameters has the host alone."""
+    """Return the device of the model. A rank without parameters has only the host."""
     parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
 
 class Trial(Protocol):
-    """The first actions of a step, which may turn out to be in vain. They keep nothing that cannot be dropped.
+    """The first actions of a step, if they may have to run again. Everything that they keep can be dropped."""
 
-    Attributes:
-        length: of this rank's actions, how many.
-        drain: messages that this rank posts when they are dropped, so that none stays in flight.
-    """
-
-    length: int
-    drain: Order
+    length: int  # number of actions of this rank
+    drain: Order  # messages that this rank posts if they are dropped, so that none stays in flight
 
     def stands(self) -> bool:
-        """Return whether the step may go on, on every rank alike. Asked once, behind these actions."""
+        """Return whether the step may go on, the same on every rank. Asked once, after these actions."""
 
     def start_over(self) -> None:
-        """Put everything back that these actions have changed, the messages aside."""
+        """Restore everything that these actions have changed, except the messages."""
 
 
 class FullMicrobatch(NamedTuple):
-    """Give the size of a full microbatch: weights of microbatches are relative to it.
-
-    Args:
-        sequences: of a microbatch.
-        length: tokens of a sequence, of all context-parallel ranks.
-    """
+    """The size of a full microbatch. Weights of microbatches are relative to it."""
 
     sequences: int
-    length: int
+    length: int  # tokens of a sequence on all context-parallel ranks together
 
 
 class Overlap(NamedTuple):
-    """Hold what steps without a barrier between them have come to on a rank."""
+    """Statistics of steps without a barrier between them, on one rank."""
 
-    steps_ahead: int = 0
-    """optimizer steps that were taken before the gradient norm was known"""
-    steps_taken_back: int = 0
-    """of these, those whose gradients had to be clipped"""
-    rollback_bytes: int = 0
-    """of the state that a step may be taken back to"""
-    waiting_gradient_bytes: int = 0
-    """of the gradients that wait for their step while the next batch adds up its own"""
+    steps_ahead: int = 0  # optimizer steps taken before the gradient norm was known
+    steps_taken_back: int = 0  # those of them whose gradients had to be clipped
+    rollback_bytes: int = 0  # of the state that is kept to take a step back
+    waiting_gradient_bytes: int = 0  # of gradients that wait for their step while the next batch adds up its own
 
 
 @dataclass
 class Step:
-    """One call of the forward-backward function. What has no default is known from the start; the rest comes on the way.
+    """One call of the forward-backward function.
 
-    Args:
-        context: what the rank's chunks share.
-        chunks: of this rank.
-        groups: Megatron's process groups.
-        pipeline: that runs it.
-        shape: what its schedule depends on.
-        message: what stages send to each other.
-        message_shape: returns the shape of a microbatch's messages from its ``(b, s)``; ``None`` where they do not follow from
-            them.
-        tokens: ``(b, s)`` of every microbatch on this context-parallel rank; ``None`` where only the batches know.
-        programs: has the program, unless an extension has one.
-        finalize: sums up all gradients of this rank, with the number of tokens if they are to be divided by it.
-        iterators: one data iterator per chunk. Extensions may put others in their places.
-        finalizes: whether gradients are finalized behind the step.
-        full_microbatch: sequences of a microbatch and tokens of a sequence, as the caller says, of all context-parallel ranks.
-        launches: knows which steps launch something for the first time.
+    Fields without a default are known at the start. The others are set while the step is prepared and runs.
     """
 
     context: StepContext
     chunks: list[torch.nn.Module]
     groups: ProcessGroupCollection
     pipeline: Pipeline
-    shape: Shape
-    message: MessageFormat
+    shape: Shape  # the properties that its schedule depends on
+    message: MessageFormat  # format of the tensors between stages
+    # shape of a message for the ``(b, s)`` of its microbatch; ``None`` if it does not follow from them
     message_shape: Callable[[int, int], tuple[int, ...]] | None
+    # ``(b, s)`` of every microbatch on this context-parallel rank; ``None`` if only the batches show them
     tokens: Sequence[tuple[int, int]] | None
     programs: Programs
+    # sums up all gradients of this rank; divides them by the number of tokens, if one is given
     finalize: Callable[[torch.Tensor | None], None]
-    iterators: list[Iterator | None]
-    finalizes: bool
+    iterators: list[Iterator | None]  # one data iterator per chunk; extensions may replace them
+    finalizes: bool  # whether gradients are finalized after the step
     full_microbatch: FullMicrobatch
-    launches: LaunchOrders
+    launches: LaunchOrders  # the steps that launch a kernel for the first time
 
     program: Program = field(init=False)
-    plan: Choice | None = field(init=False)
-    """what the program was planned as; evaluation has none"""
+    plan: Choice | None = field(init=False)  # of the program; evaluation has none
+    # of this step alone, if it was planned for its own microbatches; ``plan`` is then the usual one
     own_plan: Choice | None = None
-    """of this step alone, where it was planned for its own microbatches; ``plan`` is then what it began with"""
 
     # What extensions say before anything runs.
-    counts_bytes: bool = False
-    """whether somebody wants to know what is held"""
-    times_actions: bool = False
-    """whether somebody wants to know how long actions take"""
-    buffers: list[torch.Tensor] = field(default_factory=list)
-    """permanent tensors beside those of the chunks"""
+    counts_bytes: bool = False  # whether an extension needs the bytes that are held
+    times_actions: bool = False  # whether an extension needs the times of actions
+    buffers: list[torch.Tensor] = field(default_factory=list)  # permanent tensors in addition to those of the chunks
+    # to be given the tensors of the batch, in addition to the ledger
     counters: list[ActivationCounter] = field(default_factory=list)
-    """to be told which tensors are the batch; the ledger is told anyway"""
+    # whether microbatches stay in flight after the step, so that a later step depends on this one
     leaves_in_flight: bool = False
-    """whether microbatches stay in flight behind the step, so that a later one cannot be understood without this one"""
+    # of the step before, if this one begins with the activations that it still holds
     earlier_ledger: ActivationLedger | None = None
-    """of the step before, if this one begins with what that one still holds"""
+    # Returns a function that reads the statistics of the step's offload. It may wait for the device: call it a step
+    # later.
     offload_statistics: Callable[[], Callable[[], OffloadStatistics | None]] = lambda: lambda: None
-    """Return a function that reads what the step's offload moved and held. It may wait for the device: call it a step later."""
-    weight_bytes: Callable[[], WeightBytes | None] = lambda: None
-    """tells what the parameters on this rank take"""
-    overlap: Callable[[], Overlap] = Overlap
-    """tells what steps without a barrier between them have come to"""
-    recorded_program: Program | None = None
-    """what a report compares the counted bytes with; by default the program"""
-    overlaps: bool = False
-    """whether ranks begin and end the step without waiting for each other"""
-    trial: Trial | None = None
-    """what begins the step, if it may be in vain"""
+    weight_bytes: Callable[[], WeightBytes | None] = lambda: None  # counts the parameters on this rank
+    overlap: Callable[[], Overlap] = Overlap  # returns the statistics of steps without a barrier
+    recorded_program: Program | None = None  # with which a report compares the counted bytes; by default the program
+    overlaps: bool = False  # whether ranks begin and end the step without waiting for each other
+    trial: Trial | None = None  # the first actions, if they may have to run again
 
     observation: Observation = field(init=False)
     stages: dict[int, ChunkStage] = field(init=False)
@@ -350,20 +276,19 @@ class Step:
 
     @property
     def planned(self) -> Choice:
-        """The plan, of a step that trains."""
+        """The plan of a step that trains."""
         assert self.plan is not None, "evaluation has no plan"
         return self.plan
 
     @property
     def forward_only(self) -> bool:
-        """Whether the step evaluates, and trains nothing."""
+        """Whether the step evaluates and does not train."""
         return self.context.forward_only
 
     @cached_property
     def single_queue(self) -> bool:
-        """Return whether the step runs by the order for one hardware queue per rank.
-
-        To be asked when it is known whether the run plans anew.
+        """Return whether the step runs by the order for one hardware queue per rank. Ask after the run has planned
+        anew.
         """
         return self.launches.of(self.programs.queues, self.launch_kind)
 
@@ -376,46 +301,55 @@ class Step:
 
     @cached_property
     def permanent(self) -> list[torch.Tensor]:
-        """Return what is no activation: to be asked for when all ``buffers`` are known."""
+        """Return the tensors that are not activations. Ask when all ``buffers`` are known."""
         return [*permanent_tensors(self.chunks), *self.buffers]
 
 
 class Extension(Feature):
-    """Define what a feature adds to steps. It is asked at these points of every step, in this order, on every rank
-    alike.
+    """The part of a feature that takes part in steps.
 
-    A method that opens communicators or sends may count on every rank of the job being there.
+    Example: run the actions of a kind (``register_feature`` in ``features`` adds it to runs).
+
+        class Counts(Extension):
+            def extend_executor(self, step):
+                return [self]
+
+            def extend(self, executor):
+                return {Kind.COUNT: lambda each: print(each.action)}
+
+    The methods are called in this order at every step, on every rank. A method that opens communicators or sends can
+    rely on every rank of the job to call it.
     """
 
     only_trains = False
-    """Whether evaluation steps are none of its business."""
+    """Whether the methods are called in training steps only."""
 
     def choose(self, step: Step) -> Compiled | None:
-        """Before the program is chosen. Return the program of the step to choose it oneself."""
+        """Return the program of the step, or ``None`` for the usual one. Called before the program is chosen."""
 
     def prepare(self, step: Step) -> None:
-        """The program is known, and nothing has run: say what the step must take care of."""
+        """Set the fields of the step. Called when the program is known and no action has run."""
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
-        """The stages stand, and the ledger counts: return what extends the executor."""
+        """Return the handlers of actions. Called when the stages exist and the ledger counts."""
         return ()
 
     def around(self, step: Step) -> AbstractContextManager:
-        """Return what to run the executor in."""
+        """Return a context for the executor."""
         return nullcontext()
 
     def settle(self, step: Step) -> None:
-        """All actions of this rank have run; gradients are not finalized."""
+        """Called when all actions of this rank have run and gradients are not finalized."""
 
     def after(self, step: Step) -> None:
-        """The step has ended."""
+        """Called when the step has ended."""
 
     def settle_now(self) -> None:
         """Leave no update of weights pending between steps. Every rank calls this at the same time."""
 
     def close(self, orderly: bool) -> None:
-        """Forget what was kept for the next step.
+        """Drop everything that was kept for the next step.
 
-        Args:
-            orderly: whether the last step went well. If it failed, other ranks may be gone, and nothing may wait for them.
+        The close is ``orderly`` if the last step did not fail. After a failure other ranks may be gone, and nothing may
+        wait for them.
         """

@@ -50,14 +50,7 @@ from megatron_pipemem.schedule.registry import megatrons_own
 
 @dataclass(eq=False)
 class ForwardBackward(Feature):
-    """Runs the steps of a run's programs. Keeps communicators between steps.
-
-    Args:
-        programs: of the number of microbatches at hand.
-        chunk_placement: answers Megatron's questions about ranks.
-        extensions: what the run's features add to every step, in this order.
-        launches: knows which steps run by the order for one hardware queue per rank.
-    """
+    """Runs the steps of a run, with its features' extensions in order. Communicators are kept between steps."""
 
     programs: Programs
     chunk_placement: ChunkPlacement
@@ -90,11 +83,8 @@ class ForwardBackward(Feature):
     ) -> list:
         """Run one step. Arguments and result are those of the stock function.
 
-        Returns:
-            The loss function's reduced data of every microbatch on the last pipeline rank, ``[]`` elsewhere.
-
-        Raises:
-            UnsupportedError: the model or its configuration asks for what our schedules do not run.
+        Return the loss function's reduced data of every microbatch on the last pipeline rank, ``[]`` elsewhere. Raise
+        an UnsupportedError if our schedules do not run the model or its configuration.
         """
         chunks = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
@@ -146,17 +136,7 @@ class ForwardBackward(Feature):
         return step.context.loss_data
 
     def _check(self, chunks: list[torch.nn.Module], iterators: list, config, group: dist.ProcessGroup) -> Placement:
-        """Return where the stages are.
-
-        Args:
-            chunks: of this rank.
-            iterators: one data iterator per chunk.
-            config: Megatron's configuration of the model.
-            group: of the pipeline.
-
-        Raises:
-            UnsupportedError: the model or its configuration asks for what our schedules do not run.
-        """
+        """Return the placement of the stages, or raise an UnsupportedError if our schedules do not run the model."""
         check_config(config, SCHEDULES)
         placement = self.chunk_placement.placement(group.size(), len(chunks))
         if placement.num_chunks > 1 and self.programs.name != megatrons_own(placement.num_chunks):
@@ -177,7 +157,7 @@ class ForwardBackward(Feature):
         return placement
 
     def _perform(self, step: Step) -> None:
-        """Choose the step's program, run it, and settle what it leaves."""
+        """Choose the program of the step, run it, and finish the step."""
         config, extensions = step.context.config, self.extensions
         if step.forward_only:
             extensions = tuple(extension for extension in extensions if not extension.only_trains)
@@ -336,7 +316,9 @@ def _message_shape(seq_length, micro_batch_size, decoder_seq_length, config, gro
 
 
 def _shape_of_tokens(config, groups) -> Callable[[int, int], tuple[int, ...]] | None:
-    """Return what makes ``[s / tp with SP, b, h]`` of the tokens' ``(b, s)``; ``None`` where messages are something else."""
+    """Return a function from the tokens' ``(b, s)`` to ``[s / tp with SP, b, h]``; ``None`` if messages have another
+    form.
+    """
     if getattr(config, "mtp_standalone", False):
         return None
     ranks = groups.tp.size() if config.sequence_parallel else 1

@@ -1,9 +1,9 @@
-"""Brings what the loss functions return to the last pipeline rank, where Megatron's training loops read it.
+"""Bring the results of loss functions to the last pipeline rank, where Megatron's training loops read them.
 
-In a V the loss is computed on the first device, and every replica of a model has losses of its own. What a loss function
-returns is the user's: nested dictionaries and lists of tensors and numbers. How it looks is told once, as a pickled object.
-From then on the tensors alone travel, in one message on the device, for as long as it looks the same. The sender's host
-never waits for it; the receiver's waits for the message, not for the computation that it has queued.
+In a V the loss is computed on the first device, and every replica of a model has losses of its own. A loss function may
+return nested dictionaries and lists of tensors and numbers. Their form is sent once, as a pickled object. As long as it
+stays the same, only the tensors are sent, in one message on the device. The sender's host never waits for the message.
+The receiver's host waits for the message, and not for the computation that it has queued.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Leaf:
 
     @classmethod
     def of(cls, value: object) -> object:
-        """Return what stands for a value in the form: a leaf for a tensor of one block, anything else as it is."""
+        """Return the entry of a value in the form: a leaf for a tensor of one block, any other value as it is."""
         if isinstance(value, torch.Tensor) and _is_block(value):
             return cls(value.dtype, tuple(value.shape))
         return value.detach().cpu() if isinstance(value, torch.Tensor) else value
@@ -53,10 +53,9 @@ class _Leaf:
 
 
 class LossCarrier:
-    """Carries data from one rank of a group to another, step after step.
+    """Carries data from one rank of a pipeline to another, step after step.
 
-    Args:
-        group: the pipeline's process group. Between two steps nothing else may be sent point to point on it.
+    Between two steps nothing else may be sent point to point on the process group.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -69,24 +68,16 @@ class LossCarrier:
         self._beside: torch.cuda.Stream | None = None
 
     def begin(self, data: object, destination: int, kind: Hashable) -> None:
-        """Start to send what ``send`` will be called with, where that needs no answer; others need not wait for it then.
-
-        Args:
-            data: as of ``send``.
-            destination: rank within the group.
-            kind: as of ``send``.
-        """
+        """Start to send the data of a later ``send``, if that needs no answer. Other ranks need not wait for it then."""
         if self._known.get((self._group.rank(), destination, kind)) == _form(data):
             self.send(data, destination, kind)
             self._begun = True
 
     def send(self, data: object, destination: int, kind: Hashable) -> None:
-        """Send to a rank of the group; returns at once unless ``data`` looks otherwise than the last of this kind.
+        """Send nested dictionaries, lists and tuples of tensors and picklable values to a rank of the group.
 
-        Args:
-            data: nested dictionaries, lists and tuples of tensors and of whatever can be pickled.
-            destination: rank within the group.
-            kind: both ends must name the same; data of one kind should look alike.
+        It returns at once unless the form of ``data`` differs from that of the last data of this ``kind``. Both ends
+        must name the same kind.
         """
         if self._begun:
             self._begun = False
@@ -111,7 +102,7 @@ class LossCarrier:
         dist.send_object_list(everything, dist.get_global_rank(self._group, destination), self._group)
 
     def receive(self, source: int, kind: Hashable) -> Any:
-        """Receive what that rank of the group sends, with all tensors on this rank's device."""
+        """Receive the data that a rank of the group sends, with all tensors on this rank's device."""
         key = (source, self._group.rank(), kind)
         known = self._known.get(key)
         if known is not None:
@@ -138,7 +129,7 @@ class LossCarrier:
         return _restore(pickle.loads(form), (tensor.to(device) for tensor in tensors))
 
     def finish(self) -> None:
-        """Let go of what was sent last; it has left long ago."""
+        """Drop the data that were sent last. They have left long ago."""
         if self._sent is not None:
             work, _ = self._sent
             work.wait()
@@ -175,11 +166,9 @@ class Losses(Extension):
 
 
 class _SentEarly:
-    """Sends the losses when the last of them is there. The last rank's backwards need it, so it ends its step later.
+    """Sends the losses of a step, all of them of this rank, when the last one is there.
 
-    Args:
-        step: all of whose losses are of this rank.
-        carrier: takes them.
+    The backwards of the last rank need it, so that rank ends its step later.
     """
 
     def __init__(self, step: Step, carrier: LossCarrier):
@@ -202,13 +191,7 @@ class _SentEarly:
 
 
 class _Ends(NamedTuple):
-    """Where losses are computed.
-
-    Args:
-        schedule: of the step.
-        stages: that compute them.
-        devices: of these stages, in order.
-    """
+    """The stages that compute losses, and their devices in order."""
 
     schedule: Schedule
     stages: set[int]
@@ -232,7 +215,7 @@ def _told(step: StepContext) -> dict[str, Any]:
 
 
 def _kind(step: StepContext, schedule: Schedule) -> Hashable:
-    """Return what tells steps apart whose losses look different."""
+    """Return a key that differs for steps whose losses have different forms."""
     return step.forward_only, step.collect_non_loss_data, schedule.num_microbatches
 
 
@@ -254,17 +237,11 @@ def sum_depths(step: Step) -> None:
 
 
 def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, pp_group: dist.ProcessGroup) -> None:
-    """Bring all losses to the last pipeline rank, where training loops read them and the tokens that scale gradients.
+    """Bring all losses, and the tokens that scale gradients, to the last pipeline rank, where training loops read them.
 
-    Every replica of the model has its losses on a device of its own; there they come in the order of their forwards. On the
-    last rank they come in the order of the data iterator. Every rank of the pipeline calls this after its last action;
-    ``step.loss_data`` is empty afterwards but on the last.
-
-    Args:
-        step: has the losses and the token count of this rank, and gets those of all.
-        schedule: says which microbatches each rank's losses are of.
-        carrier: between the ranks of the pipeline.
-        pp_group: of the pipeline.
+    Every replica of the model has its losses on a device of its own, in the order of their forwards. On the last rank
+    they are in the order of the data iterator. Every rank of the pipeline calls this after its last action.
+    ``step.loss_data`` is then empty, except on the last rank.
     """
     last, rank, ends = pp_group.size() - 1, pp_group.rank(), _ends(schedule)
     sources = ends.devices
@@ -290,7 +267,7 @@ def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, p
 
 
 def _form(data: object) -> bytes:
-    """Return what data look like, and what of them is no tensor of one block."""
+    """Return the form of data, and the parts that are not tensors of one block."""
     return pickle.dumps(tree_map(_Leaf.of, data))
 
 

@@ -62,7 +62,7 @@ def _nvtx_range(action: Action):
 
 
 def _spans_of_megatron() -> Callable[..., AbstractContextManager] | None:
-    """Return what opens a span, if this Megatron has spans and the package that records them is installed."""
+    """Return the function that opens a span, if this Megatron has spans and their recorder is installed."""
     try:
         import_module("megatron.core.telemetry")
         return import_module("nemo.lens.helpers").managed_span

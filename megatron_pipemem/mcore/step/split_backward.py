@@ -1,4 +1,4 @@
-"""Makes the layers of a model split their backwards, whoever computes them: Megatron's own, or Transformer Engine's."""
+"""Split the backwards of a model's layers: Megatron's own, and Transformer Engine's."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def sharded_replacements(weight_inputs: str) -> Replacements:
-    """Let what waits for W be shards of gathered tensors.
-
-    Args:
-        weight_inputs: see ``options.WEIGHT_INPUTS``.
-    """
+    """Return the replacements by which shards of gathered tensors wait for W (``options.WEIGHT_INPUTS``)."""
     if weight_inputs == GATHERED:
         return []
     keeps: Callable[[dist.ProcessGroup], bool] = within_node if weight_inputs == AUTO else lambda group: True
@@ -45,16 +41,10 @@ def sharded_replacements(weight_inputs: str) -> Replacements:
 
 
 class SplitBackward(Extension):
-    """Splits backwards where the schedules of a request may want it, and otherwise lets a ledger watch them if one may.
+    """Splits backwards if the schedules of a request may need it. Otherwise it lets a ledger count them if bytes may be
+    ``counted``.
 
-    Args:
-        request: for the run's schedules.
-        counted: whether bytes may be counted.
-        weight_inputs: of gathered tensors that wait for W, whether to keep shards, see ``options.WEIGHT_INPUTS``.
-        early: modules whose weight gradients are computed in I, see ``options.early_weights``.
-
-    Attributes:
-        has_run_delayed: whether modules of Transformer Engine have left their weight gradients to this.
+    ``has_run_delayed`` is set once modules of Transformer Engine have left their weight gradients to this extension.
     """
 
     def __init__(self, request: Request, counted: bool, weight_inputs: str = AUTO, early: str = AUTO):
