@@ -1,8 +1,8 @@
-"""Keep several versions of a stage's weights, and show its parameters the one that an action uses.
+"""Keep several versions of a stage's weights, and show its parameters the version that an action uses.
 
-Every version alive is one flat buffer per element type; parameters are pointed into the version that an action uses, so
-nothing is copied per microbatch. The optimizer always updates what the parameters show, in place: a version that somebody
-still needs is copied to a free buffer first, one that nobody needs becomes the next one where it is.
+Every version is one flat buffer per element type. Parameters point into the version that an action uses, so nothing is
+copied per microbatch. The optimizer updates in place. A version that is still needed is copied to a free buffer before,
+and another one becomes the next version.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ Buffers = dict[torch.dtype, torch.Tensor]
 
 
 class WeightVersions:
-    """The weights of one stage. Versions are numbered from the newest at some moment, see ``renumber``.
+    """The weights of one stage. Versions are numbered from the newest at some moment (``renumber``).
 
-    Args:
-        parameters: of the stage; their memory moves into the first buffer.
+    The memory of the parameters moves into the first buffer.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]):
@@ -79,10 +78,9 @@ class WeightVersions:
         self._shown = version
 
     def advance(self, needed: Collection[int]) -> None:
-        """Begin the next version: the parameters show it, as yet with the values of the one before, ready for the optimizer.
+        """Begin the next version. The parameters show it, with the values of the one before, ready for the optimizer.
 
-        Args:
-            needed: the versions up to now that are still to be used. All others are given up.
+        ``needed`` are the earlier versions that are still to be used. All others are dropped.
         """
         for version in [v for v in self._held if v != self.newest and v not in needed]:
             self._free.append(self._held.pop(version))
@@ -108,10 +106,10 @@ class WeightVersions:
         self._free += map(self._held.pop, self.older())
 
     def forget_updates(self) -> None:
-        """Tell autograd that no weights have changed which a kept graph still needs.
+        """Hide updates from autograd that change no weights of a kept graph.
 
-        It counts the in-place changes of a parameter, and refuses graphs that saved it before. Ours are sound: the changes
-        went to another buffer, and backwards see the version of their forwards.
+        Autograd counts the in-place changes of a parameter, and refuses graphs that saved it before. These graphs are
+        right: the changes went to another buffer, and backwards see the version of their forwards.
         """
         torch._C._autograd._unsafe_set_version_counter(tuple(self._parameters), tuple(self._counters))
 
@@ -145,15 +143,12 @@ class WeightVersions:
 
 @dataclass(frozen=True, eq=False)
 class WeightSwitch:
-    """Shows every action of one call the weights that it uses, and has the next version made behind those that update.
+    """Shows every action of one call its version of the weights, and makes the next version after the actions that
+    update.
 
-    Args:
-        weights: of this rank's stage.
-        versions: what every forward and backward uses.
-        updates: the actions behind which the next version is made, and the versions that are needed after that.
-        update: makes it, or begins it with the values of the one before where the training loop updates after the call.
-        catch_up: makes the version that an earlier call has left to be made, before an action uses it; ``None`` where none has
-            left any.
+    ``versions`` are those of every forward and backward. ``updates`` has the actions that are followed by the next
+    version, and the versions that are needed then. ``update`` makes it, or only begins it if the training loop updates
+    after the call. ``catch_up`` makes a version that an earlier call has left, before an action uses it.
     """
 
     weights: WeightVersions

@@ -1,13 +1,13 @@
-"""Draw first weights and dropout by layer, so that they are the same wherever a layer stands and whenever it runs.
+"""Draw first weights and dropout by layer, independent of the layer's device and of the order of passes.
 
-Megatron seeds every pipeline rank differently and lets the layers of a rank draw one after another from its streams. So another
-placement starts from other weights, and another order of forwards drops other activations. Here every layer and the embedding
-draw from streams of their own, which begin anew, from a *key*, when the layer is built and in every forward. A key is a hash of
-the run's seed, of the iteration and the microbatch, and of the layer's number in the whole model.
+Megatron seeds every pipeline rank differently, and the layers of a rank draw one after another from its streams. So
+another placement starts from other weights, and another order of forwards drops other activations. Here every layer and
+the embedding draw from streams of their own. These begin anew, from a *key*, when the layer is built and in every
+forward. A key is a hash of the run's seed, the iteration, the microbatch, and the layer's number in the whole model.
 
-The key of whatever encloses a layer (the model that is built, the microbatch that runs, a layer around this one) travels among
-the states of Megatron's tracker. So whoever runs a part of a forward again, and therefore brings the tracker's states back,
-brings the key back too.
+The key of the enclosing part (the model that is built, the microbatch that runs, an outer layer) travels among the
+states of Megatron's tracker. Code that runs a part of a forward again restores the tracker's states, and so restores
+the key.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _KEY = "pipemem-key"
 
 
 def derived(*parts: object) -> int:
-    """Return the key that belongs to these parts: an enclosing key or a seed, and what tells its members apart."""
+    """Return the key of these parts: an enclosing key or a seed, and the place in it."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
 
 
@@ -74,13 +74,11 @@ def _within(key: int) -> Iterator[None]:
 
 @contextmanager
 def _drawing(key: int, by_shard: bool = False, is_expert: bool = False) -> Iterator[None]:
-    """Let random numbers, within this block, be those of the key, and afterwards go on where they were before.
+    """Draw random numbers within this block by a key, and continue the earlier streams after it.
 
-    Args:
-        key: of what draws.
-        by_shard: whether tensor-parallel ranks draw differently outside of the tracker's forks too, as they do where
-            activations are sharded along the sequence.
-        is_expert: whether the key is of one expert, so that it makes no difference which expert-parallel rank has it.
+    With ``by_shard``, tensor-parallel ranks draw differently outside of the tracker's forks too, for activations that
+    are sharded along the sequence. With ``is_expert`` the key is of one expert, and its numbers are the same on every
+    expert-parallel rank.
     """
     tracker = random.get_cuda_rng_tracker()
     outer = random._get_all_rng_states()
@@ -106,13 +104,7 @@ def _drawing(key: int, by_shard: bool = False, is_expert: bool = False) -> Itera
 
 
 def _draw_by_key(module: torch.nn.Module, by_shard: bool, *parts: object) -> None:
-    """Let every forward of a module that trains draw by the key of these parts.
-
-    Args:
-        module: a layer or the embedding.
-        by_shard: as of ``_drawing``.
-        parts: tell it from others within the enclosing key.
-    """
+    """Let every training forward of a layer or the embedding draw by the key of these parts within the enclosing key."""
     running: list[ExitStack] = []
 
     def begin(module: torch.nn.Module, _: tuple) -> None:
@@ -213,7 +205,7 @@ class LayerwiseRandom(Extension):
 
 
 def extensions(*_: object) -> list[Extension]:
-    """Return what a run adds to steps, those of Megatron's own schedule too."""
+    """Return the extensions of a run, also of Megatron's own schedule."""
     return [LayerwiseRandom()]
 
 
@@ -241,15 +233,10 @@ def _build_embedding(original: Callable, embedding, *args, **kwargs) -> None:
 
 
 def _build_module(kind: str, number_of: Callable[[dict], int], original: Callable, spec, *args, **kwargs):
-    """Run in the place of ``build_module``, as one of the modules knows it that build layers.
+    """Build a layer as ``build_module`` does, drawing by its key.
 
-    Args:
-        kind: tells these layers from others with the same numbers.
-        number_of: a layer's number in the whole model, by the arguments that it is built with.
-        original: ``build_module``.
-        spec: of what is built.
-        args: further arguments of Megatron's.
-        kwargs: the same by name.
+    ``kind`` separates layers with the same numbers. ``number_of`` returns a layer's number in the whole model from its
+    arguments.
     """
     key = _enclosing()
     if key is None or "layer_number" not in kwargs:

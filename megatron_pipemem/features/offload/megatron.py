@@ -1,4 +1,4 @@
-"""Read what a run says about activation offload and recomputation, and make the engine that it asks for."""
+"""Offload and recomputation of a run: its options, the budget of its hosts, and the engine."""
 
 from __future__ import annotations
 
@@ -32,24 +32,18 @@ logger = logging.getLogger(__name__)
 
 
 class _Node(NamedTuple):
-    """Hold what a rank knows of its host."""
+    """A host, as its ranks see it."""
 
     name: str
     available: int
 
 
 class Offloading(Extension):
-    """The host side of a run: a budget, an engine when one is needed first, and how fast its link is.
+    """The host side of a run: its budget, an engine, and the speed of its link.
 
-    ``budget``, ``engine``, ``switches`` and ``links`` are called by every rank of the job at the same time when they are called
-    first.
-
-    Args:
-        options: of the run.
-        host_memory: bytes per node, shared by its ranks; ``None`` for a part of the available memory.
-
-    Attributes:
-        device: of the model; to be set before anything else is asked.
+    Every rank of the job makes the first calls of ``budget``, ``engine``, ``switches`` and ``links`` at the same time,
+    after ``device`` is set. ``host_memory`` are bytes per node, shared by its ranks; ``None`` for a part of the
+    available memory.
     """
 
     def __init__(self, options: TransferOptions, host_memory: float | None = None):
@@ -147,7 +141,7 @@ class Offloading(Extension):
 
 
 def extensions(request: Request, programs: Programs, _: object) -> list[Extension]:
-    """Return what a run adds to steps, and let its programs ask the host side of it."""
+    """Return the extensions of a run, and give its programs access to the host."""
     programs.host = Offloading(request.offload_options, request.host_memory)
     return [programs.host]
 
@@ -177,11 +171,11 @@ def _place() -> int:
 def _shared_channels(
     ranks: Sequence[tuple[str, int]], switches: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Places in the pipeline of which some ranks share a switch, directly or through others: all pipelines have one plan.
+    """Return places in the pipeline of which some ranks share a switch, directly or through others: all pipelines have
+    one plan.
 
-    Args:
-        ranks: host and place of every rank of the job, in the order of world ranks.
-        switches: ranks of a node, counted on every node from 0.
+    ``ranks`` has host and place of every rank of the job. ``switches`` has ranks of a node, counted on every node from
+    0.
     """
     seen: Counter[str] = Counter()
     behind: dict[tuple[str, int], set[int]] = {}
@@ -208,10 +202,8 @@ def _slowest(links: Sequence[HostLink]) -> HostLink:
 
 
 def _rank_budget(nodes: Sequence[_Node], per_node: float | None) -> int:
-    """Return the least of the ranks' equal parts of their nodes.
-
-    Raises:
-        UnsupportedError: a node does not have what the user promised.
+    """Return the least of the ranks' equal parts of their nodes, or raise an UnsupportedError if a node has less
+    memory.
     """
     ranks = Counter(node.name for node in nodes)
     available = {name: min(node.available for node in nodes if node.name == name) for name in ranks}

@@ -1,9 +1,9 @@
-"""Say which forwards of a step may run before it is known whether the step before it was clipped.
+"""Find the forwards of a step that may run before it is known whether the step before was clipped.
 
-Where no barrier stands between two steps, the gradient norm of the earlier one is on its way while the later one begins. If
-it turns out that the gradients had to be clipped, the weights were wrong: whatever ran with them is dropped and runs again.
-The *cut* is what may be dropped. It holds forwards alone, so that no gradient changes before the norm is known, and it is
-closed: no action in it needs one outside, so every device comes to the end of its part whatever the others decide.
+Without a barrier between two steps, the gradient norm of the earlier one is on its way while the later one begins. If
+the gradients had to be clipped, the weights were wrong, and the passes that used them are dropped and run again. The
+*cut* is the part that may be dropped. It holds forwards alone, so that no gradient changes before the norm is known. It
+is closed: no action in it needs one outside, so every device reaches the end of its part.
 """
 
 from __future__ import annotations
@@ -21,18 +21,12 @@ from megatron_pipemem.schedule.schedule import Order, Program
 
 @dataclass(frozen=True)
 class ValidationCut:
-    """Hold the cut of a program, and what is in flight there.
-
-    Args:
-        program: the whole one.
-        lengths: per device, how many of its first actions, messages included, are in the cut.
-        drains: per device, the messages that it has to post when the cut is dropped, in the order of its program: receives
-            of what others have sent, and sends, of whatever tensors, where others have posted their receives. Then every
-            message has been posted at both ends or at neither.
-    """
+    """The cut of a program, and the messages in flight there."""
 
     program: Program
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # per device, the number of its first actions in the cut, messages included
+    # Per device, the messages to post when the cut is dropped, in program order: receives of sent messages, and sends
+    # for posted receives. Then every message has been posted at both ends or at neither.
     drains: tuple[Order, ...]
 
     def check(self) -> None:
@@ -65,14 +59,10 @@ class ValidationCut:
 def validation_cut(program: Program) -> ValidationCut:
     """Return the largest closed cut of a program, proved.
 
-    Forwards whose inputs have been through all devices are outside: where they could run, every device has begun the step.
-    Messages behind the last forward of the cut belong to it, so that the forward or backward after it finds its own posted.
-
-    Args:
-        program: valid. Where it was lowered for single queues, its drains wait for one another in no circle there either.
-
-    Raises:
-        UnsupportedError: the schedule is asynchronous: its steps overlap by older weights, and none waits for a norm.
+    Forwards whose inputs have been through all devices are outside: when they could run, every device has begun the
+    step. Messages after the last forward of the cut belong to it, so that the next forward or backward finds its own
+    posted. In a program for single queues, the drains wait for one another in no circle either. Raise an
+    UnsupportedError for an asynchronous schedule, whose steps overlap by older weights.
     """
     schedule, placement = program.schedule, program.placement
     if schedule.updates is not None:
@@ -114,8 +104,10 @@ def _messages(program: Program) -> list[Message]:
 
 
 def _dependencies(program: Program, parts: Sequence[Order], messages: Sequence[Message]) -> Dependencies:
-    """Return who waits for whom in the first actions of all devices. A forward waits until its input has been sent; what it
-    needs of its own device stands before it."""
+    """Return the dependencies between the first actions of all devices.
+
+    A forward waits until its input has been sent. Its other needs are earlier on its own device.
+    """
     router, sends = Router(program.placement), {message.receive: message.send for message in messages}
 
     def needs(action: Action) -> tuple[Action, ...]:

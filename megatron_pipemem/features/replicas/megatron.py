@@ -1,8 +1,8 @@
-"""Train two replicas of the model in one pipeline: one model to Megatron, with batches and sums of gradients for both.
+"""Train two replicas of the model in one pipeline. For Megatron they are one model.
 
-Both replicas are trained. Their gradients are added up before anything else looks at them, so that both optimizers do the same
-to equal weights and the replicas stay equal without ever being sent again. Checkpoints hold the first replica and are loaded
-into both, and norms of gradients count the first.
+Both replicas are trained. Their gradients are added up before anything else uses them. So both optimizers do the same
+to equal weights, and the replicas stay equal without being sent again. Checkpoints hold the first replica and are
+loaded into both. Norms of gradients count the first.
 """
 
 from __future__ import annotations
@@ -37,15 +37,8 @@ _TIED_ENDS = 2
 def make_replicas(chunks: Sequence[torch.nn.Module], placement: Placement, group: dist.ProcessGroup) -> None:
     """Give this rank's second chunk the values of its stage's first replica, and mark it as a replica.
 
-    Every rank of the pipeline calls this.
-
-    Args:
-        chunks: of this rank: its stage of the first replica, and its stage of the second.
-        placement: of the pipeline, bidirectional.
-        group: of the pipeline.
-
-    Raises:
-        UnsupportedError: the model cannot have two replicas, for example because its weights are quantised.
+    Every rank of a bidirectional pipeline calls this. Raise an UnsupportedError if the model cannot have two replicas,
+    for example because its weights are quantised.
     """
     original, replica = chunks
     check_config(get_model_config(original), REPLICAS)
@@ -90,7 +83,7 @@ def _save_as_replica(module: Any) -> None:
 
 
 def _behind(replica_id: int | tuple[int, ...]) -> int | tuple[int, ...]:
-    """Return a replica number behind those that Megatron gives to the first replica."""
+    """Return a replica number after those that Megatron gives to the first replica."""
     if isinstance(replica_id, int):
         return replica_id + _TIED_ENDS
     first, *rest = replica_id
@@ -103,7 +96,7 @@ def gradients(chunk: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def extensions(_: object, __: object, chunk_placement: ChunkPlacement) -> list[Extension]:
-    """Return what two replicas add to steps, and let them be made equal when the model is built."""
+    """Return the extensions of two replicas, and let the replicas be made equal when the model is built."""
     chunk_placement.replicate = make_replicas
     return [ReplicaSteps()]
 

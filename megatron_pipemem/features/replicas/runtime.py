@@ -1,4 +1,4 @@
-"""Add up the gradients of a stage's replicas, where the devices hold the model more than once."""
+"""Add up the gradients of a stage's replicas, if the devices hold the model more than once."""
 
 from __future__ import annotations
 
@@ -17,18 +17,10 @@ Channels = Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
 def connect_replicas(placement: Placement, group: dist.ProcessGroup, device: torch.device | int | str) -> Channels:
-    """Open a process group for every set of devices that holds replicas of the same stages, its order of sums its own.
+    """Open a process group for every set of devices with replicas of the same stages, and return those of this rank.
 
-    Every rank of the job must call this at the same time. Empty where the model stands on the devices once. As with
+    Every rank of the job must call this at the same time. There is none if the devices hold the model once. As with
     messages (``transport.connect``), the first sum of a group would wait for the other devices, so one is made here.
-
-    Args:
-        placement: says who holds replicas of what.
-        group: the pipeline's process group; its ranks are the devices, in order.
-        device: where the gradients are.
-
-    Returns:
-        The groups of this rank, by their devices.
     """
     if placement.replicas == 1:
         return {}
@@ -45,13 +37,9 @@ def connect_replicas(placement: Placement, group: dist.ProcessGroup, device: tor
 
 @dataclass(eq=False)
 class ReplicaReducer:
-    """The sums of one step on one rank. Lives for one step.
+    """The sums of one step on one rank.
 
-    Args:
-        placement: says which stages are replicas of each other.
-        device: this rank's place in the pipeline.
-        channels: see ``connect_replicas``.
-        gradients: ``gradients(stage)``: what to add up in place, the same tensors in the same order for every replica.
+    ``gradients(stage)`` returns the tensors to add up in place, the same in the same order for every replica.
     """
 
     placement: Placement

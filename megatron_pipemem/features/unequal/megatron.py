@@ -1,8 +1,8 @@
-"""Plan every training step for the weights of its own microbatches: which goes first, and by which schedule.
+"""Plan every training step for the weights of its own microbatches: their order and the schedule.
 
-A step is planned when it begins, and not while the step before runs. To look ahead would be to read the next batch early, and
-nobody but the training loop knows whether there will be one, with how many microbatches, from which iterator, and what a
-checkpoint says about how far the data have been read.
+A step is planned when it begins, and not while the step before runs. Planning ahead would read the next batch early.
+Only the training loop knows whether there will be one, with how many microbatches, from which iterator, and how far a
+checkpoint says that the data have been read.
 """
 
 from __future__ import annotations
@@ -59,13 +59,10 @@ _NONE = -1.0
 
 
 class UnequalMicrobatches(Extension):
-    """Weighs the microbatches of every training step, plans the step for these weights, and deals the batches accordingly.
+    """Weighs the microbatches of every training step, plans the step for these weights, and deals the batches
+    accordingly.
 
-    Everybody outside counts microbatches as the data iterator yields them, and a schedule counts them by position.
-
-    Args:
-        programs: of the run.
-        weigh: finds the weights.
+    The data iterator and the loop count microbatches in the order of reading, and a schedule counts them by position.
     """
 
     only_trains = True
@@ -122,7 +119,7 @@ class UnequalMicrobatches(Extension):
         return Compiled(program, plan)
 
     def prepare(self, step: Step) -> None:
-        """Deal the batches in the order of the schedule; what has been read already comes from memory."""
+        """Deal the batches in the order of the schedule. Batches that have been read come from memory."""
         m, placement = step.shape.num_microbatches, step.pipeline.placement
         order = step.context.order or range(m)
         dealt = []
@@ -147,7 +144,7 @@ class UnequalMicrobatches(Extension):
         self._dealers.clear()
 
     def _dealer(self, iterator: Iterator, num_microbatches: int) -> Dealer:
-        """Return who has read from an iterator already, or a new one."""
+        """Return the dealer that has read from an iterator, or a new one."""
         for stream, dealer in self._dealers:
             if stream is iterator:
                 return dealer
@@ -179,13 +176,10 @@ class UnequalMicrobatches(Extension):
     def _planned(
         self, base: Schedule, costs: Costs, weights: MicrobatchWeights, has_peers: bool
     ) -> StepPlan | Exception:
-        """Return the plan of a step, or why there is none.
+        """Return the plan of a step, or the error that prevents it.
 
-        Args:
-            base: the schedule of microbatches that are alike.
-            costs: with the weights of those of this step.
-            weights: these.
-            has_peers: whether other pipelines sum gradients with this one, and have plans of their own.
+        ``base`` is the schedule for equal microbatches. With ``has_peers``, other pipelines sum gradients with this
+        one, and have plans of their own.
         """
         cap = self._programs.request.memory_cap
         try:
@@ -216,7 +210,7 @@ class UnequalMicrobatches(Extension):
 
 
 def extensions(request: Request, programs: Programs, _: object) -> list[Extension]:
-    """Return what a run with costs of microbatches adds to steps."""
+    """Return the extensions of a run with costs of microbatches."""
     assert request.microbatch_costs is not None, "the request wants the feature"
     return [UnequalMicrobatches(programs, weigher_of(request.microbatch_costs))]
 
@@ -267,16 +261,10 @@ def _relative_to_median(weights: MicrobatchWeights) -> MicrobatchWeights:
 
 
 class Weigher(Protocol):
-    """Define who weighs the microbatches of a step.
+    """Weighs the microbatches of a step.
 
-    Args:
-        batches: what the data iterator yields, one per microbatch.
-        full: what the weights are relative to.
-        config: Megatron's configuration of the model.
-        iteration: number of the training step, from 0.
-
-    Raises:
-        PipememError: the batches are nothing that it can weigh, or what it finds are no weights.
+    The batches are the items of the data iterator. Weights are relative to a ``full`` microbatch. Training steps count
+    from 0. It raises a PipememError for batches that it cannot weigh.
     """
 
     def __call__(
@@ -285,12 +273,7 @@ class Weigher(Protocol):
 
 
 def weigher_of(asked: MicrobatchCosts) -> Weigher:
-    """Return who weighs microbatches as a user asks.
-
-    Raises:
-        UnsupportedError: it is none of these, or there is no such function.
-        CostsError: the file cannot be read as weights.
-    """
+    """Return the weigher that a user asks for, or raise an UnsupportedError or a CostsError if there is none."""
     if callable(asked):
         return partial(_by_function, f"the function of microbatch_costs, {getattr(asked, '__name__', asked)},", asked)
     named = read_microbatch_costs(asked)
@@ -303,27 +286,18 @@ def weigher_of(asked: MicrobatchCosts) -> Weigher:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a microbatch has for the layers to compute.
+    """The tokens of a microbatch, and the pairs of tokens for attention."""
 
-    Args:
-        tokens: padding included where the layers compute it.
-        squares: sum of the squared lengths of its documents, of which tokens attend to none but their own.
-    """
-
-    tokens: float
-    squares: float
+    tokens: float  # with padding, if the layers compute it
+    squares: float  # sum of the squared lengths of its documents, whose tokens attend only to their own
 
     @classmethod
     def of(cls, batch: object, number: int) -> _Contents:
-        """Read a batch as Megatron's data sets and the frameworks around it make them.
+        """Read a batch in the forms of Megatron's data sets and the frameworks around it.
 
-        Args:
-            batch: with ``tokens`` or ``input_ids``, ``[b, s]``; documents within a sequence are told by ``cu_seqlens``,
-                ``packed_seq_params``, a padding mask ``attention_mask`` of the same shape, or ``position_ids`` that start anew.
-            number: of the microbatch, for messages.
-
-        Raises:
-            UnsupportedError: it has no tokens under these names.
+        The batch has ``tokens`` or ``input_ids``, ``[b, s]``. Documents within a sequence are given by ``cu_seqlens``,
+        ``packed_seq_params``, a padding mask ``attention_mask`` of the same shape, or ``position_ids`` that start anew.
+        Raise an UnsupportedError if there are no tokens under these names.
         """
         fields = batch if isinstance(batch, Mapping) else {}
         tokens = next((fields[name] for name in ("tokens", "input_ids") if fields.get(name) is not None), None)
@@ -408,9 +382,7 @@ def _by_function(
 ) -> MicrobatchWeights:
     """Call a user's function of this name for every batch.
 
-    Raises:
-        UnsupportedError: it fails, whatever it raises.
-        CostsError: what it returns is no weight.
+    Raise an UnsupportedError if it fails, and a CostsError if it does not return weights.
     """
     pairs = []
     for number, batch in enumerate(batches):

@@ -1,8 +1,8 @@
-"""Older versions of the weights, kept beside Megatron's checkpoints.
+"""Keep older versions of the weights with Megatron's checkpoints.
 
-A checkpoint holds the newest weights. Microbatches that were in flight when it was written are not saved: their data count as
-not consumed, and a resumed run reads them and runs them forward again. But they used older weights, so every rank writes
-those into the checkpoint's folder. Without such files a run begins a new stream with the one version it has.
+A checkpoint holds the newest weights. Microbatches in flight are not saved: their data count as not consumed, and a
+resumed run reads them and runs them forward again. They used older weights, so every rank writes these into the
+checkpoint's folder. Without such files a run begins a new stream with its only version.
 """
 
 from __future__ import annotations
@@ -24,19 +24,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedVersions:
-    """Hold what a rank had when a checkpoint was written.
+    """The older weights of a rank, and their place in its stream of batches, when a checkpoint was written."""
 
-    Args:
-        schedule: the family's name and options.
-        batch: microbatches per step.
-        before: batches that had been through the pipeline, as far as it matters.
-        older: the older versions.
-    """
-
-    schedule: str
-    batch: int
-    before: int
-    older: Mapping[int, Mapping[torch.dtype, torch.Tensor]]
+    schedule: str  # the family's name and options
+    batch: int  # microbatches per step
+    before: int  # batches that have been through the pipeline, as far as the number matters
+    older: Mapping[int, Mapping[torch.dtype, torch.Tensor]]  # versions
 
     def fits(self, schedule: str, weights: WeightVersions) -> bool:
         """Return whether they are of the same schedule and of weights of the same size."""
@@ -47,15 +40,7 @@ class SavedVersions:
 
 
 def save(saved_now: Callable[[], SavedVersions | None], original: Callable, iteration, *args, **kwargs):
-    """Run in the place of ``save_checkpoint``: write what ``saved_now`` gives into the folder of a checkpoint that stays.
-
-    Args:
-        saved_now: gives what belongs beside a checkpoint of now.
-        original: Megatron's function.
-        iteration: of the checkpoint.
-        args: further arguments of Megatron's.
-        kwargs: the same by name.
-    """
+    """Save a checkpoint as ``save_checkpoint`` does, and write the data of ``saved_now`` into its folder if it stays."""
     result = original(iteration, *args, **kwargs)
     saved = saved_now()
     if saved is not None and not kwargs.get("non_persistent_ckpt", False):
@@ -67,15 +52,9 @@ def save(saved_now: Callable[[], SavedVersions | None], original: Callable, iter
 
 
 def load(loaded: Callable[[SavedVersions | None], None], original: Callable, *args, load_arg="load", **kwargs):
-    """Run in the place of ``load_checkpoint``: tell ``loaded`` what stands beside the checkpoint that has been loaded, on
-    all ranks the same or nothing.
+    """Load a checkpoint as ``load_checkpoint`` does, and give ``loaded`` the data in its folder.
 
-    Args:
-        loaded: is told.
-        original: Megatron's function.
-        args: further arguments of Megatron's.
-        load_arg: the flag that names the checkpoint's folder.
-        kwargs: further arguments of Megatron's, by name.
+    Either all ranks get data, or none. ``load_arg`` is the flag that names the folder.
     """
     result = original(*args, load_arg=load_arg, **kwargs)
     if load_arg == "load":

@@ -1,4 +1,4 @@
-"""Step the optimizer of double-buffered weights without a barrier: just before the version that the step makes is used."""
+"""Step the optimizer of double-buffered weights without a barrier, just before the version of the step is used."""
 
 from __future__ import annotations
 
@@ -21,28 +21,21 @@ from megatron_pipemem.schedule.stream import gain_without_barrier
 
 
 class _Waiting(NamedTuple):
-    """A batch that the optimizer has not stepped for.
+    """A batch whose optimizer step has not been taken."""
 
-    Args:
-        norm: of its gradients, maybe not known yet.
-        gradients: of the optimizer's parameters.
-        hyperparameters: the optimizer's groups, each with what it said when the batch ended.
-    """
-
-    norm: LateNorm
-    gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    norm: LateNorm  # of its gradients, maybe not known yet
+    gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]  # of the optimizer's parameters
+    # the optimizer's groups, each with its settings at the end of the batch
     hyperparameters: Sequence[tuple[dict, dict]]
 
 
 class DelayedOptimizer(OverlappedOptimizer):
-    """Takes the steps of the optimizer of a training loop, each when its gradient norm is known.
+    """Takes the optimizer steps of a training loop, each when its gradient norm is known.
 
-    A batch's update is not needed before the batch after the next one begins. Until then its gradients wait in memory of their
-    own, while the next batch adds up its gradients in Megatron's. Megatron's own step is then taken with them, with the norm
-    and the learning rate of their batch. Nothing is ever taken back.
-
-    Attributes:
-        weights: of the model, whose next version a step makes.
+    A batch's update is not needed before the batch after the next one begins. Until then its gradients wait in memory
+    of their own, while the next batch adds up its gradients in Megatron's. Megatron's own step is then taken with them,
+    with the norm and the learning rate of their batch. No step is taken back. ``weights`` are those of the model, whose
+    next version a step makes.
     """
 
     delays = True
@@ -149,7 +142,7 @@ def _shadowed(optimizer: ChainedOptimizer, **functions: Callable) -> Iterator[No
 
 @contextmanager
 def _as_they_were(groups: Sequence[tuple[dict, dict]]) -> Iterator[None]:
-    """Give the optimizer's groups the settings of an earlier moment for a while; what changes beside these stays changed."""
+    """Give the optimizer's groups the settings of an earlier moment for a while. Other changes stay."""
     now = [
         (group, {name: group[name] for name, value in earlier.items() if group[name] != value})
         for group, earlier in groups

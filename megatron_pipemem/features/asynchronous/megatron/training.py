@@ -1,4 +1,4 @@
-"""Keep what lives from one call of the training loop to the next when the pipeline is not flushed in between."""
+"""Run training steps whose pipeline is not flushed in between: the state that stays from one call to the next."""
 
 from __future__ import annotations
 
@@ -44,35 +44,22 @@ WARNING = (
 
 @dataclass
 class _Stream:
-    """A stream of batches through one model, as it stands between two calls.
+    """A stream of batches through one model, between two calls."""
 
-    Args:
-        chunks: the model on this rank.
-        weights: their versions.
-        batch: microbatches per call.
-        before: batches that have been through.
-        done: batches ahead that forwards were run of.
-        in_flight: those forwards, and what has arrived of others.
-        ledger: counts what they hold.
-        left: training steps that the loop had left at the last call, if known.
-        router_scale: of the routers' own losses in the last call, if any model of this process has them.
-    """
-
-    chunks: list[torch.nn.Module]
-    weights: WeightVersions
-    batch: int
-    before: int = 0
-    done: int = 0
-    in_flight: InFlight = field(default_factory=InFlight)
-    ledger: ActivationLedger | None = None
-    left: int | None = None
+    chunks: list[torch.nn.Module]  # the model on this rank
+    weights: WeightVersions  # their versions
+    batch: int  # microbatches per call
+    before: int = 0  # batches that have been through the pipeline
+    done: int = 0  # batches ahead whose forwards have run
+    in_flight: InFlight = field(default_factory=InFlight)  # these forwards, and arrived inputs of others
+    ledger: ActivationLedger | None = None  # counts their activations
+    left: int | None = None  # training steps of the loop after the last call, if known
+    # of the routers' own losses in the last call, if a model of this process has them
     router_scale: torch.Tensor | None = None
 
     def drop(self, waits: bool) -> None:
-        """Leave nothing in flight, and no weights but the newest.
-
-        Args:
-            waits: whether there will be a newer version without any further batch.
+        """Leave nothing in flight, and only the newest weights. ``waits`` if another version comes without a further
+        batch.
         """
         self.weights.keep_only_newest()
         self.weights.renumber(-self.weights.newest - waits)
@@ -92,17 +79,11 @@ class WindowPlan(Choice):
 
 
 class StepCall(NamedTuple):
-    """One training step.
-
-    Args:
-        plan: what it runs.
-        device: this rank's place in the pipeline.
-        left: training steps behind it, if known.
-    """
+    """One training step."""
 
     plan: WindowPlan
-    device: int
-    left: int | None
+    device: int  # this rank's place in the pipeline
+    left: int | None  # training steps after it, if known
 
 
 class StageOptimizer:
@@ -112,15 +93,7 @@ class StageOptimizer:
         self._caught: Any = None
 
     def catch(self, original: Callable, config, model_chunks, *args, **kwargs):
-        """Run in the place of ``get_megatron_optimizer``: build the optimizer, and keep its steps from the loop.
-
-        Args:
-            original: Megatron's function.
-            config: of the optimizer.
-            model_chunks: of this rank.
-            args: further arguments of Megatron's.
-            kwargs: the same by name.
-        """
+        """Build the optimizer as ``get_megatron_optimizer`` does, and keep its steps from the loop."""
         optimizer = original(config, model_chunks, *args, **kwargs)
         check_config(config, *asynchronous(per_batch=False))
         self.release()
@@ -130,11 +103,8 @@ class StageOptimizer:
         return optimizer
 
     def step(self, chunks: list[Any], reduce: Callable[[], None]) -> None:
-        """Update the parameters with the gradients that are there, and clear those.
-
-        Args:
-            chunks: of this rank.
-            reduce: sums the gradients over data-parallel ranks.
+        """Update the parameters with the present gradients, and clear these. ``reduce`` sums them over data-parallel
+        ranks.
         """
         reduce()
         self._caught.prepare_grads()
@@ -165,10 +135,8 @@ class StageOptimizer:
 class AsynchronousTraining(Extension):
     """Runs the training steps of an asynchronous schedule.
 
-    Args:
-        programs: of the run, for its request and prices.
-        train_steps: how many steps there will be, for loops that are not Megatron's own.
-        delayed: takes the loop's steps where ranks do not wait for each other at the end of a batch.
+    ``train_steps`` is the number of steps, for loops that are not Megatron's own. ``delayed`` takes the loop's steps if
+    ranks do not wait for each other at the end of a batch.
     """
 
     only_trains = True
@@ -332,7 +300,7 @@ class AsynchronousTraining(Extension):
         self._saved = saved
 
     def _left(self, stream: _Stream) -> int | None:
-        """Return steps behind this one; ``None`` when nobody knows."""
+        """Return the number of steps after this one; ``None`` if not known."""
         left = steps_left() if self._train_steps is None else self._train_steps - self._steps - 1
         if self._train_steps is not None and left is not None and left < 0:
             raise UnsupportedError(
@@ -387,15 +355,9 @@ class AsynchronousTraining(Extension):
 
 
 def check_asynchronous(config, chunks: list[torch.nn.Module], loop_updates: bool) -> None:
-    """Refuse what needs one set of weights, or one update per step.
+    """Raise an UnsupportedError for a configuration that needs one set of weights, or one update per step.
 
-    Args:
-        config: Megatron's configuration of the model.
-        chunks: of this rank.
-        loop_updates: whether the optimizer steps once per call, and not once per microbatch.
-
-    Raises:
-        UnsupportedError: the configuration asks for it.
+    ``loop_updates`` says whether the optimizer steps once per call, and not once per microbatch.
     """
     holders = [config, *(getattr(chunk, "ddp_config", None) for chunk in chunks)]
     refuse(

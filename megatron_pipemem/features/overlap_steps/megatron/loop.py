@@ -1,7 +1,7 @@
 """Keep Megatron's own training loop from joining all ranks at the end of every step.
 
-What it asks the other ranks about a step is known here already. Its log lines, evaluations, checkpoints and exits come when no
-step is pending, and the gradient norm of a step that nobody logs to the screen goes to TensorBoard and W&B one step later,
+The loop's questions to other ranks about a step are answered here without them. Its log lines, evaluations, checkpoints
+and exits run when no step is pending. A gradient norm that is not printed goes to TensorBoard and W&B one step later,
 under its own iteration.
 """
 
@@ -30,25 +30,15 @@ from megatron_pipemem.mcore.symbols import (
 
 
 class _Unwritten(NamedTuple):
-    """A norm that has not gone to TensorBoard and W&B.
+    """A norm that is not yet in TensorBoard and W&B."""
 
-    Args:
-        iteration: of its step.
-        samples: consumed by then.
-        norm: maybe not known yet.
-    """
-
-    iteration: int
-    samples: int
-    norm: LateNorm
+    iteration: int  # of its step
+    samples: int  # consumed until then
+    norm: LateNorm  # maybe not known yet
 
 
 class TrainingLoop:
-    """Stands in for functions of Megatron's training loop.
-
-    Args:
-        optimizer: of the loop.
-    """
+    """Replaces functions of Megatron's training loop."""
 
     def __init__(self, optimizer: OverlappedOptimizer):
         self._optimizer = optimizer
@@ -56,7 +46,7 @@ class TrainingLoop:
         self._signals: LateSum | None = None
 
     def replacements(self) -> Replacements:
-        """Return what to rebind in ``megatron.training``."""
+        """Return the replacements in ``megatron.training``."""
         return [
             (ALL_OF_PIPELINE, self._all_of_pipeline),
             (MOST_OF_PIPELINE, self._most_of_pipeline),
@@ -115,7 +105,7 @@ class TrainingLoop:
         return leaves
 
     def _signals_received(self, original: Callable[[Any], list], handler: Any) -> list:
-        """Tell of a signal one step after a rank has received it, when all of them know."""
+        """Report a signal one step after a rank has received it, when all ranks know it."""
         if not self._optimizer.overlaps:
             return original(handler)
         earlier, self._signals = self._signals, self._optimizer.total(float(handler._signal_received))

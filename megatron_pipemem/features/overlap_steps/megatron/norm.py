@@ -1,4 +1,4 @@
-"""Sum the gradient norm up over all ranks while they compute."""
+"""Sum the gradient norm over all ranks while they compute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARGIN = 1e-4
 
 
 class LateSum:
-    """A number that is being summed over the ranks of a group, beside what they compute."""
+    """A number that is summed over the ranks of a group while they compute."""
 
     def __init__(self, own: torch.Tensor, group: dist.ProcessGroup):
         self._total = own.clone()
@@ -37,15 +37,11 @@ def rounded(value: float) -> float:
 
 @total_ordering
 class LateNorm:
-    """The gradient norm of a step, known when every rank has ended it. Whoever asks for its value waits until then.
+    """The gradient norm of a step, known when every rank has ended it. Reading the value waits until then.
 
-    It is the number that Megatron finds, to the bit: the same parts, summed over the same ranks.
-
-    Args:
-        square: of it.
-        everywhere: the sum of the squares of all copies of the model; ``square`` where it is of all ranks of the job.
-        copies: of the model that are in ``everywhere``, for each that is in ``square``.
-        in_single: whether it is rounded to single precision.
+    It equals Megatron's norm to the bit: the same parts, summed over the same ranks. ``everywhere`` is the sum of the
+    squares of all copies of the model, ``copies`` of them for each one in ``square``. With ``in_single`` the norm is
+    rounded to single precision.
     """
 
     def __init__(self, square: LateSum, everywhere: LateSum, copies: int, in_single: bool = False):
@@ -92,14 +88,11 @@ class LateNorm:
 
 
 class Norms:
-    """Finds norms on communicators of their own, so that nothing else waits behind them.
+    """Computes norms on communicators of their own, so that nothing else waits for them.
 
-    Every rank of the job must make and close this at the same time.
-
-    Args:
-        optimizer: whose gradients they are of.
-        pipeline: the process group of this rank's pipeline, as patient as the new ones.
-        on_host: have the host's network carry it, where a kernel that waits would hold up all others.
+    Every rank of the job must make and close this at the same time. ``pipeline`` is the process group of this rank's
+    pipeline, whose time-out the new groups have. With ``on_host`` the host's network carries the norms, for devices on
+    which a waiting kernel would block all others.
     """
 
     def __init__(self, optimizer: ChainedOptimizer, pipeline: dist.ProcessGroup, on_host: bool):

@@ -21,18 +21,17 @@ CLEAN_STEPS = 10
 
 
 class OverlappedOptimizer:
-    """Takes the steps of the optimizer that a training loop builds.
+    """Takes the optimizer steps of a training loop.
 
-    Without clipping, nothing can go wrong: a step is taken, and its norm arrives later. With clipping, a step is taken as if
-    nothing were to be clipped, and is *pending* until ``validate`` knows the norm. Until then the gradients stay as they are,
-    also where the loop zeroes them, because Megatron's own step may yet have to be taken in its place.
+    Without clipping, a step is taken, and its norm arrives later. With clipping, a step is taken without it and is
+    *pending* until ``validate`` knows the norm. Until then the gradients stay, even if the loop zeroes them, because
+    Megatron's own step may have to replace it.
 
-    Whether a step was right follows from one sum over all ranks of the job. So every rank decides the same, and nobody waits
-    for what another one does not do.
+    One sum over all ranks of the job decides whether a step was right. So every rank decides the same, and no rank
+    waits for a message that another does not send.
 
-    Attributes:
-        overlaps: whether steps may be taken without waiting; the schedule must gain by it.
-        answers_locally: whether what the loop asks the other ranks about the last step is known here.
+    ``overlaps`` says whether steps may be taken without waiting, which the schedule must gain by. ``answers_locally``
+    says whether the loop's questions to other ranks about the last step are answered here.
     """
 
     delays = False
@@ -50,15 +49,7 @@ class OverlappedOptimizer:
         self._clean = self._ahead = self._redone = 0
 
     def catch(self, original: Callable, config, model_chunks: list[torch.nn.Module], *args, **kwargs):
-        """Run in the place of ``get_megatron_optimizer``: build the optimizer, and take its steps.
-
-        Args:
-            original: Megatron's function.
-            config: of the optimizer.
-            model_chunks: of this rank.
-            args: further arguments of Megatron's.
-            kwargs: the same by name.
-        """
+        """Build the optimizer as ``get_megatron_optimizer`` does, and take over its steps."""
         optimizer = original(config, model_chunks, *args, **kwargs)
         self.release(orderly=True)
         self._caught, self._chunks, self._step = optimizer, list(model_chunks), optimizer.step
@@ -97,11 +88,8 @@ class OverlappedOptimizer:
         return self._caught
 
     def open(self, pipeline: dist.ProcessGroup, on_host: bool) -> None:
-        """Make what steps without waiting need. Every rank of the job must call this at the same time.
-
-        Args:
-            pipeline: the process group of this rank's pipeline.
-            on_host: have the host's network carry norms.
+        """Make the communicators of steps without waiting (``Norms``). Every rank of the job must call this at the same
+        time.
         """
         self._norms = Norms(self._caught, pipeline, on_host)
 
@@ -119,12 +107,7 @@ class OverlappedOptimizer:
         return self._take(self._norms.start(), take_step)
 
     def _take(self, norm: LateNorm, take_step: Callable[[], tuple]) -> tuple[bool, LateNorm | float | None, int | None]:
-        """Step with gradients that are ready.
-
-        Args:
-            norm: of them, maybe not known yet.
-            take_step: Megatron's own step.
-        """
+        """Step with gradients that are ready. Their norm may not be known yet."""
         optimizer = self.require()
         if self.clip > 0:
             if self._clean < CLEAN_STEPS:
@@ -139,7 +122,7 @@ class OverlappedOptimizer:
         return self._ahead_of(norm, optimizer.step_with_ready_grads())
 
     def _ahead_of(self, norm: LateNorm, stepped: bool) -> tuple[bool, LateNorm, None]:
-        """Return what a step returns that has not waited for its norm."""
+        """Return the result of a step that has not waited for its norm."""
         self.answers_locally = True
         self._ahead += 1
         return stepped, norm, None
@@ -177,10 +160,8 @@ class OverlappedOptimizer:
         self._zero(partial(_zero_buffer, original, chunk)) if chunk in self._chunks else original(chunk)
 
     def release(self, orderly: bool) -> None:
-        """Give the loop its optimizer back.
-
-        Args:
-            orderly: whether the other ranks are there, so that a pending step can be settled.
+        """Give the optimizer back to the loop. If it is ``orderly``, the other ranks are there, and a pending step is
+        settled.
         """
         if self._caught is None:
             return
@@ -196,7 +177,7 @@ class OverlappedOptimizer:
         self._clean = self._ahead = self._redone = 0
 
     def told(self) -> Overlap:
-        """Return what steps have come to so far."""
+        """Return the statistics of the steps so far."""
         nbytes = 0 if self._snapshot is None else self._snapshot.nbytes
         return Overlap(self._ahead, self._redone, nbytes)
 

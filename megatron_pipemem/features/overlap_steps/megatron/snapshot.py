@@ -1,11 +1,11 @@
-"""Keep what a step of Megatron's optimizers changes, and put it back to the bit.
+"""Keep the state that a step of Megatron's optimizers changes, and restore it to the bit.
 
-A step changes the optimizer's parameters (fp32 masters, or the model's own where those are fp32), their state (Adam's moments)
-and its counters, which may stand in the parameter groups beside what the training loop sets there: learning rate, weight decay.
-The model's 16-bit parameters follow from the masters, so nothing is kept of them.
+A step changes the optimizer's parameters (fp32 masters, or the model's own if they are fp32), their state (Adam's
+moments) and its counters. The counters may be in the parameter groups, beside the learning rate and the weight decay of
+the training loop. The model's 16-bit parameters follow from the masters, so they are not kept.
 
-With the distributed optimizer a rank keeps its share. Other ranks' shares of the model's parameters are right again when the
-step that follows has gathered them.
+With the distributed optimizer a rank keeps its share. Other ranks' shares of the model's parameters are right again
+when the next step has gathered them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,9 @@ _KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer
 
 
 class Snapshot:
-    """Keep one state of an optimizer on the device. Its memory is kept from step to step.
+    """One state of an optimizer or a chain of them, on the device. Its memory is kept from step to step.
 
-    Args:
-        optimizer: Megatron's optimizer, or a chain of them.
-
-    Raises:
-        UnsupportedError: the optimizer is of an unknown kind, or the device has too little memory left.
+    It raises an UnsupportedError if the optimizer is of an unknown kind, or the device has too little memory left.
     """
 
     def __init__(self, optimizer: MegatronOptimizer):
@@ -99,10 +95,10 @@ class Snapshot:
 
     @contextmanager
     def rolled_back(self) -> Iterator[None]:
-        """Enclose the step that is taken in the place of the one since ``take``.
+        """Enclose the step that replaces the one since ``take``.
 
-        It begins with the state of ``take``, with the learning rate of then. Behind it the parameter groups have again what
-        the training loop has set since then, beside what the step has counted there; and all ranks have its parameters.
+        The step begins with the state and the learning rate of ``take``. After it, the parameter groups have the
+        present settings of the training loop again, and the counts of the step. All ranks have its parameters.
         """
         now = hyperparameters(_groups(self._parts))
         self.restore()
@@ -139,7 +135,7 @@ def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, ...]:
 
 
 def _parameters(parts: Sequence[MegatronOptimizer]) -> Iterator[tuple[dict, torch.Tensor]]:
-    """Yield every parameter behind the dictionary that has its state, if any."""
+    """Yield every parameter with the dictionary of its state, if any."""
     for part in parts:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
@@ -162,7 +158,7 @@ def _most_bytes(parts: Sequence[MegatronOptimizer]) -> int:
 
 
 def hyperparameters(groups: Iterable[dict]) -> list[tuple[dict, dict]]:
-    """Return every group of an optimizer's parameters with a copy of what it says of them."""
+    """Return every group of an optimizer's parameters with a copy of its settings."""
     return [(group, {name: value for name, value in group.items() if name != "params"}) for group in groups]
 
 

@@ -34,11 +34,8 @@ cut_of = lru_cache(maxsize=16)(validation_cut)
 class OverlappedSteps(Extension):
     """Lets every rank begin a step as soon as it has done its own part of the one before.
 
-    Where gradients are clipped, the norm of a step is known in the middle of the next one. That one begins with forwards that
-    can be dropped. Before it goes on, ``LeadingForwards`` knows whether the weights were right.
-
-    Args:
-        optimizer: takes the steps of the training loop's.
+    If gradients are clipped, the norm of a step is known in the middle of the next one. That one begins with forwards
+    that can be dropped. Before it goes on, ``LeadingForwards`` knows whether the weights were right.
     """
 
     def __init__(self, optimizer: OverlappedOptimizer):
@@ -119,9 +116,7 @@ class OverlappedSteps(Extension):
 class LeadingForwards(Trial):
     """The forwards at the start of a step that run before it is known whether the weights are right.
 
-    Args:
-        optimizer: which has a step pending.
-        step: that begins. Its data can be read twice from now on.
+    The data of the step can be read twice from now on.
     """
 
     def __init__(self, optimizer: OverlappedOptimizer, step: Step):
@@ -152,19 +147,10 @@ class LeadingForwards(Trial):
 def check_overlapped(
     config, chunks: list[torch.nn.Module], optimizer: ChainedOptimizer, delays: bool = False
 ) -> list[str]:
-    """Refuse what does not go without a barrier between steps.
+    """Return the reasons, a sentence each, why all ranks wait for each other after every step anyway.
 
-    Args:
-        config: Megatron's configuration of the model.
-        chunks: of this rank.
-        optimizer: whose steps are not to be waited for.
-        delays: whether a step is taken when its norm is known, and never taken back.
-
-    Returns:
-        What joins all ranks after every step anyway, a sentence each.
-
-    Raises:
-        UnsupportedError: the configuration asks for it, or the optimizer is of a kind that nobody here knows.
+    Raise an UnsupportedError for a configuration or an optimizer that needs a barrier between steps. With ``delays``, a
+    step is taken when its norm is known, and never taken back.
     """
     holders = [config, optimizer.config, *(getattr(chunk, "ddp_config", None) for chunk in chunks)]
 

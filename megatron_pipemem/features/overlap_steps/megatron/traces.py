@@ -1,4 +1,4 @@
-"""Keep what forwards add to what Megatron's training loop logs, so that forwards which run again are not counted twice."""
+"""Keep the values that forwards add to the log of Megatron's training loop, so that repeated forwards count once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ForwardTraces:
         self._kept = {key: tensor.clone() for key, tensor in _counted()}
 
     def restore(self) -> None:
-        """Forget what was counted since."""
+        """Drop the counts since the start."""
         for key, tensor in _counted():
             tensor.copy_(self._kept[key]) if key in self._kept else tensor.zero_()
 

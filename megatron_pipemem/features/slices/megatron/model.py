@@ -1,6 +1,6 @@
 """Make a chunk of Megatron's model take one slice of a sequence after the other.
 
-Hooks do it, for as long as a step runs: the model gets its part of the tokens and labels, rotary embeddings begin at the
+Hooks do this while a step runs. The model gets its part of the tokens and labels, rotary embeddings begin at the
 slice's first position, and attention sees the keys and values of the earlier slices.
 """
 
@@ -33,12 +33,7 @@ _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 
 @dataclass(eq=False)
 class KeyValueCaches:
-    """Hold the keys and values of one sequence in all layers of a chunk.
-
-    Args:
-        tokens: of the sequence.
-        hold: told of every tensor that is kept.
-    """
+    """The keys and values of one sequence of so many tokens, in all layers of a chunk. ``hold`` gets every kept tensor."""
 
     tokens: int
     hold: Callable[[torch.Tensor], object]
@@ -52,7 +47,7 @@ class KeyValueCaches:
 
 
 class _SlicePart(NamedTuple):
-    """Say which tokens run, and what is kept of the earlier ones."""
+    """The tokens that run, and the kept tensors of the earlier ones."""
 
     begin: int
     end: int
@@ -60,13 +55,9 @@ class _SlicePart(NamedTuple):
 
 
 class SlicedModel:
-    """A chunk of the model, as long as its steps run in slices.
+    """A chunk of the model whose steps run in slices.
 
-    Args:
-        chunk: as the training loop holds it, wrapped or not.
-
-    Raises:
-        UnsupportedError: it has parts that cannot run slice by slice.
+    It raises an UnsupportedError if a part of the chunk cannot run slice by slice.
     """
 
     def __init__(self, chunk: torch.nn.Module):
@@ -113,13 +104,7 @@ class SlicedModel:
 
     @contextmanager
     def running(self, begin: int, end: int, caches: KeyValueCaches) -> Iterator[None]:
-        """Let the model run this slice, forward, backward or again, within this block.
-
-        Args:
-            begin: its first token.
-            end: the first token behind it.
-            caches: of its sequence.
-        """
+        """Let the model run the tokens ``begin`` to ``end`` (exclusive) within this block: forward, backward or again."""
         before, self._part = self._part, _SlicePart(begin, end, caches)
         try:
             yield

@@ -14,15 +14,10 @@ from megatron_pipemem.mcore.model.stages import ChunkStage, Tape
 
 @dataclass(eq=False)
 class _OpenSequence:
-    """Hold what the slices of one microbatch share while it is under way.
+    """The shared data of the slices of one microbatch in flight."""
 
-    Args:
-        caches: keys and values of its earlier slices.
-        data: what its first slice read; ``None`` where a stage reads none.
-    """
-
-    caches: KeyValueCaches
-    data: Tape | None
+    caches: KeyValueCaches  # keys and values of its earlier slices
+    data: Tape | None  # read by its first slice; ``None`` if the stage reads none
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
     """of the last stage, by slice: what the model returned, without its graph"""
     running: torch.Tensor | None = None
@@ -35,20 +30,16 @@ class _OpenSequence:
 
 @dataclass
 class SlicedStage(ChunkStage):
-    """A stage that runs slices, which are numbered through and stand where microbatches do otherwise.
+    """A stage that runs slices. They are numbered through, and take the place of microbatches.
 
     Every slice calls the user's forward step, which reads the same batch each time. The loss function runs once per
-    microbatch, behind the last slice, on what the model returned for all of them. So the loss, and what is reported, are those
-    of the whole sequence.
-
-    Args:
-        sliced: the chunk, cut.
-        bounds: first token, and first token behind, of every slice.
-        hold: told of every tensor that is kept beside what autograd keeps.
+    microbatch, after the last slice, on the model's outputs for all of them. So the loss and its report are those of
+    the whole sequence.
     """
 
     sliced: SlicedModel = field(kw_only=True)
-    bounds: Sequence[tuple[int, int]] = field(kw_only=True)
+    bounds: Sequence[tuple[int, int]] = field(kw_only=True)  # of every slice: its first token, and the end
+    # gets every tensor that is kept in addition to autograd's
     hold: Callable[[torch.Tensor], object] = field(kw_only=True)
     _open: dict[int, _OpenSequence] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Let the steps of schedules with sequence slices run on stages that know slices."""
+"""Let schedules with sequence slices run on stages for slices."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ from megatron_pipemem.runtime.executor import StepFeature
 
 
 class SequenceSlices(Extension):
-    """Cuts the sequences of steps whose schedule has slices; does nothing in others.
-
-    Args:
-        cut: ``tokens`` for slices of equally many tokens, or ``flops``; see ``slice_tokens``.
-    """
+    """Cuts the sequences of steps whose schedule has slices, and does nothing in other steps (``slice_tokens``)."""
 
     def __init__(self, cut: str) -> None:
         self._cut = cut
@@ -84,7 +80,7 @@ class SequenceSlices(Extension):
 
 
 def _holder(step: Step) -> Callable[[torch.Tensor], object]:
-    """Return what counts a tensor that several slices share, and keeps it on the device."""
+    """Return a function that counts a tensor of several slices, and keeps it on the device."""
     ledger = step.observation.ledger
 
     def hold(tensor: torch.Tensor) -> None:

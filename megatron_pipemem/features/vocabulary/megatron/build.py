@@ -1,12 +1,11 @@
 """Cut the embedding and the head of a model that Megatron has just built, if that is worth it.
 
-Megatron draws the whole matrices first, so that the shards start with the very values that stock would have started with,
-and so do all other layers that draw after them. The whole matrices are dropped before DDP allocates gradients and the
-optimizer its states.
+Megatron draws the whole matrices first, so that the shards and all later layers start with the same values as in stock.
+The whole matrices are dropped before DDP allocates gradients and the optimizer its states.
 
-Shard ``k`` of ``p * t`` belongs to pipeline rank ``k // t`` and tensor-parallel rank ``k % t``. Every rank keeps its shards
-as a submodule of its chunk 0, whatever stage that is, so that DDP, optimizers and checkpoints find them where they find
-everything else.
+Shard ``k`` of ``p * t`` belongs to pipeline rank ``k // t`` and tensor-parallel rank ``k % t``. Every rank keeps its
+shards as a submodule of its chunk 0, whatever stage that is. So DDP, optimizers and checkpoints find them with all
+other parameters.
 """
 
 from __future__ import annotations
@@ -59,12 +58,10 @@ def layers_in(model: Any) -> float:
 
 
 def head_in_layers(model: Any) -> float:
-    """Return how many transformer layers take as long as the whole head, by the FLOPs of their matrix products.
+    """Return the number of transformer layers that take as long as the whole head, by the FLOPs of their matrix
+    products.
 
-    A mixture of experts counts with the experts that a token visits, in every layer; layers of a hybrid model count on average.
-
-    Args:
-        model: a Megatron language model, or a chunk of one.
+    A mixture of experts counts with the experts that a token visits. Layers of a hybrid model count on average.
     """
     return head_weight(_sizes(model), model.vocab_size) / _mean_weight(model)
 
@@ -88,14 +85,12 @@ def _sizes(model: Any) -> Sizes:
 
 
 def choose_barriers(model: Any, layout: Sequence[float], costs: Costs, schedules: Mapping[int, Schedule]) -> int:
-    """Return the barriers of the best way to deal with the model's head, 0 to leave it where it is.
+    """Return the barriers of the best way to compute the model's head, 0 for the whole head on its stage.
 
-    Args:
-        model: a chunk, built and not yet cut.
-        layout: layers of every stage, see ``layers_in``.
-        costs: of all parts of the model, or of the layers alone. If these price passes, the head takes as long as they do on
-            all devices; else it takes so many layers' time as it has FLOPs. In single numbers, every layer takes the same.
-        schedules: what would run, per number of barriers; what is not allowed is missing, but 0 is not.
+    The chunk is built and not yet cut. ``layout`` are the layers of every stage (``layers_in``). The costs are of all
+    parts of the model, or of the layers alone. If they price passes, the head takes their time on all devices;
+    otherwise its FLOPs decide. With single numbers, every layer takes the same time. ``schedules`` are the usual
+    schedules per number of barriers; 0 is always there.
     """
     placement, slices = schedules[0].placement, schedules[0].slices
     parts = costs.part_prices
@@ -129,13 +124,7 @@ EMBEDDING_KEY, HEAD_KEY = "embedding.word_embeddings.weight", "output_layer.weig
 
 
 class EmbeddingShard(torch.nn.Module):
-    """This rank's rows of the embedding: a module, because Megatron gathers a module's parameters before its forward.
-
-    Args:
-        weight: ``[rows, h]``.
-        partition: of the vocabulary.
-        index: of this rank's shard.
-    """
+    """This rank's rows of the embedding, ``[rows, h]``. Megatron gathers the parameters of a module before its forward."""
 
     def __init__(self, weight: torch.nn.Parameter, partition: VocabularyPartition, index: int):
         super().__init__()
@@ -151,14 +140,7 @@ class EmbeddingShard(torch.nn.Module):
 
 
 class HeadShard(torch.nn.Module):
-    """This rank's rows of the head, as ``EmbeddingShard``.
-
-    Args:
-        weight: ``[rows, h]``; ``None`` for a tied head, which is given the embedding's, that every step uses before.
-        partition: of the vocabulary.
-        index: of this rank's shard.
-        options: of the head.
-    """
+    """This rank's rows of the head, ``[rows, h]``. A tied head has no weight of its own and gets the embedding's."""
 
     def __init__(
         self, weight: torch.nn.Parameter | None, partition: VocabularyPartition, index: int, options: HeadOptions
@@ -172,14 +154,7 @@ class HeadShard(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, labels: torch.Tensor | None, embedding: torch.nn.Parameter, for_backward: bool
     ) -> HeadMicrobatch | torch.Tensor:
-        """Return what the losses need; logits where there are no labels.
-
-        Args:
-            x: the head's input.
-            labels: of its tokens, if losses are wanted.
-            embedding: weight of a tied head.
-            for_backward: whether gradients will be asked for.
-        """
+        """Return the data for the losses, or logits without labels. A tied head uses the weight ``embedding``."""
         weight = embedding if self.weight is None else self.weight
         layer = VocabularyHead(WeightShard(weight, *self._shard), self._options)
         return layer.logits(x) if labels is None else layer.score(x, labels, for_backward=for_backward)
@@ -188,12 +163,7 @@ class HeadShard(torch.nn.Module):
 class VocabularyShards(torch.nn.Module):
     """One rank's share of embedding and head (``features.vocabulary.runtime.passes.ShardedLayers``).
 
-    Args:
-        partition: of the vocabulary.
-        index: of this rank's shard.
-        embedding: ``[rows, h]``.
-        head: ``[rows, h]``, or ``None`` when it is tied to the embedding.
-        options: of the head.
+    Both are ``[rows, h]``; the head is ``None`` if it is tied to the embedding.
     """
 
     def __init__(
@@ -231,11 +201,9 @@ class VocabularyShards(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """Return the shards under stock's keys, so that a checkpoint does not remember how the vocabulary was cut.
+        """Return the shards under stock's keys, so that a checkpoint does not depend on the cut of the vocabulary.
 
-        Args:
-            prefix, sharded_offsets: as in Megatron.
-            metadata: has the process group over which the model is replicated.
+        The arguments are Megatron's. ``metadata`` has the process group over which the model is replicated.
         """
         root = prefix.removesuffix(f"{NAME}.")
         assert metadata is not None, "Megatron says which ranks hold the same"
@@ -260,11 +228,7 @@ class VocabularyShards(torch.nn.Module):
 
 
 class ArrivingEmbedding(torch.nn.Module):
-    """Stand in the place of a stage's word embeddings, and give what the shards have looked up.
-
-    Args:
-        whole: the module it replaces.
-    """
+    """Takes the place of a stage's word embeddings, and returns the rows that the shards have looked up."""
 
     def __init__(self, whole: tensor_parallel.VocabParallelEmbedding):
         super().__init__()
@@ -287,11 +251,8 @@ class ArrivingEmbedding(torch.nn.Module):
 
 
 class DepartingHead(torch.nn.Module):
-    """Stand in the place of the last stage's output layer: keep its input for the shards, and give logits without
+    """Takes the place of the last stage's output layer: keeps its input for the shards, and returns logits without
     values.
-
-    Args:
-        whole: the module it replaces.
     """
 
     def __init__(self, whole: tensor_parallel.ColumnParallelLinear):
@@ -331,7 +292,7 @@ _PIECE_BYTES = 64 * 2**20
 
 
 class _Whole(NamedTuple):
-    """Hold what every rank must know of a model whose ends other ranks have built."""
+    """The properties of a model that every rank needs, also without the model's ends."""
 
     vocab_size: int
     hidden_size: int
@@ -344,7 +305,7 @@ def cut_model(
     placement: Placement,
     pg_collection: ProcessGroupCollection | None,
 ) -> None:
-    """Cut the vocabulary of a rank's chunks as the request says; under ``auto`` by what training would take either way.
+    """Cut the vocabulary of a rank's chunks if the request says so, or under ``auto`` if training is faster.
 
     Every rank calls this when it has built its chunks.
     """
@@ -364,17 +325,10 @@ def cut_model(
 def cut_vocabulary(
     chunks: list[torch.nn.Module], placement: Placement, pg_collection, barriers: int, piece_tokens: int | None
 ) -> None:
-    """Replace the whole embedding and head by this rank's shards, with the same values. Every rank calls this after building.
+    """Replace the whole embedding and head by this rank's shards, with the same values. Every rank calls this after
+    building.
 
-    Args:
-        chunks: of this rank, not yet wrapped.
-        placement: of the chunks.
-        pg_collection: Megatron's process groups.
-        barriers: of the schedules to come.
-        piece_tokens: see ``HeadOptions``.
-
-    Raises:
-        UnsupportedError: the model has another head or embedding than those that can be cut.
+    The chunks are not yet wrapped. Raise an UnsupportedError if the head or the embedding cannot be cut.
     """
     if placement.num_devices == 1:
         return
@@ -466,13 +420,10 @@ def _end(models: list[Any], placement: Placement, device: int, stage: int) -> An
 
 
 def _check_ends(model: Any, first: Any, last: Any) -> None:
-    """Raises:
-    UnsupportedError: the model's ends are others than Megatron's language models have.
+    """Raise an UnsupportedError if the ends of the model are not those of Megatron's language models.
 
-    Args:
-        model: any chunk of this rank.
-        first: the first stage's model, if it is here.
-        last: the last stage's model, if it is here.
+    ``model`` is any chunk of this rank. ``first`` and ``last`` are the models of the end stages, if they are on this
+    rank.
     """
     check_config(model.config, VOCABULARY)
     if getattr(model.config, "mtp_num_layers", None) and getattr(model.config, "context_parallel_size", 1) > 1:

@@ -1,10 +1,10 @@
 """Add vocabulary parallelism to a step: batches for every rank, other end stages, and the passes.
 
-Every shard needs every token and every label, but Megatron's scripts read data on the first and the last stage only and return
-``None`` elsewhere, and the layout of a batch is the script's own. So nothing is read elsewhere, and no script has to change: at
-the start of a step the ranks of the two end stages look at the calls of the model (``mcore.step.batches``) and send their
-tokens and labels to the others, in one message each. A step's tokens are small; Megatron itself keeps all samples of a step,
-on the host.
+Every shard needs every token and every label. Megatron's scripts read data on the first and the last stage only and
+return ``None`` elsewhere, and only a script knows the layout of its batches. So nothing is read elsewhere, and no
+script has to change. At the start of a step the ranks of the two end stages look at the calls of the model
+(``mcore.step.batches``) and send their tokens and labels to the others, in one message each. The tokens of a step are
+small; Megatron itself keeps all samples of a step on the host.
 """
 
 from __future__ import annotations
@@ -40,15 +40,7 @@ from megatron_pipemem.runtime.transport import destroy_groups, new_groups
 def keep_depths(
     original: Callable, *, hidden_states: torch.Tensor, output_layer: torch.nn.Module, **others
 ) -> torch.Tensor:
-    """Run in the place of ``process_mtp_loss``: before a cut head keep the outputs of all depths, and the original, for when
-    losses are known.
-
-    Args:
-        original: Megatron's function.
-        hidden_states: outputs of all depths.
-        output_layer: the head.
-        others: further arguments of Megatron's.
-    """
+    """Run ``process_mtp_loss``; before a cut head, keep it and the outputs of all depths until the losses are known."""
     if not isinstance(output_layer, DepartingHead):
         return original(hidden_states=hidden_states, output_layer=output_layer, **others)
     if not output_layer.depths:  # evaluation asks for the next token only
@@ -58,16 +50,10 @@ def keep_depths(
 
 
 def weigh(process_mtp_loss: Callable, others: dict, losses: torch.Tensor, hits: torch.Tensor) -> torch.Tensor:
-    """Return the losses of the next token, which bring those of all depths into the backward.
+    """Return the losses of the next token, ``[s, b]``, which bring those of all depths into the backward.
 
-    Args:
-        process_mtp_loss: Megatron's.
-        others: what the model passed to it.
-        losses: of the tokens of all depths, ``[(1 + depths) * s, b]``.
-        hits: which of the labels are the likeliest tokens, in the same shape.
-
-    Returns:
-        ``[s, b]``.
+    ``losses`` are those of the tokens of all depths, ``[(1 + depths) * s, b]``. ``hits`` says which of the labels are
+    the likeliest tokens, in the same shape. ``others`` are the model's further arguments of ``process_mtp_loss``.
     """
     # "Hidden states" of two numbers, which are their own logits: token 0 is the likeliest where the label is, and is every
     # label, so that Megatron counts as it does.
@@ -102,17 +88,10 @@ def share_batch(
 ) -> Batch:
     """Return the tokens of the first stage's calls and the labels of the last one's, on every rank of the pipeline.
 
-    Args:
-        shapes: ``(b, s)`` of every microbatch; ``None`` if the ranks have not agreed on them.
-        first: calls of the first stage, where it is.
-        last: calls of the last stage, where it is.
-        sources: the pipeline ranks that have these stages.
-        group: of the pipeline.
-        may_want_logits: whether labels may be missing, because logits are wanted; the head then predicts one token each.
-        depths: of multi-token prediction.
-
-    Raises:
-        UnsupportedError: the calls do not show tokens or labels of these shapes.
+    ``shapes`` are ``(b, s)`` of every microbatch, ``None`` if the ranks have not agreed on them. The calls are there on
+    the ranks of their stages, which are the pipeline ranks ``sources``. With ``may_want_logits``, labels may be missing
+    because logits are wanted. The head then predicts one token each. Raise an UnsupportedError if the calls do not show
+    tokens or labels of these shapes.
     """
     if shapes is None:
         raise UnsupportedError(
@@ -133,7 +112,7 @@ def share_batch(
     sizes = [b * s for b, s in shapes]
 
     def share(name: str, values: Sequence[torch.Tensor | None] | None, source: int) -> Sequence[torch.Tensor]:
-        """Send what the source has of every microbatch to all, ``[b, s]`` of each."""
+        """Send the source's tensors of every microbatch, ``[b, s]`` each, to all ranks."""
         if values is None:
             shared = torch.empty(sum(sizes), dtype=torch.int64, device=torch.cuda.current_device())
         else:
@@ -177,10 +156,10 @@ class FirstStage(ChunkStage):
 
 @dataclass
 class LastStage(ChunkStage):
-    """Returns the head's input, and makes a training loss of token losses with the user's loss function.
+    """Returns the head's input, and computes the training loss from token losses with the user's loss function.
 
-    The user's forward step has passed by when the losses are known, so its model call returned a tensor without values, which
-    it has to hand on as it is, as Megatron's scripts do. Its loss function then gets the real one.
+    The user's forward step has ended when the losses are known. So its model call returns a tensor without values,
+    which it must return unchanged, as Megatron's scripts do. Its loss function then gets the real losses.
     """
 
     depths: int = 0
@@ -273,7 +252,7 @@ class LastStage(ChunkStage):
         self._finish_forward(microbatch, torch.cat([each.transpose(0, 1) for each in logits], dim=1).contiguous())
 
     def _finish_forward(self, microbatch: int, output: torch.Tensor) -> torch.Tensor:
-        """Do what Megatron does with the last stage's output: loss function, averages, reporting."""
+        """Finish the last stage's output as Megatron does: loss function, averages, reporting."""
         step: StepContext = self.step
         loss_function, dtype, _ = self._awaiting.pop(microbatch)
         if step.config.timers is not None:
@@ -302,7 +281,7 @@ class SlicedFirstStage(FirstStage, SlicedStage):
 
 @dataclass
 class SlicedLastStage(LastStage, SlicedStage):
-    """Returns the head's input of one slice after the other. The loss function runs behind the last slice of a sequence."""
+    """Returns the head's input of one slice after the other. The loss function runs after the last slice of a sequence."""
 
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
         output = super().forward(microbatch, input, will_recompute)
@@ -317,9 +296,9 @@ def _swapped(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
 
 
 class VocabularySteps(Extension):
-    """Keeps the communicators of the passes between steps. Does nothing where the vocabulary is not cut.
+    """Runs the passes of a cut vocabulary, whose communicators are kept between steps. It does nothing otherwise.
 
-    It comes behind what cuts sequences into slices, whose stages it takes for the pipeline's ends.
+    It follows the extension of sequence slices, whose stages it takes for the pipeline's ends.
     """
 
     def __init__(self) -> None:
