@@ -95,11 +95,9 @@ def agree(digest: str, group: dist.ProcessGroup) -> None:
         )
 
 
-# Let the ranks of a copy of the model agree, at a step's start, on what those know that read its batch.
-#
-# Few ranks read data: those of the first and the last stage, and of their tensor-parallel groups the first one. What the whole
-# copy must know of a batch goes along its tensor-parallel, its context-parallel and its pipeline groups, in one small message
-# on each.
+# Few ranks read data: the first rank of the tensor-parallel groups of the first and the last stage. Facts about a batch that
+# the whole copy of the model needs go along its tensor-parallel, its context-parallel and its pipeline groups, in one small
+# message on each.
 
 
 Groups = Sequence[dist.ProcessGroup]
@@ -128,7 +126,7 @@ def agreed_numbers(
             raise UnsupportedError("wrong-count", f"there are {len(numbers)} {what} where {size} are needed")
     except Exception as error:  # the other ranks must hear of it, whatever it is
         failure = error
-    # The greatest and, negated, the least of what is told: where they differ, ranks disagree.
+    # The greatest and, negated, the least of each number: if they differ, ranks disagree.
     told = torch.full((1 + 2 * size,), -torch.inf, dtype=torch.float64)
     told[0] = _FAILED if failure is not None else _UNKNOWN if numbers is None else _KNOWN
     if failure is None and numbers is not None:
@@ -141,7 +139,7 @@ def agreed_numbers(
         _raise_everywhere(what, failure, groups)
     if state == _UNKNOWN:
         raise UnsupportedError(
-            "data-iterator", f"no rank of this pipeline reads data from an iterator, so nobody knows the {what}"
+            "data-iterator", f"no rank of this pipeline reads data from an iterator, so the {what} are unknown"
         )
     greatest, least = values[:size], [-value for value in values[size:]]
     for number, (most, fewest) in enumerate(zip(greatest, least, strict=True)):

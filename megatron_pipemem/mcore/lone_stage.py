@@ -103,7 +103,7 @@ class _LatentAttention(torch.autograd.Function):
         output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, wide, 0.0, True, scale=scale
         )
-        # In memory as what follows flattens it, so that both keep one tensor.
+        # In the memory layout of the next operation, so that both keep one tensor.
         output = output[..., : value.size(-1)].permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.scale = scale
@@ -278,7 +278,7 @@ def run_stage(stage: Any, model: Model, execution: Execution, position: int, mic
     placement = ChunkPlacement(lambda devices, chunks: _PIPELINE, is_round_robin=True)
     runner = ChunkStage(step, stage, batch, 0, 1, position == LAST, placement, delayed_modules(stage))
     program = lower(_schedule(microbatches))
-    # Of a transport it has what a step uses that has none before it and none behind it.
+    # The part of a transport that a step without earlier and later stages uses.
     messages: Any = _MadeUpMessages(tuple(shape), config.pipeline_dtype)
     Executor(program, position, {position: runner}, messages, (), observed.ledger, observed.trace).run()
     count = sum(parameter.numel() for parameter in stage.parameters())

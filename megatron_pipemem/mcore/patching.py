@@ -81,7 +81,7 @@ class Symbol:
 
 
 Replacements = list[tuple[Symbol, Callable]]
-"""Symbols, and what runs in their place: it gets the original in front of the caller's arguments."""
+"""Symbols with their new functions, which get the original before the caller's arguments."""
 
 
 class Feature:

@@ -128,7 +128,7 @@ class Programs:
         self._of_steps: dict[tuple[Schedule, bool], Program] = {}
         self._placements: dict[tuple[int, int], Placement] = {}
         self._answers: dict[tuple[Placement, int, int], Choice] = {}
-        """What the choice of the placement or of the vocabulary has found already."""
+        """Results of the choice of the placement or of the vocabulary."""
 
     @property
     def name(self) -> str:
@@ -225,7 +225,7 @@ class Programs:
             CostsError: the costs are of a model with another number of layers.
         """
         self.knowledge = replace(self.knowledge, costs=self.costs.with_parts(cut=layers))
-        if len(set(layers)) > 1:  # what has been found for even stages is no answer
+        if len(set(layers)) > 1:  # results for even stages do not hold
             self._answers.clear()
 
     def vocabulary_is(self, barriers: int, num_devices: int) -> None:
@@ -270,7 +270,7 @@ class Programs:
         if counts:
             return found
         found = replace(found, why=why)
-        # What ran before the bytes were known need not keep the cap.
+        # A schedule from before the bytes were known need not keep the cap.
         if before is None or (
             known.changes is not None and any(known.excess(self.request, before.schedule, found.costs))
         ):
@@ -293,7 +293,7 @@ class Programs:
         shape, known = Shape(placement.num_devices, chunks, microbatches), self._known(placement)
 
         def resolved(request: Request) -> Choice:
-            if known.lacks_bytes(request):  # nobody knows yet how much of it the cap will allow
+            if known.lacks_bytes(request):  # the offload under the cap is not known yet
                 return self._resolved(replace(request, memory_cap=None), shape, known)
             found = self._resolved(request, shape, known)
             self._answers[placement, microbatches, request.barriers] = found
@@ -311,7 +311,7 @@ class Programs:
         try:
             return known.placement_on(num_devices, {**cut, **options})
         except UnsupportedError:
-            if chunks is not None:  # which may be what is wrong, and the user knows them by Megatron's names
+            if chunks is not None:  # they may be wrong, and the user knows them by Megatron's names
                 placements_of(self.name, options, num_devices, as_built(chunks))
             raise
 

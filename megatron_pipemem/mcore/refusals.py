@@ -1,4 +1,4 @@
-"""Refuse what the plugin does not run, before the first action, with the reason and the way out."""
+"""Refuse models and settings that the plugin does not run, before the first action, with the reason and the remedy."""
 
 from __future__ import annotations
 

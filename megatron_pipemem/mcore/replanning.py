@@ -82,7 +82,7 @@ class Replanner(Extension):
         def links() -> dict[Edge, float]:
             assert self._message is not None, "seconds are taken from earlier steps"
             if self._message.typical is None:
-                tell(logger, "nobody knows the shapes of messages, so their time is not measured and counts as 0")
+                tell(logger, "the shapes of messages are unknown, so their time is not measured and counts as 0")
                 return {}
             return measure_links(step.pipeline, self._message)
 
@@ -139,10 +139,10 @@ class Replanner(Extension):
         try:
             if failure is None:
                 return self._update(seen, placement, counted, timed)
-        except Exception as error:  # of what everybody has seen, so on every rank
+        except Exception as error:  # the same on every rank
             failure = f"{type(error).__name__}: {error}"
         if is_first_rank():
-            logger.warning("what the run has shown cannot be used (%s); its plan stays", failure)
+            logger.warning("the measurements of the run cannot be used (%s); its plan stays", failure)
         return None
 
     def _update(

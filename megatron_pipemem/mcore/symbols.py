@@ -33,8 +33,8 @@ _FORWARD_BACKWARD = (
     "force_all_reduce",
 )
 
-# The step. The dispatcher looks the first two up in its module at every call, so whoever imported the dispatcher earlier gets
-# ours too. The last two are replaced for stock's own schedule, and used for ours.
+# The step. The dispatcher looks the first two up in its module at every call, so programs that imported the dispatcher earlier
+# get ours too. The last two are replaced for stock's own schedule, and used for ours.
 WITH_INTERLEAVING = Symbol(_SCHEDULES, "forward_backward_pipelining_with_interleaving", _FORWARD_BACKWARD)
 WITHOUT_INTERLEAVING = Symbol(_SCHEDULES, "forward_backward_pipelining_without_interleaving", _FORWARD_BACKWARD)
 FORWARD_STEP = Symbol(
@@ -126,7 +126,7 @@ TRANSFORMER_ENGINE = (
     ),
     Symbol("transformer_engine.pytorch.module._common", "WeightGradStore.put", ("self", "tensor_list", "func")),
 )
-"""How its modules gather, and how they keep what waits for W. It need not be installed."""
+"""How its modules gather, and how they keep tensors for W. It need not be installed."""
 
 # The losses of multi-token prediction, where the head is cut over the pipeline.
 PROCESS_MTP_LOSS = tuple(

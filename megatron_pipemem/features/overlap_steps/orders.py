@@ -41,7 +41,7 @@ class ValidationCut:
                 if not _can_be_dropped(action):
                     raise ScheduleError(
                         "wrong-cut",
-                        "does what a dropped cut cannot take back; end the cut before it",
+                        "cannot be taken back when a cut is dropped; end the cut before it",
                         at=(device, position, action),
                     )
         messages = _messages(self.program)

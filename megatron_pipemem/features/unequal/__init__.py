@@ -1,1 +1,1 @@
-"""Order the microbatches of a step by what each costs."""
+"""Order the microbatches of a step by their costs."""

@@ -72,7 +72,7 @@ class UnequalMicrobatches(Extension):
         self._weigh = weigh
         self._steps = 0
         self._dealers: list[tuple[Iterator, Dealer]] = []
-        """that have read, of this step, or of one that was refused: what they have read is not lost"""
+        """with batches of this step, or of a refused step, whose batches are not lost"""
         self._began = self._seconds = 0.0
         self._has_warned = False
 
@@ -130,7 +130,7 @@ class UnequalMicrobatches(Extension):
                 for action in step.program.schedule.orders[step.pipeline.device]
                 if action.kind is Kind.F and action.stage == stage
             ]
-            # Two replicas share one stream, which somebody else deals to them.
+            # Two replicas share one stream, which ``ReplicaSteps`` deals to them.
             positions = by_position if placement.replicas == 1 else range(m)
             dealt.append(None if iterator is None else self._dealer(iterator, m).hand([order[i] for i in positions]))
         step.iterators = dealt
@@ -392,7 +392,7 @@ def _by_function(
             raise UnsupportedError(
                 "cannot-weigh",
                 f"{name} fails for microbatch {number} of training step {iteration + 1}: {type(error).__name__}: {error}; it "
-                "gets what the data iterator yields, and is to return a time, or a time and a memory",
+                "gets an item of the data iterator, and is to return a time, or a time and a memory",
             ) from error
         pairs.append(found if isinstance(found, tuple) and len(found) == 2 else (found, 1.0))
     try:

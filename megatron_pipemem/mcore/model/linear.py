@@ -175,7 +175,7 @@ class _SplitLinear(torch.autograd.Function):
 class _LinearWeightGradient(DeferredWeightGradient):
     """``grad_output^T @ input`` of one layer and microbatch. Holds shards where there are some, and gathers them again."""
 
-    weight: torch.Tensor = field()  # always given, unlike what it inherits
+    weight: torch.Tensor = field()  # always given, unlike in the base class
     call: _Call = field()
     input: Shard = field()
     grad_output: Shard = field()

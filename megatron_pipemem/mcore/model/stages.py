@@ -147,7 +147,7 @@ def _shadowed(module: torch.nn.Module, stand_ins: Mapping[str, object]) -> Itera
 
 def _as_region(forward: Callable, replay: Callable[[], Replay]) -> Callable:
     def run(*arguments, **named):
-        # Not the tensors themselves, which would stay as long as what is to run again.
+        # Without the tensors themselves, which would stay as long as the closure.
         number, names = len(arguments), tuple(named)
 
         def positional(*values):
@@ -431,7 +431,7 @@ class Tape(IteratorWrapper):
                 raise RuntimeError("a forward that reads a batch again asked for more data than the first one")
             return self._seen.pop(0)
         batch = next(self._iterator)
-        self._seen.append(copy.copy(batch))  # whoever reads a batch may take entries out of it
+        self._seen.append(copy.copy(batch))  # a reader may remove entries of a batch
         return batch
 
     def rewind(self) -> None:

@@ -11,7 +11,7 @@ the configuration has been checked.
 * With fused accumulation it leaves ``grad`` alone, and DDP's hook takes a missing one for an error.
 * Before 2.20 it fails on a bias that Megatron adds itself, unless the bias has a ``grad`` already.
 
-So what a backward leaves in ``grad`` is taken away with its microbatch, and put back for its W.
+So the gradient that a backward leaves in ``grad`` is kept with its microbatch, and put back for its W.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from megatron_pipemem.runtime.weight_gradients import (
 MARKS_THE_PARAMETER = "2.20.2"
 
 STAYS_DELAYED = (
-    "the Transformer Engine modules of this model were built to delay their weight gradients, which nobody but this plugin "
+    "the Transformer Engine modules of this model were built to delay their weight gradients, which only this plugin "
     "asks for: enable() it again before you train the model further, and build models to train without it from a new "
     "configuration (delay_wgrad_compute is set on this one)"
 )
-"""For whoever takes the plugin off such a model."""
+"""Logged when the plugin is disabled for such a model."""
 
 
 def replacements(splits: bool, recomputes: bool) -> Replacements:
@@ -198,7 +198,7 @@ def _left_by_backward(module: Any) -> tuple[dict[torch.nn.Parameter, torch.Tenso
     for name, parameter in _hooked_by_module(module):
         if parameter.grad is None or not hasattr(parameter, "main_grad"):
             continue
-        # What a fused backward leaves in a weight is a dummy, as large as the weight.
+        # A fused backward leaves a dummy in a weight, as large as the weight.
         if not ("weight" in name and module.fuse_wgrad_accumulation):
             gradients[parameter] = parameter.grad
         parameter.grad = None

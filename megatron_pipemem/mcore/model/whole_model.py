@@ -97,7 +97,7 @@ def look_into(chunk: torch.nn.Module) -> _Chunk | None:
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         numbers = tuple(layer.layer_number for layer in model.decoder.layers)
         pattern = getattr(model, "hybrid_layer_pattern", None)
-        # Of a hybrid model the pattern decides; what stands behind "/" predicts further tokens.
+        # The pattern of a hybrid model decides; layers after "/" predict further tokens.
         layers = model.config.num_layers if pattern is None else len(pattern_layers(pattern))
         ends = bool(model.pre_process), bool(model.post_process)
     except (AttributeError, RuntimeError, TypeError):  # a model of another kind

@@ -1,1 +1,1 @@
-"""Report what a run did, against what was predicted."""
+"""Report the measurements of a run and its predictions."""

@@ -43,7 +43,7 @@ from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.schedule import Program
 
 _Numbers = tuple[RecordedStep, int | None, float]
-"""The last step of a rank, its foretold peak and its planned bubble."""
+"""The last step of a rank, its predicted peak and its planned bubble."""
 
 
 class Recording(Extension):
@@ -138,7 +138,7 @@ class Recording(Extension):
                     write_scalars(_of_pipeline(ranks), step)
 
     def _numbers(self) -> _Numbers | None:
-        """Return the last step of this rank, its foretold peak and its planned bubble; ``None`` where it could not be
+        """Return the last step of this rank, its predicted peak and its planned bubble; ``None`` where it could not be
         measured.
         """
         record = self._record
@@ -164,7 +164,7 @@ def _of_pipeline(ranks: Sequence[_Numbers]) -> dict[str, float]:
 
 # Megatron's own schedules are measured by the same ledger and clock as ours.
 #
-# Megatron's loops run what our ``1f1b`` and ``interleaved`` plan, action by action, so a stock run has a plan too.
+# Megatron's loops run the actions of our ``1f1b`` and ``interleaved``, so a stock run has a plan too.
 
 
 class StockObserver(Feature):
@@ -231,7 +231,7 @@ class StockObserver(Feature):
                 plan = replace(found, schedule=replace(found.schedule, name=STOCK), why="Megatron's own")
                 self._plans[family, shape] = plan
                 announce(plan)
-            # What Megatron's loop variables keep alive depends on where the loop is, so its peak is counted, not foretold.
+            # The tensors in Megatron's loop variables depend on its position, so its peak is counted, not predicted.
             program = Program(plan.schedule, plan.schedule.orders)
             stages = plan.schedule.placement.stages[group.rank()]
             observed.weights, observed.layers = count_weights(chunks, stages), count_layers(chunks, stages)

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 _TIMELINES = ("html", "png", "json")
 STEPS, LOSSES, FILES = "measuring of steps", "losses", "all of its files"
-"""What may fail, each by itself."""
+"""Parts of the record that may fail, each by itself."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class RunRecord:
     _host_changes: dict[Kind, list[int]] = field(default_factory=dict)
     _learnt: set[tuple[Kind, int]] = field(default_factory=set)
     _slices: int = 1
-    """of a microbatch, that what has been learnt is of"""
+    """tokens of the microbatches that the learnt bytes are of"""
     _by_tokens: dict[tuple, tuple[BytesByTokens, BytesByTokens]] = field(default_factory=dict)
     """where microbatches differ: on the device and on the host, for every treatment of this rank's stages"""
     _uneven: bool = False
@@ -78,7 +78,7 @@ class RunRecord:
     _treatments: dict[int, tuple[Kind | None, bool]] = field(default_factory=dict)
     _weights: WeightBytes | None = None
     _counted: list[tuple[Action, int, int]] = field(default_factory=list)
-    """every action of the last step that was counted, with what was held after it on the device and on the host"""
+    """every action of the last counted step, with the bytes after it on the device and on the host"""
     _is_settled: bool = False
     _last: list[TracedAction] = field(default_factory=list)
     _last_plan: Choice | None = None
@@ -237,7 +237,7 @@ class RunRecord:
 
         It raises nothing. A file that cannot be written is a warning.
         """
-        with self.guarded("the report"):  # all of it: what may fail on one rank alone has a guard of its own
+        with self.guarded("the report"):  # parts that may fail on one rank alone have guards of their own
             with self.guarded(STEPS):
                 self.read()
             ranks = gather(self._summary(self._shared()))

@@ -1,1 +1,1 @@
-"""Run one training step: the replacement of Megatron's pipelined forward-backward functions and what it is made of."""
+"""Run one training step: the replacement of Megatron's pipelined forward-backward functions, and its parts."""

@@ -161,7 +161,7 @@ class _Hand(IteratorWrapper):
         if not self._coming:
             raise UnsupportedError(
                 "data-iterator",
-                "the forward step asked for more than one batch per microbatch, and then nobody can say which of them belong "
+                "the forward step asked for more than one batch per microbatch, and it is unknown which of them belong "
                 "together; read all of a microbatch at once, or take a schedule with one replica of the model and no "
                 "--pipemem-microbatch-costs",
             )

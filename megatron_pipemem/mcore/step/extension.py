@@ -251,7 +251,7 @@ class Step:
     # of this step alone, if it was planned for its own microbatches; ``plan`` is then the usual one
     own_plan: Choice | None = None
 
-    # What extensions say before anything runs.
+    # Set by extensions before anything runs.
     counts_bytes: bool = False  # whether an extension needs the bytes that are held
     times_actions: bool = False  # whether an extension needs the times of actions
     buffers: list[torch.Tensor] = field(default_factory=list)  # permanent tensors in addition to those of the chunks

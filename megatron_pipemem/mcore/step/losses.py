@@ -108,7 +108,7 @@ class LossCarrier:
         if known is not None:
             form = pickle.loads(known)
             leaves = _leaves(form)
-            # Beside what is queued already: whether the message holds the data is for the host to see.
+            # In addition to the queued work: the host checks whether the message holds the data.
             if self._beside is None:
                 self._beside = torch.cuda.Stream()
             with torch.cuda.stream(self._beside):
@@ -220,7 +220,7 @@ def _kind(step: StepContext, schedule: Schedule) -> Hashable:
 
 
 _LOGGED = ("loss_values", "correct_values", "total_values")
-"""What Megatron keeps for every depth of multi-token prediction."""
+"""Data that Megatron keeps for every depth of multi-token prediction."""
 
 
 def sum_depths(step: Step) -> None:

@@ -9,7 +9,7 @@ from megatron_pipemem.request import Request
 
 
 def extensions(request: Request, programs: Programs, _: object) -> list[Extension]:
-    """Return what an asynchronous schedule adds to steps."""
+    """Return the extensions of an asynchronous schedule."""
     if not request.overlap_steps:
         return [AsynchronousTraining(programs, request.train_steps)]
     from megatron_pipemem.features.asynchronous.megatron.delayed import DelayedOptimizer, DelayedSteps

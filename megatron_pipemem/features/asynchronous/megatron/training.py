@@ -192,7 +192,7 @@ class AsynchronousTraining(Extension):
         return self._stream, self._call
 
     def prepare(self, step: Step) -> None:
-        # The step begins with what the one before has left, and that must be known.
+        # The step begins with the state that the one before has left.
         stream, call = self._current
         step.leaves_in_flight, step.earlier_ledger = True, stream.ledger
         step.buffers += stream.weights.buffers()
@@ -220,7 +220,7 @@ class AsynchronousTraining(Extension):
         """If the call fails, everything in flight is dropped and the next one begins a new stream."""
         stream, call = self._current
         window = call.plan.window
-        # Nobody else keeps what the call before has left: it is to go when its backward has run.
+        # Only this call keeps the forwards in flight: they go when their backwards have run.
         left, stream.in_flight = stream.in_flight, InFlight()
         step.executor.take_in(left)
         del left
@@ -312,7 +312,7 @@ class AsynchronousTraining(Extension):
             if stream.before == 0:
                 tell(
                     logger,
-                    "nobody knows which training step is the last, so every one reads data of the next; say it with "
+                    "the last training step is unknown, so every step reads data of the next one; give it by "
                     "enable(..., train_steps=N)",
                     level=logging.WARNING,
                 )

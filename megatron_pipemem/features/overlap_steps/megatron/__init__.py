@@ -8,5 +8,5 @@ from megatron_pipemem.mcore.step.extension import Extension
 
 
 def extensions(*_: object) -> list[Extension]:
-    """Return what a run without a barrier between steps adds to them."""
+    """Return the extensions of a run without a barrier between steps."""
     return [OverlappedSteps(OverlappedOptimizer())]

@@ -27,7 +27,7 @@ from megatron_pipemem.features.slices.runtime import KeyValueCache
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 """Arguments of the model, ``[b, s]``."""
 _WHOLE = ("decoder_input", "packed_seq_params", "inference_context")
-"""Arguments that nobody can cut here."""
+"""Arguments that cannot be cut here."""
 _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 
 

@@ -19,9 +19,9 @@ class _OpenSequence:
     caches: KeyValueCaches  # keys and values of its earlier slices
     data: Tape | None  # read by its first slice; ``None`` if the stage reads none
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    """of the last stage, by slice: what the model returned, without its graph"""
+    """of the last stage, by slice: the model's output, without its graph"""
     running: torch.Tensor | None = None
-    """what it returned for the slice that runs, with its graph"""
+    """its output for the slice that runs, with its graph"""
     joined: torch.Tensor | None = None
     """the outputs of all slices, as the loss function gets them"""
     gradients: Sequence[torch.Tensor] = ()
@@ -93,8 +93,8 @@ class SlicedStage(ChunkStage):
         if gradient is None:
             raise UnsupportedError(
                 "slices-forward-step",
-                "the loss function does not use what it is given, and sequence slices are joined there; compute the loss from "
-                "its argument, or take a schedule without slices",
+                "the loss function does not use its argument, and sequence slices are joined there; compute the loss from "
+                "that argument, or take a schedule without slices",
             )
         self.hold(gradient)
         sequence.gradients = gradient.split([end - begin for begin, end in self.bounds], dim=1)
@@ -123,7 +123,7 @@ class SlicedStage(ChunkStage):
                 raise UnsupportedError(
                     "slices-forward-step",
                     f"the forward step returns {shape} for {end - begin} tokens, and sequence slices are joined along "
-                    "dimension 1; return what the model returns and do the rest in the loss function, or take a schedule "
+                    "dimension 1; return the model's output unchanged and do the rest in the loss function, or take a schedule "
                     "without slices",
                 )
             sequence.running, sequence.outputs[part] = output, output.detach()

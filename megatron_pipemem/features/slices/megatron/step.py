@@ -41,7 +41,7 @@ class SequenceSlices(Extension):
         if step.message_shape is None or step.tokens is None or step.message.shape is None:
             raise UnsupportedError(
                 "slices-forward-step",
-                "sequence slices need messages of [tokens, microbatch, hidden size]; drop what changes their shapes "
+                "sequence slices need messages of [tokens, microbatch, hidden size]; drop the function that changes them "
                 "(adjust_tensor_shapes_fn), or take a schedule without slices",
             )
         (b, s), config = step.tokens[0], step.context.config

@@ -12,6 +12,6 @@ from megatron_pipemem.mcore.step.extension import Extension
 
 
 def extensions(_: object, programs: Programs, chunk_placement: ChunkPlacement) -> list[Extension]:
-    """Return what a cut vocabulary adds to steps, and let models be cut when they are built."""
+    """Return the extensions of a cut vocabulary, and let models be cut when they are built."""
     chunk_placement.cut = partial(cut_model, programs)
     return [VocabularySteps()]

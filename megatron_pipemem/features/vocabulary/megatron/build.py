@@ -102,7 +102,7 @@ def choose_barriers(model: Any, layout: Sequence[float], costs: Costs, schedules
     else:
         passes = costs.vocabulary.seconds(placement.num_devices, slices)
         head = sum(map(sum, (passes[kind] for kind in (Kind.S, Kind.T))))
-    # Costs per stage say what the layers take where they are, and nothing of other places.
+    # Costs per stage are those of the layers on their stages, and say nothing about other stages.
     moving: dict[str, Any] = {"layout": layout} if costs.are_single else {}
     if moving and getattr(model, "hybrid_layer_pattern", None) is None:  # of which all layers are alike
         moving["layers"] = sum(layout)
@@ -110,7 +110,7 @@ def choose_barriers(model: Any, layout: Sequence[float], costs: Costs, schedules
     if choice.best.name == REDISTRIBUTE:
         layers = choice.best.layers
         tell(logger, "vocabulary: %s; --pipeline-model-parallel-layout for layers per stage %s", choice.reason, layers)
-        # Layers are where the user has put them, so this is about what is left.
+        # The user has placed the layers, so only the other ways are left.
         choice = choice.without(REDISTRIBUTE)
     tell(logger, "vocabulary: %s", choice.reason)
     return 0 if choice.best.name == OFF else BARRIERS_OF_ALGORITHM[int(choice.best.name)]
@@ -268,7 +268,7 @@ class DepartingHead(torch.nn.Module):
         self.depths = 0
         """Tokens behind the next one that the step predicts as well."""
         self.further: Callable | None = None
-        """What makes the step's loss of the losses of all depths, see ``depths``."""
+        """Computes the step's loss from the losses of all depths (``depths``)."""
 
     def forward(
         self,
@@ -314,7 +314,7 @@ def cut_model(
     barriers = programs.request.barriers
     if programs.request.vocab_parallel == AUTO:
         model = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
-        assert pg_collection is not None, "whoever builds the model has made them"
+        assert pg_collection is not None, "they are made before the model"
         layout = layout_of(chunks, placement, pg_collection.pp, layers_in)
         barriers = choose_barriers(model, layout, programs.costs, programs.ways(placement, len(chunks)))
     programs.vocabulary_is(barriers, placement.num_devices)

@@ -103,8 +103,8 @@ def share_batch(
     if None in [*(first or ()), *(last or ())]:
         raise UnsupportedError(
             "vocabulary-forward-step",
-            "the forward step does not call the model it is given, or its data come from no iterator, so nobody knows its "
-            "tokens and labels; call it with what next() yields, or pass --pipemem-vocab-parallel off",
+            "the forward step does not call the model it is given, or its data come from no iterator, so its "
+            "tokens and labels are unknown; call it with the items of next(), or pass --pipemem-vocab-parallel off",
         )
     of_first, of_last = (
         None if calls is None else [call for call in calls if call is not None] for calls in (first, last)
