@@ -9,7 +9,7 @@ from ranks import Ranks
 
 pytest.importorskip("megatron.core")
 
-MOST_MODULES = 90
+MOST_MODULES = 100
 UNWANTED = ("advise", "cli", "launch", "planner", "search", "mcore.report", "mcore.replanning")
 """Parts of the package of which a run of a named family needs no module, beside those of features."""
 
