@@ -14,6 +14,7 @@ LANE = [
 ]
 # What runs in processes of its own only, and the test that starts them.
 STARTED = {
+    "features": "tests/end_to_end/test_offload.py",
     "features/slices": "tests/end_to_end/test_slices.py",
     "features/slices/megatron": "tests/end_to_end/test_slices.py",
 }
