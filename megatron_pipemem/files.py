@@ -61,11 +61,11 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         raise OutputError("cannot-write", _sentence(path, error)) from error
 
 
-def check_suffix(path: str | Path, suffixes: Sequence[str], what: str) -> None:
-    """Raise an UnsupportedError if the suffix of a file is not one of ``suffixes``; the message calls it ``what``."""
+def check_suffix(path: str | Path, suffixes: Sequence[str], kind: str) -> None:
+    """Raise an UnsupportedError if the suffix of a file is not one of ``suffixes``; the message calls it ``kind``."""
     if Path(path).suffix not in suffixes:
         known = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
-        raise UnsupportedError("bad-choice", f"cannot write {what} as {Path(path).name!r}: end it in {known}")
+        raise UnsupportedError("bad-choice", f"cannot write {kind} as {Path(path).name!r}: end it in {known}")
 
 
 def check_writable(path: str | Path) -> None:
@@ -135,7 +135,7 @@ def _nearest(folder: Path) -> Path:
 
 
 def _sentence(path: Path, error: OSError) -> str:
-    what = error.strerror or str(error)
+    reason = error.strerror or str(error)
     if error.errno == errno.EISDIR:
         return f"cannot write {path}: it is a folder; give the path of a file"
     place = path if error.errno == errno.EINVAL else _nearest(path.parent)
@@ -143,8 +143,8 @@ def _sentence(path: Path, error: OSError) -> str:
         return f"cannot write {path}: {place} is not a folder; choose another path"
     if error.errno in _DENIED:
         return (
-            f"cannot write {path}: no permission to write in {place} ({what}); choose another path, or change who may"
+            f"cannot write {path}: no permission to write in {place} ({reason}); choose another path, or change who may"
         )
     if error.errno in _FULL:
-        return f"cannot write {path}: the disk is full ({what}); free some of it, or choose another path"
-    return f"cannot write {path}: {place} does not accept it ({what}); choose another path"
+        return f"cannot write {path}: the disk is full ({reason}); free some of it, or choose another path"
+    return f"cannot write {path}: {place} does not accept it ({reason}); choose another path"

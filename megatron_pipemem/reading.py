@@ -12,18 +12,18 @@ MOST_BYTES = 1 << 28
 """Largest file that is read whole. Schedules, costs and settings are smaller, and devices like ``/dev/zero`` never end."""
 
 
-def check_exists(path: str | Path, what: str) -> None:
-    """Raise a ConfigError if a path is neither a file nor a folder; the message calls it ``what``."""
+def check_exists(path: str | Path, kind: str) -> None:
+    """Raise a ConfigError if a path is neither a file nor a folder; the message calls it ``kind``."""
     if not Path(path).exists():
         raise ConfigError(
-            "no-file", f"cannot read {what} from {path}: there is no such file or folder; give the path of one"
+            "no-file", f"cannot read {kind} from {path}: there is no such file or folder; give the path of one"
         )
 
 
-def read_text(path: str | Path, what: str, refusal: type[PipememError] = ConfigError) -> str:
+def read_text(path: str | Path, kind: str, refusal: type[PipememError] = ConfigError) -> str:
     """Return the text of a file, or raise ``refusal`` if it is missing, unreadable, not UTF-8, or above ``MOST_BYTES``.
 
-    Messages call the file ``what``, for example ``costs`` or ``a schedule``.
+    Messages call the file ``kind``, for example ``costs`` or ``a schedule``.
     """
     try:
         with Path(path).open("rb") as file:
@@ -31,38 +31,38 @@ def read_text(path: str | Path, what: str, refusal: type[PipememError] = ConfigE
         if len(content) > MOST_BYTES:
             raise refusal(
                 "too-large",
-                f"cannot read {what} from {path}: it is larger than {MOST_BYTES >> 20} MiB; give another file",
+                f"cannot read {kind} from {path}: it is larger than {MOST_BYTES >> 20} MiB; give another file",
             )
         return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise refusal(
-            "cannot-read", f"cannot read {what} from {path}: not UTF-8 text (byte {error.start}); save it as UTF-8"
+            "cannot-read", f"cannot read {kind} from {path}: not UTF-8 text (byte {error.start}); save it as UTF-8"
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         why = getattr(error, "strerror", None) or str(error)
         raise refusal(
-            "cannot-read", f"cannot read {what} from {path}: {why}; give the path of a file that can be read"
+            "cannot-read", f"cannot read {kind} from {path}: {why}; give the path of a file that can be read"
         ) from error
 
 
-def read_json(path: str | Path, what: str, refusal: type[PipememError] = ConfigError) -> Any:
+def read_json(path: str | Path, kind: str, refusal: type[PipememError] = ConfigError) -> Any:
     """Return the content of a JSON file. An error, as of ``read_text``, names the line and column that are not JSON.
 
     ``Infinity`` and ``NaN`` are errors too.
     """
-    text = read_text(path, what, refusal)
+    text = read_text(path, kind, refusal)
     try:
         return json.loads(text.removeprefix("\ufeff"), parse_constant=_no_number)
     except json.JSONDecodeError as error:
         why = f"line {error.lineno}, column {error.colno} is not JSON, {error.msg[0].lower()}{error.msg[1:]}"
-        raise refusal("not-json", f"cannot read {what} from {path}: {why}; correct it there") from error
+        raise refusal("not-json", f"cannot read {kind} from {path}: {why}; correct it there") from error
     except RecursionError as error:
         raise refusal(
-            "not-json", f"cannot read {what} from {path}: it is nested too deeply; remove brackets"
+            "not-json", f"cannot read {kind} from {path}: it is nested too deeply; remove brackets"
         ) from error
     except ValueError as error:  # an integer of thousands of digits, or Infinity or NaN
         why = str(error).partition(";")[0]
-        raise refusal("not-json", f"cannot read {what} from {path}: {why}; give a finite number") from error
+        raise refusal("not-json", f"cannot read {kind} from {path}: {why}; give a finite number") from error
 
 
 def _no_number(name: str) -> NoReturn:
