@@ -163,14 +163,11 @@ def test_a_broken_package_is_named_and_hurts_nobody_else(tmp_path: Path, monkeyp
     install(tmp_path, "pipemem_broken_plugin", "import a_module_that_is_not_there")
     monkeypatch.syspath_prepend(tmp_path)
     assert build_schedule("v-half", num_devices=2, num_microbatches=2).num_devices == 2
-    broken = (
-        "entry point 'mine' of package pipemem_broken_plugin in the group megatron_pipemem.schedules cannot be loaded: "
-        "ModuleNotFoundError: No module named 'a_module_that_is_not_there'; mend or uninstall that package"
-    )
     for ask in (families, lambda: family("mine")):
-        with pytest.raises(UnsupportedError) as raised:
+        with refused(
+            "cannot-import", "mine", "pipemem_broken_plugin", "a_module_that_is_not_there", kind=UnsupportedError
+        ):
             ask()
-        assert str(raised.value) == broken
 
 
 REGISTERING = """
@@ -225,11 +222,8 @@ def test_what_is_not_declared_is_found_out() -> None:
 def test_what_is_declared_must_be_true(build: str, declared: dict[str, object], found: str) -> None:
     mine = Family("mine", family(build).build, "claims", "1", "0", "a test", **declared)
     ((name, value),) = declared.items()
-    with pytest.raises(UnsupportedError) as raised:
+    with refused("family-declaration", "mine", f"{name}={value!r}", 4, 8, found, kind=UnsupportedError):
         register_schedule(mine)
-    assert str(raised.value).startswith(
-        f"schedule 'mine' declares {name}={value!r}, but its schedule for 4 devices and 8 microbatches has {found}"
-    )
     with pytest.raises(UnknownScheduleError):
         family("mine")
 
