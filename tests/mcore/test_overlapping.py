@@ -20,7 +20,7 @@ from megatron_pipemem.features.overlap_steps.megatron.loop import TrainingLoop
 from megatron_pipemem.features.overlap_steps.megatron.norm import MARGIN, LateNorm, LateSum
 from megatron_pipemem.features.overlap_steps.megatron.optimizer import OverlappedOptimizer
 from megatron_pipemem.features.overlap_steps.megatron.snapshot import Snapshot
-from megatron_pipemem.features.overlap_steps.megatron.traces import ForwardTraces
+from megatron_pipemem.features.overlap_steps.megatron.steps import ForwardTraces
 
 
 def late(value: float, group) -> LateSum:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.config.refusals import joined_anyway, refuse_overlapped
@@ -15,7 +18,6 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.overlap_steps.megatron.loop import TrainingLoop
 from megatron_pipemem.features.overlap_steps.megatron.optimizer import OverlappedOptimizer
 from megatron_pipemem.features.overlap_steps.megatron.snapshot import parts_of
-from megatron_pipemem.features.overlap_steps.megatron.traces import ForwardTraces
 from megatron_pipemem.features.overlap_steps.orders import validation_cut
 from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
 from megatron_pipemem.mcore.loop_arguments import argument
@@ -168,3 +170,23 @@ def check_overlapped(
     if optimizer.config.clip_grad > 0 and not delays:
         parts_of(optimizer)
     return joined_anyway(value_of)
+
+
+class ForwardTraces:
+    """Remembers the losses of experts and of multi-token prediction that have been counted so far."""
+
+    def __init__(self) -> None:
+        self._kept = {key: tensor.clone() for key, tensor in _counted()}
+
+    def restore(self) -> None:
+        """Drop the counts since the start."""
+        for key, tensor in _counted():
+            tensor.copy_(self._kept[key]) if key in self._kept else tensor.zero_()
+
+
+def _counted() -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
+    for name, entry in get_moe_metrics_tracker().metrics.items():
+        yield ("experts", name), entry.values
+    for name, value in MTPLossLoggingHelper.tracker.items():
+        if isinstance(value, torch.Tensor):
+            yield ("depths", name), value

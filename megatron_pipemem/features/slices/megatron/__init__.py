@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_pipemem.features.slices.megatron.step import SequenceSlices
+from megatron_pipemem.features.slices.megatron.stage import SequenceSlices
 from megatron_pipemem.mcore.step.extension import Extension
 from megatron_pipemem.request import Request
 
