@@ -282,7 +282,7 @@ def _training(flags: _Flags) -> Training:
 
 
 def _model(flags: _Flags, assumed: list[str], vocabulary: int | None) -> Model:
-    pattern_flag, pattern = cut_flags.pattern_of(flags.given)
+    pattern_flag, pattern = cut_flags.given_pattern(flags.given)
     shape: dict[str, Any] = {
         "hidden": flags.need("hidden-size"),
         "heads": flags.need("num-attention-heads"),

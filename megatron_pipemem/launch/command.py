@@ -20,6 +20,7 @@ from megatron_pipemem.config.model import LATENT, Model, Sublayer
 from megatron_pipemem.config.runs import BY_ACTION, MOCK, Run, ScheduleChoice, resolve_script
 from megatron_pipemem.config.values import refuse_if
 from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.launch.cut_flags import VIRTUAL_STAGES
 from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.schedule.options import STOCK
 
@@ -227,7 +228,7 @@ def _parallelism_flags(run: Run) -> Flags:
         "sequence-parallel": cut.sequence_parallel,
         "micro-batch-size": cut.micro_batch,
         "global-batch-size": cut.global_batch,
-        "num-virtual-stages-per-pipeline-rank": cut.chunks if run.schedule.name == STOCK else None,
+        VIRTUAL_STAGES: cut.chunks if run.schedule.name == STOCK else None,
     }
 
 

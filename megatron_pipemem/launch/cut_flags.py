@@ -36,7 +36,7 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
 
     ``layers`` is ``None`` if the number of layers is unknown.
     """
-    name, pattern = pattern_of(flags)
+    name, pattern = given_pattern(flags)
     if name is not None:
         if not layout.is_cut(pattern):
             return None
@@ -73,7 +73,7 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
     return None
 
 
-def pattern_of(flags: Flags) -> tuple[str | None, str]:
+def given_pattern(flags: Flags) -> tuple[str | None, str]:
     """Return the flag with the pattern of a hybrid model, and the pattern; ``None`` and no text for other models."""
     name = next((name for name in layout.PATTERN_FLAGS if given(flags, name)), None)
     return (None, "") if name is None else (name, str(flags[name]))
@@ -87,7 +87,7 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
     """
     from megatron_pipemem.planner.partition import Loads, partition  # numpy takes a while to load
 
-    name, pattern = pattern_of(flags)
+    name, pattern = given_pattern(flags)
     first_or_last = known_chunks(placement) == 1 and any(given(flags, each) for each in layout.FIRST_OR_LAST)
     if name is None or layout.is_cut(pattern) or first_or_last:
         return None

@@ -138,7 +138,7 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
         refuse_overlapped(flag_values(flags), request.is_asynchronous)
     placements = cut_flags.checked_placements(flags, request.schedule, request.options, p, layers, file)
     pattern = cut_flags.cut_pattern(flags, placements[0], with_head=request.vocab_parallel == OFF)
-    written = (pattern or "").partition("=")[2] or cut_flags.pattern_of(flags)[1]
+    written = (pattern or "").partition("=")[2] or cut_flags.given_pattern(flags)[1]
     if layout.is_cut(written):
         cut_flags.check_experts(flags, written, placements[0])
     if os.environ.get("RANK", "0") == "0":
