@@ -127,19 +127,19 @@ _enabled: _Enabled | None = None
 def enable(schedule: str, **settings: Any) -> None:
     """Make stock Megatron-Core run pipeline steps by a schedule of this package.
 
-    Call it once, before the model is built, on every rank, with the same arguments. Enabling again with the same settings
-    changes nothing. Works no matter who imported ``get_forward_backward_func`` before.
+    Call it once on every rank, with the same arguments, before the model is built. A second call with the same settings
+    changes nothing. Programs may import ``get_forward_backward_func`` before or after it.
 
     Args:
         schedule: name of a schedule family (``pipemem schedules`` lists them), a schedule file, or ``auto``.
-        settings: see ``Request``.
+        settings: fields of ``Request``.
 
     Raises:
-        UnknownScheduleError: no such family.
-        UnsupportedError: the plugin is enabled with other settings, or they cannot go together.
+        UnknownScheduleError: there is no such family.
+        UnsupportedError: the plugin is enabled with other settings, or the settings do not go together.
         OutputError: report or trace cannot be written; found by rank 0.
-        ScheduleError: a schedule file that must not run.
-        UpstreamError: this Megatron-Core lacks a symbol we rely on. Nothing has been changed then.
+        ScheduleError: the schedule file must not run.
+        UpstreamError: this Megatron-Core lacks a symbol of the plugin. Nothing has been changed then.
     """
     enable_with(requested(schedule, **settings))
 
@@ -162,11 +162,11 @@ def enable_with(wanted: Request) -> None:
 
 
 def disable() -> None:
-    """Put every replaced symbol back and close our process groups. Does nothing when the plugin is not enabled.
+    """Restore every replaced symbol and close our process groups. It does nothing if the plugin is not enabled.
 
-    Every rank must call it, between steps. After a step that failed, the process groups stay as they are. Models stay as they
-    were built: those for a V placement, and those with Transformer Engine modules whose weight gradients are delayed, need
-    the plugin to train on. Of the latter it warns.
+    Every rank must call it, between steps. After a failed step the process groups stay open. Models stay as they were
+    built. A model for a V placement needs the plugin to train on. So does a model whose Transformer Engine modules
+    delay their weight gradients; a warning says so.
     """
     global _enabled
     if _enabled is None:
@@ -178,10 +178,10 @@ def disable() -> None:
 
 
 def settle() -> None:
-    """Wait until the last training step is the one that Megatron would have taken, where steps overlap.
+    """Wait until the weights are those after the last training step, if steps overlap.
 
-    Training loops that are not Megatron's own call it on every rank before they read weights or the optimizer's state, for
-    example to save them. Evaluations through the forward-backward function do so by themselves.
+    Training loops other than Megatron's call it on every rank before they read weights or the optimizer's state, for
+    example to save them. Evaluations through the forward-backward function settle by themselves.
     """
     if _enabled is not None and _enabled.forward_backward is not None:
         for extension in _enabled.forward_backward.extensions:
@@ -198,10 +198,10 @@ def write_report() -> None:
 
 
 def build_model_chunks(build: Callable, pg_collection: ProcessGroupCollection | None = None) -> list:
-    """Build this rank's model chunks where the schedule wants them, for training loops without ``megatron.training``.
+    """Build this rank's model chunks for the schedule, in training loops without ``megatron.training``.
 
-    There will be as many as ``virtual_pipeline_model_parallel_size`` of ``initialize_model_parallel()`` says; the model's
-    configuration must say the same.
+    Their number is ``virtual_pipeline_model_parallel_size`` of ``initialize_model_parallel()``. The model's
+    configuration must have the same number.
 
     Args:
         build: ``build(pre_process=, post_process=, vp_stage=, pg_collection=) -> module``. It must make the layer
@@ -218,14 +218,14 @@ def build_model_chunks(build: Callable, pg_collection: ProcessGroupCollection | 
 
 
 def place_model_chunks() -> AbstractContextManager[None]:
-    """Let a program that builds its model by itself, within this block, build the chunks that the schedule wants.
+    """Return a context in which a program builds its own chunks for the schedule.
 
-    For programs whose own code calls ``GPTModel`` or ``HybridModel`` once per chunk, with ``vp_stage``, like mbridge. They must
-    read the numbers of layers from the layers themselves or ask Megatron's functions for them. A program that computes them
-    from ranks would be wrong, without a word, where a schedule does not deal chunks round robin.
+    It is for programs whose code calls ``GPTModel`` or ``HybridModel`` once per chunk, with ``vp_stage``, like mbridge.
+    They must read the numbers of layers from the layers, or ask Megatron's functions for them. A program that computes
+    them from ranks gets wrong numbers without an error if the schedule does not deal chunks round robin.
 
     Raises:
-        UnsupportedError: the plugin is not enabled; within the block, a chunk cannot be placed so, or chunks are missing.
+        UnsupportedError: the plugin is not enabled; within the block, a chunk cannot be placed, or chunks are missing.
     """
     return _program_chunks().placing()
 
