@@ -1,7 +1,7 @@
 """Pipeline schedules with controllable memory for stock Megatron-Core.
 
-Importing this package changes nothing anywhere and needs neither torch nor Megatron; ``enable()`` attaches a schedule to
-Megatron-Core, ``disable()`` takes it off again. A public name is imported when it is first asked for.
+Importing this package changes nothing anywhere and needs neither torch nor Megatron. ``enable()`` attaches a schedule
+to Megatron-Core, and ``disable()`` detaches it. A public name is imported at its first use.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what _MODULES says, for editors and type checkers
+if TYPE_CHECKING:  # the names of _MODULES, for editors and type checkers
     from megatron_pipemem.errors import PipememError as PipememError
     from megatron_pipemem.errors import ScheduleError as ScheduleError
     from megatron_pipemem.errors import UnknownScheduleError as UnknownScheduleError
@@ -54,7 +54,7 @@ _MODULES = {
     "schedule.registry": "build_schedule register_schedule",
     "search": "SearchResult search_schedule",
 }
-"""Module of this package -> the public names that stand in it."""
+"""Module of this package -> the public names in it."""
 
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 _NEEDS_MEGATRON = _MODULES["mcore.plugin"].split()

@@ -67,7 +67,8 @@ class Choice:
     offload: OffloadPlan | None = None
     """The plan of offload and recomputation, with the reasons against more, if there is one."""
     arrival_makespan: float | None = None
-    """Makespan of the step's microbatches in arrival order with the common schedule, if the step has its own plan."""
+    """If the step has its own plan: seconds of its microbatches in arrival order with the schedule that all steps
+    start from."""
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -1,10 +1,10 @@
-"""List the bytes that one microbatch keeps on a rank, tensor by tensor, by what needs them.
+"""The bytes that one microbatch keeps on a rank, tensor by tensor, with the pass that needs each.
 
-What is listed is what Megatron's modules keep between F and the pass that needs it: inputs of norms, outputs of norms and
-activations as inputs of linear layers (needed by W), queries, keys, values and the softmax's sums (needed by I). A tensor
-that two operations keep counts once. With 16-bit elements and no dropout a GPT layer keeps ``32bsh``, with dropout masks
-``34bsh``, and ``20bsh`` when norms, activation and masks are recomputed (arXiv 2503.01328).
-Tests count the same on Megatron's own modules, with fake tensors.
+The tensors are those that Megatron's modules keep after F. Inputs of norms, queries, keys, values and the softmax's
+sums are needed by I. Outputs of norms and activations are inputs of linear layers and needed by W. A tensor that two
+operations keep counts once. With 16-bit elements and no dropout a GPT layer keeps ``32bsh``, with dropout masks
+``34bsh``, and ``20bsh`` if norms, activation and masks are recomputed (arXiv 2503.01328). Tests count the same on
+Megatron's own modules, with fake tensors.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SUM = 4  # bytes of a statistic, a softmax's sum, or a logit's exponential: alw
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor kept from F on."""
+    """A tensor that is kept after F."""
 
     name: str
     nbytes: float  # on one rank, for one microbatch
-    needed: Literal["I", "W"]  # until which pass: ``I``, or ``W`` for inputs of linear layers, whoever else needs them
-    recompute: tuple[str, ...] = ()  # which of ``Recomputable`` would make it again
+    needed: Literal["I", "W"]  # the last pass that needs it: ``W`` for inputs of linear layers, else ``I``
+    recompute: tuple[str, ...] = ()  # modules of ``Recomputable`` that would make it again
     statistic: bool = False  # whether it is one number per token and norm or head
     early: bool = False  # whether the weight gradient that needs it is computed in I
 
@@ -41,7 +41,7 @@ class Kept(Summed):
 
 
 def layer_tensors(model: Model, execution: Execution, kind: str | None = None) -> tuple[Saved, ...]:
-    """Return what one layer would keep if nothing were recomputed, its input first."""
+    """Return the tensors that one layer keeps without recomputation, its input first."""
     shrinks = execution.product_element / execution.element
     return tuple(
         each if each.needed == "I" else replace(each, nbytes=each.nbytes * shrinks)
@@ -71,10 +71,9 @@ def _statistics(name: str, model: Model, execution: Execution, recompute: tuple[
 
 
 def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """List the tensors of attention. Queries, keys and values are views of the projection's output, which any of them
-    keeps whole.
+    """Yield the tensors of attention. Queries, keys and values are views of the projection's output, which each keeps whole.
 
-    Where there are fewer key heads than tensor-parallel ranks, every rank gathers the output of all of them to find its own.
+    With fewer key heads than tensor-parallel ranks, every rank gathers the output of all ranks to find its own.
     """
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     groups = execution.key_groups(model)
@@ -87,13 +86,13 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
         yield _rotations(model, execution, model.channels)
     yield from _score_tensors(model, execution)
     if model.qk_norm:
-        if groups > 1:  # of a single group they are a view
+        if groups > 1:  # with a single group they are a view
             yield Saved("queries before their norm", heads, "I")
         yield Saved("query and key norms' statistics", n * (model.heads / tp + groups) * _SUM, "I", statistic=True)
-    own = rotated or model.qk_norm  # queries and keys that are no views of the projection's output
+    own = rotated or model.qk_norm  # whether queries and keys are not views of the projection's output
     if execution.attention == "unfused" and model.heads / tp > groups and not execution.recomputes("core_attn"):
         yield Saved("repeated keys and values", 2 * heads, "I")
-        # Of a single group they are a view of the projection's output.
+        # With a single group they are a view of the projection's output.
         views = groups == 1 and not own
         yield Saved("queries", output if views else heads, "I")
         if model.qk_norm:
@@ -102,12 +101,12 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     yield Saved("queries, keys and values", output, "I")
     if own:
         yield Saved("rotated or normal queries and keys", heads + keys, "I")
-    elif model.heads / tp > groups > 1:  # of a single group they are a view
+    elif model.heads / tp > groups > 1:  # with a single group they are a view
         yield Saved("queries of all groups", heads, "I")
 
 
 def _unquantised_output(execution: Execution, nbytes: float) -> Iterable[Saved]:
-    """List what the backward of attention needs of its output, where the projection behind it keeps that in 8 bits."""
+    """Yield the output of attention in 16 bits for its backward, if the next projection keeps it in 8 bits."""
     if execution.fp8 != "none" and execution.attention == "flash":
         yield Saved("attention's output in 16 bits", nbytes, "I", ("core_attn",))
 
@@ -127,16 +126,16 @@ def _score_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     yield Saved("softmax's output", scores * _SUM, "I", ("core_attn",))
     if e != _SUM:
         yield Saved("softmax's output, rounded", scores * e, "I", ("core_attn",))
-    yield Saved("causal mask", model.sequence**2, "I", ("core_attn",))  # a layer's own, but where the batch brings one
+    yield Saved("causal mask", model.sequence**2, "I", ("core_attn",))  # a layer's own, unless the batch brings one
     if model.dropout:
         yield Saved("attention's dropout", scores * (1 + e), "I", ("core_attn",))
 
 
 def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """List the tensors of multi-head latent attention. The latents are whole on every rank, or split by sequence."""
+    """Yield the tensors of multi-head latent attention. The latents are whole on every rank, or split by sequence."""
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     rows = n / execution.sequence_ranks * e
-    # Megatron's own layers gather the latents, and a rank's part of the queries' is a view of all of it.
+    # Megatron's own layers gather the latents. A rank's part of the queries' latent is a view of all of it.
     gathered = n * e if execution.implementation == "local" else rows
     # Transformer Engine's norm of a latent is part of the projection that follows.
     in_projection = ("mla_up_proj",) if execution.implementation == "transformer_engine" else ()
@@ -161,7 +160,7 @@ def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 
 def _ffn_tensors(model: Model, execution: Execution, width: int, within: tuple[str, ...]) -> Iterable[Saved]:
-    """List the tensors of a dense FFN, of which all are made again with the modules ``within``."""
+    """Yield the tensors of a dense FFN. The modules ``within`` make all of them again."""
     inner = execution.tokens(model) * width / execution.tp * execution.element
     yield Saved("activation's input", inner * (model.projections - 1), "I", within)
     yield Saved("second projection's input", inner, "W", (*within, "activation"))
@@ -170,7 +169,7 @@ def _ffn_tensors(model: Model, execution: Execution, width: int, within: tuple[s
 
 
 def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """List the tensors of experts. Tensor-parallel ranks gather the tokens of all of them, and cut the experts."""
+    """Yield the tensors of experts. Tensor-parallel ranks gather the tokens of all of them, and cut the experts."""
     n, e = execution.tokens(model), execution.element
     visits = n * execution.expert_visits(model)
     inner = visits * model.expert_width / execution.expert_tp * e
@@ -188,7 +187,7 @@ def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 
 def _router_bytes(model: Model) -> float:
-    """Return the bytes per token of scores, of the experts chosen, and of the order that sorts tokens by them."""
+    """Return the bytes per token of scores, of the chosen experts, and of the order that sorts tokens by expert."""
     chosen, index = model.experts_per_token, 8
     sorting = index * (model.experts + chosen)
     if model.router_score == "softmax":
@@ -198,8 +197,10 @@ def _router_bytes(model: Model) -> float:
 
 
 def _mamba_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """List the tensors of a Mamba block with the kernel that Megatron takes by default, ``mamba_split_conv1d_scan_combined``
-    of the package mamba_ssm: it keeps its input and its output before the gate, and scans again in I.
+    """Yield the tensors of a Mamba block with Megatron's default kernel.
+
+    ``mamba_split_conv1d_scan_combined`` of the package mamba_ssm keeps its input and its output before the gate, and
+    scans again in I.
     """
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     inner = n * model.mamba_width / tp * e
@@ -212,7 +213,7 @@ def _mamba_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 
 def _merge_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """List what multi-token prediction keeps before its layer, and of the norm behind it."""
+    """Yield the tensors that multi-token prediction keeps before its layer, and those of the norm after it."""
     between = message_bytes(model, execution)
     yield Saved("hidden states", between, "I")
     for name in ("hidden states'", "embedding's", "final"):
@@ -220,7 +221,7 @@ def _merge_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     yield Saved(_AHEAD, between, "I")
     yield Saved("joined states", 2 * between, "W")
     yield Saved("final norm's input", between, "I")
-    if execution.implementation == "local":  # a rank's part of the layer's input is a view of what was gathered
+    if execution.implementation == "local":  # a rank's part of the layer's input is a view of the gathered tensor
         yield Saved("gathered input", between * (execution.sequence_ranks - 1), "I")
 
 
@@ -234,7 +235,7 @@ _WITHIN = {
 
 
 def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> Kept:
-    """Return the bytes that one layer keeps, recomputation considered."""
+    """Return the bytes that one layer keeps, with recomputation."""
     kind = kind or model.kinds[0]
     tensors = layer_tensors(model, execution, kind)
     after_input = sum(each.nbytes for each in tensors if each.needed == "W" and not each.early)
@@ -243,8 +244,8 @@ def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
 
 
 def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
-    """Return the bytes that offloading one layer moves each way: all it keeps but statistics and sums, which are few and
-    stay.
+    """Return the bytes that offload of one layer moves each way: all that it keeps except statistics and sums,
+    which are few.
     """
     return sum(each.nbytes for each in _kept(layer_tensors(model, execution, kind), execution) if not each.statistic)
 
@@ -256,7 +257,7 @@ def _kept(tensors: Sequence[Saved], execution: Execution) -> list[Saved]:
 
 
 def head_bytes(model: Model, execution: Execution) -> Kept:
-    """Return the bytes that final norm, output layer and loss keep: above all the exponentials of the logits, in fp32."""
+    """Return the bytes of final norm, output layer and loss: mostly the exponentials of the logits, in fp32."""
     between = message_bytes(model, execution)
     statistics = _statistics("final norm's statistics", model, execution).nbytes
     logits = execution.tokens(model) * execution.vocabulary_rows(model)
@@ -266,20 +267,20 @@ def head_bytes(model: Model, execution: Execution) -> Kept:
 
 
 def embedding_bytes(model: Model, execution: Execution) -> Kept:
-    """Return the bytes that the embedding keeps: its output is its first layer's input, so only a dropout's mask."""
+    """Return the bytes that the embedding keeps: only a dropout's mask, because its output is its first layer's input."""
     mask = execution.tokens(model) * model.hidden / execution.sequence_ranks if model.dropout else 0.0
     return Kept(mask, 0.0)
 
 
 def message_bytes(model: Model, execution: Execution) -> float:
-    """Return the bytes of one microbatch's activations between two stages, as of their gradients."""
+    """Return the bytes of one microbatch's activations between two stages, equal to those of their gradients."""
     return execution.tokens(model) * model.hidden / execution.sequence_ranks * execution.element
 
 
 def _gradient_bytes(model: Model, execution: Execution, kind: str) -> float:
-    """Return gradients of the outputs of all linear layers, which wait with their inputs for W.
+    """Return the bytes of the output gradients of all linear layers, which wait with the inputs for W.
 
-    Sequence parallelism gathers the gradients of what it scatters: of layers whose inputs are cut.
+    Sequence parallelism gathers the output gradients of layers whose inputs are cut, because it scatters their outputs.
     """
     widths = sum(
         each.width(execution.tp) * each.visits / (execution.sequence_ranks if _output_is_shard(each, execution) else 1)
@@ -291,10 +292,11 @@ def _gradient_bytes(model: Model, execution: Execution, kind: str) -> float:
 
 
 def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
-    """Return by how much the inputs of one layer's linear layers grow in I, where they wait for W.
+    """Return the growth of the inputs of one layer's linear layers in I, if they wait for W.
 
-    With sequence parallelism a layer whose output is cut gets a part of the sequence and computes on all of it. Transformer
-    Engine gathers the parts in I, and keeps them so unless W is to gather them again, as Megatron's own layers do.
+    With sequence parallelism a layer with cut outputs gets a part of the sequence and computes on all of it.
+    Transformer Engine gathers the parts in I, and keeps the result unless W gathers again, as in Megatron's own
+    layers.
     """
     inputs = sum(
         each.inputs
@@ -316,16 +318,16 @@ def gathered_in_weight(model: Model, execution: Execution, layers: Iterable[Matr
 
 
 def _input_is_shard(matrix: Matrix, execution: Execution) -> bool:
-    """Return whether W gathers the input. Megatron's own layers, split by us, always do so."""
+    """Return whether W gathers the input. Megatron's own layers always do so when we split them."""
     kept = execution.weight_inputs == "sharded" or execution.implementation == "local"
     return kept and _is_gathered(matrix, "columns")
 
 
 def _output_is_shard(matrix: Matrix, execution: Execution) -> bool:
-    """Return whether W gathers the output's gradient. One that is quantised while it is gathered stays gathered."""
+    """Return whether W gathers the output's gradient. A gradient that is quantised while it is gathered stays gathered."""
     return execution.weight_inputs == "sharded" and execution.fp8 == "none" and _is_gathered(matrix, "rows")
 
 
 def _is_gathered(matrix: Matrix, cut: MatrixCut) -> bool:
-    """Return whether a matrix is cut so, and sequence parallelism gathers for it."""
+    """Return whether a matrix has this cut and sequence parallelism gathers for it."""
     return matrix.cut == cut and matrix.waits and not matrix.routed

@@ -1,10 +1,11 @@
-"""Find the layers of every stage with which one schedule's step is shortest, beside the even split.
+"""The layers of every stage with which one schedule's step is shortest, compared with the even split.
 
-The partition makes the slowest rank as fast as whole layers allow, and often leaves a choice: which stages of the other ranks
-are lighter. Steps are simulated to choose. Several cuts start: the partition's, and what people write by hand, relieved of
-what makes a rank the slowest or not: the even cut, and equally many layers on stage after stage with the rest on the last. From
-the best of them single layers move to other stages, as long as a step gets shorter, the slowest rank no slower, and the fullest
-rank no fuller than its device allows. What moved layers win must be worth an irregular layout.
+The partition makes the slowest rank as fast as whole layers allow, and often leaves a choice: the lighter stages of
+the other ranks. Steps are simulated to choose. The search starts from several cuts: the partition's, the even cut,
+and equally many layers on stage after stage with the rest on the last one. The last two are also relieved of layers
+that make a rank the slowest. From the best start single layers move to other stages as long as a step gets shorter.
+The slowest rank must not get slower, and the fullest rank must fit its device. Moved layers must gain enough for an
+irregular layout.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 
 AS_GOOD = 0.005
-"""Of a step: what another layout must win to be worth it."""
+"""Least gain of another layout, as a share of a step."""
 _SIMULATED = 300  # steps, at most
 _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Hold one way to share a model's layers out, and what comes of it."""
+    """A way to divide a model's layers among stages, with its predicted times and bytes."""
 
     name: str
     layers: tuple[int, ...]  # pieces of every stage, see ``config.layout``
     step: PlannedStep = field(repr=False)  # prices of stages and ranks
     seconds: float
-    held: tuple[float, ...] = field(repr=False)  # bytes of every rank, everything included, nothing offloaded
+    held: tuple[float, ...] = field(repr=False)  # bytes of every rank, everything included, without offload
 
     @property
     def stage_seconds(self) -> tuple[float, ...]:
@@ -56,22 +57,22 @@ class Layout:
 
     @property
     def slowest(self) -> float:
-        """Seconds per microbatch of the rank that has most to do."""
+        """Seconds per microbatch of the busiest rank."""
         return max(self.step.work)
 
     @property
     def imbalance(self) -> float:
-        """Part by which the slowest rank takes longer than the mean."""
+        """Share by which the slowest rank takes longer than the mean."""
         return self.slowest * len(self.step.work) / sum(self.step.work) - 1
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Hold the layouts of a run."""
+    """The layouts of a run."""
 
-    best: Layout  # with the shortest step that was found
-    even: Layout  # layers shared evenly, or nearly so
-    given: Layout | None = None  # what the user or the run says, if anything
+    best: Layout  # the layout with the shortest step found
+    even: Layout  # layers divided evenly, or nearly so
+    given: Layout | None = None  # the layout of the user or the run, if there is one
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -79,14 +80,15 @@ class Balance:
 
     @property
     def even_is_as_good(self) -> bool:
-        """Whether the even split's step is about as short as the best."""
+        """Whether the even split's step is about as short as the best one."""
         return self.even.seconds <= self.best.seconds * (1 + AS_GOOD)
 
 
 def balance(run: Run, given: str | None = None, room: float | None = None) -> Balance:
-    """Return the best layout of a run under its schedule, and the even one beside it. ``given`` is a layout in Megatron's
-    words, in place of the run's. ``room``: bytes of a device; by default all that its cluster leaves to the model, 0 if the
-    memory is unknown.
+    """Return the best layout of a run under its schedule, and the even one.
+
+    ``given`` is a layout in Megatron's form that replaces the run's. ``room`` is the memory of a device in bytes, by
+    default the cluster's limit, and 0 if the memory is unknown.
     """
     run.execution.check(run.model)
     scale = _Scale(run, run.cluster.memory_bytes if room is None else room)
@@ -99,13 +101,13 @@ def balance(run: Run, given: str | None = None, room: float | None = None) -> Ba
 
 
 class _Scale:
-    """Weigh layouts of one run."""
+    """Prices of the layouts of one run."""
 
     def __init__(self, run: Run, room: float) -> None:
         self.run, self._room, cut = run, room, run.parallelism
         self._request = request = _checked_request(run)
         self._barriers = request.barriers
-        # A schedule file has its own number of microbatches, and the passes of a vocabulary are fitted to all of them.
+        # A schedule file fixes the number of microbatches, and vocabulary passes are fitted to all of them.
         whole = request.file is not None or self._barriers
         self._count = cut.microbatches if whole else shortest(cut.pp, cut.microbatches)
         self._order = self._order_of(self._count)
@@ -124,7 +126,7 @@ class _Scale:
         return self._replays[microbatches]
 
     def layout(self, name: str, layers: tuple[int, ...]) -> Layout:
-        """Return what comes of layers per stage."""
+        """Return the layout with these layers per stage, priced."""
         step = self._step(layers)
         if self._barriers:
             shape = Shape(self.placement.num_devices, None, self._order.num_microbatches)
@@ -146,23 +148,23 @@ class _Scale:
         return priced(timing, cut.pp, cut.microbatches)
 
     def best(self) -> tuple[int, ...]:
-        """Return the layers of every stage with which a step is shortest, of those that were tried."""
+        """Return the layers of every stage with the shortest step among the tried ones."""
         own = self._step(None)
         by_hand = (layout.even(self.run.model, self.stages), self._alike(max(own.work)))
         cuts = dict.fromkeys((own.layers, *by_hand, *map(self._relieved, by_hand)))
         starts = [self.layout("", each) for each in cuts if self._lacking(each) <= self._lacking(own.layers)]
         start = _shortest(starts, self._room)
-        if not self._barriers:  # their passes are fitted to every layout, which takes long
+        if not self._barriers:  # vocabulary passes are fitted to every layout, which takes long
             moved = self._moved(start)
             start = moved if moved.seconds < start.seconds * (1 - AS_GOOD) else start
         slowest = min(each.slowest for each in starts)
-        # Which of two replicas of the model is slower on a rank matters less than the mean.
+        # With two replicas of the model, the mean over a rank's stages matters, and not the slower one.
         alike = self.placement.replicas > 1
         balanced = [each for each in (start, *starts) if alike or _no_more(each.slowest, slowest)]
         return (start if start in balanced else _shortest(balanced, self._room)).layers
 
     def _alike(self, slowest: float) -> tuple[int, ...]:
-        """Return the cut that gives as many layers to one stage after the other as the slowest rank's share holds."""
+        """Return the cut with equally many layers on stage after stage, as many as fit the slowest rank's share."""
         share = slowest * self.placement.num_devices / self.stages
         each = max(1, int(share * (1 + _TOLERANCE) / max(self._loads.seconds[: self.run.model.layers])))
         left, counts = len(self._loads.seconds), []
@@ -172,11 +174,11 @@ class _Scale:
         return (*counts[:-1], counts[-1] + self._stays)
 
     def _relieved(self, layers: tuple[int, ...]) -> tuple[int, ...]:
-        """Return these layers with those moved away that make a rank the slowest."""
+        """Return layers per stage after moving single layers away from the slowest rank."""
         return shared_out(self._loads, self._stays, self.placement, layers)
 
     def _moved(self, start: Layout) -> Layout:
-        """Move single pieces between stages, near ones first, as long as a step, or a shorter one, takes less."""
+        """Move single pieces between stages, near ones first, as long as a (possibly shortened) step gets faster."""
         best, slowest, shortest = start.layers, start.slowest, self._short(start.step)
         most, left, tried, at = max(self._room, *start.held), _SIMULATED, 0, 0
         pairs = [(a, b) for a in range(self.stages) for b in range(self.stages) if a != b]
@@ -201,17 +203,17 @@ class _Scale:
         return self.layout("", best)
 
     def _short(self, step: PlannedStep) -> float:
-        """Return the seconds of a step, or of one with fewer microbatches that tells as much."""
+        """Return the seconds of a step, or of a shorter one that is enough for a comparison."""
         return self._replay(self._count).makespan(step.costs)
 
     def _may_replace(self, best: tuple[int, ...], layers: tuple[int, ...], source: int) -> bool:
-        """Return whether stages can hold these layers, with one piece less on ``source`` than those of ``best``."""
-        # An empty stage between others only passes on, and stock Megatron may wait for ever there.
+        """Return whether stages can hold these layers, which have one piece less on ``source`` than ``best``."""
+        # An empty middle stage only forwards its input, and stock Megatron may hang there.
         least = int(0 < source < self.stages - 1)
         return layers[source] >= least and layers[-1] >= self._stays and self._lacking(layers) <= self._lacking(best)
 
     def _lacking(self, layers: tuple[int, ...]) -> int:
-        """Return how many ranks have no layer of the kind that every rank needs one of."""
+        """Return the number of ranks without a layer of the kind that every rank needs."""
         if not any(self._loads.needed):
             return 0
         ends = list(accumulate(layers, initial=0))
@@ -229,8 +231,9 @@ def _standing(left: int) -> str:
 
 
 def _shortest(layouts: Sequence[Layout], room: float) -> Layout:
-    """Return the layout with the shortest step of those that fit; if none does, the one whose fullest rank holds least of
-    those with about the shortest step.
+    """Return the fitting layout with the shortest step.
+
+    If none fits, take the one with the lowest peak among those with about the shortest step.
     """
     if fitting := [each for each in layouts if max(each.held) <= room]:
         return min(fitting, key=lambda each: each.seconds)
@@ -247,29 +250,29 @@ def _with_microbatches(run: Run, count: int) -> Run:
 
 
 def _checked_request(run: Run) -> Request:
-    """Return the request of a run; raise an UnsupportedError if layouts are not weighed under its schedule."""
+    """Return the request of a run, or raise an UnsupportedError if layouts cannot be compared under its schedule."""
     if run.parallelism.pp == 1:
         raise UnsupportedError(
-            "no-pipeline", "one pipeline rank has nothing to share out; give more, as in --devices 8"
+            "no-pipeline", "one pipeline rank has no layers to share; give more ranks, as in --devices 8"
         )
     if AUTO in (run.schedule.name, run.schedule.vocab_parallel):
         raise UnsupportedError(
             "missing-option",
-            "a layout is weighed under one schedule; name it, and how the vocabulary is cut, in place of auto",
+            "a layout is priced under one schedule; name it, and the cut of the vocabulary, in place of auto",
         )
-    request = replace(request_of(run).without_offload(), recompute="none")  # which the price of a layer knows
+    request = replace(request_of(run).without_offload(), recompute="none")  # the prices of layers include recomputation
     if request.file is None:
         known = family(request.schedule)
         if known.asynchronous or known.slices > 1:
             raise UnsupportedError(
                 "conflicting-features",
-                f"steps of {known.name} are not weighed; take the layout of 1f1b or of interleaved",
+                f"steps of {known.name} cannot be priced here; take the layout of 1f1b or of interleaved",
             )
     return request
 
 
 def _given(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:
-    """Return the pieces of every stage that the user or the run asks for."""
+    """Return the pieces of every stage in the layout of the user or the run; ``None`` if there is none."""
     pattern = run.model.pattern is not None
     key = layout.PATTERN if pattern else layout.FLAG
     asked = text if text is not None else run.flags.get(key)
@@ -279,7 +282,7 @@ def _given(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:
     if counts is None:
         raise ConfigError(
             "bad-layout",
-            f"{asked!r} is no layout of {run.model.pieces} pieces (layers, and multi-token prediction as one) on {stages} "
+            f"{asked!r} is not a layout of {run.model.pieces} pieces (layers, and multi-token prediction as one) on {stages} "
             "stages; write one stage per pipeline rank and chunk, with | between them",
             key=key,
         )

@@ -1,9 +1,8 @@
-"""Simulate what a run could do otherwise, with its own measured times: other schedules, cuts, offload, and more.
+"""Changes of a run, simulated with its own measured times: other schedules, cuts, offload, and more.
 
-Every change is simulated alone, and compared with the run's own schedule, simulated with the same times.
-
-Other cuts are priced by the layers of the measured step. Stages in between have layers alone, so they say what a layer takes;
-what the first and the last stage take beyond their layers is embedding and head, which stay where they are.
+Every change is simulated alone, and compared with the run's own schedule, simulated with the same times. Other cuts
+are priced by the layers of the measured step. Middle stages have layers only, so they give the time of a layer. The
+excess of the first and the last stage over their layers is embedding and head, which stay in place.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from megatron_pipemem.schedule.stream import stream
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, VocabularyCosts
 
 _PIECES = 12
-"""Of a stage whose layers nobody told: it can be cut in two, three or four."""
+"""Pieces of a stage whose layers are unknown: it can be cut in two, three or four."""
 _PARTS = {
     Kind.F: (Kind.F, Kind.RECV_F, Kind.SEND_F),
     Kind.I: (Kind.I, Kind.RECV_I, Kind.SEND_I),
     Kind.W: (Kind.W, Kind.REDUCE_GRAD),
 }
-"""The bytes of a message belong to the action that needs it or makes it."""
+"""Compute actions with their messages. The bytes of a message belong to the action that needs it or makes it."""
 
 
 def _parts_of(values: Sequence[float], counts: Sequence[int]) -> PartPrices:
-    """Share out what stages take among their layers and the two ends of the model."""
+    """Divide the values of stages among their layers and the two ends of the model."""
     each = [value / count for value, count in zip(values, counts, strict=True) if count]
     inner = [value / count for value, count in zip(values[1:-1], counts[1:-1], strict=True) if count]
     usual = median(inner) if inner else min(each, key=abs, default=0.0)
@@ -63,12 +62,12 @@ def _parts_of(values: Sequence[float], counts: Sequence[int]) -> PartPrices:
 
 @dataclass(frozen=True)
 class MeasuredLayers:
-    """What the layers of a run take, and what its two ends take."""
+    """The measured costs of a run's layers, and of the two ends of its model."""
 
-    counts: tuple[int, ...]  # layers of every stage of the run; pieces where its layers are not known
+    counts: tuple[int, ...]  # layers of every stage of the run; pieces if its layers are unknown
     are_known: bool  # whether they are layers
     seconds: Mapping[Kind, PartPrices]  # of F, I and W
-    memory: Mapping[Kind, PartPrices] | None  # bytes that F takes and I and W give back; ``None`` where nobody counted
+    memory: Mapping[Kind, PartPrices] | None  # changes of held bytes by F, I and W; ``None`` if they were not counted
 
     @classmethod
     def of_step(
@@ -77,8 +76,8 @@ class MeasuredLayers:
         layers: Sequence[int] | None = None,
         memory: Mapping[Kind, Sequence[float]] | None = None,
     ) -> MeasuredLayers:
-        """Read the layers of a step. ``memory``: by how many bytes every kind of action changes what its device holds, per
-        stage.
+        """Return the layers of a step. ``memory``: per kind of action, the change of the device's bytes, one value
+        per stage.
         """
         stages = step.schedule.placement.model_stages
         counts = tuple(layers or (_PIECES,) * step.schedule.num_stages)[:stages]
@@ -101,7 +100,7 @@ class MeasuredLayers:
         return sum(shared.first for shared in self.seconds.values())
 
     def costs(self, counts: Sequence[int], p2p: Mapping[tuple[int, int], float], with_ends: bool = True) -> Costs:
-        """Return the costs of another cut. ``with_ends``: embedding and head are parts of the first and the last stage."""
+        """Return the costs of another cut, by default with embedding and head on the first and the last stage."""
 
         def of_stages(parts: PartPrices) -> tuple[float, ...]:
             return (parts if with_ends else replace(parts, first=0.0, last=0.0)).of_stages(counts)
@@ -111,11 +110,11 @@ class MeasuredLayers:
         return Costs(seconds[Kind.F], seconds[Kind.I], seconds[Kind.W], p2p, held)
 
     def cut(self, placement: Placement, with_ends: bool = True) -> tuple[int, ...]:
-        """Return the layers of every stage for another placement: balanced by what was measured, or even pieces."""
+        """Return the layers of every stage for another placement, balanced by the measurements, or even pieces."""
         total = sum(self.counts)
         if not self.are_known:
             return even_layers(total, placement.num_stages)
-        from megatron_pipemem.planner.partition import Loads, partition  # numpy takes a while to load
+        from megatron_pipemem.planner.partition import Loads, partition  # only here, because numpy takes long to load
 
         per_layer = zip(*(shared.layers for shared in self.seconds.values()), strict=True)
         ends = (self.embedding, self.head) if with_ends else (0.0, 0.0)
@@ -123,8 +122,10 @@ class MeasuredLayers:
 
 
 def stage_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dict[Kind, tuple[float, ...]]:
-    """Return what F takes and what I and W give back, messages included. Where the backward ran fused, W gives all of it.
-    Of several slices, W gives what B did: a slice's B frees what others have taken.
+    """Return the changes of held bytes by F, I and W, messages included.
+
+    If the backward ran fused, W gives back all that is left. With several slices, W gives back the bytes of B,
+    because a slice's B frees memory that others took.
     """
     stages = len(next(iter(memory.values())))
     none = (0.0,) * stages
@@ -141,10 +142,10 @@ def stage_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dic
 
 
 WORTH = 0.01
-"""Part of the step: nobody changes a run for less, and times are not measured more closely."""
+"""Least gain of a change, as a share of the step. Smaller gains are below the accuracy of measured times."""
 SAME_MEMORY, MORE_MEMORY, OFFLOAD = "schedule", "schedule with more memory", "schedule with offload"
 _ORDERS = (SAME_MEMORY, OFFLOAD, MORE_MEMORY)
-"""Kinds of changes that order actions anew, the simplest first."""
+"""Kinds of changes with a new order of actions, the simplest first."""
 _CHUNKS = (2, 3, 4)
 _ORDERING_SECONDS = 0.5
 _LARGEST_SEARCH, _LARGEST_OFFLOAD = 20_000, 8_000  # actions of a step
@@ -152,35 +153,34 @@ _LARGEST_SEARCH, _LARGEST_OFFLOAD = 20_000, 8_000  # actions of a step
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a run, and what it comes to."""
+    """One change of a run, and its predicted time and memory."""
 
-    kind: str  # of the change; of every kind there is one
+    kind: str  # of the change; best_changes returns at most one per kind
     what: str  # the change in words
-    flags: str  # that make it; empty where there is no flag
-    seconds: float  # of the pipeline's step with it
-    peak: float  # the most that a device then holds, in the unit of ``Case.in_bytes``
-    note: str = ""  # what was assumed
-    effort: int = 0  # of two that are about as fast, the one with less is offered: chunks per rank, and a search on top
+    flags: str  # the flags that make it; empty if there are none
+    seconds: float  # of the pipeline's step with the change
+    peak: float  # peak memory of a device with the change, in the unit of ``Case.in_bytes``
+    note: str = ""  # assumptions
+    effort: int = 0  # among about equally fast changes the least is offered: chunks per rank, plus one for a search
 
 
 @dataclass(frozen=True)
 class Case:
-    """Hold a run's step and what else is known of the run."""
+    """A run's step, and other facts of the run."""
 
-    step: MeasuredStep  # as it ran
-    layers: tuple[int, ...] | None = None  # of every stage; ``None`` where nobody told
+    step: MeasuredStep
+    layers: tuple[int, ...] | None = None  # of every stage; ``None`` if unknown
     memory: Mapping[Kind, tuple[float, ...]] | None = None
-    """By how many bytes every kind of action changes what its device holds, per stage and slice; ``None`` for activation
-    units."""
+    """Per kind of action, the change of the device's bytes, one value per stage and slice; ``None`` for activation units."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """What the run's configuration cannot do, by name, and why (``mcore.report.run_report``)."""
-    ordered: bool = False  # whether its microbatches are ordered by what they cost already
-    outside: float = 0.0  # seconds of a training step in which the pipeline is done: optimizer, reductions, logging
+    """Changes that the run's configuration excludes, by name, with the reason (``mcore.report.run_report``)."""
+    ordered: bool = False  # whether its microbatches are already ordered by their costs
+    outside: float = 0.0  # seconds of a training step outside the pipeline: optimizer, reductions, logging
     mtp_layers: int = 0  # of multi-token prediction, which stay on the last stage
-    is_stock: bool = False  # whether Megatron's own schedule ran, so that changes of ours name one
+    is_stock: bool = False  # whether Megatron's own schedule ran, so that flags of ours must name a schedule
     search_seconds: float = 2.0  # for each search of an order; 0 for none
-    bubble_rate: float | None = None  # of the run; ``None`` to take that of the step
-    bytes_of_1f1b: float | None = None  # the peak that 1F1B would have of the model; ``None`` if it is not known
+    bubble_rate: float | None = None  # of the run; ``None`` to take the rate of the step
+    bytes_of_1f1b: float | None = None  # the peak of 1F1B for the model; ``None`` if it is unknown
 
     @property
     def schedule(self) -> Schedule:
@@ -207,7 +207,7 @@ class Case:
 
     @property
     def as_ran(self) -> Timeline:
-        """Return the step as it ran, with the bubble rate of the run."""
+        """Return the measured step, with the bubble rate of the run."""
         return replace(self.step.timeline(self.own.costs), measured=Measured(self.bubble_rate))
 
     @cached_property
@@ -216,21 +216,21 @@ class Case:
 
     @property
     def cap(self) -> str:
-        """Return the memory of the run as a cap is typed."""
+        """Return the peak memory of the run, in the form of a cap."""
         return f"{self.own.peak:.0f}B" if self.in_bytes else f"{self.own.peak:.4g}"
 
     def flags(self, *flags: str) -> str:
-        """Return the flags that change the run, with the schedule of this package that is as Megatron's own."""
+        """Return flags that change the run. For a stock run they also name our schedule with Megatron's order."""
         stock = megatrons_own(self.schedule.placement.num_chunks)
         ours = f"--pipemem-schedule {stock}" if self.is_stock else ""
         return " ".join(filter(None, (ours, *flags)))
 
     def priced(self, costs: Costs) -> Costs:
-        """Return the costs of a cut with what is measured of passes and microbatches."""
+        """Return the costs of a cut with the measured vocabulary passes and microbatches."""
         return replace(costs, vocabulary=self.step.vocabulary, microbatch=self.own.costs.microbatch)
 
     def layout_flag(self, counts: tuple[int, ...]) -> str:
-        """Return the flag that cuts the model so; none where the layers come out even, or are not known."""
+        """Return the flag for these layers per stage; empty if they are even or unknown."""
         if self.layers is None or len(set(counts)) == 1:
             return ""
         slices = (*counts[:-1], counts[-1] + bool(self.mtp_layers))
@@ -238,9 +238,7 @@ class Case:
 
 
 def best_changes(case: Case) -> list[Change]:
-    """Return the best change of every kind that saves enough to be worth it: those that hold no more than the run first,
-    then the fastest.
-    """
+    """Return the best change of every kind that is worth it: first those within the run's memory, then by time."""
     if case.schedule.placement.replicas > 1 or case.schedule.updates is not None or case.schedule.slices > 1:
         return []
     by_kind: dict[str, list[Change]] = {}
@@ -249,7 +247,7 @@ def best_changes(case: Case) -> list[Change]:
     worth = case.own.makespan * (1 - WORTH)
     best = map(_best, by_kind.values())
     found = sorted((each for each in best if each.seconds <= worth), key=lambda each: each.seconds)
-    # Of those that order actions anew, only one that is worth more than a simpler one is of use beside it.
+    # Among new orders, keep one only if it gains more than every simpler one.
     kept: list[Change] = []
     for each in found:
         simpler = _ORDERS[: _ORDERS.index(each.kind)] if each.kind in _ORDERS else ()
@@ -259,13 +257,13 @@ def best_changes(case: Case) -> list[Change]:
 
 
 def _best(changes: list[Change]) -> Change:
-    """Return the simplest of those that are about as fast as the fastest."""
+    """Return the simplest change that is about as fast as the fastest."""
     enough = min(each.seconds for each in changes) * (1 + WORTH)
     return min((each for each in changes if each.seconds <= enough), key=lambda each: (each.effort, each.seconds))
 
 
 def _all(case: Case) -> Iterator[Change]:
-    """Yield every change that the run's configuration does not refuse."""
+    """Yield every change that the run's configuration allows."""
     yield from _layouts(case)
     if "schedules" in case.refused:
         return
@@ -279,19 +277,19 @@ def _all(case: Case) -> Iterator[Change]:
 
 
 def _layouts(case: Case) -> Iterator[Change]:
-    """Yield the same schedule with its layers shared out by what they take."""
+    """Yield the same schedule with its layers divided by their measured times."""
     placement = case.schedule.placement
     if case.layers is None or _is_extended(case.schedule):
         return
     counts = case.measured.cut(placement)
     if counts != case.layers:
         timeline = simulate(case.schedule, case.priced(case.measured.costs(counts, case.p2p)))
-        what = f"other layers per stage: {', '.join(map(str, counts))} in place of {', '.join(map(str, case.layers))}"
-        yield Change("layout", what, case.layout_flag(counts), timeline.makespan, timeline.peak)
+        words = f"other layers per stage: {', '.join(map(str, counts))} in place of {', '.join(map(str, case.layers))}"
+        yield Change("layout", words, case.layout_flag(counts), timeline.makespan, timeline.peak)
 
 
 def _orders(case: Case) -> Iterator[tuple[str, Schedule, Costs, tuple[int, ...]]]:
-    """Yield the schedules of all families, and what searches find in the memory of the run, with costs and layers."""
+    """Yield the schedules of all families and of searches within the run's memory, with costs and layers."""
     own, p, m = case.schedule, case.schedule.num_devices, case.schedule.num_microbatches
     barriers = own.vocabulary_barriers
     for each in families():
@@ -338,21 +336,21 @@ def _order(
     count = placement.num_chunks
     differs = count != case.schedule.placement.num_chunks
     chunks = f", {count} chunk{'s' * (count > 1)} per rank" if count > 1 or differs else ""
-    what = f"schedule {name}{chunks}{' in a V' if placement.name == 'v' else ''}"
+    words = f"schedule {name}{chunks}{' in a V' if placement.name == 'v' else ''}"
     split = schedule.splits_backward and case.step.splits_fused
     note = (
-        "the run did not split its backward: the times of I and W are parts of it, and what F keeps is taken to wait for W"
+        "the run did not split its backward: the times of I and W are parts of it, and all that F keeps is taken to wait for W"
         if split
         else ""
     )
     kind = SAME_MEMORY if timeline.peak <= loosened(case.own.peak) else MORE_MEMORY
     effort = 2 * placement.num_chunks + (name == AUTO)
-    change = Change(kind, what, " ".join(filter(None, flags)), timeline.makespan, timeline.peak, note, effort)
+    change = Change(kind, words, " ".join(filter(None, flags)), timeline.makespan, timeline.peak, note, effort)
     return change, (schedule, costs)
 
 
 def _offloads(case: Case, orders: list[tuple[Change, tuple[Schedule, Costs]]]) -> Iterator[Change]:
-    """Yield the fastest order that holds more than the run, with what is too much on the host."""
+    """Yield the fastest order that exceeds the run's memory, with its excess offloaded."""
     faster = [each for each in orders if each[0].kind == MORE_MEMORY]
     if not faster or _is_extended(case.schedule):
         return
@@ -365,14 +363,14 @@ def _offloads(case: Case, orders: list[tuple[Change, tuple[Schedule, Costs]]]) -
     with suppress(PipememError), doing(f"planning the offload of {schedule.name}"):
         timeline = choose(request, shape, Knowledge(costs)).timeline
         flags = f"{fastest.flags} --pipemem-offload auto --pipemem-memory-cap {case.cap}"
-        note = "copies to the host and back are taken to last as long as computing with what is copied"
+        note = "copies to the host and back are assumed to take as long as computing with the copied activations"
         yield Change(OFFLOAD, f"{fastest.what}, its excess on the host", flags, timeline.makespan, timeline.peak, note)
 
 
 def _without(case: Case) -> Iterator[Change]:
     """Yield the same schedule without recomputation, without offload, and without the barrier at the end of a step."""
     schedule, costs = case.schedule, case.own.costs
-    for kind, dropped, what, flags in (
+    for kind, dropped, words, flags in (
         ("recompute", RECOMPUTE, "nothing recomputed", "--pipemem-recompute none"),
         ("offload", MEMORY, "nothing offloaded", "--pipemem-offload off"),
     ):
@@ -380,14 +378,14 @@ def _without(case: Case) -> Iterator[Change]:
         if orders != schedule.orders:
             with suppress(PipememError):
                 timeline = simulate(replace(schedule, orders=orders), costs)
-                yield Change(kind, what, flags, timeline.makespan, timeline.peak)
+                yield Change(kind, words, flags, timeline.makespan, timeline.peak)
     if "overlap" in case.refused:
         return
     with suppress(PipememError):
         found = stream(schedule, costs, [case.outside] * schedule.num_devices)
         seconds = case.own.makespan - (found.synchronous - found.period)
-        what, flags = "steps without a barrier between them", case.flags("--pipemem-overlap-steps")
-        yield Change("no barrier", what, flags, seconds, case.own.peak)
+        words, flags = "steps without a barrier between them", case.flags("--pipemem-overlap-steps")
+        yield Change("no barrier", words, flags, seconds, case.own.peak)
 
 
 def _vocabularies(case: Case) -> Iterator[Change]:
@@ -406,32 +404,32 @@ def _vocabularies(case: Case) -> Iterator[Change]:
             priced = replace(costs, vocabulary=passes)
             timeline = simulate(with_barriers(case.schedule, barriers, priced), priced)
             flags = case.flags(f"--pipemem-vocab-parallel {algorithm}", case.layout_flag(counts))
-            note = "a collective is taken to last as long as a message, and the shards' logits are not counted"
-            what = "embedding and head cut over all ranks"
-            yield Change("vocabulary", what, flags, timeline.makespan, timeline.peak, note)
+            note = "a collective is assumed to take as long as a message, and the shards' logits are not counted"
+            words = "embedding and head cut over all ranks"
+            yield Change("vocabulary", words, flags, timeline.makespan, timeline.peak, note)
 
 
 def _ordered(case: Case) -> Iterator[Change]:
-    """Yield the microbatches in the order that suits them, where they are not alike."""
+    """Yield the microbatches in a better order, if they are not alike."""
     if case.ordered or case.own.costs.microbatch is None:
         return
-    from megatron_pipemem.search.step_plan import plan_step  # numpy takes a while to load
+    from megatron_pipemem.search.step_plan import plan_step  # only here, because numpy takes long to load
 
     with suppress(PipememError):
         plan = plan_step(case.schedule, case.own.costs, seconds=_ORDERING_SECONDS)
-        what, flags = "microbatches ordered by what they cost", case.flags("--pipemem-microbatch-costs FLOPs")
-        yield Change("microbatches", what, flags, plan.makespan, case.own.peak)
+        words, flags = "microbatches ordered by their costs", case.flags("--pipemem-microbatch-costs FLOPs")
+        yield Change("microbatches", words, flags, plan.makespan, case.own.peak)
 
 
 def _cut_for(case: Case, placement: Placement) -> tuple[Costs, tuple[int, ...]]:
-    """Return costs and layers of the stages of another placement; those of the run where it has as many stages."""
+    """Return costs and layers for another placement. With as many stages as the run, its layers stay."""
     measured = case.measured
     counts = measured.counts if placement.num_stages == len(measured.counts) else measured.cut(placement)
     return case.priced(measured.costs(counts, case.p2p)), counts
 
 
 def _may_place(case: Case, placement: Placement, name: str) -> bool:
-    """Return whether the run's configuration and its layers allow for a placement."""
+    """Return whether the run's configuration and its layers allow a placement."""
     if placement.replicas > 1 or (case.layers is not None and placement.num_stages > sum(case.layers) + 2):
         return False
     if placement.num_chunks > 1 and name != megatrons_own(placement.num_chunks) and "reordered" in case.refused:
@@ -440,5 +438,5 @@ def _may_place(case: Case, placement: Placement, name: str) -> bool:
 
 
 def _is_extended(schedule: Schedule) -> bool:
-    """Return whether there is more in its orders than forwards and backwards."""
+    """Return whether the orders have more than forwards and backwards."""
     return any(action.kind not in PLAIN for order in schedule.orders for action in order)

@@ -1,14 +1,14 @@
-"""Count parameters and FLOPs of layers, block by block, from the matrices that a block multiplies with.
+"""Parameters and FLOPs of layers, block by block, from the matrices of each block, and weights of layers for balancing.
 
-FLOPs of one linear layer with ``k`` inputs and ``n`` outputs are ``2 k n`` per token in each of F, I and W. Attention scores
-and their product with the values take ``4 s^2`` per sequence and query channel in F, twice that in I and nothing in W. The
-causal half is counted in full, as the papers and MFU do; norms, activations and softmax count nothing. For ``a`` heads of
-``h/a`` channels and an FFN of ``4h`` a layer thus takes ``bsh(24h + 4s)`` in F, ``bsh(24h + 8s)`` in I and ``24bsh^2`` in W,
-and the head ``2bshV`` in each (arXiv 2401.10241, arXiv 2411.05288).
+A linear layer with ``k`` inputs and ``n`` outputs takes ``2 k n`` FLOPs per token in each of F, I and W. Attention
+scores and their product with the values take ``4 s^2`` per sequence and query channel in F, twice that in I and
+nothing in W. The causal half is counted in full, as in the papers and in MFU. Norms, activations and softmax count
+nothing. For ``a`` heads of ``h/a`` channels and an FFN of ``4h`` a layer thus takes ``bsh(24h + 4s)`` in F, ``bsh(24h
++ 8s)`` in I and ``24bsh^2`` in W, and the head takes ``2bshV`` in each (arXiv 2401.10241, arXiv 2411.05288).
 
-Layers are weighed against each other, by Megatron's configuration or a training script's flags, by what their forward and
-backward compute for one token, in sixths of a FLOP: a matrix counts its elements, attention its scores and values over the
-whole sequence, a Mamba layer its scan.
+The weight of a layer is the computing of its forward and backward for one token, in sixths of a FLOP. It is derived
+from Megatron's configuration or a training script's flags. A matrix counts its elements, attention its scores and
+values over the whole sequence, and a Mamba layer its scan.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Matrix:
 
     inputs: int  # channels, of all tensor-parallel ranks
     outputs: int  # likewise
-    cut: MatrixCut  # what tensor-parallel ranks share: ``columns`` its outputs, ``rows`` its inputs, ``none`` of them
+    cut: MatrixCut  # the part that tensor-parallel ranks share: ``columns`` for outputs, ``rows`` for inputs, or ``none``
     bias: bool = False
-    copies: int = 1  # how many a rank holds: its experts
-    visits: float = 1.0  # how often a token of the rank meets it or one of its copies
-    routed: bool = False  # whether a dispatcher brings its tokens, whole sequences of them
-    ranks: int | None = None  # that share it, if not the tensor-parallel ones
+    copies: int = 1  # number on a rank: its experts
+    visits: float = 1.0  # uses of it, or of one of its copies, per token of the rank
+    routed: bool = False  # whether a dispatcher brings it whole sequences of tokens
+    ranks: int | None = None  # number of ranks that share it, if not the tensor-parallel ones
     waits: bool = True
-    """Whether its backward is split, and its weight gradient may be computed in W. The router's is not."""
+    """Whether its backward is split, so that its weight gradient may be computed in W. The router's backward is not."""
     early: bool = False  # whether its weight gradient is computed in I nevertheless
-    recompute: tuple[str, ...] = ()  # which of ``Recomputable`` would run its F again
+    recompute: tuple[str, ...] = ()  # modules of ``Recomputable`` that repeat its F
 
     def parameters(self, tp: int) -> int:
         """Return the number of weights and biases on one of ``tp`` ranks."""
@@ -54,7 +54,7 @@ class Matrix:
         return (whole // (tp if self.cut == "rows" else 1) + bias) * self.copies
 
     def width(self, tp: int) -> float:
-        """Return the outputs of one of ``tp`` ranks."""
+        """Return the number of output channels on one of ``tp`` ranks."""
         return self.outputs / ((self.ranks or tp) if self.cut == "columns" else 1)
 
     def products(self, tp: int) -> float:
@@ -62,7 +62,7 @@ class Matrix:
         return self.inputs * self.outputs * self.visits / (1 if self.cut == "none" else self.ranks or tp)
 
     def depth(self, tp: int) -> float:
-        """Return the inputs of one of ``tp`` ranks."""
+        """Return the number of input channels on one of ``tp`` ranks."""
         return self.inputs / ((self.ranks or tp) if self.cut == "rows" else 1)
 
 
@@ -84,7 +84,7 @@ def _attention(model: Model, execution: Execution) -> Iterable[Matrix]:
 
 
 def _latent_attention(model: Model, execution: Execution) -> Iterable[Matrix]:
-    # Transformer Engine's ranks each have the whole of what leads to the latents.
+    # With Transformer Engine every rank has the whole projections to the latents.
     down: MatrixCut = "none" if execution.implementation == "transformer_engine" else "columns"
     queries, again = model.heads * model.latent_query_channels, ("mla_up_proj",)
     if model.q_lora_rank:
@@ -138,7 +138,7 @@ _MATRICES = {
 def _other_parameters(model: Model, execution: Execution, block: Sublayer) -> int:
     """Return the number of parameters of a block's norms and convolutions."""
     per_channel = 2 if model.norm == "layernorm" else 1
-    if block is Sublayer.MERGE:  # of the embedding, of the hidden states, and behind the layer
+    if block is Sublayer.MERGE:  # norms of the embedding, of the hidden states, and after the layer
         return 3 * per_channel * model.hidden
     inner = 0
     if block is Sublayer.ATTENTION and model.qk_norm:
@@ -154,7 +154,7 @@ def _other_parameters(model: Model, execution: Execution, block: Sublayer) -> in
 
 
 def core_flops(model: Model, execution: Execution, block: str) -> float:
-    """Return the FLOPs that a block's F takes beside its matrices: of attention's scores and values, or of a scan."""
+    """Return the FLOPs of a block's F outside its matrices: attention's scores and values, or a scan."""
     n, s, tp = execution.tokens(model), model.sequence, execution.tp
     if block == Sublayer.ATTENTION:
         return 4 * n * s * model.query_width / tp
@@ -167,7 +167,7 @@ def core_flops(model: Model, execution: Execution, block: str) -> float:
 
 @lru_cache(maxsize=1024)
 def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> Passes:
-    """Return the FLOPs of one layer, one microbatch and one rank. Recomputation is included: it belongs to I."""
+    """Return the FLOPs of one layer, one microbatch and one rank. Recomputation is included, as part of I."""
     linear = core = again = 0.0
     for block in kind or model.kinds[0]:
         for each in matrices(model, execution, block):
@@ -185,7 +185,7 @@ def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> 
 
 @lru_cache(maxsize=1024)
 def early_share(model: Model, execution: Execution, kind: str) -> float:
-    """Return the share of the seconds of one layer's weight gradients that I takes, by FLOPs."""
+    """Return the share of I in the seconds of a layer's weight gradients, by FLOPs."""
     products: dict[bool, float] = {True: 0.0, False: 0.0}
     for block in kind:
         for each in matrices(model, execution, block):
@@ -195,7 +195,7 @@ def early_share(model: Model, execution: Execution, kind: str) -> float:
 
 @lru_cache(maxsize=1024)
 def attention_share(model: Model) -> float:
-    """Return the part of F's FLOPs of all layers that is attention between the tokens of a sequence, counted in full."""
+    """Return the share of attention between tokens in F's FLOPs of all layers, counted in full."""
     passes = [layer_flops(model, Execution(), kind) for kind in model.all_kinds]
     return 1 - sum(each.weight for each in passes) / sum(each.forward for each in passes)
 
@@ -207,7 +207,7 @@ def head_flops(model: Model, execution: Execution) -> Passes:
 
 
 def model_flops(model: Model) -> float:
-    """Return the FLOPs of one whole sequence, forward and backward, nothing recomputed: what MFU counts."""
+    """Return the FLOPs of one whole sequence for MFU: forward and backward without recomputation."""
     layers = sum(layer_flops(model, Execution(), kind).total for kind in model.all_kinds)
     return layers + 6 * model.sequence * model.hidden * model.vocabulary * model.heads_of_output
 
@@ -223,7 +223,7 @@ def layer_parameters(model: Model, execution: Execution, kind: str | None = None
 
 
 def expert_parameters(model: Model, execution: Execution, kind: str) -> int:
-    """Return how many of a layer's parameters on one rank are experts', which fewer ranks share the optimizer of."""
+    """Return the number of a layer's expert parameters on one rank. Fewer ranks share the optimizer of these."""
     copies = model.experts // execution.ep
     of_experts = (
         each for block in kind if block == Sublayer.EXPERTS for each in _ffn(model, model.expert_width, (), copies)
@@ -237,16 +237,17 @@ def embedding_parameters(model: Model, execution: Execution) -> int:
 
 
 def head_parameters(model: Model, execution: Execution) -> int:
-    """Return the number of parameters of final norm and output layer on one rank. A tied head far from its embedding
-    has a copy of it, which is counted too.
+    """Return the number of parameters of final norm and output layer on one rank.
+
+    A tied head far from its embedding has a copy of it, which counts too.
     """
     return model.hidden * (execution.vocabulary_rows(model) + (2 if model.norm == "layernorm" else 1))
 
 
 Sizes = Callable[[str], float]
-"""The value of an attribute of Megatron's configuration; 0 or ``None`` where it has none."""
+"""The value of an attribute of Megatron's configuration; 0 or ``None`` if it is not set."""
 
-# Attributes of Megatron's configuration that a model's fields of other names stand for.
+# Attributes of Megatron's configuration by the field of a model, if their names differ.
 _ATTRIBUTES = {
     **{"hidden": "hidden_size", "heads": "num_attention_heads", "kv_heads": "num_query_groups"},
     **{"head_channels": "kv_channels", "ffn": "ffn_hidden_size"},
@@ -254,23 +255,21 @@ _ATTRIBUTES = {
     **{"expert_ffn": "moe_ffn_hidden_size", "shared_expert_ffn": "moe_shared_expert_intermediate_size"},
     **{"mamba_state": "mamba_state_dim", "mamba_heads": "mamba_num_heads", "mamba_groups": "mamba_num_groups"},
 }
-# Attributes whose flags are called otherwise, and what Megatron takes where there is no flag and a model has no default.
+# Flags by attribute, if their names differ; and Megatron's values without a flag, if a model has no default.
 _RENAMED = {"gated_linear_unit": "swiglu", "num_moe_experts": "num-experts"}
 _DEFAULTS = {
     **{"moe_router_topk": 2, "kv_lora_rank": 32},
     **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
 }
-_DELTA_NET, _SPARSE = "G", "D"  # symbols of layers that the planner does not know
+_DELTA_NET, _SPARSE = "G", "D"  # symbols of layers that the planner cannot price
 
 
 def layer_weight(symbol: str, of: Sizes, sequence: int) -> float:
-    """Return the weight of one block; 0 where its sizes are such that Megatron refuses them. ``symbol``: of the block, as
-    in a hybrid model's pattern.
-    """
+    """Return the weight of one block, given by its ``symbol`` in a hybrid model's pattern; 0 if Megatron refuses its sizes."""
     if symbol == _DELTA_NET:
         return _delta_net(of)
-    # Sparse attention computes its scores for a part of the sequence only, and an index of the whole.
+    # Sparse attention computes scores for a part of the sequence, and an index for the whole.
     symbol = Sublayer.LATENT_ATTENTION if symbol == _SPARSE else symbol
     try:
         model = _model(symbol, of, sequence)
@@ -285,7 +284,7 @@ def head_weight(of: Sizes, vocabulary: int) -> float:
 
 
 def sizes_of(flags: Mapping[str, object]) -> Sizes:
-    """Return the sizes that a training script's flags (without dashes in front) say, Megatron's defaults included."""
+    """Return the sizes in a training script's flags (without leading dashes), with Megatron's defaults."""
 
     def of(attribute: str) -> float:
         given = flags.get(_RENAMED.get(attribute, attribute.replace("_", "-")))
@@ -293,14 +292,14 @@ def sizes_of(flags: Mapping[str, object]) -> Sizes:
             return (
                 _DEFAULTS.get(attribute, 0) if given in (None, False) else float(str(given)) if given is not True else 1
             )
-        except ValueError:  # Megatron will refuse it
+        except ValueError:  # Megatron refuses it
             return 0
 
     return of
 
 
 def _model(symbol: str, of: Sizes, sequence: int) -> Model:
-    """Return a model of one layer of a kind."""
+    """Return a model with one layer of a kind."""
 
     names = {**_ATTRIBUTES, "mamba_head_dim": "mamba_head_dim"}
     if symbol == Sublayer.LATENT_ATTENTION:

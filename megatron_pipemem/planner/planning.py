@@ -1,17 +1,17 @@
-"""Find the fastest ways to run a model on a cluster within its memory.
+"""The planner: a best-first search for the fastest ways to run a model on a cluster within its memory.
 
-A best-first search. Every cut of the model first stands with a bound that takes a few sums: all its work, evenly shared. The
-most promising is priced stage by stage and then stands with the certified bound of its placement within the memory left
-for activations, then its schedules with what they really take. Whatever comes out of the queue with its real time is the
-next best of all; what still waits then cannot beat it, but for two things. A variant of an order is taken to be no faster
-than the order alone, which is tested and not proven; and offload that takes long to plan is set aside, and counted as such.
-At the end a search for better orders starts from the cuts that have room for one.
+Every cut of the model first enters the queue with a cheap bound: all its work, divided evenly. The most promising cut
+is then priced stage by stage and queued with the certified bound of its placement within the memory left for
+activations. After that its schedules are queued with their simulated times. An entry that leaves the queue with a
+simulated time is the next best plan, because no waiting entry can beat it. There are two exceptions. A variant of an
+order is assumed to be no faster than the order alone, which is tested and not proved. Offload that takes long to plan
+is set aside, and counted as such. At the end searches for better orders start from cuts whose bound leaves room.
 
-Asynchronous schedules are priced for those who ask for them. They train differently, so they never compete with the others.
-A step takes the makespan of a window, because the training loop joins all ranks at its end, and so is not free of bubbles.
-Without that barrier it takes the period of windows, and the gradients of a second batch take memory. A rank holds several
-versions of its parameters, and the whole optimizer, which cannot be shared out. What updates after every microbatch pays for
-the reduction and the optimizer so often, with nothing to hide them behind.
+Asynchronous schedules are priced only if the limits name them. They train differently, so they never compete with the
+others. A step takes the makespan of a window, because the training loop joins all ranks at its end. So there are
+still bubbles. Without that barrier it takes the period of windows, and the gradients of a second batch take memory. A
+rank holds several versions of its parameters, and the whole optimizer, which cannot be sharded. A family that updates
+after every microbatch pays for reduction and optimizer each time, with nothing to hide them.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ _PER_MICROBATCH = ("overlap-grad-reduce",)
 
 
 Priced = tuple[Base, float, tuple[float, ...]]
-"""A cut with a family and all versions of the parameters among what is there all the time; seconds of a step in the middle of
-the run; and per device, bytes of activations."""
+"""A cut with a family, with all parameter versions in its static bytes; seconds of a step in the middle of the run;
+bytes of activations per device."""
 
 
 def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, rejected: Counter[str]) -> Iterator[Priced]:
-    """Yield the asynchronous families that are named in the limits and can run this cut, priced."""
+    """Yield the asynchronous families that the limits name and that can run this cut, priced."""
     named = limits.allowed.get("schedule", ())
     p = run.parallelism.pp
     for each in families():
@@ -118,12 +118,12 @@ TOO_MUCH_KEPT = "one microbatch's activations exceed the memory left"
 TOO_HIGH = "the schedule's peak exceeds the memory left"
 SLOWER = "slower than those listed, by a bound or by their time"
 WAITS = "cannot go without a barrier between steps"
-UNTRIED = "offload that takes long to plan: not tried, could be faster; leave the planner less by --only"
-_LARGEST_SEARCH = 60_000  # passes of a step that is worth searching
+UNTRIED = "offload that takes long to plan: not tried, could be faster; narrow the choice by --only"
+_LARGEST_SEARCH = 60_000  # most passes of a step for which a search is tried
 _SEARCHES = 3
-_EFFORT = 20_000  # passes times chunks in which copies are planned while other ways are left
+_EFFORT = 20_000  # passes times chunks for which copies are planned while other ways are left
 _ROUNDING = 1e-12  # of the sum of some thousand times, at most
-_WORTH_SEARCHING = 0.005  # of the time: what a better order could save at least
+_WORTH_SEARCHING = 0.005  # least possible gain of a better order, as a share of the time
 
 
 def plan(
@@ -134,8 +134,10 @@ def plan(
     search_seconds: float = 5.0,
     pace: MeasuredSlowdown | None = None,
 ) -> Answer:
-    """Rank the ways to run a model. There are no plans if nothing fits. ``memory``: bytes of a device; by default all that
-    its cluster leaves to the model. ``search_seconds``: for each of at most three searches of an order; 0 for none.
+    """Rank the ways to run a model. There are no plans if nothing fits.
+
+    ``memory`` is that of a device in bytes, by default the cluster's limit. ``search_seconds`` are for each of at
+    most three searches of an order, 0 for none.
     """
     started = time.perf_counter()
     memory = run.cluster.memory_bytes if memory is None else memory
@@ -192,7 +194,7 @@ class _Planner:
         return found
 
     def search(self, plans: list[Plan], seconds: float) -> Iterator[Plan]:
-        """Search better orders for the most promising groups, if a bound leaves hope."""
+        """Search better orders for the most promising groups whose bounds leave room."""
         slowest = plans[-1].seconds if plans else float("inf")
         reached: dict[int, float] = {}
         for each in plans:
@@ -225,8 +227,11 @@ class _Planner:
                 yield made
 
     def _put(self, seconds: float, entry: Run | Group | Base | Plan) -> None:
-        """Queue an entry by its time. A bound adds the same seconds up in another order, and may end above the time that
-        it bounds by a rounding: it waits a hair below its sum."""
+        """Queue an entry by its time.
+
+        A bound sums the same seconds in another order, and rounding may put it above the time that it bounds. So it
+        is lowered slightly.
+        """
         if not isinstance(entry, Plan) or entry.extended:
             seconds *= 1 - _ROUNDING
         heapq.heappush(self.queue, (seconds, next(self._serial), entry))
@@ -252,9 +257,9 @@ class _Planner:
             self.rejected[TOO_MUCH_STATIC] += len(found)
             return
         m, slices = run.parallelism.microbatches, _slices(run)
-        if step.placement.replicas > 1:  # how they share the microbatches is their orders' business
+        if step.placement.replicas > 1:  # the orders decide how replicas share the microbatches
             free = m * sum(step.work) / step.placement.num_devices
-        elif run.schedule.overlap_steps:  # the other bounds are about steps that end together
+        elif run.schedule.overlap_steps:  # the other bounds hold for steps that end together
             free = m * _busiest(step)
         else:
             free = max(lower_bound(step.placement, m, step.costs, slices=slices), m * _busiest(step, slices))
@@ -292,7 +297,7 @@ class _Planner:
             self._put(made.seconds, made)
 
     def _run_order(self, group: Group, order: Order) -> Plan | None:
-        """``None`` where it does not fit."""
+        """Return the plan of an order; ``None`` if it does not fit."""
         cut, slices = group.run.parallelism, _slices(group.run)
         if slices == 1 and "costs" not in family(order.name).options:
             return self._plan(Base(group, order), None, self._measured(group, order))
@@ -304,10 +309,10 @@ class _Planner:
         found = self._built(Base(group, order), build, cut.microbatches)
         if found is None or slices == 1:
             return found
-        return replace(found, order=None)  # which its name and the slices stand for
+        return replace(found, order=None)  # its name and the number of slices are enough
 
     def _measured(self, group: Group, order: Order) -> OrderPrice:
-        """Return the price of an order alone, which offload and both ways to cut the vocabulary start from."""
+        """Return the price of an order alone. Offload and both vocabulary variants start from it."""
         cut, costs = group.run.parallelism, group.step.costs
         key = (order, cut.pp, cut.microbatches, same_passes(costs))
         if key not in self._times:
@@ -316,7 +321,7 @@ class _Planner:
         return self._times[key]
 
     def _consider(self, group: Group, variant: Variant, order: Order) -> None:
-        """Let a variant of an order wait with what the order takes alone."""
+        """Queue a variant of an order with the time of the order alone."""
         seconds, peaks = self._measured(group, order)
         if variant.frees_memory and self._fits(group, peaks):
             self.rejected[f"{variant.name}: the order fits without"] += 1
@@ -326,9 +331,7 @@ class _Planner:
             self._put(max(group.bound, seconds + group.step.outside), Base(group, order))
 
     def _affords(self, entry: Group | Base) -> bool:
-        """Return whether to look at it now: planning transfers takes long, and longer than all else where there are
-        many chunks.
-        """
+        """Return whether to try an entry now. Planning of copies takes longest with many chunks."""
         group = entry.group if isinstance(entry, Base) else entry
         if group.variant is None or not group.variant.frees_memory:
             return True
@@ -341,7 +344,7 @@ class _Planner:
         return True
 
     def _vary(self, base: Base, microbatches: int) -> None:
-        """Let a variant wait with what so many microbatches take, and for the rest what the busiest device computes."""
+        """Queue a variant with the time of so many microbatches, plus the work of the busiest device for the rest."""
         rest = base.group.run.parallelism.microbatches - microbatches
         group, order, variant = base.group, base.order, base.group.variant
         assert variant is not None
@@ -361,7 +364,7 @@ class _Planner:
         self._wait(found)
 
     def _built(self, base: Base, build: Callable[[int], Schedule], microbatches: int) -> Plan | None:
-        """Return a plan for an order that is built for its costs, if it fits. The plan has no order if that is too long."""
+        """Return a plan for an order that is built for its costs, if it fits. A long step has no order in the plan."""
         run, step = base.group.run, base.group.step
         if 3 * microbatches * _slices(run) * step.placement.num_stages <= MOST_ACTIONS:
             return self._found(base, build(microbatches))
@@ -373,7 +376,7 @@ class _Planner:
         return self._plan(base, None, priced(timing, run.parallelism.pp, microbatches))
 
     def _found(self, base: Base, schedule: Schedule) -> Plan | None:
-        """Return a plan for an order that no family's name stands for, if it fits."""
+        """Return a plan for an order without a family's name, if it fits."""
         timing = Timing.simulated(schedule, base.group.step.costs, base.group.run.schedule.overlap_steps)
         return self._plan(base, schedule, timing.price)
 
@@ -392,7 +395,7 @@ def _standing(found: int, count: int, waiting: int, bound: float) -> str:
 
 
 def _short(run: Run) -> int:
-    """Return microbatches of the shortest step that tells of a whole one."""
+    """Return the microbatches of the shortest step from which a whole one can be extended."""
     return shortest(run.parallelism.pp, run.parallelism.microbatches)
 
 
@@ -401,12 +404,12 @@ def _slices(run: Run) -> int:
 
 
 def _units(run: Run) -> int:
-    """Return what a stage runs forward: microbatches, or the slices of all of them."""
+    """Return the number of forwards of a stage: microbatches, or their slices."""
     return run.parallelism.microbatches * _slices(run)
 
 
 def _busiest(step: PlannedStep, slices: int = 1) -> float:
-    """Return the seconds per microbatch that some device computes at least, the passes of a cut vocabulary included."""
+    """Return the seconds per microbatch of the busiest device, vocabulary passes included."""
     prices, vocabulary = step.costs.seconds(step.placement, slices), step.costs.vocabulary
     cut = {} if vocabulary is None else vocabulary.seconds(step.placement.num_devices)
     return max(
@@ -421,9 +424,9 @@ def _count(entries: Sequence[Entry]) -> int:
 
 
 def _configured(base: Base) -> Run:
-    """Return the run with this schedule and, where layers are not shared evenly, its layout."""
+    """Return the run with this schedule, and with a layout if its layers are not even."""
     group, order = base.group, base.order
-    # Without a pipeline Megatron takes its own step, which no schedule of ours replaces.
+    # Without a pipeline Megatron takes its own step, which our schedules do not replace.
     choice = replace(group.run.schedule, name=order.name)
     if group.run.parallelism.pp == 1 or hides_messages(group.run):
         choice = replace(choice, name=STOCK, overlap_steps=False)

@@ -1,33 +1,37 @@
-"""Price the parts of a model on one rank: seconds of F, I and W, bytes, parameters.
+"""Prices of the parts of a model on one rank: seconds of F, I and W, bytes, parameters, and the offload ratio.
 
 Formulas, with ``n`` tokens of a microbatch on the rank and ``e`` bytes per element:
 
-* matrix products: FLOPs of ``planner.model`` over the speed that the cluster achieves on large ones. Tiles are computed in
-  waves over the device's multiprocessors, of which the last is half empty on average, so a product of ``n`` by ``k`` and
-  ``k`` by ``c`` takes as long as one with ``_HALF_WAVE`` results more than ``n c``: small microbatches and slices are slower;
-* with an fp8 recipe, linear layers run at ``fp8_tflops``, and quantising what they multiply moves its bytes. Attention and the
-  head stay in 16 bits;
-* norms, activations, residuals: F writes and reads every tensor that the layer could keep once, I does that twice, at the
-  speed of the device's memory;
-* tensor parallelism: two all-reduces of ``n h e`` bytes in F and in I, or with sequence parallelism as many bytes in gathers
-  and scatters. Gathers of W start early enough to run beside its products, so W takes as long as the longer of the two;
-* context parallelism: keys and values go round the ring in F, and once more with their gradients in I (arXiv 2310.01889);
-  hidden behind the attention where that takes longer;
+* matrix products: FLOPs of ``planner.counts`` over the speed that the cluster achieves on large ones. Tiles are
+computed in waves over the device's multiprocessors, and the last wave is half empty on average. So a product of ``n``
+by ``k`` and ``k`` by ``c`` takes as long as one with ``_HALF_WAVE`` results more than ``n c``: small microbatches and
+slices are slower;
+* with an fp8 recipe, linear layers run at ``fp8_tflops``, and quantising their inputs moves bytes. Attention and the
+head stay in 16 bits;
+* norms, activations, residuals: F writes and reads once every tensor that the layer could keep, and I does that
+twice, at the speed of the device's memory;
+* tensor parallelism: two all-reduces of ``n h e`` bytes in F and in I, or with sequence parallelism as many bytes in
+gathers and scatters. Gathers of W start early enough to run during its products, so W takes the longer of the two
+times;
+* context parallelism: keys and values go round the ring in F, and once more with their gradients in I (arXiv
+2310.01889). Attention hides them if it takes longer;
 * expert parallelism: two all-to-all in F and in I of the tokens that leave the rank;
-* a ring of ``r`` ranks moves ``(r - 1) / r`` of the bytes in a gather or scatter, twice that in an all-reduce;
-* recomputing belongs to I, with its communication;
-* what ``--tp-comm-overlap`` and ``--overlap-moe-expert-parallel-comm`` of Megatron's own schedules hide behind matrix products.
-  A tensor-parallel ring of ``r`` ranks shows ``1 / r`` of its messages at least, and an all-to-all shows what takes longer than
-  the products of a pair of microbatches. The steps without a partner, at the ends of a pipeline, are priced as hidden too.
+* a ring of ``r`` ranks moves ``(r - 1) / r`` of the bytes in a gather or scatter, and twice that in an all-reduce;
+* recomputation belongs to I, with its communication;
+* ``--tp-comm-overlap`` and ``--overlap-moe-expert-parallel-comm`` of Megatron's own schedules hide messages behind
+matrix products. A tensor-parallel ring of ``r`` ranks exposes at least ``1 / r`` of its messages. An all-to-all
+exposes its excess over the products of a pair of microbatches. Passes without a partner, at the ends of a pipeline,
+are priced as hidden too.
 
-Seconds are those that a pass keeps its device, messages included: what the planner, `pipemem profile` without a measurement and
-the costs files it writes all say. A measurement runs on one device alone, so it has the seconds of computing only.
+Seconds are the time that a pass occupies its device, messages included. The planner, `pipemem profile` without a
+measurement, and the costs files of the latter agree on this. A measurement runs on one device alone, so it has the
+seconds of computing only.
 
-The offload ratio k is the time a layer's activations take to the host and back, over the time of the layer's F, I and W.
-The paper (arXiv 2503.01328) has ``k = 10 / (3 (6h + s)) * C / B`` for GPT-3's layer in 16 bits with norms, activation and
-dropout recomputed (``20bsh`` bytes, ``12bsh(6h + s)`` FLOPs), ``C`` the achieved FLOP/s and ``B`` the bytes per second of
-one direction. Here bytes and FLOPs are those of any model, cut up and recomputed in any way. Where
-``k <= 1`` computing hides all transfers of a channel that carries one direction at a time; otherwise a part ``1/k``.
+The offload ratio k is the time of a layer's activations to the host and back over the time of the layer's F, I and W.
+The paper (arXiv 2503.01328) has ``k = 10 / (3 (6h + s)) * C / B`` for GPT-3's layer in 16 bits with norms, activation
+and dropout recomputed (``20bsh`` bytes, ``12bsh(6h + s)`` FLOPs). ``C`` is the achieved FLOP/s, and ``B`` the bytes
+per second of one direction. Here bytes and FLOPs are those of any model, cut and recomputed in any way. For ``k <=
+1`` computing hides all copies of a channel that carries one direction at a time; otherwise it hides a share ``1/k``.
 """
 
 from __future__ import annotations
@@ -45,10 +49,10 @@ from megatron_pipemem.planner.counts import layer_flops
 
 _HALF_WAVE = 2**20  # results: half of some 120 multiprocessors times a tile of 128 x 128
 _REPEATS: dict[str, tuple[str, ...]] = {Sublayer.FFN: ("mlp",), Sublayer.EXPERTS: ("moe",)}
-"""Modules that, recomputed, send a block's messages of F once more."""
+"""Modules whose recomputation sends a block's messages of F once more."""
 _AS_MODELLED = Passes(1.0, 1.0, 1.0)
 _LOGIT = 4  # bytes: the loss is computed in fp32
-# Read and written per parameter by a mixed-precision Adam: fp32 gradient, master copy and two moments, 16-bit parameter.
+# Bytes per parameter of a mixed-precision Adam: fp32 gradient, master copy and two moments, and the 16-bit parameter.
 _ADAM_BYTES = 4 + 3 * 2 * 4 + 2
 
 
@@ -56,19 +60,19 @@ _ADAM_BYTES = 4 + 3 * 2 * 4 + 2
 class Price(Summed):
     """One layer, the embedding or the head, on one rank and for one microbatch."""
 
-    seconds: Passes = Passes()  # of F, I and W, everything included
-    communication: Passes = Passes()  # seconds of them in tensor-, context- and expert-parallel messages
-    again: float = 0.0  # seconds of I that recompute
+    seconds: Passes = Passes()  # everything included
+    communication: Passes = Passes()  # the part of them in tensor-, context- and expert-parallel messages
+    again: float = 0.0  # the part of I for recomputation
     kept: activations.Kept = activations.Kept()  # bytes of activations
     moved: float = 0.0  # bytes of them that offload moves each way
     parameters: int = 0  # on the rank
-    experts: int = 0  # of them, those of experts, which fewer ranks share the optimizer of
+    experts: int = 0  # parameters of experts among them; fewer ranks share their optimizer
     cached: float = 0.0  # bytes of 8-bit copies of weights, by rows and by columns
 
 
 @dataclass(frozen=True)
 class MeasuredSlowdown:
-    """Say how much longer computing takes than by the formulas, pass by pass, as a profile of one cut says of all."""
+    """The ratio of measured computing to the formulas, per pass. A profile of one cut is used for all cuts."""
 
     layer: Passes = _AS_MODELLED
     head: Passes = _AS_MODELLED
@@ -83,7 +87,7 @@ def each_pass(function: Callable[..., float], *passes: Passes) -> Passes:
 def layer(
     model: Model, execution: Execution, cluster: Cluster, kind: str | None = None, pace: Passes = _AS_MODELLED
 ) -> Price:
-    """Price one layer. ``pace``: how many times as long as modelled F, I and W take."""
+    """Price one layer. ``pace``: measured over modelled seconds of F, I and W."""
     kind = kind or model.kinds[0]
     flops = counts.layer_flops(model, execution, kind)
     plain = counts.layer_flops(model, replace(execution, recompute="none"), kind)
@@ -98,7 +102,7 @@ def layer(
     tails = _tails(model, execution, kind)
     products = _product_seconds(execution, cluster, plain, tails)
     shown = _shown_messages(execution, [seconds for _, seconds in of_blocks], products)
-    # Backward, the ring passes keys and values again, and their gradients, behind twice the products.
+    # In the backward, the ring sends keys and values again, with their gradients, behind twice the products.
     communication = shown + Passes(ring, 2 * ring + repeated)
     again = products.forward + moving
     if not everything_again:
@@ -106,7 +110,7 @@ def layer(
         core = min(more, (plain.forward - plain.weight) * execution.recomputes("core_attn"))
         again = core / cluster.flops + (more - core) / _rate(execution, cluster)
     if execution.recompute == "selective":
-        # What is made again is written, from about as much that is read.
+        # Recomputation writes the dropped tensors, and reads about as many bytes.
         dropped = activations.layer_bytes(model, replace(execution, recompute="none"), kind).saved
         dropped -= activations.layer_bytes(model, execution, kind).saved
         again += 2 * max(0.0, dropped) / (cluster.memory_gb_per_s * 1e9)
@@ -131,9 +135,7 @@ def layer(
 
 @lru_cache(maxsize=1024)
 def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
-    """Price the input embedding: its rows are copied, their gradients added; with tensor parallelism, summed over the
-    ranks.
-    """
+    """Price the input embedding: its rows are copied and their gradients added, and summed over tensor-parallel ranks."""
     nbytes = execution.tokens(model) * model.hidden * execution.element
     moving = 2 * nbytes / (cluster.memory_gb_per_s * 1e9)
     messages = all_reduce(nbytes, execution.tp, cluster.link(execution.tp))
@@ -147,8 +149,9 @@ def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
 
 @lru_cache(maxsize=1024)
 def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _AS_MODELLED) -> Price:
-    """Price final norm, output layer and loss, of the predictions of all depths. The logits are read and written in fp32
-    twice in F and once in I.
+    """Price final norm, output layer and loss, of the predictions of all depths.
+
+    The logits are read and written in fp32 twice in F and once in I.
     """
     flops = counts.head_flops(model, execution)
     between = execution.tokens(model) * model.hidden * execution.element
@@ -176,8 +179,9 @@ def ahead(
     pace: MeasuredSlowdown | None = None,
     looks_up: bool = True,
 ) -> Price:
-    """Price all layers of multi-token prediction, which stand on one stage. ``looks_up``: they look embeddings up, in a
-    copy of the embedding that their stage then has.
+    """Price all layers of multi-token prediction, which are on one stage.
+
+    With ``looks_up`` they look embeddings up in a copy of the embedding on their stage.
     """
     layers = model.all_kinds[model.layers :]
     if not layers:
@@ -190,7 +194,7 @@ def ahead(
 
 
 def last(model: Model, execution: Execution, cluster: Cluster) -> Price:
-    """Price what stands behind the layers where nothing else is said: multi-token prediction and the head."""
+    """Price the parts after the layers in the default case: multi-token prediction and the head."""
     return ahead(model, execution, cluster) + head(model, execution, cluster)
 
 
@@ -200,17 +204,17 @@ def logit_bytes(model: Model, execution: Execution) -> float:
 
 
 def adam_seconds(cluster: Cluster) -> float:
-    """Return the seconds of one optimizer step per parameter: bound by the device's memory."""
+    """Return the seconds of one optimizer step per parameter, which the device's memory limits."""
     return _ADAM_BYTES / (cluster.memory_gb_per_s * 1e9)
 
 
 def gather(nbytes: float, ranks: int, link: Link) -> float:
-    """Return the seconds until every rank has all bytes, or each the sum of its share of them."""
+    """Return the seconds until every rank has all bytes, or until each has the sum of its share of them."""
     return link.seconds(nbytes * (ranks - 1) / ranks) if ranks > 1 else 0.0
 
 
 def _shown_gathers(model: Model, execution: Execution, cluster: Cluster, kind: str, products: float) -> float:
-    """Return the seconds of W that its gathers take beyond the products beside which they run."""
+    """Return the exposed seconds of W's gathers, beyond the products during which they run."""
     layers = [each for block in kind for each in counts.matrices(model, execution, block)]
     gathered = activations.gathered_in_weight(model, execution, layers)
     gathers = sum(gather(nbytes, execution.tp, cluster.link(execution.tp)) for nbytes in gathered)
@@ -218,13 +222,14 @@ def _shown_gathers(model: Model, execution: Execution, cluster: Cluster, kind: s
 
 
 def all_reduce(nbytes: float, ranks: int, link: Link) -> float:
-    """Return the seconds of a scatter of sums and a gather."""
+    """Return the seconds of an all-reduce: a scatter of sums and a gather."""
     return 2 * gather(nbytes, ranks, link)
 
 
 def _tails(model: Model, execution: Execution, kind: str) -> Passes:
-    """Return FLOPs that the time of half-empty waves would be enough for: inner dimensions of all products of a layer,
-    summed. An expert's products count once: they are computed in groups.
+    """Return the FLOPs that fit into the half-empty waves: the inner dimensions of a layer's products, summed.
+
+    The products of all experts count once, because they are computed in groups.
     """
     tp, n = execution.tp, execution.tokens(model)
     products = [each for block in kind for each in counts.matrices(model, execution, block) if each.waits]
@@ -240,8 +245,9 @@ def _cached_bytes(model: Model, execution: Execution, kind: str) -> float:
 
 
 def _product_seconds(execution: Execution, cluster: Cluster, flops: Passes, tails: Passes) -> Passes:
-    """Return the seconds of matrix products, of which attention's are never of 8-bit numbers. W has linear layers alone,
-    and F and I have as many FLOPs of theirs.
+    """Return the seconds of matrix products. Attention is never in 8 bits.
+
+    W has linear layers alone, and F and I have equally many FLOPs of linear layers.
     """
     linear = Passes(flops.weight, flops.weight, flops.weight)
     return (linear + tails) * (1 / _rate(execution, cluster)) + (flops + linear * -1) * (1 / cluster.flops)
@@ -253,8 +259,9 @@ def _rate(execution: Execution, cluster: Cluster) -> float:
 
 
 def _quantising_seconds(model: Model, execution: Execution, cluster: Cluster, kind: str) -> Passes:
-    """Return the seconds in which inputs and output gradients of linear layers are read, and written in 8 bits twice: by
-    rows for one product, by columns for the other.
+    """Return the seconds to quantise inputs and output gradients of linear layers.
+
+    They are read, and written in 8 bits twice: by rows for one product, by columns for the other.
     """
     if execution.fp8 == "none":
         return Passes()
@@ -268,12 +275,13 @@ def _quantising_seconds(model: Model, execution: Execution, cluster: Cluster, ki
 
 
 def _shown_messages(execution: Execution, messages: Sequence[tuple[float, float]], products: Passes) -> Passes:
-    """Return the seconds of a layer's messages in F and in I that no computing hides. ``messages``: tensor-parallel and
-    expert-parallel seconds of every block in F; I has as many.
+    """Return the exposed seconds of a layer's messages in F and in I.
+
+    ``messages``: tensor-parallel and expert-parallel seconds of every block in F; I has as many.
     """
     shown = Passes()
     for tensor, expert in messages:
-        # A ring begins with a part that no product waits beside. Both kinds share the products of the layer evenly.
+        # A ring begins with a part that no product hides. Both kinds of messages share the products of the layer evenly.
         beside = each_pass(
             lambda each: each / len(messages), Passes(products.forward, products.input + products.weight)
         )
@@ -281,7 +289,7 @@ def _shown_messages(execution: Execution, messages: Sequence[tuple[float, float]
         hidden = Passes(*(min(tensor - least, each) for each in (beside.forward, beside.input)))
         tensors = Passes(tensor, tensor) + hidden * -float(execution.tp_overlap)
         experts = Passes(expert, expert)
-        if execution.ep_overlap:  # in the other microbatch of a pair, forward runs beside backward
+        if execution.ep_overlap:  # forward runs during the backward of the other microbatch of a pair
             longer = beside.forward + beside.input
             experts = experts * (max(0.0, 1 - longer / (2 * expert)) if expert else 0.0)
         shown += tensors + experts
@@ -289,7 +297,7 @@ def _shown_messages(execution: Execution, messages: Sequence[tuple[float, float]
 
 
 def _block_messages(model: Model, execution: Execution, cluster: Cluster, block: Sublayer) -> tuple[float, float]:
-    """Return the seconds of a block's tensor-parallel and of its expert-parallel messages in F."""
+    """Return the seconds of a block's tensor-parallel and expert-parallel messages in F."""
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     link = cluster.link(tp)
     ranks = execution.expert_tp if block is Sublayer.EXPERTS else tp
@@ -308,9 +316,7 @@ def _block_messages(model: Model, execution: Execution, cluster: Cluster, block:
 
 
 def _ring_seconds(model: Model, execution: Execution, cluster: Cluster, block: Sublayer) -> float:
-    """Return the seconds of F in which keys and values go round the context-parallel ring and nothing hides it (arXiv
-    2310.01889).
-    """
+    """Return the exposed seconds of F in which keys and values go round the context-parallel ring (arXiv 2310.01889)."""
     if block not in (Sublayer.ATTENTION, Sublayer.LATENT_ATTENTION) or execution.cp == 1:
         return 0.0
     width: float = 2 * execution.key_groups(model) * model.channels
@@ -322,7 +328,7 @@ def _ring_seconds(model: Model, execution: Execution, cluster: Cluster, block: S
 
 
 CHEAP: tuple[Recomputable, ...] = ("layernorm", "activation")
-"""What is cheaper to compute again than to move."""
+"""Modules that are cheaper to compute again than to move."""
 
 
 def offload_ratio(
@@ -333,9 +339,10 @@ def offload_ratio(
     sharing: int = 1,
     seconds: float | None = None,
 ) -> float:
-    """Return k of one layer, of those that the model has most of. ``flops``: per second that the device achieves.
-    ``sharing``: devices that use the channel at the same time. ``seconds``: of the layer's F, I and W where they were
-    measured.
+    """Return k of the model's most frequent layer.
+
+    ``flops`` is the achieved speed per second. ``sharing`` counts devices that use the channel at once. ``seconds``
+    are measured seconds of the layer's F, I and W, if there are any.
     """
     if seconds is None:
         seconds = layer_flops(model, execution, model.main_kind).total / flops
@@ -343,12 +350,12 @@ def offload_ratio(
 
 
 def cluster_offload_ratio(model: Model, execution: Execution, cluster: Cluster) -> float:
-    """Return k of one layer on the first device of a node, with the devices that share its switch moving as much."""
+    """Return k of one layer on the first device of a node, if the devices that share its switch move as much."""
     return offload_ratio(model, execution, cluster.flops, cluster.host, cluster.sharing(0))
 
 
 def cheap_recompute(execution: Execution) -> Execution:
-    """Return k with norms, activation and dropout masks recomputed, as offload assumes."""
+    """Return an execution with norms, activation and dropout masks recomputed, as offload assumes."""
     if execution.recompute == "full":
         return execution
     modules = execution.recompute_modules if execution.recompute == "selective" else ()

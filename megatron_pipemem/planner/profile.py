@@ -1,9 +1,9 @@
-"""Hold what the parts of a model cost on one rank, and make the costs of stages from it.
+"""Costs of the parts of a model on one rank, and the costs of stages made of them.
 
-A stage is its layers and its *frame*: what it has besides, by its place in the pipeline. The first holds the embedding, the
-last final norm, head and loss. Seconds, bytes and parameters of a stage are the sums of theirs, so one profile prices
-every way to cut the model. Profiles come from formulas (`from_formulas`), or from running stages of Megatron's modules
-(``mcore.profiling``), for real or with fake tensors.
+A stage has its layers and its *frame*, which depends on its place in the pipeline. The first frame holds the
+embedding, and the last one final norm, head and loss. Seconds, bytes and parameters of a stage are sums over these,
+so one profile prices every cut of the model. Profiles come from formulas (``from_formulas``), or from running stages
+of Megatron's modules (``mcore.profiling``), for real or with fake tensors.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ Source = Literal["formulas", "fake tensors", "measured"]
 class Part:
     """A layer or a frame, per microbatch and on one rank."""
 
-    seconds: Passes = field(default_factory=Passes)  # of F, I and W
+    seconds: Passes = field(default_factory=Passes)
     memory: dict[Kind, float] = field(default_factory=dict)
-    """By how many bytes every kind of action changes what the rank holds, as the activation ledger counts."""
+    """Bytes by which every kind of action changes the rank's memory, as the activation ledger counts."""
     parameters: int = 0  # on the rank
 
     @property
     def saved(self) -> float:
-        """Bytes from F to I, beside messages that come and go."""
+        """Bytes held from F to I, without messages."""
         return self._net(Kind.F, Kind.RECV_F, Kind.SEND_F)
 
     @property
     def released_at_input(self) -> float:
-        """Bytes that I gives back, beside messages that come and go."""
+        """Bytes that I gives back, without messages."""
         return -self._net(Kind.I, Kind.RECV_I, Kind.SEND_I)
 
     def _net(self, *kinds: Kind) -> float:
@@ -69,40 +69,40 @@ class Part:
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """Hold measured bandwidths between device and host, in 10^9 bytes per second."""
+    """Measured bandwidths between device and host, in 10^9 bytes per second."""
 
     d2h: float  # from device to host alone
     h2d: float  # from host to device alone
-    both: float  # each way, when both run
-    d2h_computing: float  # from device to host beside matrix products
-    h2d_computing: float  # from host to device beside matrix products
-    both_computing: float  # each way, when both run beside matrix products
+    both: float  # each way, if both run
+    d2h_computing: float  # from device to host during matrix products
+    h2d_computing: float  # from host to device during matrix products
+    both_computing: float  # each way, if both run during matrix products
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Hold the costs of one model, cut and run in one way."""
+    """The costs of one model with one cut and one way to run it."""
 
     model: Model
-    execution: Execution  # how a microbatch of it runs
+    execution: Execution
     source: Source
-    """Where bytes and parameters are from. Measured seconds are of computing alone; ``formulas`` and ``fake tensors`` come
-    with the seconds of ``planner.prices``, which add tensor-, context- and expert-parallel messages."""
-    device: str  # what was measured, or the speed that formulas were given
-    layers: dict[str, Part]  # one layer of every kind that the model has
+    """Origin of bytes and parameters. Measured seconds are of computing alone. ``formulas`` and ``fake tensors`` have
+    the seconds of ``planner.prices``, which add tensor-, context- and expert-parallel messages."""
+    device: str  # the measured device, or the speed in the formulas
+    layers: dict[str, Part]  # one layer of every kind in the model
     first: Part  # the frame of the stage with the embedding
-    middle: Part  # of a stage in between
-    last: Part  # of the stage with the head, and with multi-token prediction
+    middle: Part  # the frame of a middle stage
+    last: Part  # the frame of the stage with the head, and with multi-token prediction
     message_bytes: float  # of one microbatch between two stages
     optimizer_seconds: float  # of one step, per parameter
-    bandwidths: Bandwidths | None = None  # to the host, where they were measured
+    bandwidths: Bandwidths | None = None  # to the host, if measured
     end_layers: dict[str, Part] | None = None
-    """Likewise of the first and the last stage, where they differ: there unfused attention gets its mask from the batch,
+    """Layers of the first and the last stage, if they differ: there unfused attention takes its mask from the batch, and
     elsewhere every layer makes and keeps one."""
 
     @property
     def layer(self) -> Part:
-        """The layer that the model has most of."""
+        """The most frequent layer of the model."""
         return self.layers[self.model.main_kind]
 
     def costs(self, link: Link | None = None) -> Costs:
@@ -110,10 +110,11 @@ class Profile:
         return Costs(**costs_arguments(self.to_json(link)))
 
     def slowdown(self, cluster: Cluster) -> MeasuredSlowdown:
-        """Return how much longer computing took on a device of this cluster than ``planner.prices`` says."""
+        """Return the ratio of measured computing to ``planner.prices`` on a device of this cluster."""
         if self.source != "measured":
             raise ConfigError(
-                "wrong-file", f"its seconds are from {self.source}, not measured; run `pipemem profile` on a device"
+                "wrong-file",
+                f"its seconds are from {self.source} and were not measured; run `pipemem profile` on a device",
             )
 
         def longer(part: Part, price: Price) -> Passes:
@@ -126,7 +127,7 @@ class Profile:
         )
 
     def to_json(self, link: Link | None = None) -> dict[str, Any]:
-        """Return the content of a file for ``--pipemem-costs``: prices of the parts, and what else this profile holds."""
+        """Return the content of a file for ``--pipemem-costs``: prices of the parts, and the rest of this profile."""
         whole = asdict(self)
         parts = {name: whole.pop(name) for name in _PARTS}
         if self.end_layers is None:
@@ -136,7 +137,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, path: str | Path) -> Profile:
-        """Read the file that ``pipemem profile --output`` wrote."""
+        """Read a file of ``pipemem profile --output``."""
         whole, parts = read_json(path, "a profile"), {}
         try:
             if not isinstance(whole, dict) or not isinstance(whole.get("profile"), dict):
@@ -156,15 +157,15 @@ class Profile:
             within = "parts" if (error.key or "").partition(".")[0] in parts else "profile"
             where = "" if error.key is None else f"{within}.{error.key}: "
             raise ConfigError(
-                error.code, f"holds no profile of `pipemem profile`: {where}{error.message}", file=path
+                error.code, f"is not a profile of `pipemem profile`: {where}{error.message}", file=path
             ) from error
 
 
 def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profile:
-    """Return the profile that the planner's prices make, of which nothing was run."""
+    """Return the profile by the planner's prices, without running anything."""
     message = message_bytes(model, execution)
-    # The ledger counts a layer's input as the message it came as, and so does the frame of the first stage.
-    # What a stage exchanges with the one before it and with the one behind it. A result counts until it is sent.
+    # The ledger counts a layer's input as the message that brought it, also in the frame of the first stage. A stage
+    # exchanges these messages with the stages before and after it. A result counts until it is sent.
     before = Part(memory={Kind.RECV_F: message, Kind.F: -message, Kind.I: message, Kind.SEND_I: -message})
     behind = Part(memory={Kind.F: message, Kind.SEND_F: -message, Kind.RECV_I: message, Kind.I: -message})
     return Profile(
@@ -182,7 +183,7 @@ def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profi
 
 
 def speed(cluster: Cluster) -> str:
-    """Return how fast formulas take a device to be, in words."""
+    """Return the speed of a device that the formulas assume, as text."""
     return f"{cluster.tflops:g} TFLOP/s peak, {cluster.achieved:.0%} of it achieved"
 
 
@@ -193,14 +194,13 @@ def _priced(price: Price) -> Part:
 
 
 def slowdown_of(path: Path, run: Run) -> MeasuredSlowdown:
-    """Read how much longer computing took than modelled, from a profile of a run's model.
+    """Return the ratio of measured to modelled computing, from a measured profile of a run's model.
 
-    Raises:
-        ConfigError: the profile is of another model (``other-model``), or nothing was measured.
+    Raise a ConfigError if the profile is of another model (``other-model``), or was not measured.
     """
     profile = Profile.from_json(path)
     if replace(profile.model, source=run.model.source) != run.model:
-        raise ConfigError("other-model", "is of another model than the run's; profile that one", file=path)
+        raise ConfigError("other-model", "is of another model than the run's; profile the model of the run", file=path)
     try:
         return profile.slowdown(run.cluster)
     except ConfigError as error:

@@ -1,15 +1,15 @@
-"""Price a run whose microbatches are cut along their sequences into slices (arXiv 2406.03488, 2504.14519).
+"""The price of a run whose microbatches are cut along their sequences into slices (arXiv 2406.03488, 2504.14519).
 
-A slice is a microbatch of a shorter sequence, whose products lose as much to half-empty waves and whose messages have as much
-latency, but for attention:
+A slice is priced as a microbatch with a shorter sequence: its products lose as much to half-empty waves, and its
+messages have the same latency. Only attention differs:
 
-* causal attention of a slice sees the slices before it: that of the prefix from ``x0`` to ``x1``, parts of the sequence,
-  takes ``x1^2 - x0^2`` of what the whole sequence takes. Of ``n`` equal slices, the last one takes ``2 n - 1`` times as long as
-  the first;
-* keys and values of a microbatch, ``2 groups head_dim s b e / tp`` bytes per layer, are taken whole by F of its first slice,
-  and their gradients by I of its last one, the first to run backward. I of the first slice gives both back.
+* causal attention of a slice sees the slices before it. A slice from ``x0`` to ``x1``, as shares of the sequence,
+takes ``x1^2 - x0^2`` of the time of the whole sequence. Of ``n`` equal slices, the last one takes ``2 n - 1`` times
+as long as the first;
+* F of a microbatch's first slice allocates all its keys and values, ``2 groups head_dim s b e / tp`` bytes per layer.
+I of its last slice, the first to run backward, allocates all their gradients. I of the first slice frees both.
 
-Everything else that F keeps goes by tokens. Buffers are those of a slice.
+The other tensors that F keeps scale with tokens. Buffers are those of a slice.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from megatron_pipemem.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class Attention:
-    """What of a stage's microbatch does not go by tokens."""
+    """The part of a stage's microbatch that does not scale with tokens."""
 
-    seconds: Passes = Passes()  # of F and I that grow with the square of the sequence, for the whole of it
+    seconds: Passes = Passes()  # for the whole sequence, the part of F and I that grows with its square
     keys: float = 0.0  # bytes of keys and values
 
     def __add__(self, other: Attention) -> Attention:
@@ -42,16 +42,14 @@ class Attention:
 
 
 def why_not_sliced(run: Run) -> str | None:
-    """Return why a run's microbatches cannot be cut into as many slices as it says, or not priced so; ``None`` where they
-    can.
-    """
+    """Return the reason why a run's microbatches cannot be cut or priced in its number of slices; ``None`` if they can."""
     model, cut, slices = run.model, run.parallelism, run.schedule.slices or 1
     if run.schedule.overlap_steps:
         return "slices are not planned without a barrier between steps"
     if cut.pp == 1:
         return "slices are for several pipeline ranks"
     if cut.cp > 1:
-        return "slices are no use beside context parallelism, which cuts sequences too"
+        return "slices are of no use with context parallelism, which cuts sequences too"
     if model.mtp_layers or any(
         set(kind) - {Sublayer.ATTENTION, Sublayer.FFN, Sublayer.EXPERTS} for kind in model.kinds
     ):
@@ -74,10 +72,10 @@ def run_slices(run: Run, slices: int) -> tuple[int, ...]:
 
 
 def attention(model: Model, execution: Execution, run: Run, kind: str, pace: Passes) -> Attention:
-    """Return what of one layer does not go by tokens."""
+    """Return the part of one layer that does not scale with tokens."""
     whole = counts.layer_flops(model, execution, kind)
     half = counts.layer_flops(replace(model, sequence=model.sequence // 2), execution, kind)
-    # Of a sum of terms that grow with the sequence and with its square, the latter.
+    # From a sum of terms that grow with the sequence and with its square, take the latter.
     square = (whole + half * -2) * 2
     seconds = prices.each_pass(lambda flops, slower: flops * slower / run.cluster.flops, square, pace)
     keys = 2 * execution.tokens(model) * execution.key_groups(model) * model.channels * execution.element
@@ -137,21 +135,21 @@ def sliced_step(
 
 @dataclass(frozen=True)
 class _Slice:
-    """Say where a slice stands."""
+    """A slice and its place in the sequence."""
 
-    step: PlannedStep  # of sequences as long as it is
+    step: PlannedStep  # of sequences with its length
     begin: int  # its first token
-    end: int  # the first token behind it
+    end: int  # the first token after it
     sequence: int  # tokens of the sequence
 
     @property
     def share(self) -> float:
-        """Its part of the sequence."""
+        """Its share of the sequence."""
         return (self.end - self.begin) / self.sequence
 
     @property
     def earlier(self) -> float:
-        """Of the seconds of the whole sequence's attention, those for the keys of earlier slices."""
+        """Share of its attention to keys of earlier slices in the attention of the whole sequence."""
         return (self.end**2 - self.begin**2) / self.sequence**2 - self.share**2
 
 
@@ -160,7 +158,7 @@ def _each(combine: Callable[[Iterable], float], tables: Sequence[Sequence[float]
 
 
 def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> tuple[float, ...]:
-    """Return the seconds of every stage and slice, from those of short sequences and those of the whole one's attention."""
+    """Return the seconds of every stage and slice, from those of short sequences and of the whole sequence's attention."""
     parts = [each.step.costs.seconds(each.step.placement)[kind] for each in slices]
     return tuple(
         part[stage] + of_whole * each.earlier
@@ -170,9 +168,9 @@ def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> t
 
 
 def _again(run: Run, placement: Placement, slices: Sequence[_Slice], shared: Sequence[Attention]) -> tuple[float, ...]:
-    """Return the seconds per microbatch that recompute: what short sequences take, and the rest of attention."""
+    """Return the seconds per microbatch of recomputation: those of short sequences, and the rest of attention."""
     runs_again = run.execution.recompute == "full" or run.execution.recomputes("core_attn")
-    # I has attention's two products twice, and F's once again.
+    # I computes attention's two products twice, and recomputation computes them once more.
     rest = sum(each.earlier for each in slices) / 3 * runs_again
     return tuple(
         again + rest * sum(shared[stage].seconds.input for stage in owned)
@@ -181,7 +179,7 @@ def _again(run: Run, placement: Placement, slices: Sequence[_Slice], shared: Seq
 
 
 def _links(slices: Sequence[_Slice]) -> dict[tuple[int, int], float]:
-    """Return the seconds of a link for the messages of all slices, of which each takes the same part."""
+    """Return the seconds of a link for the messages of all slices. The costs divide them evenly."""
     found: dict[tuple[int, int], float] = {}
     for each in slices:
         assert isinstance(each.step.costs.p2p, Mapping), "the planner prices every link"
@@ -191,8 +189,10 @@ def _links(slices: Sequence[_Slice]) -> dict[tuple[int, int], float]:
 
 
 def _memory(slices: Sequence[_Slice], keys: Sequence[float], apart: bool) -> dict[Kind, tuple[float, ...]]:
-    """Return by how many bytes the passes of every stage and slice change what is held. ``keys``: bytes of keys and values
-    of a microbatch, per stage; they are ``apart`` from what F keeps if all that is recomputed.
+    """Return the change of held bytes by the passes of every stage and slice.
+
+    ``keys`` are the bytes of keys and values of a microbatch, per stage. They are ``apart`` from the bytes of F if
+    all of F's are recomputed.
     """
     changes: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
     for stage, cached in enumerate(keys):

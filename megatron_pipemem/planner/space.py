@@ -1,4 +1,4 @@
-"""List what there is to choose from: every cut of a model over a cluster, and every schedule for it."""
+"""The choices of the planner: every cut of a model over a cluster, and every schedule for it."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ OUTCLASSED = {
     "gems": "two replicas of the model take more memory than they save",
     "dualpipe": "two replicas of the model take more memory than they save",
 }
-"""Families that are never worth their memory, and why; considered where a user names them."""
+"""Families that are never worth their memory, with the reason. They are considered only if a user names them."""
 OF_REPLICAS = {DISTRIBUTED: True, "overlap-grad-reduce": True, "overlap-param-gather": True}
-"""What the prices of several data-parallel ranks take for granted, where the run does not say otherwise."""
+"""Flags that the prices of several data-parallel ranks assume, unless the run sets them otherwise."""
 STOCKS_ALONE = (*STOCK_OVERLAPS.values(), "defer-embedding-wgrad-compute", "wgrad-deferral-limit")
 """Flags that hide messages or move the head's W under Megatron's own schedules, and that no other schedule needs."""
 _KEPT_OF_SCHEDULE = ("recompute_modules", "overlap_steps")
@@ -52,7 +52,7 @@ _LEAST_SAVED = 0.02  # of a layer's bytes
 
 @dataclass(frozen=True)
 class Limits:
-    """Hold what a user leaves to the planner: key -> allowed values; every key that is left out is free."""
+    """The limits of a user: key -> allowed values. Keys that are left out are free."""
 
     allowed: Mapping[str, Collection[object]] = field(default_factory=dict)  # of ``KEYS``
 
@@ -62,7 +62,7 @@ class Limits:
                 raise ConfigError("unknown-key", f"cannot be limited; {nearest(key, KEYS)}", key=key)
 
     def check(self, run: Run) -> None:
-        """Raise a ConfigError for a value that the planner could not choose for this run."""
+        """Raise a ConfigError for a value that is impossible for this run."""
         for key, values in self.allowed.items():
             possible = KEYS[key](run)
             for value in values:
@@ -79,13 +79,11 @@ class Limits:
 
 
 def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
-    """Yield every way to cut a run's model over all devices of its cluster that Megatron can run, without a schedule.
+    """Yield every possible cut of a run's model over all devices of its cluster, without a schedule.
 
-    Expert parallelism, the global batch and what a selective recompute repeats stay as the run has them, and so do context
-    parallelism, slices, and how these are cut, unless the limits name some. Flags that hide messages within layers under
-    Megatron's own schedules alone are kept for these, and left out for ours.
-
-    ``rejected`` counts what cannot be, by reason.
+    Expert parallelism, the global batch and the modules of selective recomputation stay as in the run. So do context
+    parallelism and slices, unless the limits name them. Flags that hide messages within layers under Megatron's own
+    schedules alone are kept for these, and left out for ours. ``rejected`` counts impossible cuts by reason.
     """
     given, devices = run.parallelism, run.cluster.num_devices
     if devices % given.cp and "cp" not in limits.allowed:
@@ -115,7 +113,7 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
                 **{key: getattr(run.schedule, key) for key in _KEPT_OF_SCHEDULE},
             )
             if slices != 1:
-                choice = replace(choice, name=AUTO, slices=slices, slice_cut=way)  # which order is still open
+                choice = replace(choice, name=AUTO, slices=slices, slice_cut=way)  # the order is chosen later
             flags = {**OF_REPLICAS, **run.flags} if dp * cp > 1 else run.flags
             candidate = replace(run, parallelism=cut, schedule=choice, megatron=flags)
             if (reason := _impossible(candidate)) is not None:
@@ -133,7 +131,7 @@ def without_overlap(run: Run) -> Run:
 
 
 def hides_messages(run: Run) -> bool:
-    """Return whether a run hides messages within layers as Megatron's own schedules alone can."""
+    """Return whether a run hides messages within layers in a way that only Megatron's own schedules can."""
     execution = run.execution
     return execution.tp_overlap or execution.ep_overlap
 
@@ -141,7 +139,7 @@ def hides_messages(run: Run) -> bool:
 def _impossible(run: Run) -> str | None:
     cut = run.parallelism
     if cut.global_batch % (cut.micro_batch * cut.dp):
-        return "the global batch is no multiple of micro_batch x dp"
+        return "the global batch is not a multiple of micro_batch x dp"
     if (reason := cut.why_not_experts()) is not None:
         return reason
     if 0 < sum(needed_layers(run.model.pattern or "", run.flags)) < cut.pp:
@@ -166,10 +164,10 @@ def _impossible(run: Run) -> str | None:
 
 @dataclass(frozen=True)
 class Order:
-    """A family of schedules with as many chunks."""
+    """A family of schedules with its number of chunks."""
 
     name: str
-    chunks: int | None = None  # stages per device; ``None`` where the family leaves no choice
+    chunks: int | None = None  # stages per device; ``None`` if the family has a fixed number
 
 
 def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, list[Order]]:
@@ -203,8 +201,10 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
 
 
 def _stock_orders(run: Run) -> tuple[str, ...]:
-    """Return the families whose orders Megatron has itself. It wants groups of microbatches where there are several chunks, and
-    several chunks, and experts on several ranks that are not recomputed, where microbatches run in pairs.
+    """Return the families whose orders Megatron has itself.
+
+    With several chunks Megatron needs whole groups of microbatches. To run microbatches in pairs it needs several
+    chunks, and experts on several ranks that are not recomputed.
     """
     cut, execution = run.parallelism, run.execution
     if execution.ep_overlap and (execution.ep == 1 or execution.recompute == "full" or execution.recomputes("moe")):
@@ -216,7 +216,7 @@ def _stock_orders(run: Run) -> tuple[str, ...]:
 
 
 def _runs_whole(each: Family) -> bool:
-    """Return whether a family runs whole microbatches, in a run that waits for their gradients."""
+    """Return whether a family runs whole microbatches synchronously."""
     return not (each.asynchronous or each.slices > 1)
 
 
@@ -254,4 +254,4 @@ KEYS: Mapping[str, Callable[[Run], Sequence[Any]]] = {
     "schedule": lambda run: [SEARCHED, *_names()],
     "variant": lambda run: [PLAIN, *(each.name for each in variants())],
 }
-"""What may be limited -> the values there are for a run."""
+"""Keys that may be limited -> the possible values for a run."""

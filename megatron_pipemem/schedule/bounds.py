@@ -343,7 +343,7 @@ class _Step:
         return max(work + idle, lives / cap if cap else 0.0, max(c.end for c in chains))
 
     def _left(self, stages: Sequence[int], cap: float, done: int) -> float:
-        """Return the longest remaining backward of a device after all its forwards.
+        """Return the most seconds of backward work that a device can have left after all its forwards.
 
         Stages from ``done`` on have run all their I, and only W are left there.
         """
@@ -366,7 +366,7 @@ class _Step:
 
 
 def _most(shares: Sequence[Share], cap: float, whole: bool = True) -> float:
-    """Return the longest work that fits the cap at once. ``whole``: shares are indivisible."""
+    """Return the most seconds of work whose memory fits the cap at the same time. ``whole``: a share cannot be split."""
     for_nothing = [share for share in shares if share[1] <= 0]
     shares = [share for share in shares if share[1] > 0]
     total = sum(seconds * count for seconds, _, count in for_nothing)

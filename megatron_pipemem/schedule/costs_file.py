@@ -34,7 +34,7 @@ def costs_arguments(data: object) -> dict[str, Any]:
     """
     if not isinstance(data, dict) or set(data) - set(_KEYS):
         unknown = f", not {shortened(sorted(set(data) - set(_KEYS))[0])}" if isinstance(data, dict) else ""
-        raise CostsError("unknown-key", f"costs are one JSON object with the keys {', '.join(_KEYS)}{unknown}")
+        raise CostsError("unknown-key", f"costs must be one JSON object with the keys {', '.join(_KEYS)}{unknown}")
     costs: dict[str, Any] = {key: data[key] for key in (*_PRICES, "p2p") if key in data}
     if (parts := data.get("parts")) is not None:
         if given := sorted(data.keys() & {*_PASSES, "memory"}):

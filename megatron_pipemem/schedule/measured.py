@@ -13,7 +13,7 @@ To find the causes, the step is rerun several times, each time with more of the 
 
 The idle time that a rerun adds on a device is due to the added times. If an addition reduces idle time (a stage with
 more work than others), the parts of earlier causes shrink, and no part is negative. The part of the barrier at the
-step's end is the time saved if every device began the next step at once.
+step's end is the time saved if every device began the next step as soon as it is done.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def check_switch(schedule: Schedule) -> None:
         if schedule.vocabulary_barriers not in BARRIERS:
             raise ScheduleError(
                 "bad-choice",
-                f"vocabulary parallelism has 1 or 2 barriers, not {schedule.vocabulary_barriers}; give either",
+                f"vocabulary parallelism has 1 or 2 barriers, not {schedule.vocabulary_barriers}; give 1 or 2",
             )
         if schedule.updates is not None or schedule.offloads or schedule.recomputed:
             raise ScheduleError(

@@ -300,8 +300,9 @@ class _Search:
             self._best = found
 
     def _reorder_actions(self, starts: Sequence[Order]) -> None:
-        """Vary the order in the best greedy schedule and in the base, in turn, and make new greedy schedules for
-        the results.
+        """Improve two schedules in turn by varying the order of their microbatches: the best greedy one, and the base.
+
+        Greedy schedules are made again for every order that results.
         """
         dispatcher, limits = Dispatcher(self._base, self._costs, self._caps), list(_limits(self._base))
         made = self._dispatched(dispatcher, product(limits, starts))
