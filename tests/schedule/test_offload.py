@@ -221,8 +221,13 @@ def test_stages_may_be_named() -> None:
     plan = plan_offload(schedule, costs_of(0.2), [1])
     assert {stage for stage, _ in plan.offloaded} == {1}
     assert {stage for stage, _ in plan_offload(schedule, costs_of(0.2), "half").offloaded} == {0, 1}
-    for select, code in (("most", "bad-choice"), (-1, "bad-number"), (True, "bad-number"), ([7], "unknown-stage")):
-        with refused(code, kind=UnsupportedError):
+    for select, *told in (
+        ("most", "bad-choice"),
+        (-1, "bad-number"),
+        (True, "bad-number"),
+        ([7], "unknown-stage", 7, 3),
+    ):
+        with refused(*told, kind=UnsupportedError):
             plan_offload(schedule, costs_of(0.2), select)
     with refused("wrong-count", kind=UnsupportedError):
         plan_offload(schedule, costs_of(0.2), memory_cap=[1.0])
