@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,10 +102,16 @@ def _with_known_models(bridge: Any) -> None:
 
     def from_hf_pretrained(path: object, *arguments: Any, **options: Any) -> Any:
         if (known := KNOWN.get(str(path))) is None:
+            if os.environ.get("HF_HUB_OFFLINE") and not Path(str(path)).exists() and not _is_cached(str(path)):
+                raise OSError(f"the sizes of {path} are not known here, and HF_HUB_OFFLINE is set")  # it would retry
             return ask_hugging_face(path, *arguments, **options)
         return SimpleNamespace(to_megatron_provider=lambda **_: _provider(known, load(known, Model)))
 
     bridge.from_hf_pretrained = from_hf_pretrained
+
+
+def _is_cached(path: str) -> bool:
+    return isinstance(import_module("huggingface_hub").try_to_load_from_cache(path, "config.json"), str)
 
 
 def _provider(name: str, model: Any) -> Any:
@@ -127,7 +135,7 @@ def main(names: list[str]) -> None:
             facts = {"names": sorted(found)} if recipe is None else evaluated(recipe)
         except Exception as error:  # a recipe is foreign code
             facts = {"name": name, "error": f"{type(error).__name__}: {error}"}
-        sys.stdout.write("RECIPE " + json.dumps(facts | {"asked": name}) + "\n")
+        sys.stdout.write("RECIPE " + json.dumps(facts | {"asked": name}, default=str) + "\n")
 
 
 if __name__ == "__main__":
