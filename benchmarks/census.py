@@ -35,7 +35,7 @@ LARGE_GAIN = 0.05
 
 
 def recipes() -> Iterator[dict[str, Any]]:
-    """Yield the evaluated recipes with a pipeline, each once, and those that cannot be evaluated."""
+    """Yield the recipes with a pipeline, evaluated, each once, and those that raise an error."""
     (listed,) = evaluate(["none"])
     own = [name for name in listed["names"] if "gpu" in name]
     for facts in evaluate(own):
@@ -91,7 +91,8 @@ def main() -> None:
         table.add_row(*map(escape, cells))
     out = Console()
     out.print(table)
-    out.print(f"{len(gains)} recipes with a pipeline are understood, {sum(refused.values())} are not: {dict(refused)}")
+    out.print(f"not understood: {'; '.join(f'{code} {count}' for code, count in refused.items())}")
+    out.print(f"{len(gains)} of {len(gains) + sum(refused.values())} recipes with a pipeline are understood")
     out.print(f"{sum(gain > LARGE_GAIN for gain in gains)} gain more than {LARGE_GAIN:.0%} in the same memory")
     if output is not None:
         write_whole(output, json.dumps({"rows": list(rows.values()), "refused": refused, "gains": gains}))

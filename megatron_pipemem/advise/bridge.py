@@ -109,6 +109,11 @@ def run_of(
         raise ConfigError("unknown-recipe", f"Megatron-Bridge has no recipe {asked}; {hint}")
     if "error" in facts:
         raise ConfigError("cannot-evaluate", f"the recipe {asked} cannot be evaluated: {facts['error']}")
+    if facts["unknown"] is not None:
+        raise ConfigError(
+            "unknown-size",
+            f"the sizes of {facts['unknown']} are not known here; unset HF_HUB_OFFLINE to ask Hugging Face",
+        )
     values = facts["values"]
     for field, words in _UNPRICED.items():
         if values.get(field):

@@ -277,8 +277,8 @@ class Execution(Limited):
         return max(1, model.key_heads // self.tp)
 
     def expert_visits(self, model: Model) -> float:
-        """Return the number of expert visits per token on a rank: the experts per token, times the uneven load."""
-        return model.experts_per_token * self.expert_load
+        """Return the visits to a rank's experts per token of the rank, which has the tokens of all tensor-parallel ranks."""
+        return model.experts_per_token * self.expert_load * self.expert_tp / self.tp
 
     def recomputes(self, *modules: str) -> bool:
         """Return whether one of these modules is recomputed selectively."""

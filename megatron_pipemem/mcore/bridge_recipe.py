@@ -58,7 +58,8 @@ def _own(name: str) -> Callable[[], Any]:
 def evaluated(recipe: Callable[[], Any]) -> dict[str, Any]:
     """Return a recipe's configuration: the values of its sections that differ from their classes' defaults.
 
-    ``name`` is the recipe's own name, ``model`` the known model, ``adapters`` the class of its adapters.
+    ``name`` is the recipe's own name, ``model`` the known model, ``unknown`` the model without sizes here, and ``adapters`` the
+    class of its adapters.
     """
     config = recipe()
     sections = {name: getattr(config, name, None) for name in _SECTIONS}
@@ -70,6 +71,7 @@ def evaluated(recipe: Callable[[], Any]) -> dict[str, Any]:
     return {
         "name": recipe.__name__,
         "model": getattr(provider, "known_model", None),
+        "unknown": getattr(provider, "unknown_model", None),
         "provider": type(provider).__name__,
         "adapters": None if peft is None else type(peft).__name__,
         "values": values,
@@ -101,11 +103,15 @@ def _with_known_models(bridge: Any) -> None:
     ask_hugging_face = bridge.from_hf_pretrained
 
     def from_hf_pretrained(path: object, *arguments: Any, **options: Any) -> Any:
-        if (known := KNOWN.get(str(path))) is None:
-            if os.environ.get("HF_HUB_OFFLINE") and not Path(str(path)).exists() and not _is_cached(str(path)):
-                raise OSError(f"the sizes of {path} are not known here, and HF_HUB_OFFLINE is set")  # it would retry
-            return ask_hugging_face(path, *arguments, **options)
-        return SimpleNamespace(to_megatron_provider=lambda **_: _provider(known, load(known, Model)))
+        name = str(path)
+        if name in KNOWN:
+            return SimpleNamespace(
+                to_megatron_provider=lambda **_: _provider(load(KNOWN[name], Model), known=KNOWN[name])
+            )
+        if os.environ.get("HF_HUB_OFFLINE") and not Path(name).exists() and not _is_cached(name):
+            sizes = Model(layers=1, hidden=1, heads=1, vocabulary=1, sequence=1)
+            return SimpleNamespace(to_megatron_provider=lambda **_: _provider(sizes, unknown=name))
+        return ask_hugging_face(path, *arguments, **options)
 
     bridge.from_hf_pretrained = from_hf_pretrained
 
@@ -114,14 +120,14 @@ def _is_cached(path: str) -> bool:
     return isinstance(import_module("huggingface_hub").try_to_load_from_cache(path, "config.json"), str)
 
 
-def _provider(name: str, model: Any) -> Any:
-    """Return Megatron-Bridge's provider of a known model, with the sizes that recipes read."""
+def _provider(model: Any, known: str | None = None, unknown: str | None = None) -> Any:
+    """Return Megatron-Bridge's provider of a known model, or of one whose sizes are unknown without a network."""
     sizes = {"num_layers": model.layers, "hidden_size": model.hidden, "num_attention_heads": model.heads}
     if model.kv_lora_rank is None:
         provider = import_module("megatron.bridge.models.gpt_provider").GPTModelProvider(**sizes)
     else:
         provider = import_module("megatron.bridge.models.mla_provider").MLAModelProvider(**sizes)
-    provider.known_model = name
+    provider.known_model, provider.unknown_model = known, unknown
     return provider
 
 
