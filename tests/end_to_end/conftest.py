@@ -41,42 +41,30 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run showed.
+    """What a training run showed. Runs are equal if everything that does not depend on the clock or the placement is."""
 
-    Args:
-        losses: of every iteration, exact.
-        grad_norms: of every iteration, exact.
-        validation: losses of every evaluation, exact.
-        predicted_peaks: bytes per rank; ``None`` for stock, which foretells nothing.
-        counted_peaks: bytes per rank.
-        vocabulary_rows: of embedding and head, per rank.
-        weights: a hash of the trained weights of every chunk, per rank.
-        plans: of the report; they hold measured times, so equal runs may differ in them.
-        ranks: of the report, for the same reason.
-        last_step: of the report, likewise.
-        bytes_of_1f1b: of the report.
-        layers: kinds of layers of Transformer Engine, per rank.
-        gradients: of the first step, whole, by the parameter's name in checkpoints and its layer; ``None`` where nobody
-            asked for them.
-        scalars: names, iterations and values of what went to TensorBoard.
-        single_queues: per rank and step of a run as on GPUs, whether it ran by the order for one hardware queue.
-    """
-
+    # Of every iteration or evaluation, exact.
     losses: list[float]
     grad_norms: list[float]
     validation: list[dict[str, float]]
+    # Bytes per rank; stock predicts ``None``.
     predicted_peaks: list[int | None]
     counted_peaks: list[int]
+    # Of every rank: rows of embedding and head, a hash of every chunk's trained weights, layers of Transformer Engine.
     vocabulary_rows: list[list[int]] = field(compare=False)
     weights: list[list[str]] = field(compare=False)
+    layers: list[list[str]] = field(compare=False)
+    # Whether each step ran by the order for one hardware queue, on every rank of a run as on GPUs.
+    single_queues: list[list[bool]] = field(compare=False)
+    # Of the report.
     plans: list[dict] = field(compare=False)
     ranks: list[dict] = field(compare=False)
     last_step: dict | None = field(compare=False)
     bytes_of_1f1b: int | None = field(compare=False)
-    layers: list[list[str]] = field(compare=False)
-    gradients: dict[tuple, torch.Tensor] | None = field(compare=False)
+    # Names, iterations and values of what went to TensorBoard.
     scalars: list[tuple[str, int, float]] = field(compare=False)
-    single_queues: list[list[bool]] = field(compare=False)
+    # Whole gradients of the first step, if they were asked for, by the parameter's name in checkpoints and its layer.
+    gradients: dict[tuple, torch.Tensor] | None = field(compare=False)
 
     def of_ranks(self, what: str) -> list:
         return [rank[what] for rank in self.ranks]
@@ -84,13 +72,7 @@ class Run:
 
 @dataclass
 class Trainer:
-    """Trains a GPT; equal requests are served from memory.
-
-    Args:
-        ranks: that train.
-        folder: for what they write.
-        text: data set to train on, as ``--data-path`` names it.
-    """
+    """Trains a GPT on the text that ``--data-path`` names; equal requests are served from memory."""
 
     ranks: Ranks | ConductedRanks
     folder: Path
@@ -98,104 +80,52 @@ class Trainer:
     _runs: dict[tuple, Run] = field(default_factory=dict)
 
     def __call__(
-        self,
-        schedule: str,
-        *flags: str,
-        initialise: bool = True,
-        sabotage: str | None = None,
-        emulate: tuple[str, int, int] | None = None,
-        ranks: int | None = None,
-        by_provider: bool = False,
-        gradients: bool = False,
-        as_on_gpus: bool = False,
-        clean: int | None = None,
+        self, schedule: str, *flags: str, ranks: int | None = None, gradients: bool = False, **how: object
     ) -> Run:
-        """A run of ``ITERATIONS`` steps on four ranks, PP4 unless ``flags`` say otherwise.
+        """Return a run of ``ITERATIONS`` steps on four ranks, PP4 unless ``flags`` say otherwise.
 
-        Args:
-            schedule: ``stock`` or a family.
-            flags: Megatron's and the plugin's. ``+`` in front of a default takes it away.
-            initialise: start from values that do not depend on the placement; ``False`` where a checkpoint is loaded.
-            sabotage: what goes wrong on rank 1, see ``training.SABOTAGE``.
-            emulate: arguments of ``emulate.emulated``; for runs without a pipeline.
-            ranks: fewer than there are; the others idle.
-            by_provider: the script builds the model and not Megatron.
-            gradients: note those of the first step; for runs without data parallelism.
-            as_on_gpus: as if hosts waited for their device at every first launch.
-            clean: with ``--pipemem-overlap-steps``, steps that must need no clipping before one does not wait.
+        ``+`` in front of a default flag takes it away. Fewer ``ranks`` leave the others idle. ``gradients`` notes those of the
+        first step, for runs without data parallelism. ``training.run`` says ``how`` else a run can be.
         """
         size = ranks or self.ranks.size
-        key = (schedule, flags, initialise, sabotage, emulate, size, by_provider, gradients, as_on_gpus, clean)
+        key = (schedule, flags, size, gradients, *sorted(how.items()))
         if key not in self._runs:
-            self._runs[key] = self._train(*key)
+            self._runs[key] = self._train(schedule, flags, size, gradients, how)
         return self._runs[key]
 
-    def _train(
-        self,
-        schedule: str,
-        flags: tuple[str, ...],
-        initialise: bool,
-        sabotage: str | None,
-        emulate: tuple[str, int, int] | None,
-        ranks: int,
-        by_provider: bool,
-        gradients: bool,
-        as_on_gpus: bool,
-        clean: int | None,
-    ) -> Run:
-        taken_away = {flag.removeprefix("+") for flag in flags if flag.startswith("+")}
+    def _train(self, schedule: str, flags: tuple[str, ...], ranks: int, gradients: bool, how: dict) -> Run:
         given = [flag for flag in flags if not flag.startswith("+")]
+        without = {*given, *(flag.removeprefix("+") for flag in flags if flag.startswith("+"))}
         defaults = [
             part
             for flag, value in DEFAULTS.items()
-            if flag not in taken_away and flag not in given
+            if flag not in without
             for part in (flag, value)
             if part is not None
         ]
-        report = self.folder / f"report{len(self._runs)}.json"
+        path = self.folder / f"report{len(self._runs)}.json"
         noted = self.folder / f"gradients{len(self._runs)}"
         if gradients:
             noted.mkdir(exist_ok=True)  # a case that failed has left it
-        case = {
-            "flags": [*MODEL, *self._data(), *defaults, *given, "--pipemem-schedule", schedule],
-            "report": str(report),
-            "initialise": initialise,
-            "sabotage": sabotage,
-            "emulate": emulate,
-            "ranks": ranks,
-            "by_provider": by_provider,
-            "gradients": str(noted) if gradients else None,
-            "as_on_gpus": as_on_gpus,
-            **({} if clean is None else {"clean": clean}),
-        }
-        seen = self.ranks.run(case)
+            how = {**how, "gradients": str(noted)}
+        # Not ``--mock-data``: every run would shuffle its millions of samples, which takes longer than to train.
+        data = ["--data-path", str(self.text), "--data-cache-path", str(self.text.parent / "cache")]
+        words = [*MODEL, *data, *defaults, *given, "--pipemem-schedule", schedule]
+        seen = self.ranks.run({"flags": words, "report": str(path), "ranks": ranks, **how})
         for rank, result in enumerate(seen):
             assert result["replaced"] == [], f"rank {rank} still has replaced symbols after disable()"
-        report, validation = (
-            seen[0]["report"] or {"losses": [], "grad_norms": [], "plans": [], "ranks": []},
-            next((r["validation"] for r in reversed(seen) if any(r["validation"])), []),
-        )
+        report = seen[0]["report"] or {"losses": [], "grad_norms": [], "plans": [], "ranks": []}
+        of_every_rank = ("vocabulary_rows", "weights", "layers", "single_queues")
         return Run(
-            report["losses"],
-            report["grad_norms"],
-            validation,
-            [rank["predicted_peak_bytes"] for rank in report["ranks"]],
-            [rank["counted_peak_bytes"] for rank in report["ranks"]],
-            [each["vocabulary_rows"] for each in seen],
-            [each["weights"] for each in seen],
-            report["plans"],
-            report["ranks"],
-            report.get("last_step"),
-            report.get("bytes_of_1f1b"),
-            [each["layers"] for each in seen],
-            _whole_gradients(noted) if gradients else None,
-            seen[-1]["scalars"],
-            [each["single_queues"] for each in seen],
+            validation=next((r["validation"] for r in reversed(seen) if any(r["validation"])), []),
+            predicted_peaks=[rank["predicted_peak_bytes"] for rank in report["ranks"]],
+            counted_peaks=[rank["counted_peak_bytes"] for rank in report["ranks"]],
+            **{name: report[name] for name in ("losses", "grad_norms", "plans", "ranks")},
+            **{name: report.get(name) for name in ("last_step", "bytes_of_1f1b")},
+            **{name: [each[name] for each in seen] for name in of_every_rank},
+            scalars=seen[-1]["scalars"],
+            gradients=_whole_gradients(noted) if gradients else None,
         )
-
-    def _data(self) -> list[str]:
-        """Not ``--mock-data``: every run would shuffle its millions of samples, which takes longer than to train."""
-        return ["--data-path", str(self.text), "--data-cache-path", str(self.text.parent / "cache")]
 
 
 def _whole_gradients(folder: Path) -> dict[tuple, torch.Tensor]:

@@ -81,16 +81,10 @@ def forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module):
 
 
 def train(models: list, config, weights: str, export) -> dict:
-    """Export, then for every step compute log-probabilities and train, then export again.
+    """Export, then for every step compute log-probabilities and train the chunks in their DDP, then export again.
 
-    Args:
-        models: chunks of this rank, wrapped by DDP.
-        config: Megatron's, of the model.
-        weights: folder that the model was loaded from.
-        export: yields names of Hugging Face and weights.
-
-    Returns:
-        Names of what was exported otherwise than it was loaded, the log-probabilities, a hash of the trained weights.
+    Returns the names of what was exported otherwise than it was loaded, the log-probabilities, and a hash of the trained
+    weights.
     """
     loaded, exported = load_file(f"{weights}/model.safetensors"), _copied(export())
     wrong = sorted(name for name in loaded | exported if not _equal(loaded.get(name), exported.get(name)))

@@ -20,11 +20,7 @@ def run(case: dict) -> dict:
 
 
 def _poisoned(case: dict) -> dict:
-    """On one rank, gradients of some steps are no numbers.
-
-    Args:
-        case: with ``poison``: value by step.
-    """
+    """On one rank, gradients of some steps are no numbers: the case's ``poison``, by step."""
 
     class Poisoned(Training):
         def _forward_backward(self, step: int, *args, **kwargs) -> list[str]:
@@ -37,11 +33,7 @@ def _poisoned(case: dict) -> dict:
 
 
 def _at_the_margin(case: dict) -> dict:
-    """The norm of the first step is the limit, or as near to it as the sums of two programs may differ.
-
-    Args:
-        case: with ``over`` for how much larger the limit is than its norm.
-    """
+    """The norm of the first step is the limit, which may be larger by the case's ``over``, as sums of two programs differ."""
     (norm,) = overlapping.run(case | {"steps": 1}, kinds=("synchronous",))["synchronous"]["norms"]
     limit = float.fromhex(norm) * (1 + case["over"])
 

@@ -33,13 +33,9 @@ class CaseFailed(AssertionError):
 
 @dataclass
 class Ranks:
-    """Processes started on demand.
+    """Processes started on demand, which call ``run(case)`` of the module ``program`` and print into ``logs``.
 
-    Args:
-        program: module beside this one whose ``run(case)`` every rank calls.
-        logs: folder for what the ranks print.
-        size: number of ranks.
-        forked: from a process that has imported ``megatron.training``.
+    They are ``forked`` from a process that has imported ``megatron.training``, or start by themselves.
     """
 
     program: str
@@ -119,12 +115,9 @@ class Ranks:
 
 
 class ConductedRanks:
-    """Ranks that find other packages than this process does: a process between has them forked.
+    """Ranks that look for packages in the folders of ``path`` first: a process between has them forked.
 
-    Args:
-        program, logs, size: as of ``Ranks``.
-        path: folders to look for packages in before all others.
-        preload: modules that are imported once, before any rank is forked.
+    It imports the modules of ``preload`` once, before any rank is forked.
     """
 
     def __init__(self, program: str, logs: Path, path: list[str], size: int = 4, preload: Sequence[str] = ()):

@@ -73,10 +73,9 @@ class Training:
             group["lr"], group["weight_decay"] = 0.01 / (step + 2), 0.1 * (step + 1 + number)
 
     def state(self, own: bool = False) -> list:
-        """All that later steps depend on, in a form that ``==`` compares to the bit.
+        """Return all that later steps depend on, in a form that ``==`` compares to the bit.
 
-        Args:
-            own: of the model's parameters, this rank's share alone, as far as it is a share.
+        ``own`` asks for this rank's share of the model's parameters alone.
         """
         found: list = []
         for part in self.optimizer.chained_optimizers:
@@ -108,11 +107,7 @@ def bits(value: object) -> object:
 
 
 def run(case: dict) -> dict:
-    """Train with and without steps that are taken back.
-
-    Args:
-        case: how to train.
-    """
+    """Train with and without steps that are taken back."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
     how = [case[name] for name in ("bf16", "distributed", "overlapped", "name")]

@@ -6,7 +6,6 @@ import pytest
 from lanes import rest_nightly
 from test_experts import ALL_TO_ALL, EXPERTS, PADDED
 from test_multi_token import ONE
-from test_transformer_engine import DEFAULTS, GROUPED_EXPERTS, NO_BIAS
 
 NARROW = ("--moe-ffn-hidden-size", "32")
 SHARED_EXPERTS = ("--moe-shared-expert-intermediate-size", "64")
@@ -46,15 +45,3 @@ def test_a_head_that_is_cut_over_the_pipeline_is_left_alone(train):
     early, waiting = (train("zb-h1", *cut, *more) for more in ((FLAG, "head"), ()))
     assert early.losses == waiting.losses
     assert early.counted_peaks == waiting.counted_peaks
-
-
-@pytest.mark.parametrize("schedule", rest_nightly(["zb-h1", "v-half"], ["zb-h1"], "zb-h1"))
-def test_grouped_experts_of_transformer_engine(train_with_transformer_engine, assert_same_training, schedule):
-    train = train_with_transformer_engine
-    flags = (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, *NARROW, *SHARED_EXPERTS)
-    stock = train("stock", *flags)
-    runs = {early: train(schedule, *flags, FLAG, early) for early in ("none", "auto", ALL)}
-    for run in runs.values():
-        assert_same_training(run, stock)
-    none, auto, everything = (max(run.counted_peaks) for run in runs.values())
-    assert none > auto > everything

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 
 import pytest
-from lanes import rest_nightly
+from lanes import nightly, rest_nightly
 from quickstart import ROUNDING
 from ranks import Ranks
 
@@ -174,3 +174,29 @@ def test_a_failed_step_ends_on_every_rank_and_leaves_nothing_behind(ranks, losse
     for device, text in enumerate(told[1:], 1):
         assert f"device {device} failed at position" in text and "of schedule v-half" in text
     assert results[-1]["losses"] == losses({**STOCK, "ddp": True})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "algorithm", "hybrid", "options"),
+    [
+        pytest.param("1f1b", 1, "2", False, {}, marks=nightly("zb-h1, of the same placement")),
+        ("v-half", 2, "1", False, {}),
+        ("zb-h1", 1, "2", True, {}),
+        ("seq1f1b", 1, "2", False, {"slices": 4}),
+        pytest.param("zbv", 2, "1", False, {"slices": 2}, marks=nightly("seq1f1b, and the same without slices")),
+    ],
+)
+def test_three_ranks_and_logits_without_labels(ranks, schedule, chunks, algorithm, hybrid, options):
+    """Without ``megatron.training``, and without DDP; 64 rows over 3 ranks; both classes of models; logits of slices joined."""
+    case = {"ddp": chunks == 2, "import_after": False, "hybrid": hybrid, "ranks": 3}
+    stock = ranks.run({**case, "schedule": "stock", "chunks": 1})[-1]
+    settings = {"vocab_parallel": algorithm, "options": options}
+    cut = ranks.run({**case, "schedule": schedule, "chunks": chunks, "settings": settings})[-1]
+    wanted = [float.fromhex(loss) for loss in stock["losses"]]
+    assert len(set(wanted)) > 10
+    assert [float.fromhex(loss) for loss in cut["losses"]] == pytest.approx(wanted, rel=5e-6)
+    assert len(cut["logits"]) == 2
+    flat = [[x for row in each for token in row for x in token] for each in stock["logits"]]
+    found = [[x for row in each for token in row for x in token] for each in cut["logits"]]
+    assert found[0] == pytest.approx(flat[0], rel=1e-4, abs=1e-5)
+    assert found[1] == pytest.approx(flat[1], rel=1e-4, abs=1e-5)

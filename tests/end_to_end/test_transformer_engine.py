@@ -206,6 +206,22 @@ def test_shards_wait_unless_told_otherwise(train_with_transformer_engine, assert
         assert run.counted_peaks[-1] > 1.05 * shards.counted_peaks[-1]
 
 
+@pytest.mark.parametrize("schedule", rest_nightly(["zb-h1", "v-half"], ["zb-h1"], "zb-h1"))
+def test_early_weights_of_grouped_experts_hold_less_for_w(
+    train_with_transformer_engine, assert_same_training, schedule
+):
+    train = train_with_transformer_engine
+    narrow = ("--moe-ffn-hidden-size", "32", "--moe-shared-expert-intermediate-size", "64")
+    flags = (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, *narrow)
+    stock = train("stock", *flags)
+    everything = "head,experts_fc1,experts_fc2"
+    runs = [train(schedule, *flags, "--pipemem-early-weights", early) for early in ("none", "auto", everything)]
+    for run in runs:
+        assert_same_training(run, stock)
+    peaks = [max(run.counted_peaks) for run in runs]
+    assert peaks[0] > peaks[1] > peaks[2]
+
+
 HYBRID = (
     *("--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
     *("--mamba-num-heads", "8", "--mamba-head-dim", "16", "--mamba-num-groups", "2", "--mamba-state-dim", "16"),
@@ -249,7 +265,7 @@ def test_four_tensor_parallel_ranks_train_as_stock(
 SHARES = {"zb-h1": 1.05, "zbv": 1.05, "v-half": 0.8, "v-min": 0.55}
 
 
-@nightly("contract.py counts what waits for W; test_readme.py compares a V's bytes with a number")
+@nightly("contract.py counts what waits for W; bytes are predicted; tests/schedule has the units")
 @pytest.mark.parametrize("schedule", SHARES)
 def test_schedules_hold_their_share_of_1f1bs_bytes(train_with_transformer_engine, schedule):
     sizes = ("--hidden-size", "128", "--vocab-size", "300")

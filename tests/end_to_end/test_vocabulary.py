@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from lanes import nightly, rest_nightly
-from ranks import Ranks
 from test_variants import EVALUATION
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -127,36 +126,3 @@ def test_checkpoints_are_interchangeable_with_stock(train, tmp_path, name):
     )
     uninterrupted = train("stock", *flags, "--train-iters", "4")
     assert resumed.losses == pytest.approx(uninterrupted.losses[2:], rel=LATER)
-
-
-@pytest.fixture(scope="module")
-def three_ranks(tmp_path_factory):
-    ranks = Ranks("plain_loop", tmp_path_factory.mktemp("three_ranks"), size=3, forked=False)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "algorithm", "hybrid", "options"),
-    [
-        pytest.param("1f1b", 1, "2", False, {}, marks=nightly("zb-h1, of the same placement")),
-        ("v-half", 2, "1", False, {}),
-        ("zb-h1", 1, "2", True, {}),
-        ("seq1f1b", 1, "2", False, {"slices": 4}),
-        pytest.param("zbv", 2, "1", False, {"slices": 2}, marks=nightly("seq1f1b, and the same without slices")),
-    ],
-)
-def test_three_ranks_and_logits_without_labels(three_ranks, schedule, chunks, algorithm, hybrid, options):
-    """Without ``megatron.training``, and without DDP; 64 rows over 3 ranks; both classes of models; logits of slices joined."""
-    case = {"ddp": chunks == 2, "import_after": False, "hybrid": hybrid}
-    stock = three_ranks.run({**case, "schedule": "stock", "chunks": 1})[-1]
-    settings = {"vocab_parallel": algorithm, "options": options}
-    cut = three_ranks.run({**case, "schedule": schedule, "chunks": chunks, "settings": settings})[-1]
-    wanted = [float.fromhex(loss) for loss in stock["losses"]]
-    assert len(set(wanted)) > 10
-    assert [float.fromhex(loss) for loss in cut["losses"]] == pytest.approx(wanted, rel=LATER)
-    assert len(cut["logits"]) == 2
-    flat = [[x for row in each for token in row for x in token] for each in stock["logits"]]
-    found = [[x for row in each for token in row for x in token] for each in cut["logits"]]
-    assert found[0] == pytest.approx(flat[0], rel=1e-4, abs=1e-5)
-    assert found[1] == pytest.approx(flat[1], rel=1e-4, abs=1e-5)

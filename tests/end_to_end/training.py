@@ -67,22 +67,18 @@ entry = _load_entry()
 
 
 def run(case: dict) -> dict:
-    """Train as the case says.
+    """Train by the case's ``flags`` of Megatron and the plugin, which writes to ``report``. A case may also have:
 
-    Args:
-        case: ``flags`` of Megatron and the plugin, ``report`` (a path), and optionally ``initialise``: whether every parameter
-            gets a value that depends on its name alone, so that runs with other placements start from the same model.
-            With ``by_provider``, a function of the script builds the model, as older scripts have it, and not Megatron.
-            ``gradients`` is a folder for the first step's. ``sabotage`` names one of ``SABOTAGE`` for rank 1. ``emulate``
-            has the arguments of ``emulate.emulated``. ``as_on_gpus`` lets hosts seem to wait for first launches. ``clean``
-            is how many steps must need no clipping before one is taken without waiting for its norm.
+    - ``initialise``: whether parameters get values that depend on their names alone, as they do without it. Runs with other
+      placements start from the same model then.
+    - ``by_provider``: a function of the script builds the model, as older scripts have it, and not Megatron.
+    - ``gradients``: a folder for those of the first step.
+    - ``sabotage``: one of ``SABOTAGE``, for rank 1.
+    - ``emulate``: arguments of ``emulate.emulated``, for runs without a pipeline.
+    - ``as_on_gpus``: hosts seem to wait for first launches.
+    - ``clean``: with ``--pipemem-overlap-steps``, steps that must need no clipping before one does not wait for its norm.
 
-    Returns:
-        The plugin's ``report`` (``None`` where there is none), names iterations and values of the ``scalars`` that went to
-        TensorBoard from this rank, a hash of the trained ``weights`` of every chunk, the ``validation`` losses that this rank
-        knows, the ``vocabulary_rows`` of every shard that it has of embedding and head, the kinds of ``layers`` that are
-        Transformer Engine's, the ``single_queues`` of steps as on GPUs, and the symbols of Megatron that are not the
-        ``original`` ones afterwards.
+    Returns what this rank has seen. ``replaced`` names the symbols of Megatron that are not the original ones afterwards.
     """
     _note_symbols()
     rows: list[int] = []
@@ -261,12 +257,10 @@ def _noted_evaluation(noted: list[dict[str, float]]) -> Iterator[None]:
 
 @contextmanager
 def _common_start(built: list[torch.nn.Module], initialise: bool, rows: list[int]) -> Iterator[None]:
-    """Megatron seeds each pipeline rank's initial values differently; runs with other placements could not be compared.
+    """Note the chunks that are built, and the rows of embedding and head.
 
-    Args:
-        built: the chunks are noted here.
-        initialise: give all parameters values that depend on their names only.
-        rows: those of embedding and head are noted here.
+    With ``initialise`` all parameters get values that depend on their names only. Megatron's own depend on the pipeline rank,
+    so runs with other placements could not be compared.
     """
     get_megatron_optimizer = training.get_megatron_optimizer
 
