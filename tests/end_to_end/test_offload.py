@@ -187,18 +187,8 @@ def test_ways_to_keep_a_cap_are_mixed(train, assert_same_training, schedule, rat
     three_steps = ("--train-iters", "3")
     stock, least = train("stock", *three_steps), train("1f1b", *RECOMPUTE)
     cap = (share * max(stock.counted_peaks) + (1 - share) * max(least.counted_peaks)) / 2**20
-    run = train(
-        *(
-            schedule,
-            "--pipemem-offload",
-            "auto",
-            "--pipemem-recompute",
-            "auto",
-            "--pipemem-memory-cap",
-            f"{cap:.3f}MiB",
-        ),
-        *(*SMALL, *three_steps, "--pipemem-offload-option", f"ratio={ratio}"),
-    )
+    auto = ("--pipemem-offload", "auto", "--pipemem-recompute", "auto", "--pipemem-memory-cap", f"{cap:.3f}MiB")
+    run = train(schedule, *auto, *SMALL, *three_steps, "--pipemem-offload-option", f"ratio={ratio}")
     assert_same_training(run, stock)
     assert run.predicted_peaks == run.counted_peaks and max(run.counted_peaks) <= cap * 2**20
     assert run.of_ranks("predicted_host_peak_bytes") == run.of_ranks("counted_host_peak_bytes")

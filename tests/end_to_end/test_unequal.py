@@ -19,16 +19,8 @@ DROPOUT = ("--pipemem-random", "layerwise", "--hidden-dropout", "0.1", "--attent
 TP_AND_SP = (*PP2, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--global-batch-size", "4")
 EVALUATED = ("--eval-iters", "3", "--eval-interval", "3", "--train-iters", "3")
 EXPERTS = (
-    *(
-        "--disable-bias-linear",
-        "--num-experts",
-        "4",
-        "--moe-router-topk",
-        "2",
-        "--expert-model-parallel-size",
-        "2",
-        *PP2,
-    ),
+    *("--disable-bias-linear", "--num-experts", "4", "--moe-router-topk", "2"),
+    *("--expert-model-parallel-size", "2", *PP2),
 )
 
 
