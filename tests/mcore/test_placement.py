@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from refusals import refused
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.model.placement import ChunkPlacement, RoundRobinRank
+from megatron_pipemem.mcore.model.placement import ChunkPlacement, RoundRobinRank, _sum_tied_gradients
 from megatron_pipemem.mcore.patching import PatchSet
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.request import Request
@@ -184,6 +184,22 @@ def test_a_model_that_is_trained_elsewhere_does_not_generate_there(as_rank):
     for argument in ("inference_context", "inference_params"):
         with refused("unsupported-setting", kind=UnsupportedError):
             chunk(1, **{argument: object()})
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_tied_gradients_are_summed_where_there_are_any(frozen):
+    ends = []
+    for first in (True, False):
+        chunk = Chunk(first, not first, None, GROUPS)
+        weight = torch.nn.Parameter(torch.ones(2), requires_grad=not frozen)
+        weight.grad = None if frozen else torch.full((2,), 1.0 + first)
+        chunk.share_embeddings_and_output_weights = True
+        chunk.shared_embedding_or_output_weight = lambda weight=weight: weight
+        ends.append((chunk, weight))
+    _sum_tied_gradients([chunk for chunk, _ in ends])
+    assert [weight.grad is None if frozen else weight.grad.tolist() for _, weight in ends] == [
+        True if frozen else [3, 3]
+    ] * 2
 
 
 class Chunk(torch.nn.Module):
