@@ -2,23 +2,92 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 
 from megatron_pipemem.mcore.model.stages import regions_of
+from megatron_pipemem.runtime.selective import Recorder
+
+TOKENS, HIDDEN, INNER = 5, 4, 16
+
+
+class Linear(torch.nn.Linear):
+    """Output and bias apart, as Megatron's layers return them with ``skip_bias_add``."""
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight), self.bias
+
+
+def mlp(biases: bool) -> MLP:
+    """Megatron's own forward between two plain layers."""
+    torch.manual_seed(1)
+    module = MLP.__new__(MLP)
+    torch.nn.Module.__init__(module)
+    module.config = SimpleNamespace(
+        use_te_activation_func=False, bias_activation_fusion=False, gated_linear_unit=False, add_bias_linear=biases
+    )
+    module.activation_func = torch.nn.functional.gelu
+    module.linear_fc1, module.linear_fc2 = Linear(HIDDEN, INNER, biases), Linear(INNER, HIDDEN, biases)
+    return module
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, biases: bool):
+        super().__init__()
+        self.input_layernorm, self.pre_mlp_layernorm, self.mlp = torch.nn.LayerNorm(HIDDEN), IdentityOp(), mlp(biases)
+        # Names of a hybrid model's.
+        self.norm, self.final_norm = torch.nn.LayerNorm(HIDDEN), torch.nn.LayerNorm(HIDDEN)
+
+    def forward(self, x, scale):
+        x = self.norm(self.input_layernorm(x * 1))
+        output, bias = self.mlp(self.pre_mlp_layernorm(x), scale)
+        return self.final_norm(output if bias is None else output + bias)
+
+
+def train(biases: bool, scaled: bool, selective: bool):
+    """Gradients of all parameters and of the scale, and the elements that autograd keeps of one pass."""
+    layer, kept = Layer(biases), {}
+    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    scale = torch.linspace(1, 2, TOKENS, requires_grad=True) if scaled else None
+    recorder = Recorder(lambda tensor: None)
+
+    def keep(tensor):
+        kept[tensor.data_ptr()] = tensor.numel()
+        return tensor.detach()
+
+    watched = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with watched, recorder.record() if selective else nullcontext(), regions_of(layer):
+        output = layer(x, scale)
+    recorder.run_again()
+    output.square().sum().backward()
+    return [each.grad for each in (*layer.parameters(), *([scale] if scaled else []))], sum(kept.values())
+
+
+@pytest.mark.parametrize("biases", [True, False])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_are_the_same_and_less_is_kept(biases, scaled):
+    """With a bias and a scale, as some experts have them, what is between the two layers of the MLP stays."""
+    gradients, kept = train(biases, scaled, True)
+    plain, all_kept = train(biases, scaled, False)
+    assert all(map(torch.equal, gradients, plain))
+    between = 0 if biases and scaled else TOKENS * INNER
+    assert kept <= all_kept - between - TOKENS * HIDDEN
 
 
 def test_modules_are_as_before_even_after_a_failure():
-    layer, mlp = torch.nn.Module(), MLP.__new__(MLP)
-    torch.nn.Module.__init__(mlp)
-    mlp.linear_fc1, mlp.linear_fc2 = torch.nn.Linear(4, 16), torch.nn.Linear(16, 4)
-    layer.input_layernorm, layer.pre_mlp_layernorm, layer.mlp = torch.nn.LayerNorm(4), IdentityOp(), mlp
-    layer.norm, layer.final_norm = torch.nn.LayerNorm(4), torch.nn.LayerNorm(4)  # names of a hybrid model's
+    layer = Layer(biases=False)
     with pytest.raises(ZeroDivisionError), regions_of(layer):
-        replaced = {name for name, module in layer.named_modules() if "forward" in module.__dict__}
-        assert replaced == {"input_layernorm", "norm", "final_norm", "mlp"}
+        assert {name for name, module in layer.named_modules() if "forward" in module.__dict__} == {
+            "input_layernorm",
+            "norm",
+            "final_norm",
+            "mlp",
+        }
         raise ZeroDivisionError
     assert not any("forward" in module.__dict__ for module in layer.modules())
-    assert "linear_fc1" not in mlp.__dict__ and list(mlp._modules) == ["linear_fc1", "linear_fc2"]
+    assert "linear_fc1" not in layer.mlp.__dict__ and list(layer.mlp._modules) == ["linear_fc1", "linear_fc2"]

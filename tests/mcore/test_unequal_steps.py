@@ -64,6 +64,26 @@ def alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
 
 
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("v-half", 2), ("chimera", 2)])
+def test_every_chunk_reads_the_batches_in_the_order_of_its_forwards(schedule, chunks):
+    run = Run(schedule)
+    known = 1 if schedule == "chimera" else chunks
+    step = run.step(*(iter(WEIGHTS) for _ in range(known)), chunks=chunks)
+    read = run.begin(step)
+    order = step.context.order
+    assert sorted(order) == list(range(len(WEIGHTS))) and (order != tuple(sorted(order)) or schedule == "v-half")
+    if known < chunks:  # the replicas share the positions of one stream
+        assert read == [[WEIGHTS[each] for each in order]]
+    else:
+        for stage, batches in zip(step.pipeline.stages, read, strict=True):
+            actions = (a for a in step.program.schedule.orders[0] if a.kind is Kind.F and a.stage == stage)
+            assert batches == [WEIGHTS[order[action.microbatch]] for action in actions]
+    plan = step.own_plan
+    assert plan.costs.microbatch.time == tuple(WEIGHTS[each] for each in order)
+    assert plan.timeline.makespan < plan.arrival_makespan and plan.bound <= plan.timeline.makespan
+    assert step.plan.costs.microbatch is None, "the plan of the run is of equal microbatches"
+
+
 def test_equal_microbatches_run_the_program_that_they_would_run_anyway():
     run = Run("1f1b")
     step = run.step(iter([2.0] * 6))
