@@ -54,7 +54,8 @@ def asked(facts: Mapping[str, Any]) -> Advice | PipememError:
 def row(name: str, advice: Advice) -> tuple[str, ...]:
     """Return the cells of a recipe."""
     today, cut = advice.today, advice.today.run.parallelism
-    ours = next((way for kind, way in advice.proposals.items() if kind.startswith("same")), None)
+    same = [way for kind, way in advice.proposals.items() if kind.startswith("same")]
+    ours = max(same, key=lambda way: way.gain(today), default=None)
     stock = advice.stock if advice.stock is not None and advice.stock.gain(today) >= AS_FAST else None
     gains = ["-" if way is None else f"{-way.gain(today):+.1%}" for way in (ours, stock)]
     names = ["-" if way is None else way.name.removeprefix("stock ") for way in (ours, stock)]

@@ -148,7 +148,7 @@ def changes(today: Run, other: Run, chunks: int) -> list[str]:
 
 def _said(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return flags without those that a command would leave out."""
-    return {name: value for name, value in flags.items() if value not in (None, False)}
+    return {name: value for name, value in flags.items() if value is not None and value is not False}
 
 
 def _flags(values: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def run(facts: dict, devices: int | None = None):
 def test_sizes_of_a_known_model_come_from_its_file_and_the_cut_from_the_recipe(recipes):
     found = run(recipes["llama31_405b_sft_config"])
     cut = found.parallelism
-    assert found.model.layers == load("llama3.1-405b", Model).layers and found.model.sequence == 2048
+    assert found.model == replace(load("llama3.1-405b", Model), sequence=2048, source="")
     assert (cut.tp, cut.pp, cut.dp, cut.cp, cut.chunks, cut.microbatches) == (8, 16, 1, 1, None, 16)
     assert cut.sequence_parallel and found.precision == "bf16" and found.parallelism.ranks == 128
 
