@@ -5,7 +5,7 @@ Seconds and bytes are the planner's prices on H100 80 GiB, also for recipes of o
 batch and model have one row. A recipe counts as refused with its reason: its model has parts without a price, its sizes
 are on Hugging Face and no network is there, or it does not fit its devices.
 
-    python benchmarks/census.py [--output census.json]
+    python benchmarks/census.py [--markdown] [--output census.json]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,22 @@ def row(name: str, advice: Advice) -> tuple[str, ...]:
     )
 
 
+def markdown(rows: Iterable[tuple[str, ...]]) -> str:
+    """Return the documents' table: the recipes that gain more than ``LARGE_GAIN`` by a schedule, ours or stock's."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    for name, size, today, idle, ours, gain, stock, stock_gain in rows:
+        if min(float(each.rstrip("%")) if each != "-" else 0.0 for each in (gain, stock_gain)) < -100 * LARGE_GAIN:
+            quoted = [f"`{each}`" if each != "-" else each for each in (today, ours, stock)]
+            cells = (name.removesuffix("_h100_bf16"), size, quoted[0], idle, quoted[1], gain, quoted[2], stock_gain)
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="write the rows as JSON")
-    output = parser.parse_args().output
+    parser.add_argument("--markdown", action="store_true", help="print the documents' table instead")
+    arguments = parser.parse_args()
     table, refused, gains = FittingTable(COLUMNS, text=COLUMNS[:3]), Counter[str](), []
     rows: dict[tuple[str, ...], tuple[str, ...]] = {}
     for facts in recipes():
@@ -91,12 +103,15 @@ def main() -> None:
     for cells in rows.values():
         table.add_row(*map(escape, cells))
     out = Console()
-    out.print(table)
+    if arguments.markdown:
+        out.print(markdown(rows.values()), markup=False, highlight=False, soft_wrap=True)
+    else:
+        out.print(table)
     out.print(f"not understood: {'; '.join(f'{code} {count}' for code, count in refused.items())}")
     out.print(f"{len(gains)} of {len(gains) + sum(refused.values())} recipes with a pipeline are understood")
     out.print(f"{sum(gain > LARGE_GAIN for gain in gains)} gain more than {LARGE_GAIN:.0%} in the same memory")
-    if output is not None:
-        write_whole(output, json.dumps({"rows": list(rows.values()), "refused": refused, "gains": gains}))
+    if arguments.output is not None:
+        write_whole(arguments.output, json.dumps({"rows": list(rows.values()), "refused": refused, "gains": gains}))
 
 
 if __name__ == "__main__":
