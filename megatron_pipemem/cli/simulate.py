@@ -47,7 +47,7 @@ from megatron_pipemem.report import SUFFIXES, TerminalTimeline, save_comparison
 from megatron_pipemem.report import pareto as picture
 from megatron_pipemem.report.figure import IMAGES
 from megatron_pipemem.report.run import UNITS
-from megatron_pipemem.report.terminal import placements_table
+from megatron_pipemem.report.terminal import FittingTable, placements_table
 from megatron_pipemem.report.timeline import DrawnRun, bytes_text
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.baseline import in_shares_of_1f1b, share_of_1f1b
@@ -78,7 +78,14 @@ _AS_A_RUN = (
 
 @takes_group
 def simulate(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=NAME_HELP, autocompletion=complete_schedules)],
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...",
+            help=f"{NAME_HELP} Several are compared with each other and with Megatron's own.",
+            autocompletion=complete_schedules,
+        ),
+    ],
     asked: Question,
     single_queue: Annotated[
         bool,
@@ -104,6 +111,8 @@ def simulate(
     A run does so with --pipemem-overlap-steps. Otherwise, as in stock Megatron, all devices wait at the end of a step.
 
     Examples:
+        # compare schedules with each other, with 1F1B and with interleaved 1F1B
+        pipemem simulate zb-h1 gis v-half -p 8 -m 32
         # give the seconds of F, I, W and of a message
         pipemem simulate v-half -p 8 -m 32 --costs 1,1.5,.5 --p2p .05
         # find the fastest order in 0.625 of 1F1B's memory
@@ -117,7 +126,13 @@ def simulate(
         # price a large vocabulary
         pipemem simulate 1f1b -p 8 -m 32 --vocab-parallel auto --head-cost 2.5layers --layers 32
     """
-    name = named(name, asked.chunks)
+    if len(names) > 1:
+        if single_queue or steps > 1:
+            option = "--single-queue" if single_queue else "--steps"
+            raise UnsupportedError("conflicting-options", f"{option} is for one schedule; name one")
+        _compare(names, asked, as_json)
+        return
+    name = named(names[0], asked.chunks)
     prices = price_layers([name], asked)
     with showing(f"building, proving and simulating {name}"):
         loaded, timeline, reason = load_and_simulate(name, asked, prices)
@@ -153,6 +168,45 @@ def simulate(
     if chosen.offload is not None and chosen.offload.kept:
         reasons = Counter(chosen.offload.kept.values()).most_common()
         print_facts(out, [("activations kept", ", ".join(f"{count} ({why})" for why, count in reasons))])
+
+
+_OWN = ("1f1b", "interleaved")
+_COMPARED = ("schedule", "chunks", "makespan", "to 1f1b", "bubble", "peak", "bytes", "messages")
+
+
+def _compare(names: list[str], asked: Question, as_json: bool) -> None:
+    """Print the facts of several schedules and of Megatron's own, one row each."""
+    names = [named(name, asked.chunks) for name in names]
+    prices, rows = price_layers(names, asked), []
+    for name in [*names, *(own for own in _OWN if own not in names)]:
+        # Options belong to the schedules that were named. Megatron's own run as they are, where they can.
+        options = asked if name in names else replace(asked, options=None, chunks=None, memory_cap=None, offload=OFF)
+        with showing(f"building, proving and simulating {name}"):
+            try:
+                loaded, timeline, _ = load_and_simulate(name, options, prices)
+            except UnsupportedError:
+                if name in names:
+                    raise
+                continue
+            rows.append(_facts(timeline, loaded))
+    if as_json:
+        print_json(rows)
+        return
+    plain = next(each["makespan"] for each in rows if each["schedule"] == _OWN[0])
+    table = FittingTable(_COMPARED, text=_COMPARED[:1], caption=f"peak in {UNITS}; bytes and makespan to those of 1f1b")
+    for facts in rows:
+        share = facts["share_of_1f1b"]
+        table.add_row(
+            facts["schedule"],
+            str(facts["chunks"]),
+            f"{facts['makespan']:.6g}",
+            f"{facts['makespan'] / plain:.3f}",
+            f"{facts['bubble_rate']:.1%}",
+            f"{facts['peak_activation']:.4g}",
+            "" if share is None else f"{share:.2f}",
+            str(facts["messages"]),
+        )
+    console().print(table)
 
 
 def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:

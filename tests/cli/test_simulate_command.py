@@ -42,6 +42,19 @@ def test_json_has_exactly_the_promised_keys_and_values(pipemem_json, name):
     assert found["weight_versions"] == list(timeline.weight_versions)
 
 
+def test_several_are_compared_with_megatrons_own(pipemem, pipemem_json, refuses):
+    size = ("-p", 4, "-m", 8, "--costs", "1,1.5,0.5")
+    rows = pipemem_json("simulate", "zb-h1", "v-half", *size)
+    assert [row["schedule"] for row in rows] == ["zb-h1", "v-half", "1f1b", "interleaved"]
+    assert rows == [pipemem_json("simulate", row["schedule"], *size) for row in rows]
+    with_chunks = pipemem_json("simulate", "gis", "interleaved", *size, "--chunks", 3)
+    assert [(row["schedule"], row["chunks"]) for row in with_chunks] == [("gis", 3), ("interleaved", 3), ("1f1b", 1)]
+    told = pipemem("simulate", "zb-h1", "v-half", *size).stdout
+    assert all(f"{row['makespan']:.6g}" in told for row in rows)
+    check_refusal(refuses("simulate", "zb-h1", "v-half", *size, "--steps", 3), "conflicting-options", "--steps")
+    check_refusal(refuses("simulate", "zb-h1", "v-half", *size, "--chunks", 3), "needs-chunks")
+
+
 def test_costs_and_cap_reach_a_family_that_fits_its_order_to_them(pipemem_json, refuses):
     size = ("simulate", "zb-auto", "-p", 8, "-m", 24)
     plain, fitted = (pipemem_json(*size, "--costs", "1,1.5,0.5", *more) for more in ((), ("--memory-cap", 1.5)))
