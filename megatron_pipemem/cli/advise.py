@@ -80,6 +80,23 @@ def advise_command(
         print_facts(console(), _lines(reading, advice, profile is not None))
 
 
+def advise_words(words: list[str], devices: int | None) -> None:
+    """Print the advice for a program with its flags, on so many devices."""
+    reading = read_command(words, _known(), load(_CLUSTER, Cluster), devices)
+    print_facts(console(), _lines(reading, advise(reading.run), measured=False))
+
+
+def _known() -> dict[str, dict[str, Any]]:
+    """Return Megatron's flags.
+
+    Raises:
+        UpstreamError: Megatron is not installed.
+    """
+    if known := known_flags():
+        return known
+    raise UpstreamError("not-installed", f"Megatron's own parser reads the flags, and is not installed; {INSTALL}")
+
+
 def _read(
     source: list[str], variables: dict[str, str], cluster: str, gpus: int | None, vocabulary: int | None
 ) -> Reading:
@@ -87,9 +104,7 @@ def _read(
     if len(source) == 1 and path.suffix in (".yaml", ".yml"):
         run = load(path, Run)
         return Reading(run, run.script or "pretrain_gpt.py", ())
-    known = known_flags()
-    if not known:
-        raise UpstreamError("not-installed", f"Megatron's own parser reads the flags, and is not installed; {INSTALL}")
+    known = _known()
     if len(source) == 1 and source[0].startswith(PREFIX):
         return read_recipe(source[0].removeprefix(PREFIX), known, load(cluster, Cluster), gpus, vocabulary)
     if len(source) == 1:

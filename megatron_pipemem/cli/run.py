@@ -21,6 +21,8 @@ from megatron_pipemem.mcore.run_log import show_log
 from megatron_pipemem.request import Request
 
 _OPTIONS = ("--cpu", "--verbose", "--help")
+CHECK = "--pipemem-check"
+"""Argument that ends a launch after its check: nothing is trained, and no device is used."""
 
 
 def run_script(
@@ -39,6 +41,8 @@ def run_script(
     Examples:
         # choose a schedule by name
         torchrun --nproc-per-node 8 -m megatron_pipemem run pretrain_gpt.py FLAGS --pipemem-schedule v-half
+        # check flags and schedule of a launch, compare other schedules, and leave; also without torchrun, with =GPUS
+        torchrun ... run pretrain_gpt.py FLAGS --pipemem-schedule v-half --pipemem-check
         # search the fastest schedule within a memory cap
         torchrun ... run pretrain_gpt.py FLAGS --pipemem-schedule auto --pipemem-memory-cap 6GiB
     """
@@ -52,6 +56,10 @@ def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) ->
     Imports resolve from the script's folder. A failure ends the process, see ``rank_guard``.
     """
     job = os.environ
+    checks = [each for each in arguments if each.partition("=")[0] == CHECK]
+    if checks:
+        _check(script, [each for each in arguments if each not in checks], checks[-1].partition("=")[2])
+        return
     show_log()
     launched, alike = "RANK" in job, job.get("LOCAL_WORLD_SIZE") == job.get("WORLD_SIZE")
     with rank_guard() if not alike else refused_together() if launched else nullcontext():
@@ -67,6 +75,17 @@ def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) ->
         sys.argv = [str(script), *others]
         sys.path[0] = str(script.resolve().parent)
         runpy.run_path(str(script), run_name="__main__")
+
+
+def _check(script: Path, arguments: list[str], devices: str) -> None:
+    """Print the advice for a launch on its first rank."""
+    from megatron_pipemem.cli.advise import advise_words
+
+    if devices and not devices.isdecimal():
+        raise UnsupportedError("bad-number", f"{CHECK}={devices}: give the number of devices of the run")
+    _checked(False, script, arguments)
+    if os.environ.get("RANK", "0") == "0":
+        advise_words([str(script), *arguments], int(devices or os.environ.get("WORLD_SIZE", 0)) or None)
 
 
 def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Request | None, list[str]]:

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from refusals import check_refusal
 
 pytest.importorskip("megatron.training")
 
@@ -78,3 +79,32 @@ def test_the_run_is_written_as_a_run_file(pipemem, script, tmp_path):
 def test_bad_input_is_named(refuses, script, arguments, code):
     line = refuses("advise", *(each.format(script=script) for each in arguments))
     assert line.endswith(f"[{code}]")
+
+
+def test_a_launch_checks_itself_and_leaves(pipemem, script, tmp_path, monkeypatch):
+    program = tmp_path / "pretrain_gpt.py"
+    program.write_text("raise SystemExit('it trains')", encoding="utf-8")
+    flags = shlex.split(SCRIPT.split(".py ${MODEL_ARGS[@]}")[1].replace("\\\n", " "))[:-2]
+    model = SCRIPT.split("(\n")[1].split(")\n")[0].split()
+    start = ("run", str(program), *model, *flags)
+    shown = pipemem(*start, "--pipemem-check=16", "--vocab-size", "128256").stdout
+    assert shown.splitlines()[-2:] == pipemem("advise", script, "--env", "NNODES=2").stdout.splitlines()[-2:]
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("RANK", "0")
+    assert pipemem(*start, "--pipemem-check", "--vocab-size", "128256").stdout == shown
+    monkeypatch.setenv("RANK", "3")
+    assert pipemem(*start, "--pipemem-check", "--vocab-size", "128256").stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("added", "code", "told"),
+    [
+        (["--pipemem-check=many"], "bad-number", ("many",)),
+        (["--pipemem-check", "--pipemem-schedule", "v-hlaf"], "unknown-schedule", ("v-half",)),
+        (["--pipemem-check"], "unknown-size", ()),
+    ],
+)
+def test_a_launch_that_cannot_be_checked_says_so(refuses, tmp_path, added, code, told):
+    program = tmp_path / "pretrain_gpt.py"
+    program.write_text("raise SystemExit('it trains')", encoding="utf-8")
+    check_refusal(refuses("run", program, "--num-layers", 8, *added), code, *told)
