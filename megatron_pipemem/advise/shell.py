@@ -164,7 +164,8 @@ class _Reader:
 
     def _source(self, name: str) -> None:
         """Read a file of the script. It is looked for by its path, and by the end of it that is known."""
-        known = name.rpartition(UNKNOWN)[2].lstrip("/")
+        _, unknown, known = name.rpartition(UNKNOWN)
+        known = known.lstrip("/") if unknown else known
         path = (self.folder or Path()) / known
         if known and path.is_file():
             self.read(path.read_text(encoding="utf-8", errors="replace"))

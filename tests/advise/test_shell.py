@@ -94,9 +94,10 @@ def test_nothing_is_executed(tmp_path: Path):
     assert not mark.exists()
 
 
-def test_a_sourced_file_is_read(tmp_path: Path):
+@pytest.mark.parametrize("name", ["${HERE}/model.sh", "model.sh", "{folder}/model.sh"])
+def test_a_sourced_file_is_read(tmp_path: Path, name: str):
     (tmp_path / "model.sh").write_text("MODEL=(--num-layers 4)\n", encoding="utf-8")
-    text = 'source "${HERE}/model.sh"\ntorchrun a.py ${MODEL[@]}'
+    text = f'source "{name.replace("{folder}", str(tmp_path))}"\ntorchrun a.py ${{MODEL[@]}}'
     assert training_command(text, folder=tmp_path)[-2:] == ["--num-layers", "4"]
 
 
