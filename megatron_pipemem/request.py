@@ -114,7 +114,7 @@ def _bytes(flag: str, value: Any) -> float | None:
 
 
 def _sent(flag: str, value: Any) -> str | int:
-    """Read the choice of offloaded activations. Commands that simulate also take a number of chunks."""
+    """Return the value of ``--pipemem-offload`` after a check. Commands that simulate also accept a number of chunks."""
     return value if isinstance(value, int) else _one_of(OFFLOAD)("offload", value)
 
 
@@ -218,22 +218,23 @@ class ScheduleOptions:
     )
     weight_inputs: WeightInputs = _field(
         AUTO,
-        "form in which tensors that sequence parallelism gathers wait for W: sharded: this rank's shards, which W gathers "
-        "again; gathered: the whole tensors; auto (default): sharded where the tensor-parallel ranks are of one node",
+        "form in which inputs of linear layers that sequence parallelism gathers are kept until W: sharded: this rank's "
+        "shards, which W gathers again; gathered: the whole tensors; auto (default): sharded where the tensor-parallel "
+        "ranks are of one node",
         choices=WEIGHT_INPUTS,
         page="what-runs-where.md#what-waits-for-w",
     )
     early_weights: str = _field(
         AUTO,
-        "modules whose weight gradients are computed in I, so that nothing of theirs waits for W; auto (default): the second "
-        "matrix of experts that are narrower than the model",
+        "modules whose weight gradients are computed in I, so that their inputs are not kept until W; auto (default): the "
+        "second matrix of experts that are narrower than the model",
         f"auto|none|{','.join(EARLY_WEIGHTS)}",
         read=_early,
         page="what-runs-where.md#what-waits-for-w",
     )
     random: RandomStreams = _field(
         STOCK,
-        "source of first weights and dropout: stock: Megatron's streams of every rank; layerwise: the seed, the "
+        "source of initial weights and dropout: stock: Megatron's streams of every rank; layerwise: the seed, the "
         "iteration, the microbatch and the layer alone, so that every schedule, stock included, trains the same from step 0",
         choices=RANDOM,
         page="troubleshooting.md#my-loss-differs-from-1f1bs-at-step-1",
@@ -302,7 +303,8 @@ class Request(ScheduleOptions):
     offload: str | int = field(default=OFF, metadata={"flag": SENT})
     host_memory: float | None = _field(
         None,
-        f"host memory per node for these, shared by its ranks (default: {DEFAULT_HOST_SHARE:g} of the available memory)",
+        "host memory per node for offloaded activations, shared by its ranks (default: "
+        f"{DEFAULT_HOST_SHARE:g} of the available memory)",
         "XGiB",
         read=_bytes,
     )

@@ -115,7 +115,7 @@ def planned_flags(run: Run) -> list[str]:
 
 
 def _planned(run: Run) -> dict[str, Flags]:
-    """Return the flags of a plan by the key of the run that they come from."""
+    """Return the flags that a plan decides, by the key of the run file that sets them."""
     return {
         "model": _model_flags(run),
         "parallelism": _parallelism_flags(run),
@@ -357,7 +357,7 @@ def plan_parser() -> Parser:
     parser.add_argument(
         "--pipemem-plan",
         metavar="FILE",
-        help="add the flags of a plan by pipemem plan --output: parallelism, layout, schedule; others must not contradict them",
+        help="add the flags of a plan that pipemem plan --output wrote: parallelism, layout, schedule; other flags must agree",
     )
     return parser
 

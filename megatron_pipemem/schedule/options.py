@@ -26,7 +26,7 @@ the model."""
 LAYERWISE: Final = "layerwise"
 RandomStreams = Literal["stock", "layerwise"]
 RANDOM: tuple[RandomStreams, ...] = get_args(RandomStreams)
-"""The source of first weights and dropout: the rank and the order of its forwards, as in Megatron, or the layer."""
+"""The source of initial weights and dropout: the rank and the order of its forwards, as in Megatron, or the layer."""
 MESSAGE_SHAPES = ("step", "message")
 """How ranks learn shapes that differ: all of a step at its start, or each from a header before its message."""
 SHARDED: Final = "sharded"

@@ -1,4 +1,4 @@
-"""Draw first weights and dropout by layer, independent of the layer's device and of the order of passes.
+"""Draw initial weights and dropout by layer, independent of the layer's device and of the order of passes.
 
 Megatron seeds every pipeline rank differently, and the layers of a rank draw one after another from its streams. So
 another placement starts from other weights, and another order of forwards drops other activations. Here every layer and
@@ -121,7 +121,7 @@ def _draw_by_key(module: torch.nn.Module, by_shard: bool, *parts: object) -> Non
 
 
 class LayerwiseRandom(Extension):
-    """Makes first weights and dropout of a run the same for every schedule, Megatron's own included."""
+    """Makes initial weights and dropout of a run the same for every schedule, Megatron's own included."""
 
     only_trains = True
 
