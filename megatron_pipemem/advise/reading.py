@@ -353,7 +353,7 @@ def _experts(flags: _Flags, layers: int, is_hybrid: bool) -> dict[str, Any]:
 
 
 def _expert_layers(flags: _Flags, layers: int) -> dict[str, int]:
-    """Return which layers have experts, of ``--moe-layer-freq N`` or ``([0]*3+[1]*58)``."""
+    """Return the layers that have experts, from ``--moe-layer-freq N`` or ``([0]*3+[1]*58)``."""
     text = str(flags.get("moe-layer-freq"))
     if text.isdecimal():
         return {"moe_every": int(text)}
@@ -366,7 +366,7 @@ def _expert_layers(flags: _Flags, layers: int) -> dict[str, int]:
     if every is None or (every > 1 and dense) or len(has) != layers:
         raise ConfigError(
             "unsupported-model",
-            f"is {text}: experts in other layers than the last ones, or every so many",
+            f"is {text}, which is not supported; give experts to every n-th layer, or to all layers after the dense ones",
             key="--moe-layer-freq",
         )
     return {"moe_every": every, "dense_layers": dense}

@@ -114,12 +114,13 @@ def _megatrons_flags() -> dict[str, dict[str, Any]]:
             [sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        logger.warning("Megatron's parser was not asked about flags: %s", error)
+        logger.warning("the flags are not checked, because Megatron's parser did not start: %s", error)
         return {}
     told = [line for line in done.stdout.splitlines() if line.startswith("FLAGS ")]
     if done.returncode or not told:
         logger.warning(
-            "Megatron's parser was not asked about flags: %s", (done.stderr.strip().splitlines() or ["?"])[-1]
+            "the flags are not checked, because Megatron's parser failed: %s",
+            (done.stderr.strip().splitlines() or ["?"])[-1],
         )
         return {}
     known = json.loads(told[-1].removeprefix("FLAGS "))

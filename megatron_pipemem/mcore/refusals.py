@@ -31,9 +31,7 @@ def _of(config) -> Callable[[str], object]:
 
 
 def check_config(config, *wanted: Refusals) -> None:
-    """Raises:
-    UnsupportedError: the configuration does not go with one of the wanted features.
-    """
+    """Raise an UnsupportedError if the configuration does not go with one of the wanted features."""
     refuse(_of(config), *wanted)
 
 
@@ -48,9 +46,8 @@ def check_sharing(config, schedule: str, placement: Placement) -> None:
     if getattr(config, "mtp_standalone", False) and not placement.is_round_robin:
         raise UnsupportedError(
             "unsupported-placement",
-            f"a stage of multi-token prediction before the last one does not go with schedule {schedule} (placement "
-            f"{placement.name}): its copy of the embedding has to be on the first stage's device, as the last stage is; write "
-            "m beside L in --pipeline-model-parallel-layout",
+            f"schedule {schedule} (placement {placement.name}) needs multi-token prediction on the last stage, whose device "
+            "also has the embedding; write m next to L in --pipeline-model-parallel-layout",
         )
 
 

@@ -46,8 +46,8 @@ def partition(loads: Loads, placement: Placement, start: Sequence[int] | None = 
     if not loads.seconds or placement.replicas > 1:
         raise UnsupportedError(
             "too-few-layers",
-            f"{len(loads.seconds)} layers cannot be cut for {placement.replicas} replicas of the model; give at least one "
-            "layer, and a placement of one replica",
+            f"cannot divide {len(loads.seconds)} layers among stages of {placement.replicas} replicas; give at least one "
+            "layer, and a placement with one replica",
         )
     measure = _Measure(loads, placement)
     if start is not None:

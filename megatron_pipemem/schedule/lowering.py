@@ -285,8 +285,8 @@ def sequence(schedule: Schedule) -> Iterator[tuple[int, Action]]:
             if node not in passed:
                 raise ScheduleError(
                     "collective-order",
-                    "stands in no sequence of all devices' actions: the devices would wait for one another in a circle; use "
-                    "the passes and collectives that with_vocabulary() places",
+                    "can never run: the devices wait for one another's collectives in a circle; use the passes and "
+                    "collectives that with_vocabulary() places",
                     at=(device, position, found.actions[node]),
                 )
 

@@ -164,8 +164,8 @@ def check_overlapped(
     if type(optimizer) is not ChainedOptimizer or not optimizer.grads_states_parallel_group_is_shared():
         raise UnsupportedError(
             "unsupported-setting",
-            "gradient norms of experts and of other parameters are summed over different groups of ranks, and without a "
-            "barrier between steps it must be one sum; pass --use-distributed-optimizer, or drop --pipemem-overlap-steps",
+            "gradient norms of experts and of other parameters are summed over different groups of ranks, but steps without "
+            "a barrier need one group; pass --use-distributed-optimizer, or drop --pipemem-overlap-steps",
         )
     if optimizer.config.clip_grad > 0 and not delays:
         parts_of(optimizer)

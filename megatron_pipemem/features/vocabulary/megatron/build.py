@@ -337,8 +337,8 @@ def cut_vocabulary(
     index = device * t + pg_collection.tp.rank()
     if shards_group.rank() != index:
         raise _uncuttable(
-            f"this rank is {shards_group.rank()} of its model-parallel group, not {index}: vocabulary parallelism needs "
-            "pipeline-major rank orders such as Megatron's default;"
+            f"this rank has number {shards_group.rank()} in its model-parallel group, and vocabulary parallelism needs number "
+            f"{index}: ranks must be ordered by pipeline stage first; use Megatron's default order of ranks, or"
         )
     models: list[Any] = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
     first, last = (_end(models, placement, device, stage) for stage in (0, placement.num_stages - 1))
