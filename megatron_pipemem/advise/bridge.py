@@ -132,7 +132,7 @@ def run_of(
 
 
 def changes(today: Run, other: Run, chunks: int) -> list[str]:
-    """Return the statements that change a recipe's ``config`` from one run to the other, which has so many chunks per rank."""
+    """Return the statements that change a recipe's ``config`` from one run to another with ``chunks`` chunks per rank."""
     found = []
     if other.schedule.name != STOCK:
         found.append(f'megatron_pipemem.enable("{other.schedule.name}")')

@@ -163,7 +163,7 @@ class _Reader:
         self.values[name] = words
 
     def _source(self, name: str) -> None:
-        """Read a file of the script. It is looked for by its path, and by the end of it that is known."""
+        """Read a sourced file, by its path in the script's folder, or by the part of it after the last unknown value."""
         _, unknown, known = name.rpartition(UNKNOWN)
         known = known.lstrip("/") if unknown else known
         path = (self.folder or Path()) / known

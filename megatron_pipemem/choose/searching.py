@@ -1,7 +1,7 @@
 """Searches for the schedule of a request: the fastest order within a memory cap, with offload and recomputation.
 
-Every search ends in one loop that tightens a cap (``tightened``). Steps of one microbatch after another serve to
-count bytes, and as the last resort for a cap.
+A search counts only a part of the memory. So it is repeated under a lower cap until its result keeps the real cap
+(``tightened``). The order that runs one microbatch at a time is the last resort. It also serves to count bytes.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _under_higher_caps(
 def _search(
     request: Request, shape: Shape, knowledge: Knowledge, costs: Costs, placements: Sequence[Placement], effort: float
 ) -> Callable[..., SearchResult]:
-    """Return the search as a function of caps and seconds."""
+    """Return ``search_schedule`` with all arguments but the caps and the seconds."""
     return partial(
         search_schedule,
         num_devices=shape.num_devices,
@@ -259,9 +259,10 @@ def tightened[T](
     attempts: int,
     margin: float = 0.0,
 ) -> tuple[T, Sequence[float]]:
-    """Return a result within the caps, one per device. While it exceeds them, lower the caps by the excess plus ``margin``.
+    """Search for a result within the caps, one per device. Return the last result, and each device's excess over the caps.
 
-    ``find`` returns a result within caps as far as it can count, and the true excess of every device over the asked caps.
+    ``find`` takes caps and returns such a pair: it cannot count all of the memory, so its result may exceed the caps. The
+    search is then repeated with caps lowered by the excess plus ``margin``, in at most ``attempts`` calls of ``find``.
     """
     found, over = find(caps)
     for _ in range(attempts - 1):

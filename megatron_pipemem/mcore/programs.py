@@ -219,7 +219,7 @@ class Programs:
         self._answers.clear()
 
     def cut_is(self, layers: tuple[int, ...]) -> None:
-        """Price stages with these layers each, if the costs are those of a model's parts.
+        """Set the number of layers of each stage, by which costs of layers, embedding and head price the stages.
 
         Raises:
             CostsError: the costs are of a model with another number of layers.

@@ -26,7 +26,10 @@ MINIMUM_GAIN = 0.01
 
 
 class LayersOfStages(Extension):
-    """Say how the model is cut before the first step is planned, so that prices of layers, embedding and head make stages'."""
+    """Pass the number of layers of each stage to the planner before it plans the first step.
+
+    The planner then prices stages by the prices of layers, embedding and head.
+    """
 
     def __init__(self, programs: Programs):
         self._programs = programs

@@ -160,7 +160,7 @@ def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 
 def _ffn_tensors(model: Model, execution: Execution, width: int, within: tuple[str, ...]) -> Iterable[Saved]:
-    """Yield the tensors of a dense FFN. The modules ``within`` make all of them again."""
+    """Yield the tensors of a dense FFN. Recomputing a module of ``within`` makes all of them again."""
     inner = execution.tokens(model) * width / execution.tp * execution.element
     yield Saved("activation's input", inner * (model.projections - 1), "I", within)
     yield Saved("second projection's input", inner, "W", (*within, "activation"))
@@ -169,7 +169,7 @@ def _ffn_tensors(model: Model, execution: Execution, width: int, within: tuple[s
 
 
 def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """Yield the tensors of experts. Tensor-parallel ranks gather the tokens of all of them, and cut the experts."""
+    """Yield the tensors of experts. An expert-tensor-parallel rank has the group's tokens and a part of each expert."""
     n, e = execution.tokens(model), execution.element
     visits = n * execution.expert_visits(model)
     inner = visits * model.expert_width / execution.expert_tp * e

@@ -73,7 +73,7 @@ class Plan:
 
     @cached_property
     def share_of_1f1b(self) -> float | None:
-        """Return the peak of its activations as a share of 1F1B's bytes, with the planner's layers for 1F1B."""
+        """Return the peak of the activations as a share of the bytes of 1F1B with the same parallelism."""
         cut = self.run.parallelism
         linear = Placement.linear(cut.pp)
         whole = bytes_of_1f1b(price(self.run, linear).costs, linear, cut.microbatches)
@@ -185,13 +185,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Group:
-    """A cut with a placement, and the schedules for it."""
+    """A run's parallelism with one placement, and the schedules to consider for them."""
 
     run: Run  # with its parallelism
     step: PlannedStep
     orders: tuple[Order, ...]  # schedules with this placement
     variant: Variant | None  # the variant to apply to them
-    bound: float  # seconds that no step of this cut can beat
+    bound: float  # seconds that no step of the group can beat
     memory_seconds: float  # part of the bound that is due to the memory limit
 
 

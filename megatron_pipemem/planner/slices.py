@@ -32,7 +32,7 @@ from megatron_pipemem.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class Attention:
-    """The part of a stage's microbatch that does not scale with tokens."""
+    """The costs of attention in a stage's microbatch, which slices do not share in proportion to their tokens."""
 
     seconds: Passes = Passes()  # for the whole sequence, the part of F and I that grows with its square
     keys: float = 0.0  # bytes of keys and values
@@ -72,10 +72,10 @@ def run_slices(run: Run, slices: int) -> tuple[int, ...]:
 
 
 def attention(model: Model, execution: Execution, run: Run, kind: str, pace: Passes) -> Attention:
-    """Return the part of one layer that does not scale with tokens."""
+    """Return the costs of attention in one layer, which slices of a sequence do not share in proportion to their tokens."""
     whole = counts.layer_flops(model, execution, kind)
     half = counts.layer_flops(replace(model, sequence=model.sequence // 2), execution, kind)
-    # From a sum of terms that grow with the sequence and with its square, take the latter.
+    # FLOPs are the sum of a linear and a quadratic term in the sequence length. This is the quadratic one.
     square = (whole + half * -2) * 2
     seconds = prices.each_pass(lambda flops, slower: flops * slower / run.cluster.flops, square, pace)
     keys = 2 * execution.tokens(model) * execution.key_groups(model) * model.channels * execution.element

@@ -247,8 +247,8 @@ def is_quantised(tensor: object) -> bool:
 def data_of(tensor: Any) -> tuple[torch.Tensor, ...]:
     """Return the tensors that hold a tensor's bytes: for a quantised tensor of Transformer Engine, its data.
 
-    A quantised tensor has no storage of its own. Every call returns a new empty storage, or one with the size of the
-    values without quantisation. An empty storage holds no bytes, and its address is soon reused.
+    A quantised tensor has no storage of its own. Each call of ``untyped_storage`` returns a new one, which is empty or as
+    large as the values before quantisation. Tensors with an empty storage are left out: its address is soon reused.
     """
     parts = tensor.get_data_tensors() if is_quantised(tensor) else (tensor,)
     listed = (parts,) if isinstance(parts, torch.Tensor) else parts

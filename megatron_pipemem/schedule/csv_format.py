@@ -140,7 +140,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """The contents of a file in our letters, with its messages."""
+    """The contents of a schedule file in this package's notation, messages included."""
 
     rows: tuple[tuple[Cell, ...], ...]  # the cells of every device, in order
     letters: str  # a key of ``LETTERS``

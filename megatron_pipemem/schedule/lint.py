@@ -18,8 +18,8 @@ from megatron_pipemem.schedule.validator import check_microbatch_order, validate
 class Fault:
     """A fault of a table."""
 
-    error: ScheduleError  # the fault and its remedy, in our letters
-    message: str  # the same in the letters of the table
+    error: ScheduleError  # the fault and its remedy, in this package's notation
+    message: str  # the same in the notation of the table
     cell: Cell | None  # the place of the fault; ``None`` if an action is missing
 
     @property

@@ -138,7 +138,7 @@ class MeasuredStep:
         return self._waits[1]
 
     def rerun(self, seconds: Sequence[int], delays: Sequence[int], begins: Sequence[int] = ()) -> Rerun:
-        """Run the step again with other nanoseconds of every node. ``begins`` are per device.
+        """Replay the step with other nanoseconds for each node of the graph. ``begins`` has one time per device.
 
         With its own ``seconds`` and ``delays`` the result is the measured step.
         """
@@ -155,7 +155,7 @@ class MeasuredStep:
         return Rerun(starts, ends, free[: self.schedule.num_devices])
 
     def work_of(self, seconds: Sequence[int]) -> list[int]:
-        """Return the computing time of every device for given times of its nodes."""
+        """Return the computing time of every device, given the nanoseconds of every node of the graph."""
         lanes = self._graph[0].graph.lanes[: self.schedule.num_devices]
         return [sum(seconds[node] for node in nodes) for nodes in lanes]
 

@@ -141,12 +141,12 @@ Price = Several | PartPrices
 
 
 def checked_changes(name: str, value: object) -> Price:
-    """Return changes of held memory as ``numbers`` does, or the prices of parts."""
+    """Return changes of held memory: numbers after a check, or the prices of a model's parts as they are."""
     return value if isinstance(value, PartPrices) else numbers(name, value)
 
 
 def checked_seconds(name: str, value: object, kind: Kind | None = None) -> Price:
-    """Return seconds as ``price`` does, or the prices of parts."""
+    """Return seconds after a check that none is negative: numbers, or the prices of a model's parts."""
     if not isinstance(value, PartPrices):
         return price(name, value, kind)
     parts = (*value.layers, *(value.end_layers or ()), value.first, value.middle, value.last)

@@ -306,10 +306,10 @@ def stream(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float
 def until_they_repeat(
     name: str, run: Callable[[int, Sequence[float]], Sequence[float]], tails: Sequence[float], steps: int = 1
 ) -> tuple[float, tuple[tuple[float, ...], ...]]:
-    """Run steps one after another until they repeat. Return their period, and the end of every device's part of each step.
+    """Run steps one after another until they repeat. Return the period, and per step the time at which each device is free.
 
-    ``run`` returns the ends of a step on every device, given its number and the times at which the devices begin it.
-    ``tails`` has per device the seconds from its end of a step to its beginning of the next.
+    ``run`` takes the number of a step and the time at which each device begins it. It returns the time at which each device
+    ends it. ``tails`` has the seconds of each device between the end of a step and the beginning of the next one.
     """
     begins: tuple[float, ...] = (0.0,) * len(tails)
     found: list[tuple[float, ...]] = []

@@ -345,10 +345,10 @@ class BlockSampler:
 
 
 class PeriodicStarts:
-    """Blocks for given costs, in more and more variations.
+    """Proposes random blocks for given costs.
 
-    The interval is the work of the busiest device if a block then fits the caps, otherwise slightly longer. Under a
-    small cap unequal costs must idle in the steady state too.
+    The first interval is the work of the busiest device. As long as no block fits the caps, the interval gets longer. A
+    device then idles in the steady state too: under a small cap with unequal costs there is no other way.
     """
 
     def __init__(self, problem: Problem, seed: int) -> None:

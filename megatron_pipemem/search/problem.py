@@ -163,7 +163,7 @@ class Problem:
         """Return the memory that must also be free when a pass starts, indexed like ``change``.
 
         A forward leaves room for the rest of its microbatch, for all later chunks, and for the memory of an I.
-        Otherwise the microbatch could never turn round.
+        With less memory the microbatch might never reach its backward.
         """
         n, change, reserve = self.slices, self.change, [0] * len(self.change)
 
@@ -180,10 +180,10 @@ class Problem:
         return tuple(reserve)
 
     def owed(self, c: int, upcoming: Sequence[int]) -> int:
-        """Return the memory that must be free when a slice runs forward, its own included.
+        """Return the memory that must be free before the forward of a slice, its own activations included.
 
-        It covers all remaining forwards of the device's begun microbatches, and an I. Otherwise none of them could
-        turn round.
+        It covers all remaining forwards of the microbatches that the device has begun, and one I. With less memory no
+        microbatch might reach its backward.
         """
         n, change = self.slices, self.change
         forwards = [other for other in self.classes[self.device[c]] if other % 3 == FORWARD]

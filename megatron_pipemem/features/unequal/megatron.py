@@ -224,7 +224,7 @@ def _ends_of_stages(schedule: Schedule) -> list[list[int]]:
 
 
 def _packed(weights: MicrobatchWeights) -> list[float]:
-    """Return all weights in one row, of the same length whatever kinds have their own."""
+    """Return all weights as one list. Its length does not depend on the kinds that have weights of their own."""
     absent = (_NONE,) * len(weights)
     rows = (weights.time, weights.memory or absent, *(weights.kinds.get(kind, absent) for kind in _KINDS))
     return [weight for row in rows for weight in row]

@@ -193,13 +193,16 @@ def device_of(chunks: list[torch.nn.Module]) -> torch.device:
 
 
 class Trial(Protocol):
-    """The first actions of a step, if they may have to run again. Everything that they keep can be dropped."""
+    """The first actions of a step, which run before it is known whether they must be undone.
+
+    The activations that they save can be dropped.
+    """
 
     length: int  # number of actions of this rank
     drain: Order  # messages that this rank posts if they are dropped, so that none stays in flight
 
     def stands(self) -> bool:
-        """Return whether the step may go on, the same on every rank. Asked once, after these actions."""
+        """Return whether the step may go on. The answer is the same on every rank. Called once, after these actions."""
 
     def start_over(self) -> None:
         """Restore everything that these actions have changed, except the messages."""

@@ -346,7 +346,7 @@ def _start_parameter_gather(config, chunks: list[torch.nn.Module]) -> None:
 def _finalizer(
     config, chunks: list[torch.nn.Module], groups: ProcessGroupCollection, force_all_reduce: bool | None
 ) -> Callable[[torch.Tensor | None], None]:
-    """Return Megatron's own summing up of all gradients, where the configuration has one."""
+    """Return a function that calls the configuration's ``finalize_model_grads_func``, or does nothing if there is none."""
 
     def finalize(num_tokens: torch.Tensor | None = None) -> None:
         if config.finalize_model_grads_func is not None:

@@ -26,12 +26,12 @@ Listener = Callable[[Any, torch.Tensor], None]
 class GradientReductions(Extension):
     """Starts each bucket's sum over the data-parallel ranks as soon as no later action adds to its gradients.
 
-    ``--overlap-grad-reduce`` decides whether anything starts early, as in Megatron. Programs for one hardware queue choose
-    the place of the sums themselves, and replicas are summed before: there all buckets start at ``REDUCE_GRAD``.
+    Sums start early only with ``--overlap-grad-reduce``, as in Megatron. All buckets start at ``REDUCE_GRAD`` in two cases:
+    a program for one hardware queue has chosen the place of the sums, and gradients of replicas must be added up first.
 
-    Megatron's check for NaN asks the host twice per bucket, right before its sum. Here the norms stay on the device until
-    the gradients are finalized. One question then covers all of them. Only after a bad answer, or where Megatron compares
-    results of several runs of a step, its own check judges each norm.
+    Megatron's check for NaN makes the host wait twice per bucket, right before its sum. Here the norms stay on the device
+    until the gradients are finalized, and the host reads all of them at once. Megatron's own check of each norm runs only
+    if a norm is not finite, or if Megatron compares the results of several runs of a step.
     """
 
     only_trains = True
@@ -97,7 +97,7 @@ def _overlaps(model) -> bool:
 
 
 def _judges_all() -> bool:
-    """Return whether Megatron wants every result: it counts, compares or spoils them when it runs a step again."""
+    """Return whether Megatron needs every result: it counts and compares them, or injects errors, when it reruns a step."""
     machine = get_rerun_state_machine()
     if machine.mode is RerunMode.DISABLED:
         return False

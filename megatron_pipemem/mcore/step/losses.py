@@ -272,7 +272,7 @@ def _form(data: object) -> bytes:
 
 
 def _is_block(value: object) -> bool:
-    """Return whether a value is a tensor that a shape and bytes describe. Jagged ones, for example, have more to them."""
+    """Return whether a value is a tensor that shape and bytes describe. Sparse and jagged tensors consist of several parts."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
 
 

@@ -48,7 +48,7 @@ class DelayedOptimizer(OverlappedOptimizer):
 
     @property
     def waits(self) -> bool:
-        """Whether there is a version of the weights to be made."""
+        """Return whether the optimizer step of a batch is still to be taken."""
         return self._waiting is not None
 
     def open(self, pipeline: dist.ProcessGroup, on_host: bool) -> None:
@@ -65,7 +65,7 @@ class DelayedOptimizer(OverlappedOptimizer):
         return self._ahead_of(norm, True)
 
     def settle(self) -> None:
-        """Step for the batch that waits, if there is one: wait for its norm, and make the next version of the weights."""
+        """Take the pending optimizer step, if there is one: wait for its norm, and make the next version of the weights."""
         waiting, self._waiting = self._waiting, None
         if waiting is None:
             return

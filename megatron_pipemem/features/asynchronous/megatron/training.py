@@ -244,11 +244,11 @@ class AsynchronousTraining(Extension):
 
     @property
     def _waits(self) -> bool:
-        """Whether a version of the weights is to be made that the last batch has left."""
+        """Return whether the optimizer step of the last batch is still to be taken."""
         return self._delayed is not None and self._delayed.waits
 
     def _weight_bytes(self) -> WeightBytes:
-        """Return the bytes of all versions: as the schedule foretells them, and as they are there."""
+        """Return the bytes of all weight versions, predicted by the schedule and counted."""
         stream, call = self._current
         weights, device = stream.weights, call.device
         planned = call.plan.window.versions_held[device]

@@ -107,10 +107,10 @@ class HeadStage(Protocol):
         """Return the gradient of the stage's output, from this pipeline's part of the gradient of the head's input."""
 
     def look_ahead(self, microbatch: int, embeddings: torch.Tensor) -> None:
-        """Take the embeddings, ``[b, s + 1, h]``, of a microbatch that will run forward next, if the stage looks ahead."""
+        """Take the embeddings, ``[b, s + 1, h]``, of the next microbatch to run forward, for multi-token prediction."""
 
     def ahead_gradient(self, microbatch: int) -> torch.Tensor:
-        """Return the gradient of the embeddings of ``look_ahead``, after the stage has run backward."""
+        """Return the gradient of the embeddings that ``look_ahead`` took, after the stage has run backward."""
 
     def loss(self, microbatch: int, scored: Sequence[Normalised]) -> torch.Tensor | None:
         """Take the token losses of a microbatch, fp32 like ``Batch.labels_of``, and return their gradients if it trains.
