@@ -117,7 +117,7 @@ LAYERWISE = _refusals(
         "use_te_rng_tracker": "Transformer Engine's tracker keeps generators that cannot be set to the stream of a layer",
         "is_inference_rng_tracker": "the tracker for inference keeps no streams",
         "overlap_moe_expert_parallel_comm": "combined 1F1B runs layers in pieces of two microbatches",
-        "init_model_with_meta_device": "a model on the meta device draws its first weights after it is built",
+        "init_model_with_meta_device": "a model on the meta device draws its initial weights after it is built",
         "gtp_weight_remat_size": _STREAMS,
         "expert_gtp_weight_remat_size": _STREAMS,
     },

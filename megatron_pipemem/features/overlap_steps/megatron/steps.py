@@ -73,7 +73,7 @@ class OverlappedSteps(Extension):
         self._optimizer.settle()
 
     def _decide(self, step: Step) -> bool:
-        """Return whether steps of this shape overlap. Every rank of the job asks this at the same time, and gets the same
+        """Return whether steps of this shape overlap. All ranks of the job call this at the same time, and get the same
         answer.
         """
         optimizer = self._optimizer
@@ -82,7 +82,7 @@ class OverlappedSteps(Extension):
         gain = self._gain(step)
         obstacle = next(filter(None, gather(next(iter(joined), None) or self._obstacle(step, gain))), None)
         if obstacle is not None:
-            tell(logger, "steps go on waiting for each other: %s", obstacle, level=logging.WARNING)
+            tell(logger, "steps keep their barrier: %s", obstacle, level=logging.WARNING)
             return False
         if not any(self._gains.values()):
             optimizer.open(step.pipeline.group, on_host=step.programs.queues == (True,))
@@ -90,21 +90,21 @@ class OverlappedSteps(Extension):
         return True
 
     def _gain(self, step: Step) -> float:
-        """Return how many times as fast steps follow each other by the plan of this one."""
+        """Return the speed-up of consecutive steps without a barrier, by the plan of this step."""
         return gain_without_barrier(step.planned.schedule, step.planned.costs)
 
     def _obstacle(self, step: Step, gain: float) -> str | None:
-        """Return why this rank sees no use or no way for steps that overlap."""
+        """Return the reason why overlapping steps are useless or impossible on this rank; ``None`` if there is none."""
         optimizer = self._optimizer.require()
         if gain <= LEAST_GAIN:
             name = step.planned.schedule.name
-            return f"schedule {name} with {step.shape.num_microbatches} microbatches gains nothing otherwise"
+            return f"schedule {name} with {step.shape.num_microbatches} microbatches gains nothing without a barrier"
         if step.tokens is None:
             return "every step begins with an agreement on the lengths of its sequences"
         if any(part.is_stub_optimizer for part in optimizer.chained_optimizers):
             return "a rank trains no parameters"
         if self._optimizer.takes_back and not all(each is None or hasattr(each, "__next__") for each in step.iterators):
-            return "its data cannot be read twice, because next() does not read them"
+            return "a data iterator has no __next__, so a step that starts over could not read its data again"
         return None
 
     def close(self, orderly: bool) -> None:
