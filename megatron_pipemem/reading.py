@@ -66,4 +66,4 @@ def read_json(path: str | Path, kind: str, refusal: type[PipememError] = ConfigE
 
 
 def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

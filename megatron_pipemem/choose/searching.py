@@ -403,9 +403,9 @@ def serial_schedule(
 
 
 def counting(request: Request, num_microbatches: int, knowledge: Knowledge) -> Choice:
-    """Return the schedule of a step that counts the bytes of every action. One microbatch after another holds least.
+    """Return the schedule of a step that counts the bytes of every action: one microbatch at a time, which holds least.
 
-    If the run has counted bytes already, every stage is recomputed selectively.
+    If the run has counted bytes already, the step recomputes every stage selectively, to count the bytes of that.
     """
     placement, name = knowledge.placement, f"{request.schedule} (counting bytes)"
     assert placement is not None, "the model has been built"

@@ -407,7 +407,7 @@ def _check_recompute(model: Model, execution: Execution) -> None:
     ):
         if reason and execution.recomputes(module):
             raise UnsupportedError(
-                "cannot-profile", f"recompute_modules has {module}: {reason}; the formulas of the planner have it"
+                "cannot-profile", f"recompute_modules has {module}: {reason}; give --formulas, which price it"
             )
 
 

@@ -73,7 +73,7 @@ def saves_after(iteration: int) -> bool:
 
 
 def keeps_checkpoints() -> bool:
-    """Return whether the loop saves or loads any."""
+    """Return whether the training loop saves or loads checkpoints."""
     return any(getattr(_arguments(), name, None) for name in ("save", "load"))
 
 

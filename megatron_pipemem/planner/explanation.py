@@ -48,7 +48,7 @@ def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Ca
     stages, slices = schedule.num_stages, schedule.slices
     if len(layers or (0,) * stages) != stages or any(len(each) != stages * slices for each in (memory or {}).values()):
         cut = f" of {slices} slices" * (slices > 1)
-        raise ValueError(f"layers and memory are not those of {stages} stages{cut}")
+        raise ValueError(f"layers or memory do not have one value for each of {stages} stages{cut}")
     iteration = recorded["iteration_seconds"]
     return Case(
         step,

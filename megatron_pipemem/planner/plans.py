@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def hides_messages(self) -> bool:
-        """Return whether it is Megatron's own schedule with messages that only that schedule hides."""
+        """Return whether the plan hides messages within layers in a way that only Megatron's own schedules can."""
         return hides_messages(self.run)
 
     @property

@@ -236,9 +236,9 @@ def shared_out(
 
 
 def loads_of(run: Run, placement: Placement, shared_ends: bool = False) -> tuple[Loads, bool]:
-    """Return the loads of a run's stages, and whether multi-token prediction stays with the head.
+    """Return the loads of a run's layers and ends, and whether multi-token prediction stays on the stage of the head.
 
-    In that case it belongs to the load after the last layer, and is not a piece.
+    If it stays there, its load is part of the load after the last layer. Otherwise it is a layer of its own.
     """
     return _loads(replace(_cut(run, None), shared_ends=shared_ends), placement)
 

@@ -98,9 +98,9 @@ class _Answer:
 
 
 def _answers(program: Program, device: int) -> dict[Action, _Answer]:
-    """Return, for every message to this device, the messages of this device that its sender has used before.
+    """Return, for each message to this device, this device's own messages that the sender had used before it sent it.
 
-    Their memory can be freed when the answer arrives, and the host need not ask the device whether they have left.
+    When such an answer arrives, the memory of those messages can be freed: the host need not query whether they were sent.
     """
     placement, found = program.placement, dict[Action, _Answer]()
     neighbours = (

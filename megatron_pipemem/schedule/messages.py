@@ -115,8 +115,10 @@ def check_posts(places: Places, messages: Mapping[Action, Message], receives: Ma
     known = {message.send for message in messages.values()} | set(receives.values())
     for action, (device, position) in places.items():
         if action.kind in MESSAGES and action not in known:
-            use = "needs it" if action.kind in RECEIVES else "produces it for another device"
-            raise ScheduleError("useless-action", f"no action here {use}; remove it", at=(device, position, action))
+            use = "needs this message" if action.kind in RECEIVES else "produces this message for another device"
+            raise ScheduleError(
+                "useless-action", f"no action of this device {use}; remove it", at=(device, position, action)
+            )
 
 
 def _check_post(post: Action, compute: Action, places: Places, *, after: bool) -> None:

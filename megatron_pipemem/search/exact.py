@@ -109,8 +109,8 @@ class _Steps:
     def _tail(self, pool: int, microbatches: int) -> int:
         """Return the least time from the start of a pass to the end of the step.
 
-        A device still runs the rest of the way of so many microbatches. The first one begins, and the last one ends,
-        as far from the ends of the step as a microbatch takes.
+        ``microbatches`` still have to pass this pool. A device cannot begin its share of their work before the first of
+        them reaches it. After its share, the last of them still has to run to its end.
         """
         begins = list(accumulate((t + lag for t, lag in zip(self._ticks, self._lags[1:], strict=False)), initial=0))
         weight = self._problem.ticks

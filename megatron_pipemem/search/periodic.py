@@ -198,9 +198,10 @@ class PeriodicBlock:
         return cls(problem, interval, tuple(starts))
 
     def delayed(self, after: int) -> PeriodicBlock:
-        """Return the block with one more interval of waiting on the way.
+        """Return the block with some passes delayed by one interval.
 
-        ``after`` is the number of passes of the way that keep their time. With ``-n`` only the ``n``-th W is delayed.
+        The first ``after`` passes of a microbatch's F and I chain keep their times, and the others are delayed. A negative
+        ``after``, ``-n``, delays only the ``n``-th W.
         """
         if after < 0:
             later = {3 * (-after - 1) + WEIGHT}

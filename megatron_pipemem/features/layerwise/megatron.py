@@ -210,9 +210,7 @@ def extensions(*_: object) -> list[Extension]:
 
 
 def _check(config) -> None:
-    """Raises:
-    UnsupportedError: layers of a model with this configuration cannot draw from streams of their own.
-    """
+    """Raise an UnsupportedError if a model with this configuration cannot give each layer random streams of its own."""
     tracker = random.get_cuda_rng_tracker()
     of_tracker = {
         "use_te_rng_tracker": not isinstance(

@@ -194,7 +194,7 @@ def _of(device: int, trips: Sequence[RoundTrip]) -> list[RoundTrip]:
 
 
 def _exact(ends: np.ndarray) -> float:
-    """Return the tolerance of times."""
+    """Return the tolerance for comparing times: a billionth of the last one."""
     return 1e-9 * ends[-1] if len(ends) else 0.0
 
 

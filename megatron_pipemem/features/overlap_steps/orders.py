@@ -41,7 +41,7 @@ class ValidationCut:
                 if not _can_be_dropped(action):
                     raise ScheduleError(
                         "wrong-cut",
-                        "cannot be taken back when a cut is dropped; end the cut before it",
+                        "cannot be undone if the first actions of a step start over; let them end before it",
                         at=(device, position, action),
                     )
         messages = _messages(self.program)

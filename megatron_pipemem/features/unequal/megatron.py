@@ -348,7 +348,7 @@ def _relative(tokens: Sequence[float], full: FullMicrobatch, **more) -> Microbat
 
 
 def _by_flops(batches: Sequence[object], full: FullMicrobatch, config: object, iteration: int) -> MicrobatchWeights:
-    """Linear layers go by tokens, attention by the square of every document; W has no attention."""
+    """Return weights by FLOPs: linear layers by tokens, attention by squared document lengths. W has no attention."""
     contents = [_Contents.of(batch, number) for number, batch in enumerate(batches)]
     if getattr(config, "is_hybrid_model", False):
         raise UnsupportedError(

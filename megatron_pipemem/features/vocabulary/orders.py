@@ -150,7 +150,7 @@ class PassRun:
             self._post(collective, now)
 
     def _post(self, collective: Collective, now: int) -> None:
-        """Post a collective on all devices now. A busy device gets it before its present action."""
+        """Post a collective on all devices now. A busy device posts it before its running action."""
         kind, microbatch = collective
         for device, actions in enumerate(self._lists):
             actions.append(Action(kind, device, microbatch))

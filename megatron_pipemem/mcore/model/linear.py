@@ -234,7 +234,7 @@ def add_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def attach_ddp_hooks(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """Let every weight's W report to the DDP that wraps it. Returns the parameters marked; chunks without DDP have none."""
+    """Let the W of every weight call DDP's hook of that weight. Return the marked parameters; chunks without DDP have none."""
     marked = []
     for chunk in chunks:
         make_hook = getattr(chunk, "_make_backward_post_hook", None)

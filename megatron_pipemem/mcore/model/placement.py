@@ -101,8 +101,8 @@ class ChunkPlacement(Feature):
     def placement(self, num_devices: int, num_chunks: int | None = None) -> Placement:
         """Return the placement on that many devices, or raise an UnsupportedError if Megatron cannot build it.
 
-        ``num_chunks`` are by default those of the model that was built last, or before that of Megatron's virtual
-        pipeline.
+        ``num_chunks`` is by default the number of the model that was built last. Before a model is built, it is the number
+        of Megatron's virtual pipeline stages per rank.
         """
         key = (num_devices, num_chunks or self._num_chunks or virtual_pipeline_size())
         if key not in self._found:
@@ -111,8 +111,8 @@ class ChunkPlacement(Feature):
                 if [stage // num_devices for stage in stages] != list(range(placement.num_chunks)):
                     raise UnsupportedError(
                         "unsupported-placement",
-                        f"placement {placement.name} gives some device other than one stage of every round of "
-                        f"{num_devices}; Megatron can only build placements that do",
+                        f"placement {placement.name} does not give each device one of every {num_devices} consecutive stages, "
+                        "but Megatron can build only such placements; pass another schedule",
                     )
             check_replicas(placement)
             self._found[key] = placement
@@ -317,8 +317,8 @@ def _refuse_generation(module: torch.nn.Module, args: tuple, kwargs: Mapping[str
 
 
 def _tied_weights(chunks: list[torch.nn.Module]) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Return the embedding's weight and the copy of it that a later stage on this device has: a tied head's, or that of
-    multi-token prediction.
+    """Return the embedding's weight and its copy in a later stage on this device. A tied head and multi-token prediction
+    have such a copy.
     """
     embedding = copied = None
     for chunk in chunks:

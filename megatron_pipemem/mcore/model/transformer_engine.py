@@ -211,12 +211,11 @@ def _left_by_backward(module: Any) -> tuple[dict[torch.nn.Parameter, torch.Tenso
 
 
 def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacements:
-    """Return the replacements by which modules keep the shards of gathered tensors for their W, for groups that
-    ``keeps`` names.
+    """Return replacements with which modules keep this rank's shard of a gathered tensor until W, which gathers it again.
 
-    Transformer Engine's backward gathers the input of a column-parallel layer and the output gradient of a row-parallel
-    one. Of a quantised tensor the shard is kept if it was quantised before the gather. A gather that quantises would
-    choose other scaling factors in W, so its result stays gathered.
+    ``keeps`` returns whether shards are kept for a tensor-parallel group. Transformer Engine's backward gathers the input
+    of a column-parallel layer and the output gradient of a row-parallel one. A shard that was quantised before the gather
+    can be kept. A gather that quantises would choose other scaling factors in W, so its whole result is kept.
     """
 
     def gather(original: Callable, inp: Any, process_group, async_op: bool = False, quantizer: Any = None, **others):

@@ -113,7 +113,7 @@ class Traffic:
         return ticket
 
     def join(self, transfer: StartedTransfer) -> list[SavedStorage]:
-        """Order computing after the transfer, and return the storages that no later transfer moves.
+        """Let later computing wait for the transfer. Return the storages that it moved and that no later transfer moves again.
 
         A failed copy raises an OffloadError.
         """

@@ -64,8 +64,9 @@ class LateNorm:
         return LateNorm(self._square, self._everywhere, self._copies, in_single=True)
 
     def is_below(self, limit: float) -> bool:
-        """Return whether Megatron would surely clip nothing. The answer follows from one sum over all ranks of the job, so
-        every rank has the same one. A norm that is no number is below nothing.
+        """Return whether the norm is so far below the limit that Megatron clips nothing. ``False`` if the norm is NaN.
+
+        The answer comes from one sum over all ranks of the job, so it is the same on every rank.
         """
         return self._everywhere.result().item() / self._copies <= (limit * (1 - MARGIN)) ** 2
 

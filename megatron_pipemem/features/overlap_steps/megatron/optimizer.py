@@ -70,7 +70,7 @@ class OverlappedOptimizer:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a step may have to be taken back."""
+        """Return whether the last optimizer step may still have to be undone."""
         return self._pending is not None
 
     def require(self) -> ChainedOptimizer:

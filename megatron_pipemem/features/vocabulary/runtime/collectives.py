@@ -50,7 +50,7 @@ def reduce_sum(tensor: torch.Tensor, destination: int, group: dist.ProcessGroup)
 
 
 def all_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
-    """Sum a tensor over the ranks in place, if two stages look up tokens: embeddings and their gradients."""
+    """Sum a tensor over the ranks in place: embeddings or their gradients, if two stages look up tokens."""
     work = dist.all_reduce(tensor, group=group, async_op=True)
     return Pending(work, lambda: tensor)
 
