@@ -2,9 +2,9 @@
 
 A file may name other files. In place of a dataclass, text is the name of a file of that kind (``model: llama3-8b``), and a
 mapping with the key ``base`` is such a file with changes (``model: {base: llama3-8b, layers: 16}``). A file may have a ``base``
-too. A name is looked up in the kind's ``config_folder``: first beside the file that uses the name, then beside the folder of
+too. A name is looked up in the kind's ``config_folder``: first next to the file that uses the name, then next to the folder of
 that file, then in the package. So ``configs/runs/mine.yaml`` finds ``configs/models/mine.yaml``. The base of a file, and the
-run of a grid, may also lie beside the file. Text that ends in ``.yaml`` is a path, relative to the file that uses it.
+run of a grid, may also be next to the file. Text that ends in ``.yaml`` is a path, relative to the file that uses it.
 
 PyYAML reads the text, with these changes: ``1e-4`` is a number, dates are text, and a key must not stand twice in a mapping.
 Tags are refused, and so are deep nesting and anchors that repeat each other, which take unbounded stack or memory.

@@ -261,7 +261,7 @@ class Execution(Limited):
         return self.etp or self.tp
 
     def expert_replicas(self, replicas: int) -> float:
-        """Return how many ranks hold the same part of the same experts, of so many that hold the same other layers."""
+        """Return the number of ranks with the same expert weights, if ``replicas`` ranks have the same other layers."""
         return replicas * self.tp / (self.expert_tp * self.ep)
 
     def tokens(self, model: Model) -> float:

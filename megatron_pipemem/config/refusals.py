@@ -126,7 +126,7 @@ VOCABULARY = _refusals(
     " with vocabulary parallelism",
     {
         "mtp_standalone": "a stage of multi-token prediction gets its embeddings on the rank that has the input of the head; "
-        "write m beside L in --pipeline-model-parallel-layout",
+        "write m next to L in --pipeline-model-parallel-layout",
         "mtp_detach_heads": "one pass computes the gradients of the head for all depths",
         "fp32_residual_connection": "the cut head takes inputs in the number format of the parameters",
         "enable_autocast": "the cut head computes in the number format of the parameters; build the model in the format that "

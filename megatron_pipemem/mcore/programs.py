@@ -229,7 +229,7 @@ class Programs:
             self._answers.clear()
 
     def vocabulary_is(self, barriers: int, num_devices: int) -> None:
-        """Plan from now on for a vocabulary that is cut with so many barriers, 0 for a whole one, and price its head."""
+        """Plan from now on for a vocabulary cut with ``barriers`` barriers, 0 for a whole one, and price its head."""
         self.request = self.request.decided(barriers)
         parts = self.costs.part_prices
         if barriers and parts is not None and self.costs.vocabulary is None:

@@ -61,7 +61,7 @@ def check_model(config, splits: bool, recomputes: bool) -> None:
     if getattr(config, "gradient_accumulation_fusion", False) and not layers._grad_accum_fusion_available:
         raise UnsupportedError(
             "not-installed",
-            "gradient accumulation fusion needs Apex's fused_weight_gradient_mlp_cuda for the LM head, beside Transformer "
+            "gradient accumulation fusion needs Apex's fused_weight_gradient_mlp_cuda for the LM head, with Transformer "
             "Engine too, and it is not installed; install Apex with --cuda_ext, or pass --no-gradient-accumulation-fusion",
         )
     # Configurations say so by default, also of local layers where it is not even installed (and its version is 0).
@@ -110,7 +110,7 @@ def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, 
 
 
 def _cannot_be_saved(chunk: torch.nn.Module) -> bool:
-    """Return whether the chunk has an unused head beside the embedding that replaces it. Megatron asserts against that."""
+    """Return whether the chunk has an unused head and the embedding that replaces it. Megatron asserts against that."""
     model = unwrap_model(chunk)
     tied = getattr(model, "share_embeddings_and_output_weights", False) and not model.pre_process
     head = getattr(model, "output_layer", None)

@@ -157,7 +157,7 @@ def facts(plan: Plan) -> dict[str, Any]:
 
 
 def gibibytes(nbytes: float) -> str:
-    """Return GiB as a limit that admits so many bytes: rounded up, to a tenth or, below one GiB, to two digits."""
+    """Return the bytes as a limit in GiB: rounded up, to a tenth or, below one GiB, to two digits."""
     amount = nbytes / GIB
     digits = 1 if amount >= 1 or amount <= 0 else 1 - floor(log10(amount))
     tenths = floor(amount * 10**digits)

@@ -166,7 +166,7 @@ function drawBoxes(pen, run, row, top, from, to) {
   if (to < row.start.length) wait(pen, run, awaited(run, row, to), to ? row.end[to - 1] : 0, row.start[to], top);
 }
 
-// Copies to the host and back run beside the actions: a strip along their lower edge.
+// Copies to the host and back run at the same time as the actions: a strip along their lower edge.
 function drawCopies(pen, run, row, top) {
   for (const [start, stop, shade] of row.copies) {
     if (stop < view.start || start > view.end) continue;

@@ -32,12 +32,12 @@ MAX_CHUNKS = 8
 
 # Passes of all starts that are justified at effort 1, in at least one start.
 _PASSES_TO_JUSTIFY = 20_000
-# Passes of random list schedules, in so many leading placements, if the best one is far from its bound.
+# Passes of random list schedules, and the number of leading placements that get them, if the best is far from its bound.
 _PASSES_TO_VARY = 100_000
 _PLACEMENTS_TO_VARY = 3
 _EFFORT_WHEN_FAR = 2
 _SHARE_OF_OTHERS = 0.2
-# Problems with at most so many passes are solved exactly, all together with so many states at effort 1: half a second.
+# The most passes of a problem that is solved exactly, and the most states of all of them at effort 1: half a second.
 _PASSES_TO_SOLVE = 128
 _STATES = 4000
 # Orders within this factor of the best makespan are polished, which gains one or two per cent.
@@ -240,7 +240,7 @@ def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int]
 
 
 def _misfit(costs: Costs, placement: Placement, slices: int) -> CostsError | None:
-    """Return the error of costs that do not fit a placement with so many slices; ``None`` if they fit."""
+    """Return the error if costs do not fit a placement and a number of slices; ``None`` if they fit."""
     try:
         costs.seconds(placement, slices)
         costs.memory_changes(placement, slices=slices)

@@ -292,7 +292,7 @@ class _Search:
         return [sum(price * weights[k] for price, weights in kinds) for k in range(len(self._weights))]
 
     def _has_time(self, steps: float = 0.0) -> bool:
-        """Return whether there is time for so many simulations of the base."""
+        """Return whether there is time for this number of simulations of the base."""
         return time.perf_counter() + steps * self._pace < self._deadline
 
     def _take(self, found: _Found) -> None:

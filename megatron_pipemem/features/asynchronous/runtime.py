@@ -65,7 +65,7 @@ class WeightVersions:
         return [buffer for buffers in (*self._held.values(), *self._free) for buffer in buffers.values()]
 
     def reserve(self, versions: int) -> None:
-        """Make room for so many versions."""
+        """Allocate buffers until there are ``versions`` in all."""
         while len(self._held) + len(self._free) < versions:
             self._free.append(self._allocate())
 

@@ -115,7 +115,7 @@ def plan_offload(
     always a plan.
 
     ``select`` names the activations that may leave. ``auto`` or ``full``: all. ``half``: those of the longer-lived half of
-    every device's chunks. ``off``: none. A number: those of so many chunks per device. A collection: those of these stages.
+    every device's chunks. ``off``: none. A number: those of this many chunks per device. A collection: those of these stages.
 
     ``memory_cap`` and ``host_budget`` are one number or one per device, in activation units or the unit of ``costs.memory``.
     With a cap, as few activations as possible leave, and the step gets longer only if it must. Without one, the peak is made

@@ -16,7 +16,7 @@ from megatron_pipemem.schedule.schedule import Order, Schedule
 KIND_OF_MODE = {"selective": Kind.RS, "full": Kind.R}
 """The kind that runs every stage again, by mode of ``options.RECOMPUTE``, except ``none`` and ``auto``."""
 
-# A recompute may move ahead by at most so many actions.
+# The largest number of actions by which a recompute may move ahead.
 _AHEAD = (1, 2, 4, 8)
 
 

@@ -13,7 +13,7 @@ import torch
 
 
 class KeyValueCache:
-    """The keys, or the values, of one layer for one sequence of so many tokens. ``hold`` is called with each tensor kept."""
+    """The keys, or the values, of one layer for one sequence. ``hold`` is called with each kept tensor."""
 
     def __init__(self, tokens: int, hold: Callable[[torch.Tensor], object]):
         self._tokens, self._hold = tokens, hold

@@ -278,7 +278,7 @@ class AsynchronousTraining(Extension):
         if not all(gather(saved.batch == stream.batch and saved.fits(self._identity, stream.weights))):
             tell(
                 logger,
-                "the older versions of the weights beside the checkpoint are of another schedule, batch size or split of "
+                "the older versions of the weights next to the checkpoint are of another schedule, batch size or split of "
                 "the model, so the first microbatches use the newest, as at the start of a run",
                 level=logging.WARNING,
             )

@@ -1,7 +1,7 @@
 """Keep the state that a step of Megatron's optimizers changes, and restore it to the bit.
 
 A step changes the optimizer's parameters (fp32 masters, or the model's own if they are fp32), their state (Adam's
-moments) and its counters. The counters may be in the parameter groups, beside the learning rate and the weight decay of
+moments) and its counters. The counters may be in the parameter groups, next to the learning rate and the weight decay of
 the training loop. The model's 16-bit parameters follow from the masters, so they are not kept.
 
 With the distributed optimizer a rank keeps its share. Other ranks' shares of the model's parameters are right again

@@ -33,7 +33,7 @@ _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 
 @dataclass(eq=False)
 class KeyValueCaches:
-    """The keys and values of one sequence of so many tokens, in all layers of a chunk. ``hold`` gets every kept tensor."""
+    """The keys and values of one sequence in all layers of a chunk. ``hold`` is called with each kept tensor."""
 
     tokens: int
     hold: Callable[[torch.Tensor], object]
@@ -184,5 +184,5 @@ def _check_attention(attention: Attention) -> None:
 
 
 def boundaries(tokens: Sequence[int]) -> list[tuple[int, int]]:
-    """Return where every slice begins and ends, of slices of so many tokens."""
+    """Return the begin and the end of every slice, given the tokens of each."""
     return list(pairwise(accumulate(tokens, initial=0)))
