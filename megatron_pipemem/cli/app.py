@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import batched
@@ -193,6 +194,13 @@ class _Group(TyperGroup):
         except PipememError as error:
             report_error(with_code(error))
             raise typer.Exit(INVALID if isinstance(error, ScheduleError) else UNUSABLE) from None
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            report_error(
+                f"{str(error.filename)[:40]}... is too long for the name of a file; give a shorter one [no-file]"
+            )
+            raise typer.Exit(UNUSABLE) from None
         except KeyboardInterrupt:
             report_error(f"pipemem {ctx.invoked_subcommand} was interrupted and wrote nothing")
             raise typer.Exit(INTERRUPTED) from None
