@@ -353,7 +353,7 @@ def _experts(flags: _Flags, layers: int, is_hybrid: bool) -> dict[str, Any]:
 
 
 def _expert_layers(flags: _Flags, layers: int) -> dict[str, int]:
-    """Return the layers that have experts, from ``--moe-layer-freq N`` or ``([0]*3+[1]*58)``."""
+    """Return the model keys ``moe_every`` and ``dense_layers`` for ``--moe-layer-freq``: a number, or ``([0]*3+[1]*58)``."""
     text = str(flags.get("moe-layer-freq"))
     if text.isdecimal():
         return {"moe_every": int(text)}

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def programs_for(request: Request) -> Programs:
-    """Return the programs of a run."""
+    """Return the store that makes the programs of a run's steps by the costs of the request. It plans nothing yet."""
     return Programs(request, *prices_of(request.costs))
 
 

@@ -279,7 +279,7 @@ def layer_weight(symbol: str, of: Sizes, sequence: int) -> float:
 
 
 def head_weight(of: Sizes, vocabulary: int) -> float:
-    """Return the weight of the output layer."""
+    """Return the weight of an output layer with ``vocabulary`` rows, in the unit of ``layer_weight``: its matrix elements."""
     return of("hidden_size") * vocabulary
 
 

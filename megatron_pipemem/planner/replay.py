@@ -49,7 +49,7 @@ class Timing(NamedTuple):
 
     @classmethod
     def simulated(cls, schedule: Schedule, costs: Costs, overlaps: bool = False) -> Timing:
-        """Return the timing of any schedule."""
+        """Return the timing of any schedule, simulated. With ``overlaps``, its seconds are the period without a barrier."""
         timeline = simulate(schedule, costs)
         seconds = stream(schedule, costs, steps=1).period if overlaps else timeline.makespan
         return cls(

@@ -179,7 +179,9 @@ def _again(run: Run, placement: Placement, slices: Sequence[_Slice], shared: Seq
 
 
 def _links(slices: Sequence[_Slice]) -> dict[tuple[int, int], float]:
-    """Return the seconds of a link for the messages of all slices. The costs divide them evenly."""
+    """Return the seconds that the messages of all slices of a microbatch take on every link. The costs give each slice an
+    equal share.
+    """
     found: dict[tuple[int, int], float] = {}
     for each in slices:
         assert isinstance(each.step.costs.p2p, Mapping), "the planner prices every link"

@@ -9,10 +9,10 @@ This adds no deadlock. Posts never block. A send is posted before its source wai
 posted before its destination waits for it or for a later message of the edge. So a message waits only for its
 producer, and the schedule has that wait already.
 
-A host may also wait for its whole device at any place (``schedule.waits``). So a receive is never posted before an
-action of its own device on which the message depends, which would hide nothing anyway. It is also never posted after
-an action that depends on actions that the source launches after the send. The first of these two places comes before
-the second, because otherwise the schedule would wait in a circle.
+A host may also wait for its whole device at any place (``schedule.waits``). This limits the place of a receive in its
+device's list. It comes after the last action there on which the message depends. An earlier receive would hide nothing
+anyway. It comes before the first action there that depends on an action launched by the source after the send. Such a
+place exists, because the first limit comes before the second in every schedule without a deadlock.
 
 **With collectives between the actions** (``add_messages_in_sequence``). Messages and collectives may share a queue
 that each device serves strictly in posting order. Then a message holds up all later posts of its device until the

@@ -212,7 +212,8 @@ def _check_there(action: Action, program: Program, places: Mapping[Action, tuple
     if device != home:
         raise ScheduleError(
             "misplaced-action",
-            f"has no stage {action.stage} to add to {_others(action, program)}; device {home} has it, so move it there",
+            f"is on device {device}, which has no stage {action.stage}; move it to device {home}, because "
+            f"{_others(action, program)} waits for it",
             at=(device, position, action),
         )
 

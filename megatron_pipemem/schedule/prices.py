@@ -141,7 +141,7 @@ Price = Several | PartPrices
 
 
 def checked_changes(name: str, value: object) -> Price:
-    """Return changes of held memory: numbers after a check, or the prices of a model's parts as they are."""
+    """Check the memory that passes take or free, and return it. Prices of a model's parts are returned without a check."""
     return value if isinstance(value, PartPrices) else numbers(name, value)
 
 

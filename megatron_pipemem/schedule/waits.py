@@ -132,7 +132,13 @@ class QueueRun:
 
 
 def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
-    """Run a program whose messages match."""
+    """Simulate a program in the strict model of one hardware queue per device, and return the times of its actions.
+
+    Both ends of every message must have been checked to match.
+
+    Raises:
+        ScheduleError: a deadlock.
+    """
     prices = ActionPrices(program.schedule, costs or Costs())
     lanes, actions = numbered(program.actions), [action for order in program.actions for action in order]
     meetings = _meetings(program, prices)

@@ -276,7 +276,7 @@ def _nothing_fits(
 
 
 def _justify_starts(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
-    """Improve the families' orders, the fastest first, and then list schedules."""
+    """Justify starting orders while time is left: first those of the families, by time, and then those of list scheduling."""
 
     def starts() -> Iterator[tuple[Exploration, str, Timetable]]:
         offered = [(seconds, i, name, table) for i, e in enumerate(explorations) for seconds, name, table in e.starts]

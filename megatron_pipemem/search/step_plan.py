@@ -85,8 +85,8 @@ class Dispatcher:
     def run(self, order: Sequence[int], ahead: Ahead = None) -> Dispatched | None:
         """Run the microbatches in this order; ``None`` if the cap blocks a device. This is a hot loop, and so one function.
 
-        ``order`` has for every position the index of its microbatch in the weights. ``ahead`` is per device the most
-        forwards that wait for their backward; ``None`` for as many as the cap admits.
+        ``order`` lists the microbatches by their index in the weights. ``ahead`` has the largest number of forwards that
+        may wait for their backward, per device. ``None`` admits as many as the cap allows.
         """
         stages_of, device_of, caps = self._base.placement.stages, self._base.placement.devices, self._caps
         last, m, trains, split = len(device_of) - 1, len(order), self._trains, self._split

@@ -1,8 +1,8 @@
 """Keep several versions of a stage's weights, and show its parameters the version that an action uses.
 
-Every version is one flat buffer per element type. Parameters point into the version that an action uses, so nothing is
-copied per microbatch. The optimizer updates in place. A version that is still needed is copied to a free buffer before,
-and another one becomes the next version.
+Every version is one flat buffer per element type. Parameters are views of the version that an action uses, so nothing is
+copied per microbatch. The optimizer updates in place. If later actions still need the newest version, its values are
+first copied to a free buffer, which the optimizer then updates.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ Buffers = dict[torch.dtype, torch.Tensor]
 
 
 class WeightVersions:
-    """The weights of one stage. Versions are numbered from the newest at some moment (``renumber``).
+    """Several versions of the weights of a rank's chunks.
 
-    The memory of the parameters moves into the first buffer.
+    Every update makes a version with the next number. The first one is 0, until ``renumber`` shifts all numbers. The
+    parameters' values are copied into the buffers of version 0, and the parameters become views of these buffers.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]):
@@ -48,7 +49,7 @@ class WeightVersions:
 
     @property
     def sizes(self) -> Mapping[torch.dtype, int]:
-        """Elements of a version's buffers."""
+        """Number of elements of a version's buffers, by element type."""
         return self._sizes
 
     @property
@@ -58,7 +59,7 @@ class WeightVersions:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all buffers."""
+        """Bytes of all buffers, free ones included."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers())
 
     def buffers(self) -> list[torch.Tensor]:
@@ -70,7 +71,7 @@ class WeightVersions:
             self._free.append(self._allocate())
 
     def show(self, version: int) -> None:
-        """Point the parameters into a version."""
+        """Make the parameters views of a version's buffers."""
         if version == self._shown:
             return
         for parameter, view in zip(self._parameters, self._views(version), strict=True):
@@ -78,9 +79,9 @@ class WeightVersions:
         self._shown = version
 
     def advance(self, needed: Collection[int]) -> None:
-        """Begin the next version. The parameters show it, with the values of the one before, ready for the optimizer.
+        """Begin the next version with the values of the newest, and show it, so that the optimizer can update it.
 
-        ``needed`` are the earlier versions that are still to be used. All others are dropped.
+        ``needed`` has the versions that later actions still use. All others are dropped.
         """
         for version in [v for v in self._held if v != self.newest and v not in needed]:
             self._free.append(self._held.pop(version))
@@ -101,30 +102,30 @@ class WeightVersions:
         self._shown = None if self._shown is None else self._shown + by
 
     def keep_only_newest(self) -> None:
-        """Forget the older versions, and show the newest."""
+        """Drop the older versions, and show the newest."""
         self.show(self.newest)
         self._free += map(self._held.pop, self.older())
 
     def forget_updates(self) -> None:
-        """Hide updates from autograd that change no weights of a kept graph.
+        """Reset the counters by which autograd notices that parameters were changed in place.
 
-        Autograd counts the in-place changes of a parameter, and refuses graphs that saved it before. These graphs are
-        right: the changes went to another buffer, and backwards see the version of their forwards.
+        Autograd refuses the backward of a graph that saved a parameter before its last change. Here such backwards are
+        right: the change went to another buffer, and the parameter shows the version of the forward again.
         """
         torch._C._autograd._unsafe_set_version_counter(tuple(self._parameters), tuple(self._counters))
 
     def older(self) -> dict[int, Buffers]:
-        """Return all versions but the newest."""
+        """Return the buffers of all versions but the newest."""
         return {version: buffers for version, buffers in self._held.items() if version != self.newest}
 
     def restore(self, older: Mapping[int, Mapping[torch.dtype, torch.Tensor]]) -> None:
-        """Take in older versions that ``older`` gave; the newest stays as it is."""
+        """Replace all versions but the newest by copies of ``older``, which the method ``older()`` returned."""
         self.keep_only_newest()
         for version, saved in older.items():
             self._copy_to(version, saved)
 
     def _copy_to(self, version: int, source: Mapping[torch.dtype, torch.Tensor]) -> None:
-        """Make a version of these values."""
+        """Make a version with the values of ``source``."""
         self._held[version] = self._free.pop() if self._free else self._allocate()
         for dtype, buffer in self._held[version].items():
             buffer.copy_(source[dtype])
@@ -143,12 +144,14 @@ class WeightVersions:
 
 @dataclass(frozen=True, eq=False)
 class WeightSwitch:
-    """Shows every action of one call its version of the weights, and makes the next version after the actions that
-    update.
+    """Shows every action of a training step its version of the weights, and updates the weights after some actions.
 
-    ``versions`` are those of every forward and backward. ``updates`` has the actions that are followed by the next
-    version, and the versions that are needed then. ``update`` makes it, or only begins it if the training loop updates
-    after the call. ``catch_up`` makes a version that an earlier call has left, before an action uses it.
+    Args:
+        versions: the version of every forward and backward.
+        updates: the actions that are followed by an update, each with the versions that later actions still need.
+        update: makes the next version, given the versions that are still needed. If the training loop steps the
+            optimizer after the training step, it only begins the version.
+        catch_up: makes the version of the step before, if its optimizer step is pending when an action needs it.
     """
 
     weights: WeightVersions

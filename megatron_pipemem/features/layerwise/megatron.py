@@ -1,13 +1,13 @@
 """Draw initial weights and dropout by layer, independent of the layer's device and of the order of passes.
 
-Megatron seeds every pipeline rank differently, and the layers of a rank draw one after another from its streams. So
-another placement starts from other weights, and another order of forwards drops other activations. Here every layer and
-the embedding draw from streams of their own. These begin anew, from a *key*, when the layer is built and in every
-forward. A key is a hash of the run's seed, the iteration, the microbatch, and the layer's number in the whole model.
+Megatron seeds every pipeline rank differently, and all layers of a rank draw from the same random streams. So another
+placement starts from other weights, and another order of forwards drops other activations. Here every layer and the
+embedding have streams of their own. They are seeded by a *key* when the layer is built, and again in every forward. A
+key is a hash of the run's seed, the iteration, the microbatch, and the layer's number in the whole model.
 
-The key of the enclosing part (the model that is built, the microbatch that runs, an outer layer) travels among the
-states of Megatron's tracker. Code that runs a part of a forward again restores the tracker's states, and so restores
-the key.
+A layer's key is derived from the key of what encloses it: the model that is built, the microbatch that runs, or an
+outer layer. That key is kept among the states of Megatron's random tracker. Recomputation restores the tracker's states,
+and so the key.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _KEY = "pipemem-key"
 
 
 def derived(*parts: object) -> int:
-    """Return the key of these parts: an enclosing key or a seed, and the place in it."""
+    """Return the hash of ``parts`` as a key. The first part is a seed or the enclosing key, the others name a place in it."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
 
 
@@ -59,7 +59,7 @@ def _enclosing() -> int | None:
 
 @contextmanager
 def _within(key: int) -> Iterator[None]:
-    """Let layers derive their keys, within this block, from this one."""
+    """Set the key from which layers derive theirs, within this block."""
     tracker = random.get_cuda_rng_tracker()
     outer = tracker.get_states()
     tracker.set_states({**outer, _KEY: key})
@@ -74,11 +74,11 @@ def _within(key: int) -> Iterator[None]:
 
 @contextmanager
 def _drawing(key: int, by_shard: bool = False, is_expert: bool = False) -> Iterator[None]:
-    """Draw random numbers within this block by a key, and continue the earlier streams after it.
+    """Seed all random streams by a key within this block, and continue the earlier streams after it.
 
-    With ``by_shard``, tensor-parallel ranks draw differently outside of the tracker's forks too, for activations that
-    are sharded along the sequence. With ``is_expert`` the key is of one expert, and its numbers are the same on every
-    expert-parallel rank.
+    With ``by_shard``, the default stream also differs between tensor-parallel ranks, for activations that are sharded
+    along the sequence. With ``is_expert``, the key belongs to one expert, so its numbers do not depend on the
+    expert-parallel rank that holds it.
     """
     tracker = random.get_cuda_rng_tracker()
     outer = random._get_all_rng_states()
@@ -104,7 +104,7 @@ def _drawing(key: int, by_shard: bool = False, is_expert: bool = False) -> Itera
 
 
 def _draw_by_key(module: torch.nn.Module, by_shard: bool, *parts: object) -> None:
-    """Let every training forward of a layer or the embedding draw by the key of these parts within the enclosing key."""
+    """Seed every training forward of ``module`` by the key that ``derived`` returns for the enclosing key and ``parts``."""
     running: list[ExitStack] = []
 
     def begin(module: torch.nn.Module, _: tuple) -> None:
@@ -128,7 +128,7 @@ class LayerwiseRandom(Extension):
     def __init__(self) -> None:
         self._models: WeakSet[torch.nn.Module] = WeakSet()
         self._experts: Iterator[int] | None = None
-        """Numbers of those that are being built."""
+        """Numbers of the experts that are being built."""
         self._number: int | None = None
         self._batch = 1
         self._order: Sequence[int] | None = None
@@ -150,7 +150,7 @@ class LayerwiseRandom(Extension):
         return [self]
 
     def extend(self, executor: Executor) -> Handlers:
-        """Note the number of the microbatch that runs: forwards of an asynchronous schedule may be of a later iteration."""
+        """Note the number of the running microbatch. In asynchronous schedules it may belong to a later iteration."""
 
         def noting(handler: Handler) -> Handler:
             def run(each: Instruction) -> None:
@@ -193,7 +193,7 @@ class LayerwiseRandom(Extension):
             raise UnsupportedError(
                 "enabled-too-late",
                 "layerwise random numbers need a GPTModel or a HybridModel that was built after enable(), and this "
-                f"{type(unwrap_model(model)).__name__} is none; leave --pipemem-random out",
+                f"{type(unwrap_model(model)).__name__} is not one; build it after enable(), or leave --pipemem-random out",
             )
         number = self._number
         later, microbatch = (0, int(kwargs["current_microbatch"])) if number is None else divmod(number, self._batch)
@@ -205,7 +205,7 @@ class LayerwiseRandom(Extension):
 
 
 def extensions(*_: object) -> list[Extension]:
-    """Return the extensions of a run, also of Megatron's own schedule."""
+    """Return the extensions of a run. They work with Megatron's own schedule too."""
     return [LayerwiseRandom()]
 
 
@@ -231,10 +231,10 @@ def _build_embedding(original: Callable, embedding, *args, **kwargs) -> None:
 
 
 def _build_module(kind: str, number_of: Callable[[dict], int], original: Callable, spec, *args, **kwargs):
-    """Build a layer as ``build_module`` does, drawing by its key.
+    """Build a layer as ``build_module`` does, with initial weights and dropout from the random streams of its own key.
 
-    ``kind`` separates layers with the same numbers. ``number_of`` returns a layer's number in the whole model from its
-    arguments.
+    ``kind`` separates layers of two kinds that have the same number. ``number_of`` returns the layer's number in the
+    whole model, given the keyword arguments of ``build_module``.
     """
     key = _enclosing()
     if key is None or "layer_number" not in kwargs:
@@ -248,6 +248,6 @@ def _build_module(kind: str, number_of: Callable[[dict], int], original: Callabl
 
 
 def _number_in_model(named: dict) -> int:
-    """Return the number of a layer that is built with its number in its chunk."""
+    """Return a layer's number in the whole model. ``named`` has the arguments of its build, with its number in the chunk."""
     offset = get_transformer_layer_offset(named["config"], named["vp_stage"], named["pg_collection"].pp.rank())
     return named["layer_number"] + offset

@@ -142,7 +142,7 @@ def read_result(path: Path) -> Result | None:
 
 
 def _read(raw: Any, path: Path) -> Result:
-    """Return the result of the JSON of a file."""
+    """Check the parsed JSON of the file ``path``, and return it as the result of a point."""
     try:
         if not isinstance(raw, dict):
             raise ConfigError("wrong-file", "is not the result of a grid's point")

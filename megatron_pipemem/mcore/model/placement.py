@@ -393,7 +393,7 @@ class ProgramChunks:
             self._built.clear()
 
     def _build(self, original: Callable[..., None], *args, **kwargs) -> None:
-        """Initialise a language model as the chunk that its ``vp_stage`` says."""
+        """Initialise a language model as the chunk ``vp_stage`` of this rank, with the layers that the placement gives it."""
         if self.placement.is_in_chunk:  # build_model_chunks() says which
             original(*args, **kwargs)
             return

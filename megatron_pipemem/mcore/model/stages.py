@@ -95,8 +95,9 @@ def _most_tokens(layer: MoELayer, visits: int) -> int:
 
 @contextmanager
 def random_numbers_again(states: tuple) -> Iterator[None]:
-    """Let random numbers be, within this block, those that followed when ``random._get_all_rng_states`` returned
-    ``states``.
+    """Restore the random states that ``random._get_all_rng_states`` returned, within this block.
+
+    The block draws the same random numbers again. After it, the present states continue.
     """
     with random._fork_rng():
         random._set_all_rng_states(*states)

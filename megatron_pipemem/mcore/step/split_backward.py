@@ -33,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 def sharded_replacements(weight_inputs: str) -> Replacements:
-    """Return the replacements by which shards of gathered tensors wait for W (``options.WEIGHT_INPUTS``)."""
+    """Return the replacements of Megatron's functions that keep only this rank's shard of a gathered tensor until W.
+
+    W then gathers the tensor again. ``weight_inputs`` is one of ``options.WEIGHT_INPUTS``.
+    """
     if weight_inputs == GATHERED:
         return []
     keeps: Callable[[dist.ProcessGroup], bool] = within_node if weight_inputs == AUTO else lambda group: True

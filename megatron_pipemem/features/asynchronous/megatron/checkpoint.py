@@ -1,8 +1,8 @@
 """Keep older versions of the weights with Megatron's checkpoints.
 
 A checkpoint holds the newest weights. Microbatches in flight are not saved: their data count as not consumed, and a
-resumed run reads them and runs them forward again. They used older weights, so every rank writes these into the
-checkpoint's folder. Without such files a run begins a new stream with its only version.
+resumed run reads them and runs them forward again. Their forwards used older weights, so every rank writes these into the
+checkpoint's folder. Without such files, a resumed run begins with the newest weights as its only version.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedVersions:
-    """The older weights of a rank, and their place in its stream of batches, when a checkpoint was written."""
+    """The older weight versions of a rank when a checkpoint was written, and the number of batches before it."""
 
     schedule: str  # the family's name and options
     batch: int  # microbatches per step
@@ -32,7 +32,7 @@ class SavedVersions:
     older: Mapping[int, Mapping[torch.dtype, torch.Tensor]]  # versions
 
     def fits(self, schedule: str, weights: WeightVersions) -> bool:
-        """Return whether they are of the same schedule and of weights of the same size."""
+        """Return whether the saved versions belong to ``schedule``, and have the sizes of ``weights``."""
         sizes = weights.sizes
         return self.schedule == schedule and all(
             {dtype: buffer.numel() for dtype, buffer in buffers.items()} == sizes for buffers in self.older.values()
@@ -40,7 +40,10 @@ class SavedVersions:
 
 
 def save(saved_now: Callable[[], SavedVersions | None], original: Callable, iteration, *args, **kwargs):
-    """Save a checkpoint as ``save_checkpoint`` does, and write the data of ``saved_now`` into its folder if it stays."""
+    """Save a checkpoint as ``save_checkpoint`` does, and write the versions that ``saved_now`` returns into its folder.
+
+    Non-persistent checkpoints get no such file.
+    """
     result = original(iteration, *args, **kwargs)
     saved = saved_now()
     if saved is not None and not kwargs.get("non_persistent_ckpt", False):
@@ -52,9 +55,10 @@ def save(saved_now: Callable[[], SavedVersions | None], original: Callable, iter
 
 
 def load(loaded: Callable[[SavedVersions | None], None], original: Callable, *args, load_arg="load", **kwargs):
-    """Load a checkpoint as ``load_checkpoint`` does, and give ``loaded`` the data in its folder.
+    """Load a checkpoint as ``load_checkpoint`` does, and call ``loaded`` with the older versions in its folder.
 
-    Either all ranks get data, or none. ``load_arg`` is the flag that names the folder.
+    ``loaded`` gets ``None`` on all ranks if one rank has no such file. ``load_arg`` is the flag that names the folder:
+    only for ``load`` are versions read.
     """
     result = original(*args, load_arg=load_arg, **kwargs)
     if load_arg == "load":

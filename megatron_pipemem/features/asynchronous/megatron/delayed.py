@@ -1,4 +1,4 @@
-"""Step the optimizer of double-buffered weights without a barrier, just before the version of the step is used."""
+"""Step the optimizer of double-buffered weights without a barrier, just before an action needs the updated weights."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class _Waiting(NamedTuple):
 
 
 class DelayedOptimizer(OverlappedOptimizer):
-    """Takes the optimizer steps of a training loop, each when its gradient norm is known.
+    """Delays the optimizer steps of a training loop until the gradient norm is known.
 
-    A batch's update is not needed before the batch after the next one begins. Until then its gradients wait in memory
-    of their own, while the next batch adds up its gradients in Megatron's. Megatron's own step is then taken with them,
-    with the norm and the learning rate of their batch. No step is taken back. ``weights`` are those of the model, whose
-    next version a step makes.
+    With double-buffered weights, a batch's update is first needed by the batch after the next. Until then its gradients
+    are kept in separate memory, because the next batch accumulates into Megatron's buffers. ``settle`` then takes
+    Megatron's own step with the kept gradients, and with the norm and the learning rate of their batch. No step has to be
+    undone. ``weights`` holds the versions of the model's weights; a step makes the next one.
     """
 
     delays = True
@@ -48,7 +48,7 @@ class DelayedOptimizer(OverlappedOptimizer):
 
     @property
     def waits(self) -> bool:
-        """Return whether the optimizer step of a batch is still to be taken."""
+        """Return whether the optimizer step of a batch is pending."""
         return self._waiting is not None
 
     def open(self, pipeline: dist.ProcessGroup, on_host: bool) -> None:
@@ -59,7 +59,7 @@ class DelayedOptimizer(OverlappedOptimizer):
             self.require().has_grad_norm_group(name)
 
     def _take(self, norm: LateNorm, take_step: Callable[[], tuple]) -> tuple[bool, LateNorm, None]:
-        """Keep the gradients for the step that Megatron is to take with them."""
+        """Keep the gradients and the settings of a step for ``settle``, in place of the step."""
         optimizer = self.require()
         self._waiting = _Waiting(norm, self._keep(optimizer), hyperparameters(optimizer.param_groups))
         return self._ahead_of(norm, True)
@@ -95,7 +95,7 @@ class DelayedOptimizer(OverlappedOptimizer):
         self._kept.clear()
 
     def _keep(self, optimizer: ChainedOptimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return every parameter with its gradient, which is in no memory that anybody else uses."""
+        """Return every parameter with its gradient. Copy gradients out of the buffers that the next batch overwrites."""
         chunks: list[Any] = self._chunks  # of DistributedDataParallel
         shared = {
             buffer.grad_data.untyped_storage().data_ptr()
@@ -119,7 +119,7 @@ class DelayedOptimizer(OverlappedOptimizer):
 
 
 class DelayedSteps(OverlappedSteps):
-    """Lets every rank begin a batch of double-buffered weights as soon as it has done its own part of the one before."""
+    """Lets every rank begin the next batch as soon as its own actions of a batch are done, with double-buffered weights."""
 
     def _gain(self, step: Step) -> float:
         shape, planned = step.shape, step.planned
@@ -131,7 +131,7 @@ class DelayedSteps(OverlappedSteps):
 
 @contextmanager
 def _shadowed(optimizer: ChainedOptimizer, **functions: Callable) -> Iterator[None]:
-    """Have the optimizer call functions in the place of its own for a while."""
+    """Replace methods of the optimizer by ``functions`` within this block."""
     vars(optimizer).update(functions)
     try:
         yield
@@ -142,7 +142,10 @@ def _shadowed(optimizer: ChainedOptimizer, **functions: Callable) -> Iterator[No
 
 @contextmanager
 def _as_they_were(groups: Sequence[tuple[dict, dict]]) -> Iterator[None]:
-    """Give the optimizer's groups the settings of an earlier moment for a while. Other changes stay."""
+    """Give the optimizer's parameter groups their settings of an earlier step within this block.
+
+    ``groups`` pairs each group with those settings. Other changes that the block makes to a group stay.
+    """
     now = [
         (group, {name: group[name] for name, value in earlier.items() if group[name] != value})
         for group, earlier in groups

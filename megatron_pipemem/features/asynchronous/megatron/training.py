@@ -1,4 +1,4 @@
-"""Run training steps whose pipeline is not flushed in between: the state that stays from one call to the next."""
+"""Run the training steps of a pipeline that is not flushed between steps, and keep its state from one call to the next."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WARNING = (
 
 @dataclass
 class _Stream:
-    """A stream of batches through one model, between two calls."""
+    """The state of a pipeline between two steps: its weight versions, and the microbatches in flight."""
 
     chunks: list[torch.nn.Module]  # the model on this rank
     weights: WeightVersions  # their versions
@@ -58,8 +58,9 @@ class _Stream:
     router_scale: torch.Tensor | None = None
 
     def drop(self, waits: bool) -> None:
-        """Leave nothing in flight, and only the newest weights. ``waits`` if another version comes without a further
-        batch.
+        """Drop all microbatches in flight and all older weights.
+
+        ``waits`` says whether the optimizer step of the last batch is pending. It makes one more version.
         """
         self.weights.keep_only_newest()
         self.weights.renumber(-self.weights.newest - waits)
@@ -69,7 +70,7 @@ class _Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowPlan(Choice):
-    """A plan for the calls that stand at one moment of the stream."""
+    """The plan of a training step: the window of the schedule that runs in it. Steps at equal moments share a plan."""
 
     window: windows.Window
 
@@ -79,7 +80,7 @@ class WindowPlan(Choice):
 
 
 class StepCall(NamedTuple):
-    """One training step."""
+    """The plan of the present training step on this rank."""
 
     plan: WindowPlan
     device: int  # this rank's place in the pipeline
@@ -93,7 +94,7 @@ class StageOptimizer:
         self._caught: Any = None
 
     def catch(self, original: Callable, config, model_chunks, *args, **kwargs):
-        """Build the optimizer as ``get_megatron_optimizer`` does, and keep its steps from the loop."""
+        """Build the optimizer as ``get_megatron_optimizer`` does, and let its ``step()`` do nothing: the loop calls it."""
         optimizer = original(config, model_chunks, *args, **kwargs)
         check_config(config, *asynchronous(per_batch=False))
         self.release()
@@ -103,8 +104,9 @@ class StageOptimizer:
         return optimizer
 
     def step(self, chunks: list[Any], reduce: Callable[[], None]) -> None:
-        """Update the parameters with the present gradients, and clear these. ``reduce`` sums them over data-parallel
-        ranks.
+        """Update the parameters with the gradients of ``chunks``, and clear these gradients.
+
+        ``reduce`` first sums the gradients over data-parallel ranks.
         """
         reduce()
         self._caught.prepare_grads()
@@ -126,7 +128,7 @@ class StageOptimizer:
             )
 
     def release(self) -> None:
-        """Give the loop its step back."""
+        """Let the ``step()`` that the training loop calls update the parameters again."""
         if self._caught is not None:
             del self._caught.step
             self._caught = None
@@ -135,8 +137,8 @@ class StageOptimizer:
 class AsynchronousTraining(Extension):
     """Runs the training steps of an asynchronous schedule.
 
-    ``train_steps`` is the number of steps, for loops that are not Megatron's own. ``delayed`` takes the loop's steps if
-    ranks do not wait for each other at the end of a batch.
+    ``train_steps`` is the number of training steps of the run. Loops other than Megatron's need to give it. ``delayed``
+    takes the loop's optimizer steps, if ranks do not wait for each other at the end of a batch.
     """
 
     only_trains = True
@@ -163,9 +165,11 @@ class AsynchronousTraining(Extension):
         return replaced
 
     def choose(self, step: Step) -> Compiled:
-        """Raises:
-        UnsupportedError: the configuration, the batch size or the number of steps is nothing an asynchronous schedule can go
-            on with.
+        """Return the program of the step, from the state that the step before has left.
+
+        Raises:
+            UnsupportedError: asynchronous schedules do not support the configuration, the batch size has changed, or the
+                number of steps is wrong.
         """
         chunks, shape, device = step.chunks, step.shape, step.pipeline.device
         check_asynchronous(step.context.config, chunks, self._loop_updates)
@@ -187,7 +191,7 @@ class AsynchronousTraining(Extension):
 
     @property
     def _current(self) -> tuple[_Stream, StepCall]:
-        """The stream and the call that ``choose`` has begun."""
+        """The pipeline's state and the present step, which ``choose`` has set."""
         assert self._stream is not None and self._call is not None
         return self._stream, self._call
 
@@ -217,7 +221,7 @@ class AsynchronousTraining(Extension):
 
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
-        """If the call fails, everything in flight is dropped and the next one begins a new stream."""
+        """Give the executor the microbatches in flight, and keep those that it leaves. If the step fails, all are dropped."""
         stream, call = self._current
         window = call.plan.window
         # Only this call keeps the forwards in flight: they go when their backwards have run.
@@ -271,7 +275,7 @@ class AsynchronousTraining(Extension):
         return stream
 
     def _take_up(self, stream: _Stream) -> None:
-        """Go on where a checkpoint was written."""
+        """Continue from the older weights next to the loaded checkpoint, if they fit this run."""
         saved, self._saved = self._saved, None
         if saved is None:
             return
@@ -293,14 +297,18 @@ class AsynchronousTraining(Extension):
         return SavedVersions(self._identity, stream.batch, stream.before, stream.weights.older())
 
     def _loaded(self, saved: SavedVersions | None) -> None:
-        """Take note that the model has the weights of a checkpoint: whatever is in flight is of others."""
+        """Drop what is in flight: the model has a checkpoint's weights now. ``saved`` has the older ones, for the next step."""
         if self._stream is not None:
             self._stream.drop(self._waits)
             self._stream = None
         self._saved = saved
 
     def _left(self, stream: _Stream) -> int | None:
-        """Return the number of steps after this one; ``None`` if not known."""
+        """Return the number of training steps after this one; ``None`` if it is unknown.
+
+        Raises:
+            UnsupportedError: the loop runs more steps than it said, or runs one step again.
+        """
         left = steps_left() if self._train_steps is None else self._train_steps - self._steps - 1
         if self._train_steps is not None and left is not None and left < 0:
             raise UnsupportedError(
@@ -346,7 +354,7 @@ class AsynchronousTraining(Extension):
         return self._plans[shape, moment, single_queue]
 
     def close(self, orderly: bool) -> None:
-        """Leave the model with its newest weights, and the loop with its optimizer."""
+        """Show the newest weights in the model, drop what is in flight, and let the training loop step its optimizer again."""
         if self._stream is not None:
             self._stream.drop(self._waits)
             self._stream = None
@@ -355,9 +363,10 @@ class AsynchronousTraining(Extension):
 
 
 def check_asynchronous(config, chunks: list[torch.nn.Module], loop_updates: bool) -> None:
-    """Raise an UnsupportedError for a configuration that needs one set of weights, or one update per step.
+    """Raise an UnsupportedError if the configuration or the model needs one version of the weights, or one update per step.
 
-    ``loop_updates`` says whether the optimizer steps once per call, and not once per microbatch.
+    ``loop_updates`` says whether the training loop steps the optimizer once per batch. Otherwise every microbatch has a
+    step.
     """
     holders = [config, *(getattr(chunk, "ddp_config", None) for chunk in chunks)]
     refuse(

@@ -155,7 +155,7 @@ class SequenceSlices(Extension):
         self._bounds: list[tuple[int, int]] = []
 
     def prepare(self, step: Step) -> None:
-        """Say how long messages are.
+        """Cut the sequences of the step into slices, and set the shape of every slice's messages.
 
         Raises:
             UnsupportedError: the model or its configuration cannot run in slices, or sequences cannot be cut into so many.

@@ -391,10 +391,10 @@ def cut_vocabulary(
 
 
 def shards_of(chunks: list[torch.nn.Module]) -> VocabularyShards:
-    """Return this rank's shards, of wrapped or bare chunks.
+    """Return this rank's shards of embedding and head, which its first chunk holds. The chunks may be wrapped, as by DDP.
 
     Raises:
-        UnsupportedError: the model was built before ``enable()`` or around it.
+        UnsupportedError: the model has no shards, because it was not built by the functions that ``enable()`` replaces.
     """
     model = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
     shards = getattr(model, NAME, None)
