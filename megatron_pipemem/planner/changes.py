@@ -46,7 +46,7 @@ _PARTS = {
 
 
 def _parts_of(values: Sequence[float], counts: Sequence[int]) -> PartPrices:
-    """Divide the values of stages among their layers and the two ends of the model."""
+    """Split the measured values of stages into a price per layer, and the excess of the first and the last stage."""
     each = [value / count for value, count in zip(values, counts, strict=True) if count]
     inner = [value / count for value, count in zip(values[1:-1], counts[1:-1], strict=True) if count]
     usual = median(inner) if inner else min(each, key=abs, default=0.0)
@@ -76,8 +76,10 @@ class MeasuredLayers:
         layers: Sequence[int] | None = None,
         memory: Mapping[Kind, Sequence[float]] | None = None,
     ) -> MeasuredLayers:
-        """Return the layers of a step. ``memory``: per kind of action, the change of the device's bytes, one value
-        per stage.
+        """Return the measured costs of a step's layers.
+
+        ``layers`` has the number per stage. ``memory`` has, per kind of action, the change of the device's bytes per
+        stage.
         """
         stages = step.schedule.placement.model_stages
         counts = tuple(layers or (_PIECES,) * step.schedule.num_stages)[:stages]
@@ -110,7 +112,10 @@ class MeasuredLayers:
         return Costs(seconds[Kind.F], seconds[Kind.I], seconds[Kind.W], p2p, held)
 
     def cut(self, placement: Placement, with_ends: bool = True) -> tuple[int, ...]:
-        """Return the layers of every stage for another placement, balanced by the measurements, or even pieces."""
+        """Return the number of layers of every stage for another placement, balanced by the measured times.
+
+        If the run's layers are unknown, return even numbers of pieces.
+        """
         total = sum(self.counts)
         if not self.are_known:
             return even_layers(total, placement.num_stages)
@@ -124,8 +129,8 @@ class MeasuredLayers:
 def stage_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dict[Kind, tuple[float, ...]]:
     """Return the changes of held bytes by F, I and W, messages included.
 
-    If the backward ran fused, W gives back all that is left. With several slices, W gives back the bytes of B,
-    because a slice's B frees memory that others took.
+    If the run did not split its backwards, W frees everything that F and I hold. With several slices, W frees the bytes
+    that B freed, because B of a slice also frees memory that other slices took.
     """
     stages = len(next(iter(memory.values())))
     none = (0.0,) * stages
@@ -216,11 +221,11 @@ class Case:
 
     @property
     def cap(self) -> str:
-        """Return the peak memory of the run, in the form of a cap."""
+        """Return the peak memory of the run as a value of ``--pipemem-memory-cap``."""
         return f"{self.own.peak:.0f}B" if self.in_bytes else f"{self.own.peak:.4g}"
 
     def flags(self, *flags: str) -> str:
-        """Return flags that change the run. For a stock run they also name our schedule with Megatron's order."""
+        """Return these flags as one text. For a run on stock's schedule, add the flag of our schedule with the same order."""
         stock = megatrons_own(self.schedule.placement.num_chunks)
         ours = f"--pipemem-schedule {stock}" if self.is_stock else ""
         return " ".join(filter(None, (ours, *flags)))
@@ -238,7 +243,7 @@ class Case:
 
 
 def best_changes(case: Case) -> list[Change]:
-    """Return the best change of every kind that is worth it: first those within the run's memory, then by time."""
+    """Return the best change of every kind, if it saves enough: first those within the run's memory, then by time."""
     if case.schedule.placement.replicas > 1 or case.schedule.updates is not None or case.schedule.slices > 1:
         return []
     by_kind: dict[str, list[Change]] = {}
@@ -277,7 +282,7 @@ def _all(case: Case) -> Iterator[Change]:
 
 
 def _layouts(case: Case) -> Iterator[Change]:
-    """Yield the same schedule with its layers divided by their measured times."""
+    """Yield the same schedule with other layers per stage, balanced by their measured times."""
     placement = case.schedule.placement
     if case.layers is None or _is_extended(case.schedule):
         return
@@ -410,7 +415,7 @@ def _vocabularies(case: Case) -> Iterator[Change]:
 
 
 def _ordered(case: Case) -> Iterator[Change]:
-    """Yield the microbatches in a better order, if they are not alike."""
+    """Yield the same schedule with its microbatches in a better order, if their costs differ."""
     if case.ordered or case.own.costs.microbatch is None:
         return
     from megatron_pipemem.search.step_plan import plan_step  # only here, because numpy takes long to load

@@ -6,7 +6,7 @@ nothing in W. The causal half is counted in full, as in the papers and in MFU. N
 nothing. For ``a`` heads of ``h/a`` channels and an FFN of ``4h`` a layer thus takes ``bsh(24h + 4s)`` in F, ``bsh(24h
 + 8s)`` in I and ``24bsh^2`` in W, and the head takes ``2bshV`` in each (arXiv 2401.10241, arXiv 2411.05288).
 
-The weight of a layer is the computing of its forward and backward for one token, in sixths of a FLOP. It is derived
+The weight of a layer is the number of FLOPs of its forward and backward for one token, divided by 6. It is derived
 from Megatron's configuration or a training script's flags. A matrix counts its elements, attention its scores and
 values over the whole sequence, and a Mamba layer its scan.
 """
@@ -195,7 +195,7 @@ def early_share(model: Model, execution: Execution, kind: str) -> float:
 
 @lru_cache(maxsize=1024)
 def attention_share(model: Model) -> float:
-    """Return the share of attention between tokens in F's FLOPs of all layers, counted in full."""
+    """Return the share of attention scores and values in the FLOPs of F, over all layers. The causal half is not cut off."""
     passes = [layer_flops(model, Execution(), kind) for kind in model.all_kinds]
     return 1 - sum(each.weight for each in passes) / sum(each.forward for each in passes)
 
@@ -266,7 +266,7 @@ _DELTA_NET, _SPARSE = "G", "D"  # symbols of layers that the planner cannot pric
 
 
 def layer_weight(symbol: str, of: Sizes, sequence: int) -> float:
-    """Return the weight of one block, given by its ``symbol`` in a hybrid model's pattern; 0 if Megatron refuses its sizes."""
+    """Return the weight of one block (FLOPs per token / 6) by its ``symbol`` in a hybrid pattern; 0 for invalid sizes."""
     if symbol == _DELTA_NET:
         return _delta_net(of)
     # Sparse attention computes scores for a part of the sequence, and an index for the whole.
@@ -284,7 +284,10 @@ def head_weight(of: Sizes, vocabulary: int) -> float:
 
 
 def sizes_of(flags: Mapping[str, object]) -> Sizes:
-    """Return the sizes in a training script's flags (without leading dashes), with Megatron's defaults."""
+    """Return a function from an attribute of Megatron's configuration to its value by a script's flags, or its default.
+
+    ``flags`` has names without leading dashes.
+    """
 
     def of(attribute: str) -> float:
         given = flags.get(_RENAMED.get(attribute, attribute.replace("_", "-")))

@@ -1,13 +1,12 @@
 """Prices of long steps from their repeating part, and of one order under many costs.
 
-A planner prices the same order again and again, for other tensor parallelism or microbatch sizes. The needs of every
-pass are computed once. A replay is then one sweep over the passes, and agrees with ``simulate``.
+A planner prices the same order again and again, for other tensor parallelism or microbatch sizes. The dependencies of
+every pass are computed once. A replay is then one sweep over the passes, and agrees with ``simulate``.
 
-The middle of a long step repeats. Let devices begin with the microbatches in flight at times ``x`` and end their part
-of them at ``A(x)``. A constant added to all of ``x`` is then added to ``A(x)``. So if some more microbatches delay
-the ends of all devices' passes by the same time, equally many further ones do so again. The price of a step of any
-length follows from two short ones. If the delays differ, the step has no rhythm yet, and twice as many microbatches
-are tried.
+The middle of a long step repeats. If all devices reach it later by one time, they also leave it later by that time. So
+compare a short step with one of a few more microbatches. If these delay the last passes of all devices by the same time
+``d``, then equally many further microbatches add ``d`` again, and the price of a step of any length follows. If the
+delays differ, the step does not repeat yet, and twice as many microbatches are tried.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class Timing(NamedTuple):
 def priced(run: Callable[[int], Timing], num_devices: int, num_microbatches: int) -> OrderPrice:
     """Return the price of a step of any length.
 
-    A step with up to about eight microbatches per device, or without a rhythm, runs as a whole. If it is too long for
-    that, it is extended from the longest step that was run.
+    ``run`` prices a step with the given number of microbatches. A step with few microbatches per device is run as a whole.
+    A longer one is extended from two shorter steps once these repeat, or once the next step would have too many actions.
     """
     rhythm, count = _rhythm(num_devices), shortest(num_devices, num_microbatches)
     while 2 * (count + rhythm) < num_microbatches:
@@ -81,12 +80,15 @@ def shortest(num_devices: int, num_microbatches: int) -> int:
 
 
 def _congruent(least: int, number: int, modulus: int) -> int:
-    """Return the least number from ``least`` on that differs from ``number`` by a multiple of ``modulus``."""
+    """Return the smallest number that is at least ``least`` and equals ``number`` modulo ``modulus``."""
     return least + (number - least) % modulus
 
 
 def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> OrderPrice:
-    """Return the price of a step that continues like the longer one. Peaks stay, unless all microbatches are held at once."""
+    """Return the price of a step with more microbatches, from the difference of two steps.
+
+    Peaks are those of the longer step, or grow with the microbatches if a device holds all of them at once.
+    """
     (before, held_before), (after, held_after) = shorter.price, longer.price
     few, many = shorter.schedule.num_microbatches, longer.schedule.num_microbatches
     seconds = after + (num_microbatches - many) / (many - few) * (after - before)
@@ -98,13 +100,13 @@ def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> OrderPr
 
 
 def _rhythm(num_devices: int) -> int:
-    """Return a number of microbatches that fills the groups of all families: groups of ``p``, or of half as many."""
+    """Return the number of microbatches after which the orders of all families repeat. Their groups have p or p/2 of them."""
     whole = lcm(num_devices, -(-num_devices // 2))
     return whole if whole <= _LONGEST_RHYTHM * num_devices else num_devices
 
 
 def _repeats(shorter: Timing, longer: Timing) -> bool:
-    """Return whether the second halves of two steps have the same passes, all later by one time in the longer step."""
+    """Return whether both steps have the same passes in their second halves, all delayed by one time in the longer step."""
     later, rounding = longer.price.seconds - shorter.price.seconds, 1e-9 * longer.price.seconds
     if longer.price.peaks != shorter.price.peaks:
         return False
@@ -119,7 +121,7 @@ def _repeats(shorter: Timing, longer: Timing) -> bool:
 
 
 class Replay:
-    """A schedule of F, I, W and B of whole microbatches, prepared for pricing."""
+    """Prices one schedule under many costs. The schedule has only F, I, W and B of whole microbatches."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -176,7 +178,7 @@ class Replay:
 
 
 def replay(name: str, num_devices: int, num_microbatches: int, chunks: int | None) -> Replay:
-    """Return a replay of a family's schedule."""
+    """Return the replay of a family's schedule, from a cache."""
     kept = _short_replay if num_microbatches <= 3 * _SHORT * num_devices else _long_replay
     return kept(name, num_devices, num_microbatches, chunks)
 

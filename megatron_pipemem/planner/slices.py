@@ -1,7 +1,7 @@
 """The price of a run whose microbatches are cut along their sequences into slices (arXiv 2406.03488, 2504.14519).
 
-A slice is priced as a microbatch with a shorter sequence: its products lose as much to half-empty waves, and its
-messages have the same latency. Only attention differs:
+A slice is priced as a microbatch with a shorter sequence: its matrix products lose as much to partly filled waves of GPU
+blocks, and its messages have the same latency. Only attention differs:
 
 * causal attention of a slice sees the slices before it. A slice from ``x0`` to ``x1``, as shares of the sequence,
 takes ``x1^2 - x0^2`` of the time of the whole sequence. Of ``n`` equal slices, the last one takes ``2 n - 1`` times
@@ -144,12 +144,12 @@ class _Slice:
 
     @property
     def share(self) -> float:
-        """Its share of the sequence."""
+        """The slice's share of the tokens of the sequence."""
         return (self.end - self.begin) / self.sequence
 
     @property
     def earlier(self) -> float:
-        """Share of its attention to keys of earlier slices in the attention of the whole sequence."""
+        """The slice's attention to the keys of earlier slices, as a share of the attention of the whole sequence."""
         return (self.end**2 - self.begin**2) / self.sequence**2 - self.share**2
 
 
@@ -158,7 +158,10 @@ def _each(combine: Callable[[Iterable], float], tables: Sequence[Sequence[float]
 
 
 def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> tuple[float, ...]:
-    """Return the seconds of every stage and slice, from those of short sequences and of the whole sequence's attention."""
+    """Return the seconds of every stage and slice: those of a short sequence, plus attention to the earlier slices.
+
+    ``square`` has the seconds of the whole sequence's attention per stage.
+    """
     parts = [each.step.costs.seconds(each.step.placement)[kind] for each in slices]
     return tuple(
         part[stage] + of_whole * each.earlier
@@ -168,7 +171,7 @@ def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> t
 
 
 def _again(run: Run, placement: Placement, slices: Sequence[_Slice], shared: Sequence[Attention]) -> tuple[float, ...]:
-    """Return the seconds per microbatch of recomputation: those of short sequences, and the rest of attention."""
+    """Return the seconds of recomputation per device and microbatch, with attention to the earlier slices."""
     runs_again = run.execution.recompute == "full" or run.execution.recomputes("core_attn")
     # I computes attention's two products twice, and recomputation computes them once more.
     rest = sum(each.earlier for each in slices) / 3 * runs_again
@@ -193,8 +196,8 @@ def _links(slices: Sequence[_Slice]) -> dict[tuple[int, int], float]:
 def _memory(slices: Sequence[_Slice], keys: Sequence[float], apart: bool) -> dict[Kind, tuple[float, ...]]:
     """Return the change of held bytes by the passes of every stage and slice.
 
-    ``keys`` are the bytes of keys and values of a microbatch, per stage. They are ``apart`` from the bytes of F if
-    all of F's are recomputed.
+    ``keys`` are the bytes of keys and values of a microbatch, per stage. ``apart`` says that the
+    bytes of F do not include them, because all activations of F are recomputed.
     """
     changes: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
     for stage, cached in enumerate(keys):

@@ -29,7 +29,7 @@ _PARAMETERS = ("input_ids", "position_ids", "attention_mask", "decoder_input", "
 
 
 class _Reached(BaseException):
-    """The forward step has called the model. No ``Exception``, so that no handler of the user's takes it for one."""
+    """Ends a forward step at its call of the model. Not an ``Exception``, so that the user's handlers do not catch it."""
 
     def __init__(self, arguments: tuple, keywords: dict):
         super().__init__()
@@ -42,16 +42,14 @@ def _stop(module: torch.nn.Module, arguments: tuple, keywords: dict):
 
 
 class Call(NamedTuple):
-    """Hold a call of the model by the forward step of one microbatch. Either part may be missing, depending on the
-    stage.
-    """
+    """Tokens and labels that the forward step of one microbatch passes to the model. Each is ``None`` if it is not passed."""
 
     tokens: torch.Tensor | None
     labels: torch.Tensor | None
 
 
 class Rereadable(Tape):
-    """A step's samples, to be drawn a second time once it is rewound; after them come new ones."""
+    """A data iterator that keeps a step's samples. After ``rewind()`` it yields them again, and then new ones."""
 
     def __next__(self):
         return next(self._iterator) if self._rewound and not self._seen else super().__next__()
@@ -60,11 +58,10 @@ class Rereadable(Tape):
 def calls_of(
     forward_step: Callable, iterator: Iterator | None, model: torch.nn.Module, num_microbatches: int
 ) -> tuple[list[Call | None], Iterator | None]:
-    """Return the arguments of the model in every microbatch's forward step, and the iterator for the real forwards.
+    """Return the tokens and labels that every forward step passes to the model, and the iterator for the real forwards.
 
-    The entry of a microbatch is ``None`` if its forward step does not call the model. All are ``None``, and no forward
-    step runs, if the data are not read by ``next``, because then they could not be read again. Random numbers stay as
-    they were.
+    The entry of a microbatch is ``None`` if its forward step does not call the model. If the data cannot
+    be read by ``next``, and so not read again, all are ``None`` and no forward step runs. The random state is restored.
     """
     if not (iterator is None or hasattr(iterator, "__next__")):
         return [None] * num_microbatches, iterator
@@ -101,11 +98,10 @@ def _wrapped(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 class Dealer:
-    """Hands the microbatches of one data iterator to chunks, in any order.
+    """Gives the batches of one data iterator to the chunks that need them, in any order.
 
-    The replicas of the model take turns with the batches that Megatron reads for the whole step. A rank with the first
-    stage of one replica and the last stage of the other reads every batch once. ``stream`` is ``None`` if batches
-    arrive another way.
+    Megatron's iterator yields the batches of all replicas of the model. A rank with the first stage of one replica and
+    the last stage of the other reads every batch once. ``stream`` is ``None`` if the rank has no data iterator.
     """
 
     def __init__(self, stream: Iterator | None, num_microbatches: int):
@@ -119,13 +115,13 @@ class Dealer:
         return None if self._stream is None else _Hand(self, self._stream, microbatches)
 
     def all(self) -> list[object]:
-        """Return all batches of the step. They stay here for the chunks."""
+        """Return all batches of the step, and keep them for the chunks."""
         try:
             self._read_up_to(self._num_microbatches - 1)
         except StopIteration:
             raise UnsupportedError(
                 "data-iterator",
-                f"the data iterator ends behind {self._read} of the step's {self._num_microbatches} microbatches; give one "
+                f"the data iterator ends after {self._read} of the step's {self._num_microbatches} microbatches; give one "
                 "that yields a batch per microbatch",
             ) from None
         return [self._waiting[microbatch] for microbatch in range(self._num_microbatches)]
@@ -140,11 +136,11 @@ class Dealer:
             self._read += 1
 
     def _next(self) -> object:
-        assert self._stream is not None, "who has no stream is not asked"
+        assert self._stream is not None, "only a dealer with a stream reads"
         return next(self._stream)
 
     def finish(self) -> None:
-        """Read on to the end of the step, so that the next one begins after it on every rank that reads."""
+        """Read the remaining batches of the step, so that the next step begins at the same batch on every rank that reads."""
         if self._read:
             while self._read < self._num_microbatches:
                 self._next()
@@ -169,9 +165,7 @@ class _Hand(IteratorWrapper):
 
 
 def deal(stream: Iterator | None, schedule: Schedule, device: int) -> tuple[Dealer, list[Iterator | None]]:
-    """Return the dealer of a device's batches, and one iterator per chunk. The schedule has the order of its
-    microbatches.
-    """
+    """Return the dealer of a device's batches, and one iterator per chunk, which yields them in the order of the schedule."""
     dealer = Dealer(stream, schedule.num_microbatches)
     hands = [
         dealer.hand([a.microbatch for a in schedule.orders[device] if a.kind is Kind.F and a.stage == stage])
@@ -195,10 +189,10 @@ class StepShapes(Extension):
     def __init__(self, chunk_placement: ChunkPlacement):
         self._chunk_placement = chunk_placement
         self._untold: set[tuple[bool, bool]] = set()
-        """kinds of steps whose calls of the model do not show tokens"""
+        """Kinds of steps whose calls of the model have no tokens ``[b, s]``."""
 
     def prepare(self, step: Step) -> None:
-        """Agree on the tokens of all microbatches, in the order in which they run, and so on the shapes of their messages."""
+        """Send ``b`` and ``s`` of all microbatches to all ranks of the pipeline, and set the shapes of messages by them."""
         kind = (step.forward_only, step.context.collect_non_loss_data)
         if step.message_shape is None or step.tokens is not None or kind in self._untold:
             return
@@ -217,8 +211,9 @@ class StepShapes(Extension):
         step.message = replace(step.message, shapes=[step.message_shape(*each) for each in step.tokens])
 
     def _own(self, step: Step) -> list[int] | None:
-        """Return ``b`` and ``s`` of every microbatch, zeros where its call does not show them; ``None`` without the first
-        stage.
+        """Return ``b`` and ``s`` of every microbatch, or zeros if its call has no such tokens.
+
+        ``None`` if this rank does not hold the first stage.
         """
         if 0 not in step.pipeline.stages:
             return None
@@ -232,6 +227,6 @@ class StepShapes(Extension):
 
 
 def _shape(call: Call | None) -> Sequence[int]:
-    """Return ``(b, s)`` of the tokens that a call shows, zeros if it shows none."""
+    """Return the shape ``(b, s)`` of a call's tokens; zeros if it has none of that form."""
     tokens = None if call is None else call.tokens
     return tokens.shape if isinstance(tokens, torch.Tensor) and tokens.dim() == 2 else (0, 0)

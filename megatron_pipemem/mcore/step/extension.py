@@ -1,4 +1,4 @@
-"""Describe one step as it stands, and the extensions by which features add to it."""
+"""The state of one training step, and the extensions by which features take part in it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LaunchKind(NamedTuple):
 
 
 class LaunchOrders:
-    """The steps that launch a kernel for the first time.
+    """Chooses the order for one hardware queue for steps that launch a kernel for the first time, and the usual one later.
 
     With ``forced``, all steps run by the order for one hardware queue, on every device.
     """
@@ -74,18 +74,19 @@ class LaunchOrders:
         self._seen: Counter[LaunchKind] = Counter()
 
     def queues(self, device: torch.device) -> tuple[bool, ...]:
-        """Return for each order that a run on this device needs whether it is for one hardware queue. The usual one is
-        first.
+        """Return the orders that a run on this device needs: ``True`` is the order for one hardware queue.
+
+        If both are needed, the usual one is first.
         """
         if self._forced or has_single_queue(device):
             return (True,)
         return (False, True) if waits_at_first_launch(device) else (False,)
 
     def of(self, queues: tuple[bool, ...], kind: LaunchKind) -> bool:
-        """Return whether a step of this kind runs by the order for one hardware queue, the same on all ranks of its
-        pipeline.
+        """Return whether a step of this kind runs by the order for one hardware queue.
 
-        ``queues`` are the orders that its programs have.
+        All ranks of the pipeline get the same answer. ``queues`` has the orders of the programs, as ``queues()`` returns
+        them.
         """
         if len(queues) == 1:
             return queues[0]
@@ -162,8 +163,8 @@ def observe(
 ) -> Observation:
     """Begin to count the bytes and to time the actions of a step.
 
-    The ledger has failed from the start if counting would break the training. It continues the ledger ``earlier`` with
-    the bytes that are still held. ``permanent`` are the tensors that are not activations, by default
+    If counting would break the training, the ledger counts nothing and is marked as failed. It continues the ledger
+    ``earlier`` with the bytes that are still held. ``permanent`` are the tensors that are not activations, by default
     ``permanent_tensors(chunks)``. ``tokens`` are ``(b, s)`` of every microbatch if they differ.
     """
     ledger = None
@@ -290,8 +291,9 @@ class Step:
 
     @cached_property
     def single_queue(self) -> bool:
-        """Return whether the step runs by the order for one hardware queue per rank. Ask after the run has planned
-        anew.
+        """Return whether the step runs by the order for one hardware queue per rank.
+
+        A new plan can change the answer, so ask after the run has planned anew.
         """
         return self.launches.of(self.programs.queues, self.launch_kind)
 

@@ -188,7 +188,7 @@ class ForwardBackward(Feature):
         self.launches.ended(step.launch_kind)
 
     def _try(self, step: Step, trial: Trial, extensions: Sequence[Extension]) -> None:
-        """Run the step's first actions, and make ready to run all of them again if they were in vain."""
+        """Run the step's first actions. If ``trial`` says that they must be undone, undo them, and let the step start over."""
         step.executor.run(trial.length)
         if trial.stands():
             return
@@ -198,7 +198,7 @@ class ForwardBackward(Feature):
         _start_parameter_gather(step.context.config, step.chunks)
 
     def _choose(self, step: Step, extensions: Sequence[Extension]) -> None:
-        """Find the step's program."""
+        """Set the program and the plan of the step: those of an extension, or the run's."""
         self.programs.queues = self.launches.queues(device_of(step.chunks))
         chosen = None
         for extension in extensions:
@@ -213,7 +213,7 @@ class ForwardBackward(Feature):
         self._equip(step, extensions)
 
     def _equip(self, step: Step, extensions: Sequence[Extension]) -> None:
-        """Make the stages of this rank and their executor."""
+        """Make the observation, the stages of this rank and the executor of the step."""
         step.observation = observe(
             step.chunks,
             step.permanent if step.counts_bytes else (),
@@ -263,7 +263,7 @@ class ForwardBackward(Feature):
         return self._pipelines[key]
 
     def close(self) -> None:
-        """Forget everything that steps left for the next one."""
+        """Drop everything that is kept between steps: extensions' state, communicators and programs."""
         orderly = not self._in_step  # after a step that failed, others may be gone, and a backend would wait for them
         for extension in self.extensions:
             extension.close(orderly)
@@ -288,7 +288,10 @@ def _process_groups(p2p_communicator, pg_collection) -> ProcessGroupCollection:
 
 
 def _message_shape(seq_length, micro_batch_size, decoder_seq_length, config, groups, adjust) -> tuple[int, ...] | None:
-    """Shape of every message, ``[s / (cp * tp with SP), b, h]``, or ``None`` if it may differ between microbatches."""
+    """Return the shape of every message, ``[s / (cp * tp), b, h]``; ``None`` if it may differ between microbatches.
+
+    Without sequence parallelism, tp counts as 1.
+    """
     if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):
         # Behind a stage of multi-token prediction that is not the last, messages have the outputs of all depths.
         return None
@@ -316,8 +319,9 @@ def _message_shape(seq_length, micro_batch_size, decoder_seq_length, config, gro
 
 
 def _shape_of_tokens(config, groups) -> Callable[[int, int], tuple[int, ...]] | None:
-    """Return a function from the tokens' ``(b, s)`` to ``[s / tp with SP, b, h]``; ``None`` if messages have another
-    form.
+    """Return a function from the tokens' ``(b, s)`` to the message shape ``[s / tp, b, h]``; ``None`` if messages differ.
+
+    Without sequence parallelism, tp counts as 1.
     """
     if getattr(config, "mtp_standalone", False):
         return None
@@ -328,14 +332,14 @@ def _shape_of_tokens(config, groups) -> Callable[[int, int], tuple[int, ...]] | 
 def _same_tokens(
     seq_length, micro_batch_size, decoder_seq_length, config, groups, num_microbatches
 ) -> list[tuple[int, int]] | None:
-    """``(b, s / cp)`` of every microbatch, or ``None`` if they may differ."""
+    """Return ``(b, s / cp)`` of every microbatch; ``None`` if microbatches may differ."""
     if config.variable_seq_lengths:
         return None
     return [(micro_batch_size, (decoder_seq_length or seq_length) // groups.cp.size())] * num_microbatches
 
 
 def _start_parameter_gather(config, chunks: list[torch.nn.Module]) -> None:
-    """With overlapped parameter gathering, begin every chunk's before its first forward asks for it."""
+    """Start the parameter gathering of every chunk before its first forward, if Megatron overlaps it."""
     functions = config.param_sync_func
     if functions is None:
         return

@@ -97,7 +97,7 @@ def _overlaps(model) -> bool:
 
 
 def _judges_all() -> bool:
-    """Return whether Megatron needs every result: it counts and compares them, or injects errors, when it reruns a step."""
+    """Return whether Megatron must check every norm itself, because it compares the results of reruns or injects errors."""
     machine = get_rerun_state_machine()
     if machine.mode is RerunMode.DISABLED:
         return False
@@ -106,7 +106,7 @@ def _judges_all() -> bool:
 
 
 def _with_norms(norms: Sequence[torch.Tensor]) -> SimpleNamespace:
-    """Return a bucket group, as Megatron's check reads it, whose buckets have these norms."""
+    """Return a stand-in for a bucket group, from which Megatron's check reads these norms."""
     return SimpleNamespace(
         buckets=[SimpleNamespace(grad_data=SimpleNamespace(norm=lambda p, norm=norm: norm)) for norm in norms]
     )
@@ -115,13 +115,13 @@ def _with_norms(norms: Sequence[torch.Tensor]) -> SimpleNamespace:
 class _EarlyStarts(StepFeature):
     """Starts sums during the last action that adds to the gradients of a stage.
 
-    In a last W, exactly the weights of its queue are still to come. In a last B, a parameter is complete when it has
-    reported as often as in any earlier B of the step; one that has not reported before waits for ``REDUCE_GRAD``.
+    In a last W, exactly the weights in its queue still get a gradient. In a last B, a parameter is complete when it got as
+    many gradients as in any earlier B of the step. A parameter without gradients so far waits for ``REDUCE_GRAD``.
 
     Args:
         step: the step that runs.
         last: the last W or B of each stage whose sums overlap.
-        listening: hands the reports of parameters to a listener.
+        listening: returns a context in which a listener is called with every parameter that gets a gradient.
     """
 
     def __init__(self, step: Step, last: Sequence[Action], listening: Callable):
@@ -178,12 +178,12 @@ class _EarlyStarts(StepFeature):
 class _BucketStarts:
     """The bucket groups of a chunk whose sums have not started.
 
-    They start in Megatron's order. All ranks of a process group must post its collectives in one order, and the reports
-    of parameters may differ between ranks.
+    They start in Megatron's order. All ranks of a process group must post its collectives in one order, and
+    parameters may complete in another order on another rank.
 
     Args:
         model: the chunk, wrapped by Megatron's DDP.
-        pending: how often parameters are still to report. Others are complete.
+        pending: the number of gradients that a parameter still gets. Parameters that are not listed are complete.
         force_all_reduce: as in Megatron.
     """
 
@@ -197,7 +197,7 @@ class _BucketStarts:
         }
 
     def report(self, group: Any, param: torch.Tensor) -> None:
-        """Take a report, and start the groups that it completes.
+        """Count a gradient of ``param``, and start the sums of the groups that it completes.
 
         Raises:
             UnsupportedError: the sum of the group has started, and has missed this gradient.

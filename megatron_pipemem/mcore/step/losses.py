@@ -31,14 +31,14 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Say where a tensor stood."""
+    """Stands for a tensor in the form of data: its element type and shape."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, value: object) -> object:
-        """Return the entry of a value in the form: a leaf for a tensor of one block, any other value as it is."""
+        """Return what stands for ``value`` in a form: a leaf for a dense tensor, otherwise the value, on the host."""
         if isinstance(value, torch.Tensor) and _is_block(value):
             return cls(value.dtype, tuple(value.shape))
         return value.detach().cpu() if isinstance(value, torch.Tensor) else value
@@ -68,7 +68,7 @@ class LossCarrier:
         self._beside: torch.cuda.Stream | None = None
 
     def begin(self, data: object, destination: int, kind: Hashable) -> None:
-        """Start to send the data of a later ``send``, if that needs no answer. Other ranks need not wait for it then."""
+        """Send the data of the next ``send`` now, if their form is known at the other end. That ``send`` then does nothing."""
         if self._known.get((self._group.rank(), destination, kind)) == _form(data):
             self.send(data, destination, kind)
             self._begun = True
@@ -76,8 +76,8 @@ class LossCarrier:
     def send(self, data: object, destination: int, kind: Hashable) -> None:
         """Send nested dictionaries, lists and tuples of tensors and picklable values to a rank of the group.
 
-        It returns at once unless the form of ``data`` differs from that of the last data of this ``kind``. Both ends
-        must name the same kind.
+        It returns at once if ``data`` have the form of the last data of this ``kind`` to this rank. Otherwise the host waits.
+        Both ends must give the same ``kind``.
         """
         if self._begun:
             self._begun = False
@@ -129,7 +129,7 @@ class LossCarrier:
         return _restore(pickle.loads(form), (tensor.to(device) for tensor in tensors))
 
     def finish(self) -> None:
-        """Drop the data that were sent last. They have left long ago."""
+        """Wait until the data that were sent last have left, and free their memory."""
         if self._sent is not None:
             work, _ = self._sent
             work.wait()
@@ -137,13 +137,13 @@ class LossCarrier:
 
 
 class Losses(Extension):
-    """Brings the losses of every step to the last rank of its pipeline, and has those of further depths summed over it."""
+    """Brings the losses of every step to the last pipeline rank, and has those of multi-token prediction summed."""
 
     def __init__(self) -> None:
         self._carriers: dict[dist.ProcessGroup, LossCarrier] = {}
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
-        """Where ranks do not wait for each other at the step's end, the last one does not wait for its losses either."""
+        """Send the losses early if steps have no barrier, so that the last rank does not wait for them at its end."""
         if not step.overlaps or step.single_queue or _ends(step.program.schedule).devices != [step.pipeline.device]:
             return ()
         return [_SentEarly(step, self._carrier(step))]
@@ -166,9 +166,9 @@ class Losses(Extension):
 
 
 class _SentEarly:
-    """Sends the losses of a step, all of them of this rank, when the last one is there.
+    """Sends this rank's losses of a step to the last rank right after the last forward that computes one.
 
-    The backwards of the last rank need it, so that rank ends its step later.
+    The last rank then still has backwards to run, which need that forward. So the losses arrive before its step ends.
     """
 
     def __init__(self, step: Step, carrier: LossCarrier):
@@ -191,14 +191,14 @@ class _SentEarly:
 
 
 class _Ends(NamedTuple):
-    """The stages that compute losses, and their devices in order."""
+    """The stages that compute losses, and their devices in ascending order."""
 
     schedule: Schedule
     stages: set[int]
     devices: list[int]
 
     def forwards(self, device: int) -> list[Action]:
-        """Return the forwards of a device that compute losses, in order: of a sequence in slices, the last one."""
+        """Return the forwards of a device that compute losses, in order. With slices, only a sequence's last one does."""
         slices, order = self.schedule.slices, self.schedule.orders[device]
         forwards = (a for a in order if a.kind is Kind.F and a.stage in self.stages)
         return [a for a in forwards if (a.microbatch + 1) % slices == 0]
@@ -224,8 +224,9 @@ _LOGGED = ("loss_values", "correct_values", "total_values")
 
 
 def sum_depths(step: Step) -> None:
-    """Let Megatron sum the losses of every depth of multi-token prediction over the pipeline too, before it logs them, where
-    the last stages are on other devices than its last one.
+    """Let Megatron sum the losses of multi-token prediction over the pipeline before it logs them.
+
+    This is needed if a last stage is not on the last device, as in a V.
     """
     depths = getattr(step.context.config, "mtp_num_layers", None)
     if not depths or step.pipeline.placement.is_round_robin:
@@ -267,12 +268,12 @@ def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, p
 
 
 def _form(data: object) -> bytes:
-    """Return the form of data, and the parts that are not tensors of one block."""
+    """Return the pickled form of data: leaves in place of its dense tensors, and all other values."""
     return pickle.dumps(tree_map(_Leaf.of, data))
 
 
 def _is_block(value: object) -> bool:
-    """Return whether a value is a tensor that shape and bytes describe. Sparse and jagged tensors consist of several parts."""
+    """Return whether a value is a dense tensor, which shape and bytes describe. Sparse and nested ones have several parts."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
 
 
@@ -281,7 +282,7 @@ def _leaves(form: object) -> list[_Leaf]:
 
 
 def _restore(form: object, tensors: Iterator[torch.Tensor]) -> Any:
-    """Return data of this form, with these tensors in the places of its leaves, and other tensors on this rank's device."""
+    """Return data of ``form`` with ``tensors`` in place of its leaves, and its other tensors on this rank's device."""
 
     def restored(value: object) -> object:
         if isinstance(value, _Leaf):
@@ -292,13 +293,13 @@ def _restore(form: object, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def _buffer(leaves: list[_Leaf]) -> torch.Tensor:
-    """Return bytes for all tensors, after a first one that says whether they are there."""
+    """Return a buffer for all tensors. Its first byte says whether the tensors follow."""
     size = _ALIGNMENT + sum(leaf.padded for leaf in leaves)
     return torch.empty(size, dtype=torch.uint8, device=torch.cuda.current_device())
 
 
 def _places(leaves: list[_Leaf], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the part of the buffer that is each tensor's, as a tensor of its type and shape."""
+    """Yield a view of the buffer for each leaf, with the leaf's element type and shape."""
     start = _ALIGNMENT
     for leaf in leaves:
         yield buffer[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.shape)

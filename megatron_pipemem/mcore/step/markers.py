@@ -26,7 +26,7 @@ Marker = Callable[[Action], AbstractContextManager]
 
 
 class Markers(Extension):
-    """Marks actions where Megatron's flags ask for marks: ``--nvtx-ranges``, ``--otel-enabled``."""
+    """Marks actions if Megatron's flags ``--nvtx-ranges`` or ``--otel-enabled`` are set."""
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         managed_span = _spans_of_megatron()

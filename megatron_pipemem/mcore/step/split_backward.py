@@ -44,10 +44,11 @@ def sharded_replacements(weight_inputs: str) -> Replacements:
 
 
 class SplitBackward(Extension):
-    """Splits backwards if the schedules of a request may need it. Otherwise it lets a ledger count them if bytes may be
-    ``counted``.
+    """Splits the backwards of linear layers if the schedules of a request may need it.
 
-    ``has_run_delayed`` is set once modules of Transformer Engine have left their weight gradients to this extension.
+    Otherwise, with ``counted``, it only replaces linear layers by ones whose saved bytes a ledger can count.
+
+    ``has_run_delayed`` is true after the first step in which Transformer Engine's modules delayed their weight gradients.
     """
 
     def __init__(self, request: Request, counted: bool, weight_inputs: str = AUTO, early: str = AUTO):
