@@ -163,7 +163,7 @@ class _Reader:
         self.values[name] = words
 
     def _source(self, name: str) -> None:
-        """Read a sourced file, by its path in the script's folder, or by the part of it after the last unknown value."""
+        """Read a sourced file, if it is in the script's folder. In a path with unknown values, only the part after them counts."""
         _, unknown, known = name.rpartition(UNKNOWN)
         known = known.lstrip("/") if unknown else known
         path = (self.folder or Path()) / known
@@ -203,7 +203,7 @@ class _Reader:
         return done + ([] if current is None else [current])
 
     def _pieces(self, part: WordPart) -> Iterator[list[str]]:
-        """Yield what stands in a part, each as the words between which it is cut."""
+        """Yield the pieces of a part, texts and values in turn, as words. An unquoted value with spaces has several words."""
         text, place = part.text, 0
         while place < len(text):
             dollar = text.find("$", place)

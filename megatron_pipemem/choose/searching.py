@@ -228,7 +228,7 @@ def searched(request: Request, shape: Shape, knowledge: Knowledge) -> tuple[Plac
 def _known_orders(
     families: Iterable[Schedule], num_microbatches: int, placements: Sequence[Placement]
 ) -> Iterator[tuple[str, Schedule]]:
-    """Yield the orders of these families, and those of uniform repeating with these placements, by name."""
+    """Yield these families' schedules, and the schedules of uniform repeating that have one of the placements, by name."""
     p, m = placements[0].num_devices, num_microbatches
     found = [(schedule.name, schedule) for schedule in families]
     found += [(f"{UNIFORM}, {v} chunks", uniform_repeating(p, m, v)) for v in {each.num_chunks for each in placements}]

@@ -295,7 +295,7 @@ _SHORT = {"single_queue_makespan": "one queue: makespan", "single_queue_bubble_r
 
 
 def _told(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield the facts in words, without those of ``_USUAL``."""
+    """Yield the facts in words, without those that have their value in ``_USUAL``."""
     for key, fact in facts.items():
         if any(each != _USUAL.get(key) for each in (fact if isinstance(fact, list) else [fact])):
             yield _SHORT.get(key, key.replace("_", " ")), _text(key, fact)

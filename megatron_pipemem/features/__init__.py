@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Position(Enum):
-    """Where the extensions of a feature stand among those of a step, which are asked in order."""
+    """The place of a feature's extensions in the order in which a step calls all extensions."""
 
     PLANNING = auto()
     """before the kernel's own: these choose programs"""

@@ -44,7 +44,7 @@ class Symbol:
         return owner, attribute
 
     def resolve(self) -> Callable:
-        """Return the function as it stands.
+        """Return the present function, replaced or not.
 
         Raises:
             UpstreamError: it is missing or its signature lacks a parameter we rely on.
@@ -191,6 +191,6 @@ def megatron_version() -> str:
 
 
 def version_told() -> str:
-    """Return the version of megatron-core in words: which ones were tested where this is none of them."""
+    """Return the version of megatron-core in words. For an untested version, add the tested ones."""
     version = megatron_version().partition("+")[0]  # without the commit that it was built from
     return version if version in TESTED_VERSIONS else f"{version} (tested are {', '.join(TESTED_VERSIONS)})"

@@ -351,8 +351,9 @@ class Programs:
         return placement
 
     def _known(self, placement: Placement | None) -> Knowledge:
-        """Return all knowledge, with that of the host if activations may leave. Every rank of the job calls this at the
-        same time.
+        """Return the facts that a schedule is chosen for, with facts about the host if activations may be offloaded.
+
+        Every rank of the job must call this at the same time.
         """
         known = replace(self.knowledge, placement=placement)
         host = self.host

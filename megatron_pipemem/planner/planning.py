@@ -344,7 +344,7 @@ class _Planner:
         return True
 
     def _vary(self, base: Base, microbatches: int) -> None:
-        """Queue a variant. Its time is that of the given microbatches, plus the work of the busiest device for the rest."""
+        """Queue a variant, simulated with ``microbatches``. Each further one adds the busiest device's work to the time."""
         rest = base.group.run.parallelism.microbatches - microbatches
         group, order, variant = base.group, base.order, base.group.variant
         assert variant is not None

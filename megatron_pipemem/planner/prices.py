@@ -209,7 +209,7 @@ def adam_seconds(cluster: Cluster) -> float:
 
 
 def gather(nbytes: float, ranks: int, link: Link) -> float:
-    """Return the seconds until every rank has all bytes, or until each has the sum of its share of them."""
+    """Return the seconds of an all-gather of ``nbytes`` in all. A reduce-scatter takes as long."""
     return link.seconds(nbytes * (ranks - 1) / ranks) if ranks > 1 else 0.0
 
 

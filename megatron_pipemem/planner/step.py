@@ -221,7 +221,7 @@ def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
 def shared_out(
     loads: Loads, stays: bool, placement: Placement, start: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
-    """Return the layers of every stage by the partition, or those of ``start`` after moving layers away from the slowest rank.
+    """Return the number of layers of every stage by ``partition``. With ``start``, only its slowest rank gives layers away.
 
     With ``stays`` multi-token prediction stays with the head and counts to the last stage.
     """

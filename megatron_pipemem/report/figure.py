@@ -148,7 +148,7 @@ def add_labels(axes: Axes, labels: Sequence[Label]) -> int:
 
 
 def _places_around(spot: _Spot, width: float, height: float, reach: float) -> Iterator[_Box]:
-    """Yield boxes on rings around a point, the nearest first, and right of it before left of it."""
+    """Yield boxes on rings around a point: near ones first, and on a ring those to the right first."""
     ring = _MARKER + 1
     while ring <= reach:
         for turn in sorted(range(-7, 9), key=abs):

@@ -360,7 +360,7 @@ class _Step:
         return _most(shares, cap, whole)
 
     def _in_turn(self, stages: Sequence[int], seconds: Callable[[Chain, int], float]) -> tuple[list[Share], bool]:
-        """Return the shares of ``together`` on some stages, and whether they are those of single slices."""
+        """Return the shares of ``together`` on some stages, and whether each is the share of a single slice."""
         shares = [share for step in self._steps for s in stages for share in together(step, s, seconds)]
         return shares, len(shares) == len(self._chains) * len(stages)
 

@@ -118,7 +118,7 @@ def _ahead_of(consumers: list[int], order: Order) -> list[int]:
 
 
 def _between(edge: Edge, sent: int, position: int, horizons: Horizons) -> int:
-    """Return the place closest to a position at which no host must go on for a posted message to move.
+    """Return the place for a receive, nearest to ``position``, at which hosts may wait for their devices at any action.
 
     Both bounds grow along an edge, so its order stays.
     """

@@ -93,7 +93,7 @@ def _pairs(program: Program, found: Dependencies, messages: Iterable[Message]) -
 
 
 def _fault(found: Dependencies, end: int, other: int, later: int) -> ScheduleError:
-    """Return the error of a post that needs a later action of its own device."""
+    """Return the error for a posted message that needs a later action of its own device to be complete."""
     device = found.graph.lane_of[end]
     first = found.lanes[device].start
     action, after, partner = (found.actions[node] for node in (end, later, other))

@@ -276,7 +276,7 @@ def make_problem(
 
 
 def _stagger(placement: Placement, ticks: Sequence[int], slices: int) -> int:
-    """Return the ticks by which every device's clock is later than that of the device before.
+    """Return the number of ticks by which the clock of each device is later than the clock of the device before it.
 
     It is slightly less than the shortest pass whose result goes to a later device, so that a pass always starts after
     its needs.

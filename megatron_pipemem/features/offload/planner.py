@@ -180,7 +180,7 @@ def lives(order: Order) -> dict[Key, tuple[int, int]]:
 
 
 def useless(device: int, timetable: PassTimes, trips: Sequence[RoundTrip]) -> list[Item]:
-    """Return the items of a device during whose absence no action runs. ``trips`` has those of all devices."""
+    """Return the items of a device that are away while no action of the device runs. ``trips`` has trips of all devices."""
     own = _of(device, trips)
     starts, ends = timetable.starts[device], timetable.ends[device]
     exact = _exact(ends)
@@ -367,7 +367,7 @@ class Planner:
         return min(found)[-1]
 
     def _at_best(self, part: _Part, items: Sequence[Item]) -> tuple[float, ...]:
-        """Return the rank of these items with a channel each. No plan of them, or of fewer, is better."""
+        """Return a bound on the rank of plans that move these items, or some of them: every item has a channel of its own."""
         trips = [RoundTrip(item, item.made, item.used - item.back) for item in items]
         trips = [trip for trip in trips if trip.out + trip.item.out <= trip.back]
         return self._rank([self._group(part, trips, ())])

@@ -102,7 +102,10 @@ def extensions(_: object, __: object, chunk_placement: ChunkPlacement) -> list[E
 
 
 class ReplicaSteps(Extension):
-    """Keeps the communicators of the sums between steps. Does nothing where the model stands on the devices once."""
+    """Sums gradients over the replicas of the model, and keeps the communicators for it between steps.
+
+    Does nothing in schedules with one replica.
+    """
 
     def __init__(self) -> None:
         self._channels: dict[Pipeline, Channels] = {}

@@ -60,8 +60,9 @@ class ReplicaReducer:
         return {Kind.REDUCE_REPLICAS: lambda each: self.post(each.action.stage), Kind.REDUCE_GRAD: reduce_sum}
 
     def post(self, stage: int) -> None:
-        """Take note that the gradients of this stage are complete. The sum starts when those of all replicas on this
-        device are.
+        """Note that the gradients of ``stage`` are complete.
+
+        Start the sum over replicas once the gradients of all replicas of the stage on this device are complete.
         """
         self._posted.add(stage)
         here = self._here(stage)

@@ -249,7 +249,7 @@ def _are_alike(weights: MicrobatchWeights) -> bool:
 
 
 def _relative_to_median(weights: MicrobatchWeights) -> MicrobatchWeights:
-    """Return weights of times that were measured: their costs are those of the median microbatch."""
+    """Return the weights relative to the median microbatch, whose costs have been measured."""
     middle = median(weights.time)
     if middle == 0:
         return weights
@@ -380,7 +380,7 @@ def _by_function(
     config: object,
     iteration: int,
 ) -> MicrobatchWeights:
-    """Call a user's function of this name for every batch.
+    """Return the weights that a user's function returns for the batches. ``name`` is its name in messages.
 
     Raise an UnsupportedError if it fails, and a CostsError if it does not return weights.
     """

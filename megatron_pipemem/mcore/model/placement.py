@@ -55,7 +55,7 @@ class DealtRank(int):
 
 
 class RoundRobinRank(torch.distributed.ProcessGroup):
-    """Stands in for the pipeline group within one chunk: knows rank and size, cannot communicate."""
+    """Stands in for the pipeline group within one chunk. It has a rank and a size, and cannot communicate."""
 
     def rank(self) -> int:
         return DealtRank(super().rank())
@@ -290,9 +290,7 @@ class ChunkPlacement(Feature):
 
 
 class _Chunks(list):
-    """Stand where Megatron asks for the one chunk of a rank: it takes a list as well, but writes an attribute on it
-    first.
-    """
+    """A list of chunks on which attributes can be set. Megatron sets one on the model that it gets, and then accepts a list."""
 
 
 def _select_segment(original: Callable, main_pattern, pp_group, vp_stage, *args, **kwargs):

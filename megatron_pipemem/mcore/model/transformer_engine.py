@@ -88,7 +88,7 @@ def delayed_modules(module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
 
 
 def _hooked_by_module(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield those of the module's own parameters whose gradients are ready when its ``backward_dw()`` says so."""
+    """Yield the module's own parameters, by name, whose gradients are complete after its ``backward_dw()``."""
     for name, parameter in module.named_parameters(recurse=False):
         if getattr(parameter, "skip_backward_post_hook", False):
             yield name, parameter

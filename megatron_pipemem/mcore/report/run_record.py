@@ -362,7 +362,7 @@ class RunRecord:
             self._learn_routing(ledger, stages)
 
     def _learn_routing(self, ledger: ActivationLedger, stages: int) -> None:
-        """Widen the predicted range by the routing of this step: that of the next one may be as uneven."""
+        """Widen the predicted range of bytes to the routing of this step, because the next step may be as uneven."""
         for most, known in self._changes.items():
             seen = bytes_per_action(ledger.entries, stages, most)
             for stage in range(stages):

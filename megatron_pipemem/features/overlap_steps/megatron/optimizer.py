@@ -133,7 +133,7 @@ class OverlappedOptimizer:
         return self._norms.total(own)
 
     def validate(self) -> bool:
-        """Return whether the pending step stands, on every rank alike. If so it is no longer pending."""
+        """Return whether the pending step is valid, the same on every rank. A valid step is no longer pending."""
         assert self._pending is not None
         if not self._is_clean(self._pending):
             return False

@@ -83,7 +83,7 @@ class SlicedModel:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Let the hooks stand within this block; outside of ``running`` they do nothing."""
+        """Register the hooks within this block. They act only within ``running``."""
         with ExitStack() as stack:
 
             def hook(module: torch.nn.Module, before: Callable) -> None:

@@ -283,7 +283,7 @@ class DepartingHead(torch.nn.Module):
         return input.detach().new_full((), float("nan")).expand(tokens, input.size(1), size), None
 
     def losses_without_values(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Stand in the place of the model's cross entropy: ``[b, s]``, for the user's forward step to return as it is."""
+        """Return losses ``[b, s]`` of NaN in place of the model's cross entropy. The forward step returns them unchanged."""
         self.losses = torch.full(labels.shape, float("nan"), device=labels.device)
         return self.losses
 
@@ -408,7 +408,7 @@ def shards_of(chunks: list[torch.nn.Module]) -> VocabularyShards:
 
 
 def shards_group_of(pg_collection) -> dist.ProcessGroup:
-    """Return the ranks of one replica of the model, those of the same pipeline rank side by side."""
+    """Return the model-parallel group, in which the ranks of one pipeline rank are next to each other."""
     group = getattr(pg_collection, "mp", None)
     return parallel_state.get_model_parallel_group() if group is None else group
 
@@ -420,7 +420,7 @@ def _end(models: list[Any], placement: Placement, device: int, stage: int) -> An
 
 
 def _check_ends(model: Any, first: Any, last: Any) -> None:
-    """Raise an UnsupportedError if the ends of the model are not those of Megatron's language models.
+    """Raise an UnsupportedError if embedding or head is not one of the modules that can be cut.
 
     ``model`` is any chunk of this rank. ``first`` and ``last`` are the models of the end stages, if they are on this
     rank.

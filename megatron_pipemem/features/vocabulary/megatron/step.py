@@ -50,7 +50,7 @@ def keep_depths(
 
 
 def weigh(process_mtp_loss: Callable, others: dict, losses: torch.Tensor, hits: torch.Tensor) -> torch.Tensor:
-    """Return the losses of the next token, ``[s, b]``, which bring those of all depths into the backward.
+    """Return the losses of the next token, ``[s, b]``. Their backward includes the losses of multi-token prediction.
 
     ``losses`` are those of the tokens of all depths, ``[(1 + depths) * s, b]``. ``hits`` says which of the labels are
     the likeliest tokens, in the same shape. ``others`` are the model's further arguments of ``process_mtp_loss``.
