@@ -163,7 +163,7 @@ class _Reader:
         self.values[name] = words
 
     def _source(self, name: str) -> None:
-        """Read a sourced file, if it is in the script's folder. In a path with unknown values, only the part after them counts."""
+        """Read a sourced file, if it is in the script's folder. Of a path with unknown values, the part after them is used."""
         _, unknown, known = name.rpartition(UNKNOWN)
         known = known.lstrip("/") if unknown else known
         path = (self.folder or Path()) / known
