@@ -1,6 +1,7 @@
 """Exact solution of tiny problems: best-first search over beginnings of a step, with dominance.
 
-A beginning grows by the pass that starts next. It is described by the number of started passes per class, the times
+A beginning is a set of passes that have started, with their times. It grows by the pass that starts next. It is
+described by the number of started passes per class, the times
 at which devices are free, and the arrival times of unused results. Of two beginnings with the same passes, one that
 is no earlier in any of these times is dropped.
 """
@@ -24,7 +25,7 @@ class Solved(NamedTuple):
 
 
 def solve(problem: Problem, shorter_than: int, most_states: int) -> Solved | None:
-    """Find the shortest timetable below a length, or prove that there is none. Return ``None`` after ``most_states``.
+    """Find the shortest timetable below ``shorter_than``, or prove that there is none. Return ``None`` after ``most_states``.
 
     States multiply with every pass, and each takes about a tenth of a millisecond on two devices.
     """
@@ -72,12 +73,12 @@ class _Beginning(NamedTuple):
 
     @property
     def times(self) -> tuple[int, ...]:
-        """Return the times that are compared among beginnings of equal counts."""
+        """Return the times by which beginnings with the same passes are compared."""
         return (*self.free, *(time for arrivals in self.arrivals for time in arrivals))
 
 
 class _Steps:
-    """Growth of beginnings, and lower bounds of the whole step.
+    """Extends beginnings by a pass, and computes lower bounds of the whole step.
 
     Passes are counted in pools. The first pools are the classes of F and I along a microbatch's way to the loss and
     back, so each waits for the pool before it. W of a device with equal time and memory form one pool, and run in the
@@ -130,7 +131,7 @@ class _Steps:
         return longest
 
     def grown(self, step: _Beginning) -> Iterator[_Beginning]:
-        """Yield a beginning with one more pass, for every pool that may be next."""
+        """Yield, for every pool that has a pass that may start next, the beginning with that pass."""
         counts = step.counts
         candidates = []
         horizon = None
@@ -187,8 +188,8 @@ class _Steps:
         return longest
 
     def _before_inputs(self, step: _Beginning, device: int) -> int:
-        """Return the most time that a device can fill before its next I, with ready W and with forwards that the
-        cap admits.
+        """Return the largest time that a device can fill before its next I, with ready W and with forwards within
+        the cap.
         """
         counts = step.counts
         room = self._problem.caps[device] - sum(counts[i] * self._change[i] for i in self._of_device[device])

@@ -1,4 +1,4 @@
-"""The search within one placement: starts, their improvement, and the best orders, within the time of the clock."""
+"""The search within one placement: starting orders, their improvement and the best orders, in a limited time."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ class Clock:
         return time.perf_counter() - self._started
 
     def allows(self, step: SearchStep, passes: int, result: int, share: float = 1.0) -> bool:
-        """Return whether a step can end in time, with time left to describe its result.
+        """Return whether a search step can end in time, with time left to build its schedule.
 
-        ``passes`` are those of the step, and ``result`` those of the schedule. ``share`` limits the time to a share
-        of the whole.
+        ``passes`` is the number of passes that the step handles, and ``result`` that of the schedule. ``share`` limits
+        the time to a share of the whole.
         """
         expected = self._pace(step) * passes + self._pace(SearchStep.DESCRIBE) * result
         if self.elapsed + expected > self.seconds * share:
@@ -81,7 +81,7 @@ class Clock:
 
     @contextmanager
     def step(self, step: SearchStep, passes: int) -> Iterator[None]:
-        """Measure a step, to predict the next one of its kind."""
+        """Measure the time of a search step, to predict the next one of its kind."""
         before = self.elapsed
         yield
         self._paces[step] = (self.elapsed - before) / passes
@@ -174,14 +174,14 @@ class Exploration:
         return self.bound * _EXACT < makespan
 
     def take_first(self, clock: Clock) -> None:
-        """Take an order that needs no search."""
+        """Find an order without a search, with microbatches at equal intervals, and keep it if it is among the best."""
         with clock.step(SearchStep.FIRST, self.num_passes):
             table = first_start(self._problem)
         if table is not None:
             self._add("evenly spaced", table)
 
     def take_families(self, families: Sequence[Family], clock: Clock) -> None:
-        """Take the schedules of the families while there is time. If none fits, take a list schedule or the first order."""
+        """Add the families' schedules to the starts while there is time. If none fits the caps, add an order that fits."""
 
         def in_time() -> bool:
             share = 1.0 if self.is_periodic else _SHARE_OF_MANY_CHUNKS
@@ -211,7 +211,7 @@ class Exploration:
 
     @property
     def starts(self) -> list[tuple[float, str, Timetable]]:
-        """Return the orders to improve, with seconds, name and timetable, those of the families first."""
+        """Return the seconds, name and timetable of the starts, families first."""
         return [(table.makespan / self._problem.ticks_per_second, name, table) for name, table in self._starts]
 
     def more_starts(self) -> Iterator[tuple[str, Timetable]]:
@@ -253,7 +253,8 @@ class Exploration:
     def solve(self, reached: float, most_states: int) -> int:
         """Look for the shortest order below ``reached`` seconds, and return the number of states used.
 
-        A proof raises ``bound``, unless orders with some full backwards may keep a cap that these orders exceed.
+        A proof that there is none raises ``bound``. It does not if orders with full backwards may fit a cap that others
+        exceed.
         """
         if (
             self.period

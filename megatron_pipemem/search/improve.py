@@ -38,7 +38,7 @@ def as_soon_as_possible(problem: Problem, orders: Orders) -> Timetable | None:
 
 
 def timetable(problem: Problem, orders: Orders) -> Timetable:
-    """Return ``as_soon_as_possible`` of orders that are known to end."""
+    """Return ``as_soon_as_possible`` of orders that are known to have no deadlock."""
     table = as_soon_as_possible(problem, orders)
     assert table is not None, "the orders wait for one another"
     return table
@@ -118,7 +118,7 @@ def _mirrored(problem: Problem, table: Timetable) -> list[int]:
 
 
 class Row:
-    """A device while its passes are placed one after another. Gaps smaller than its shortest pass are dropped."""
+    """The passes of a device that have been placed, and the gaps between them. Too small gaps are dropped."""
 
     def __init__(self, cap: int, shortest: int) -> None:
         self._cap, self._shortest = cap, shortest

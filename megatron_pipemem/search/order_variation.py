@@ -35,9 +35,9 @@ class Variation:
     """The best orders found for one schedule, whose actions stay as they are.
 
     Attributes:
-        order: the best order. It may exceed the caps as long as no order within them is better.
+        order: the order with the smallest ``value``. It may exceed the caps.
         value: its makespan in seconds, raised if it exceeds the caps.
-        fitting: makespan and order of the fastest one within the caps; infinite if there is none.
+        fitting: makespan and order of the fastest order within the caps; the makespan is infinite if there is none.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Variation:
         return values
 
     def _simulated(self, orders: Sequence[Order]) -> tuple[list[float], list[float]]:
-        """Return makespans and excess as ``ManyOrders`` does."""
+        """Return the makespan of each order, and its largest excess as a share of the cap, from the simulator."""
         all_costs = [replace(self._costs, microbatch=self._weights.reordered(order)) for order in orders]
         held = [zip(peaks(self.schedule, costs), self._caps, strict=True) for costs in all_costs]
         excess = [max((now - cap) / (cap or 1.0) for now, cap in each) for each in held]
@@ -142,7 +142,7 @@ class ManyOrders:
         self._weigh_lanes(schedule, costs, caps)
 
     def try_all(self, orders: Sequence[Sequence[int]]) -> Outcomes:
-        """Run all orders. Each has for every position the index of its microbatch in the weights."""
+        """Run all orders. Each lists the microbatches by their index in the weights."""
         chosen = np.asarray(orders).T
         weights = np.asarray(self._rows)[:, chosen]
         seconds = np.zeros((len(self._of_node[0][0]), len(orders)))

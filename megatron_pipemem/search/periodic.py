@@ -147,7 +147,7 @@ class Cycles:
     def _follow(
         self, order: int, choice: list[tuple[np.ndarray, np.ndarray]], picked: list[np.ndarray]
     ) -> PeriodicBlock:
-        """Follow the choices from the first device up."""
+        """Return the block of the cheapest path: follow the choices from the first device to the last."""
         starts = np.zeros(len(self.problem.device), dtype=np.int64)
         shift = 0
         for d in range(self.problem.num_devices):
@@ -223,7 +223,7 @@ class PeriodicBlock:
         return tuple(result)
 
     def orders(self) -> Orders:
-        """Return the orders of ``m`` microbatches. Their peaks are at most those of the steady state."""
+        """Return the orders of the problem's microbatches. Their peaks are at most the peaks of the steady state."""
         m = self.problem.num_microbatches
         microbatches = np.arange(m)
         orders = []
@@ -277,7 +277,7 @@ _LONGEST_STRETCH = 3.0
 
 
 class BlockSampler:
-    """Propose blocks for one interval: first ever better balanced ones, then random variations of good ones.
+    """Proposes blocks for one interval: first blocks that are better and better balanced, then variations of good ones.
 
     Whether a block fits the caps is known at once, but not how fast it starts and ends. So the prices of waiting are
     varied at random, and variations of the best blocks are varied further.
@@ -301,7 +301,7 @@ class BlockSampler:
         return self._proposed >= _BALANCING_ROUNDS
 
     def propose(self) -> PeriodicBlock | None:
-        """Propose another block; ``None`` if it is known already or exceeds a cap."""
+        """Return another block; ``None`` if it was proposed before or exceeds a cap."""
         variation, among = np.zeros(self.cycles.num_links), None
         if self.balanced:
             variation, among = self._variation(), self._rng.permutation(self.cycles.most_orders)[:_ORDERS_PER_VARIATION]

@@ -145,7 +145,7 @@ def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
 
 
 def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
-    """Return a greedy order with random weights of a microbatch's age, of its remaining way, and of the delay of W.
+    """Return a greedy order. Its rule weighs a microbatch's age, its remaining passes and the delay of W at random.
 
     For costs that do not tile well no fixed rule is best, and no single weighting is best for all costs.
     """
@@ -161,7 +161,7 @@ def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
 
 
 def _depths(problem: Problem) -> list[float]:
-    """Return, per class, minus its distance along a microbatch's way, so that passes near the end go first. W fill gaps."""
+    """Return the urgency of every class: passes late in a microbatch's chain go first, and W fills gaps."""
     stages, longest = problem.num_stages, max(problem.ticks)
     depths: list[float] = []
     for stage in range(stages):
@@ -171,7 +171,7 @@ def _depths(problem: Problem) -> list[float]:
 
 
 def shortened(problem: Problem, num_microbatches: int) -> Problem:
-    """Return the same step with fewer microbatches. Its start and end cost the same."""
+    """Return the same problem with fewer microbatches. Warm-up and cool-down take equally long."""
     return replace(problem, num_microbatches=min(problem.num_microbatches, num_microbatches))
 
 
