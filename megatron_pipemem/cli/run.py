@@ -85,7 +85,7 @@ def _check(script: Path, arguments: list[str], devices: str) -> None:
         raise UnsupportedError("bad-number", f"{CHECK}={devices}: give the number of devices of the run")
     _checked(False, script, arguments)
     if os.environ.get("RANK", "0") == "0":
-        advise_words([str(script), *arguments], int(devices or os.environ.get("WORLD_SIZE", 0)) or None)
+        advise_words([str(script), *arguments], int(devices or os.environ.get("WORLD_SIZE", "0")) or None)
 
 
 def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Request | None, list[str]]:
