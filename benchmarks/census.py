@@ -22,6 +22,7 @@ from rich.markup import escape
 
 from megatron_pipemem.advise.advice import AS_FAST, Advice, advise
 from megatron_pipemem.advise.bridge import evaluate, run_of
+from megatron_pipemem.advise.reading import Context
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.errors import PipememError
@@ -46,7 +47,7 @@ def recipes() -> Iterator[dict[str, Any]]:
 def asked(facts: Mapping[str, Any]) -> Advice | PipememError:
     """Return the advice for a recipe, or why there is none."""
     try:
-        return advise(run_of(facts, known_flags(), load("h100-80g", Cluster)).run)
+        return advise(run_of(facts, Context(known_flags(), load("h100-80g", Cluster))).run)
     except PipememError as error:
         return error
 

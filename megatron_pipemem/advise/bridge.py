@@ -7,12 +7,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from megatron_pipemem.advise.reading import Reading, read_flags
+from megatron_pipemem.advise.reading import Context, Reading, read_flags
 from megatron_pipemem.config import layout
-from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Model
 from megatron_pipemem.config.runs import Run
@@ -69,21 +69,12 @@ def evaluate(names: Sequence[str]) -> Iterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("RECIPE "))
 
 
-def read_recipe(
-    name: str,
-    known: Mapping[str, Mapping[str, Any]],
-    cluster: Cluster,
-    devices: int | None = None,
-    vocabulary: int | None = None,
-) -> Reading:
+def read_recipe(name: str, context: Context) -> Reading:
     """Return the run of a recipe.
 
     Args:
         name: of a recipe of Megatron-Bridge, with or without ``_config``; or a user's, as ``package.module:function``.
-        known: flags of Megatron's parser, as ``mcore.known_flags`` describes them.
-        cluster: whose devices the run is priced on.
-        devices: of the whole run, if the recipe's name does not say them.
-        vocabulary: tokens, if the recipe does not say them.
+        context: facts that the recipe may leave open. Its name says the devices, as in ``_32gpu_``.
 
     Raises:
         ConfigError: no such recipe (``unknown-recipe``), or a size is missing.
@@ -91,16 +82,10 @@ def read_recipe(
     """
     asked = name if name.endswith("_config") or ":" in name else f"{name}_config"
     (facts,) = evaluate([asked])
-    return run_of(facts, known, cluster, devices, vocabulary)
+    return run_of(facts, context)
 
 
-def run_of(
-    facts: Mapping[str, Any],
-    known: Mapping[str, Mapping[str, Any]],
-    cluster: Cluster,
-    devices: int | None = None,
-    vocabulary: int | None = None,
-) -> Reading:
+def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
     """Return the run of an evaluated recipe; see ``read_recipe``."""
     asked = facts["asked"]
     if "names" in facts:
@@ -124,11 +109,11 @@ def run_of(
             f"{asked} trains adapters ({facts['adapters']}): frozen layers have no W, so a split backward gains little",
         )
     base = {} if facts["model"] is None else _said(model_flags(load(facts["model"], Model)))
-    flags = base | dict(_flags(values, known))
+    flags = base | dict(_flags(values, context.known))
     match = re.search(r"_(\d+)gpu", facts["name"])
-    devices = devices or (int(match[1]) if match else None)
-    launcher = {} if devices is None else {"nproc-per-node": str(min(devices, cluster.devices_per_node))}
-    return read_flags(flags, launcher, f"{PREFIX}{facts['name']}", known, cluster, devices, vocabulary)
+    devices = context.devices or (int(match[1]) if match else None)
+    launcher = {} if devices is None else {"nproc-per-node": str(min(devices, context.cluster.devices_per_node))}
+    return read_flags(flags, launcher, f"{PREFIX}{facts['name']}", replace(context, devices=devices))
 
 
 def changes(today: Run, other: Run, chunks: int) -> list[str]:

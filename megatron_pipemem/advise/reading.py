@@ -45,59 +45,55 @@ class Reading:
     assumed: tuple[str, ...]
 
 
-def read_command(
-    words: Sequence[str],
-    known: Mapping[str, Mapping[str, Any]],
-    cluster: Cluster,
-    devices: int | None = None,
-    vocabulary: int | None = None,
-) -> Reading:
-    """Return the run that a command starts.
+@dataclass(frozen=True)
+class Context:
+    """Facts that a command or recipe may leave open.
 
     Args:
-        words: launcher, program and flags.
         known: flags of Megatron's parser, as ``mcore.known_flags`` describes them.
         cluster: whose devices the run is priced on; its number of nodes follows from the command.
         devices: of the whole run, if the command does not say them.
         vocabulary: tokens, if the command does not say them.
+    """
+
+    known: Mapping[str, Mapping[str, Any]]
+    cluster: Cluster
+    devices: int | None = None
+    vocabulary: int | None = None
+
+
+def read_command(words: Sequence[str], context: Context) -> Reading:
+    """Return the run that a command starts.
+
+    Args:
+        words: launcher, program and flags.
+        context: facts that the command may leave open.
 
     Raises:
         ConfigError: a flag is unknown, a size is missing, or a value is no number.
     """
     place = next(place for place, word in enumerate(words) if word.endswith(".py"))
-    given = _named(words[place + 1 :], known)
-    return read_flags(given, _launcher(words[:place]), words[place], known, cluster, devices, vocabulary)
+    return read_flags(_named(words[place + 1 :], context.known), _launcher(words[:place]), words[place], context)
 
 
-def read_flags(
-    given: Mapping[str, Any],
-    launcher: Mapping[str, str],
-    program: str,
-    known: Mapping[str, Mapping[str, Any]],
-    cluster: Cluster,
-    devices: int | None = None,
-    vocabulary: int | None = None,
-) -> Reading:
+def read_flags(given: Mapping[str, Any], launcher: Mapping[str, str], program: str, context: Context) -> Reading:
     """Return the run of a program with these flags; see ``read_command``.
 
     Args:
         given: name without dashes -> value; ``True`` for a bare flag, a list for several values.
         launcher: options of the launcher, without dashes in front.
         program: the training program or recipe.
-        known: as for ``read_command``, like the arguments after it.
-        cluster: see there.
-        devices: see there.
-        vocabulary: see there.
+        context: facts that the flags may leave open.
     """
-    flags = _Flags(dict(given), known)
+    flags = _Flags(dict(given), context.known)
     assumed: list[str] = []
-    model = _model(flags, assumed, vocabulary)
+    model = _model(flags, assumed, context.vocabulary)
     choice = _schedule(flags)
-    cut, nodes, per_node = _parallelism(flags, launcher, devices, cluster, assumed)
+    cut, nodes, per_node = _parallelism(flags, launcher, context.devices, context.cluster, assumed)
     if choice.name == STOCK:
         cut = replace(cut, chunks=_chunks(flags, model, cut.pp))
     precision: Literal["bf16", "fp16", "fp32"] = "bf16" if flags.on("bf16") else "fp16" if flags.on("fp16") else "fp32"
-    cluster = replace(cluster, nodes=nodes, devices_per_node=per_node)
+    cluster = replace(context.cluster, nodes=nodes, devices_per_node=per_node)
     run = Run(model, cluster, cut, choice, _training(flags), precision, flags.left())
     return Reading(run, program, tuple(assumed))
 

@@ -10,7 +10,7 @@ import typer
 
 from megatron_pipemem.advise.advice import AS_FAST, Advice, Way, advise, changed_flags
 from megatron_pipemem.advise.bridge import PREFIX, changes, read_recipe
-from megatron_pipemem.advise.reading import Reading, read_command
+from megatron_pipemem.advise.reading import Context, Reading, read_command
 from megatron_pipemem.advise.shell import training_command
 from megatron_pipemem.cli.common import console, print_facts, print_json
 from megatron_pipemem.cli.options import Json, check_output
@@ -82,7 +82,7 @@ def advise_command(
 
 def advise_words(words: list[str], devices: int | None) -> None:
     """Print the advice for a program with its flags, on so many devices."""
-    reading = read_command(words, _known(), load(_CLUSTER, Cluster), devices)
+    reading = read_command(words, Context(_known(), load(_CLUSTER, Cluster), devices))
     print_facts(console(), _lines(reading, advise(reading.run), measured=False))
 
 
@@ -104,9 +104,9 @@ def _read(
     if len(source) == 1 and path.suffix in (".yaml", ".yml"):
         run = load(path, Run)
         return Reading(run, run.script or "pretrain_gpt.py", ())
-    known = _known()
+    context = Context(_known(), load(cluster, Cluster), gpus, vocabulary)
     if len(source) == 1 and source[0].startswith(PREFIX):
-        return read_recipe(source[0].removeprefix(PREFIX), known, load(cluster, Cluster), gpus, vocabulary)
+        return read_recipe(source[0].removeprefix(PREFIX), context)
     if len(source) == 1:
         if not path.is_file():
             raise ConfigError(
@@ -115,7 +115,7 @@ def _read(
         text, folder = path.read_text(encoding="utf-8", errors="replace"), path.parent
     else:
         text, folder = shlex.join(source), None
-    return read_command(training_command(text, variables, folder), known, load(cluster, Cluster), gpus, vocabulary)
+    return read_command(training_command(text, variables, folder), context)
 
 
 def _variables(texts: list[str] | tuple[()]) -> dict[str, str]:

@@ -62,17 +62,14 @@ def evaluated(recipe: Callable[[], Any]) -> dict[str, Any]:
     class of its adapters.
     """
     config = recipe()
-    sections = {name: getattr(config, name, None) for name in _SECTIONS}
     values: dict[str, Any] = {}
     for name in _SECTIONS:
-        values |= _changed(sections[name])
-    provider = sections["model"]
-    peft = getattr(config, "peft", None)
+        values |= _changed(getattr(config, name, None))
+    provider, peft = config.model, getattr(config, "peft", None)
     return {
         "name": recipe.__name__,
         "model": getattr(provider, "known_model", None),
         "unknown": getattr(provider, "unknown_model", None),
-        "provider": type(provider).__name__,
         "adapters": None if peft is None else type(peft).__name__,
         "values": values,
     }

@@ -14,6 +14,7 @@ import packages
 from consumer_models import HIDDEN, INNER, LAYERS, VOCABULARY, configuration
 
 from megatron_pipemem.advise.bridge import evaluate, run_of
+from megatron_pipemem.advise.reading import Context
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
@@ -48,7 +49,7 @@ def recipes(tmp_path_factory) -> dict[str, dict]:
 
 
 def run(facts: dict, devices: int | None = None):
-    return run_of(facts, known_flags(), H100, devices).run
+    return run_of(facts, Context(known_flags(), H100, devices)).run
 
 
 def test_sizes_of_a_known_model_come_from_its_file_and_the_cut_from_the_recipe(recipes):

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("megatron.training")
 
-from megatron_pipemem.advise.reading import Reading, read_command
+from megatron_pipemem.advise.reading import Context, Reading, read_command
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Model
@@ -30,7 +30,7 @@ def back(run: Run) -> Run:
     """The run that is read from the command of this one."""
     nodes = min_nodes(run)
     start = command(run, Nodes(count=nodes, rank=0, address="node0" if nodes > 1 else None))
-    return read_command(start.words, known_flags(), run.cluster).run
+    return read_command(start.words, Context(known_flags(), run.cluster)).run
 
 
 def told(run: Run) -> dict[str, str]:
@@ -63,7 +63,7 @@ START = "torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py"
 
 def read(flags: str = "", start: str = START, **settings) -> Reading:
     words = shlex.split(f"{start} {SMALL} {flags}")
-    return read_command(words, known_flags(), load("h100-80g", Cluster), **settings)
+    return read_command(words, Context(known_flags(), load("h100-80g", Cluster), **settings))
 
 
 def test_sizes_follow_from_the_launcher():
