@@ -1,6 +1,6 @@
-"""Features beyond the order of passes: one folder per feature, and one row of ``FEATURES`` if it adds to steps on Megatron.
+"""The features of runs on Megatron: one row of ``FEATURES`` for each feature that takes part in training steps.
 
-Nothing of a feature is imported before a request wants it.
+Each feature has a folder here. It is imported only if the user's request needs it.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ _REGISTERED: list[FeatureSpec] = []
 
 
 def register_feature(feature: FeatureSpec) -> None:
-    """Add a feature to the runs that are enabled from now on.
+    """Add a feature to all runs that are enabled after this call.
 
     Raises:
-        UnsupportedError: there is a feature of that name.
+        UnsupportedError: another feature has the same name.
     """
     if feature.name in (each.name for each in (*FEATURES, *_REGISTERED)):
         raise UnsupportedError("exists-already", f"feature {feature.name!r} is registered already; pick another name")
@@ -91,5 +91,5 @@ def register_feature(feature: FeatureSpec) -> None:
 
 
 def features_at(position: Position, request: Request) -> Iterable[FeatureSpec]:
-    """Return the features at this position of a step that a request wants."""
+    """Return the features that a request wants and whose extensions have this position in a step."""
     return (each for each in (*FEATURES, *_REGISTERED) if each.position is position and each.wanted(request))

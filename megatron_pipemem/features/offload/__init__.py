@@ -1,1 +1,1 @@
-"""Move activations to the host and back, planned with the schedule (PipeOffload, 2503.01328)."""
+"""Copy activations to the host and back, at times planned with the schedule (PipeOffload, arXiv 2503.01328)."""

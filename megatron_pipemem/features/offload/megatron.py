@@ -1,4 +1,4 @@
-"""Offload and recomputation of a run: its options, the budget of its hosts, and the engine."""
+"""Attach activation offload to a Megatron run: its options, the host memory of each rank, and the copy engine."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ logger = logging.getLogger(__name__)
 
 
 class _Node(NamedTuple):
-    """A host, as its ranks see it."""
+    """A host and its available memory in bytes, as one rank of the host reads it."""
 
     name: str
     available: int
 
 
 class Offloading(Extension):
-    """The host side of a run: its budget, an engine, and the speed of its link.
+    """The extension that offloads activations. It holds the host memory budget, the copy engine and the link speeds.
 
-    Every rank of the job makes the first calls of ``budget``, ``engine``, ``switches`` and ``links`` at the same time,
-    after ``device`` is set. ``host_memory`` are bytes per node, shared by its ranks; ``None`` for a part of the
-    available memory.
+    ``host_memory`` is the number of bytes that all ranks of a node share. ``None`` means a fixed part of the memory
+    that is available on the node.
+
+    ``budget``, ``engine``, ``switches`` and ``links`` exchange values between ranks when they are called for the first
+    time. So every rank of the job makes these first calls together, after ``device`` is set.
     """
 
     def __init__(self, options: TransferOptions, host_memory: float | None = None):
@@ -57,11 +59,12 @@ class Offloading(Extension):
         self._switches: tuple[tuple[int, ...], ...] | None = None
 
     def budget(self) -> int:
-        """Return the bytes of host memory that every rank may take: an equal part of its node's, and the least of all
-        nodes.
+        """Return the bytes of host memory that each rank may use for activations, the same number on every rank.
+
+        A node's memory is divided equally among its ranks. The result is the smallest share of all nodes.
 
         Raises:
-            UnsupportedError: the nodes do not have that much.
+            UnsupportedError: a node has less memory available than ``host_memory``.
         """
         if self._budget is None:
             nodes = gather(done_by_all(lambda: _Node(socket.gethostname(), available_memory())))
@@ -70,7 +73,7 @@ class Offloading(Extension):
         return self._budget
 
     def engine(self) -> OffloadEngine:
-        """Return the engine of this rank, kept from step to step."""
+        """Return this rank's copy engine. The first call creates it, and later steps use the same one."""
         if self._engine is None:
             self._engine = OffloadEngine.on(
                 self.device,
@@ -82,7 +85,10 @@ class Offloading(Extension):
         return self._engine
 
     def switches(self) -> tuple[tuple[int, ...], ...]:
-        """Places in the pipeline that share a channel to the host, by the options of a node."""
+        """Return the groups of pipeline ranks that share one channel to the host, for example ``((0, 1), (2, 3))``.
+
+        The option ``switches`` gives these groups as ranks of a node. The result has pipeline ranks.
+        """
         if self._switches is None:
             self._switches = ()
             if self._options.switches:
@@ -91,7 +97,11 @@ class Offloading(Extension):
         return self._switches
 
     def links(self, num_devices: int) -> tuple[HostLink, ...]:
-        """Return the link of every place in the pipeline: the slowest that any rank at that place measures."""
+        """Return the speed of the link to the host for each of ``num_devices`` pipeline ranks.
+
+        Data-parallel and tensor-parallel ranks with the same pipeline rank measure different speeds. The slowest one
+        counts.
+        """
         if self._links is None:
             self.budget()
             engine = done_by_all(self.engine)
@@ -117,7 +127,10 @@ class Offloading(Extension):
             step.offload_statistics = engine.statistics_for_later
 
     def _reserve(self, engine: OffloadEngine, step: Step) -> None:
-        """Take the host memory of a plan in bytes before the step. Page-locking takes seconds, and may wait for the device."""
+        """Allocate, before a step, the host memory that the plan will need on this device.
+
+        Page-locking takes seconds and may wait for the device. Plans whose costs have no bytes are skipped.
+        """
         plan = step.own_plan or step.plan
         if plan is None or plan is self._reserved_for or plan.costs.memory is None:
             return
@@ -134,21 +147,27 @@ class Offloading(Extension):
         return self.engine().step(step.permanent, step.observation.on_device)
 
     def close(self, orderly: bool) -> None:
-        """Give up the engine's threads, streams and memory."""
+        """Free the engine's threads, streams and host memory."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
 
 
 def extensions(request: Request, programs: Programs, _: object) -> list[Extension]:
-    """Return the extensions of a run, and give its programs access to the host."""
+    """Return the offload extension of a run.
+
+    It is also stored in ``programs.host``, where planning finds the host memory budget and the link speeds.
+    """
     programs.host = Offloading(request.offload_options, request.host_memory)
     return [programs.host]
 
 
 @contextmanager
 def _near_the_gpu(device: torch.device) -> Iterator[None]:
-    """Run the block on processors of the GPU's socket, where Megatron can find them: memory comes from the socket that asks."""
+    """Run the block on CPU cores of the GPU's socket, so that memory allocated in it is memory of that socket.
+
+    If Megatron cannot find the socket, the block runs on the same cores as before.
+    """
     if device.type != "cuda":
         yield
         return
@@ -164,18 +183,20 @@ def _near_the_gpu(device: torch.device) -> Iterator[None]:
 
 
 def _place() -> int:
-    """Return the place of this rank in its pipeline."""
+    """Return this rank's pipeline rank."""
     return parallel_state.get_pipeline_model_parallel_rank() if parallel_state.is_initialized() else 0
 
 
 def _shared_channels(
     ranks: Sequence[tuple[str, int]], switches: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return places in the pipeline of which some ranks share a switch, directly or through others: all pipelines have
-    one plan.
+    """Return the groups of pipeline ranks that share a channel, for example ``((0, 1),)``.
 
-    ``ranks`` has host and place of every rank of the job. ``switches`` has ranks of a node, counted on every node from
-    0.
+    Two pipeline ranks are in one group if any two ranks of the job with these pipeline ranks share a switch. Groups
+    with a common member are merged, because all pipelines of the job run one plan.
+
+    ``ranks`` has ``(host name, pipeline rank)`` of every rank of the job. ``switches`` has groups of ranks of a node,
+    counted from 0 on every node.
     """
     seen: Counter[str] = Counter()
     behind: dict[tuple[str, int], set[int]] = {}
@@ -202,8 +223,10 @@ def _slowest(links: Sequence[HostLink]) -> HostLink:
 
 
 def _rank_budget(nodes: Sequence[_Node], per_node: float | None) -> int:
-    """Return the least of the ranks' equal parts of their nodes, or raise an UnsupportedError if a node has less
-    memory.
+    """Return the bytes of host memory for each rank: the smallest equal share that a rank has of its node's memory.
+
+    ``per_node`` is the number of bytes that the ranks of a node share, or ``None`` for a fixed part of the available
+    memory. Raise an UnsupportedError if a node has less than ``per_node``.
     """
     ranks = Counter(node.name for node in nodes)
     available = {name: min(node.available for node in nodes if node.name == name) for name in ranks}

@@ -1,4 +1,4 @@
-"""Choose the activations of a schedule that go to the host, and the places of their transfers in the order."""
+"""Choose which activations of a schedule go to the host, and insert the actions that copy them into the orders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ Select = str | int | Collection[int]
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """A schedule with round trips of activations to the host. Memory is in activation units or in the unit of the costs."""
+    """A schedule whose orders include copies of activations to the host and back (OFFLOAD and RELOAD).
+
+    Memory is in bytes if the costs give bytes, and otherwise in activation units.
+    """
 
     schedule: Schedule  # with actions on memory
     base: Schedule  # without them
@@ -35,14 +38,14 @@ class OffloadPlan:
     memory_cap: tuple[float, ...] | None = None  # one cap per device
 
     def __repr__(self) -> str:
-        """Return a text that needs no simulation."""
+        """Return the numbers of devices, microbatches and activations, without simulating the schedule."""
         size = f"{self.base.num_devices} devices, {self.base.num_microbatches} microbatches"
         moved = f"{len(self.offloaded)} activations leave, {len(self.kept)} stay"
         return f"<OffloadPlan of {brief(self.base.name)}: {size}, {moved}>"
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The simulation of ``schedule``."""
+        """The simulated timeline of ``schedule``, which includes the copies."""
         return simulate(self.schedule, self.base_timeline.costs)
 
     @property
@@ -55,12 +58,12 @@ class OffloadPlan:
 
     @property
     def delay(self) -> float:
-        """Seconds that the transfers add to the step."""
+        """The time that the copies add to the makespan of ``base``, in the unit of the costs."""
         return max(0.0, self.timeline.makespan - self.base_timeline.makespan)
 
     @cached_property
     def offloaded(self) -> tuple[Key, ...]:
-        """Return the activations that leave their device."""
+        """Return ``(stage, microbatch)`` of all activations that are copied to the host."""
         return tuple(
             (action.stage, action.microbatch)
             for order in self.schedule.orders
@@ -76,10 +79,10 @@ class OffloadPlan:
 
     @cached_property
     def obstacles(self) -> Counter[str]:
-        """Count, by reason, the activations that stay but would have to leave for a lower peak.
+        """Return, by reason, how many activations stay on their device and would have to leave for a lower peak.
 
-        They are on the devices above their cap, or on the fullest device if there is no cap. The result is empty if the cap
-        is kept or nothing stays for lack of room.
+        Only devices above their cap count, or the devices with the highest peak if there is no cap. The result is empty
+        if all caps are kept.
         """
         if self.memory_cap is None:
             limits = (max(self.peaks) * (1 - 1e-9),) * len(self.peaks)
@@ -94,7 +97,7 @@ class OffloadPlan:
 
     @property
     def binds(self) -> str:
-        """``obstacles`` in words, the most frequent first."""
+        """The counts of ``obstacles`` as text, highest first, for example ``channel full (3 activations)``."""
         return ", ".join(f"{why} ({count} activations)" for why, count in self.obstacles.most_common())
 
 
@@ -108,21 +111,30 @@ def plan_offload(
     pace: bool = False,
     slow_down: bool = True,
 ) -> OffloadPlan:
-    """Send activations to the host between their uses, without a longer step if possible.
+    """Return a plan that copies activations to the host between their forward and their backward.
 
-    Every device is planned alone, or together with those that share its channel. An activation stays if it does not fit the
-    channel, the host's memory or the time between forward and backward. The shortest-lived ones stay first, so there is
-    always a plan.
+    Every device is planned alone, or together with the devices that share its channel to the host. An activation stays
+    on its device if the copies do not fit into the channel, the host's memory or the time between forward and backward.
+    If some must stay, those with the shortest time between forward and backward stay first.
 
-    ``select`` names the activations that may leave. ``auto`` or ``full``: all. ``half``: those of the longer-lived half of
-    every device's chunks. ``off``: none. A number: those of this many chunks per device. A collection: those of these stages.
+    ``select`` names the activations that may leave.
 
-    ``memory_cap`` and ``host_budget`` are one number or one per device, in activation units or the unit of ``costs.memory``.
-    With a cap, as few activations as possible leave, and the step gets longer only if it must. Without one, the peak is made
-    as low as possible without a longer step, and all others leave too that do not raise it.
+    - ``auto`` or ``full``: all activations.
+    - ``half``: those of half of every device's stages, namely the stages that hold activations longest.
+    - ``off``: none.
+    - A number: those of this many of every device's stages, again the stages that hold activations longest.
+    - A collection of stages: the activations of these stages.
 
-    ``pace`` tries also warm-ups whose forwards run no faster than in the steady state, which may take longer. With a cap, they
-    are tried in any case, before a slower steady state. ``slow_down`` allows that slower steady state if only it keeps the cap.
+    ``memory_cap`` and ``host_budget`` are one number for all devices, or one per device. Their unit is bytes if
+    ``costs.memory`` is in bytes, and otherwise the activation unit.
+
+    With a memory cap, as few activations as possible leave, and the step gets longer only if the cap cannot be kept
+    otherwise. Without a cap, the plan has the lowest peak that does not make the step longer. Other activations leave
+    too if that does not raise the peak.
+
+    ``pace`` also tries plans in which the forwards of the warm-up start further apart, up to the interval of the steady
+    state. Such a step may take longer. With a cap, these plans are tried even without ``pace``. If they do not keep the
+    cap, ``slow_down`` allows plans in which devices wait for copies in the steady state too.
     """
     base = replace(schedule, orders=tuple(tuple(a for a in order if a.kind in COMPUTE) for order in schedule.orders))
     caps, budgets = (
@@ -141,7 +153,7 @@ def plan_offload(
 
 
 def _selected(schedule: Schedule, timeline: Timeline, select: Select) -> frozenset[int]:
-    """Return the stages that may be offloaded."""
+    """Return the stages whose activations may leave their device, as ``select`` of ``plan_offload`` says."""
     stages = schedule.placement.stages
     if isinstance(select, str):
         if select not in OFFLOAD:
@@ -183,11 +195,11 @@ _EXACT = 1 + 1e-9
 
 
 def in_time(plan: OffloadPlan, timetable: PassTimes) -> OffloadPlan:
-    """Drop round trips until the step is no longer than the timetable or the schedule without transfers.
+    """Remove round trips from a plan until the copies no longer make the step longer than its timetable allows.
 
-    The first late action is late because its device waits for a transfer, as all else was in time. So the transfers that are
-    late first are dropped first. With a cap, only as many are dropped as keep it. ``timetable`` has the latest times of the
-    plan's actions.
+    The allowed time is the end of ``timetable``, or that of the schedule without copies if it is later. ``timetable``
+    has the latest start and end of each compute action. The first late action is late because its device waits for a
+    copy, so the copies that are late first are removed first. With a cap, removing stops before a peak exceeds it.
     """
     latest = max((float(ends[-1]) for ends in timetable.ends if len(ends)), default=0.0)
     allowed = max(latest, plan.base_timeline.makespan) * _EXACT
@@ -201,7 +213,7 @@ def in_time(plan: OffloadPlan, timetable: PassTimes) -> OffloadPlan:
 
 
 def _late(plan: OffloadPlan, timetable: PassTimes, exact: float) -> list[Key]:
-    """Return the round trips that a device waited for beyond the timetable, the earliest first."""
+    """Return ``(stage, microbatch)`` of the copies that delay their device beyond the timetable, the earliest first."""
     late: list[tuple[float, Key]] = []
     for device, (order, spans) in enumerate(zip(plan.schedule.orders, plan.timeline.spans, strict=True)):
         starts, position = timetable.starts[device], 0

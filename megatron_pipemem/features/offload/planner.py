@@ -1,7 +1,8 @@
-"""Plan the activations of a schedule that go to the host, and when they leave and return.
+"""Plan which activations of a schedule go to the host, and when their copies start.
 
-Devices run actions as soon as they can, but a forward gains nothing if it ends long before its output is used. A plan uses a
-timetable in which such actions are late. Transfers that end before these times delay nothing.
+A timetable gives a start and an end to every compute action. In the simulated run, many actions end long before another
+action needs their result. A timetable here moves such actions later, without a longer step. So activations live
+shorter, and copies that end in time for these later actions delay nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from megatron_pipemem.schedule.simulator import Timeline
 
 
 class PassTimes(NamedTuple):
-    """Start and end of every action of every device's order."""
+    """A timetable: start and end in seconds of every action, one array per device in the order of its actions."""
 
     starts: tuple[np.ndarray, ...]
     ends: tuple[np.ndarray, ...]
@@ -47,14 +48,14 @@ class PassTimes(NamedTuple):
         return cls(*(tuple(np.array(device, dtype=float) for device in times) for times in (starts, ends)))
 
     def stretched(self, factor: float) -> PassTimes:
-        """Return the times multiplied by a factor, as if all actions except transfers were slower."""
+        """Return the timetable with all times multiplied by ``factor``. The seconds of copies do not change."""
         return PassTimes(*(tuple(device * factor for device in times) for times in self))
 
 
 def paced(schedule: Schedule, costs: Costs, share: float) -> PassTimes:
-    """Return the times of an order whose warm-up is slower: the forwards of each stage keep a distance.
+    """Return the timetable of an order in which the forwards of each stage start at least an interval apart.
 
-    The distance is ``share``, at most 1, of the busiest device's work for one microbatch.
+    The interval is ``share`` of the busiest device's seconds for one microbatch. ``share`` is at most 1.
     """
     found = Dependencies.of_schedule(schedule)
     graph, seconds, lags = ActionPrices(schedule, costs).of_graph(found)
@@ -74,7 +75,10 @@ def paced(schedule: Schedule, costs: Costs, share: float) -> PassTimes:
 
 
 def timetables(timeline: Timeline) -> tuple[PassTimes, ...]:
-    """Return two timetables within the makespan: with the forwards of the warm-up late, and with every action late."""
+    """Return two timetables that end with the simulated run and in which actions start as late as possible.
+
+    In the first, only the forwards of the warm-up are late. In the second, all actions are.
+    """
     found = Dependencies.of_schedule(timeline.schedule)
     warm_up = {
         node for nodes in found.graph.lanes for node in takewhile(lambda n: found.actions[n].kind is Kind.F, nodes)
@@ -83,7 +87,10 @@ def timetables(timeline: Timeline) -> tuple[PassTimes, ...]:
 
 
 def _late(timeline: Timeline, found: Dependencies, movable: Container[int]) -> PassTimes:
-    """Return the run with every movable action as late as its followers and consumers allow."""
+    """Return the timetable of the simulated run with each action of ``movable`` moved as late as possible.
+
+    An action must end before the next action of its device starts, and before another device needs its result.
+    """
     spans = timeline.spans
     graph, _, lags = ActionPrices(timeline.schedule, timeline.costs).of_graph(found)
     end_of_run = max((device[-1][1] for device in spans if device), default=0.0)
@@ -107,7 +114,11 @@ _DEVICE_MEMORY, _HOST_MEMORY = slice(1, 3), slice(0, 4, 3)
 
 
 class PlacedTrips(NamedTuple):
-    """Where the four actions of a device's round trips go in its order, by their columns in ``ROUND_TRIP``."""
+    """The positions in a device's order at which the four actions of each round trip are inserted.
+
+    The four actions are the columns of the arrays, in the order of ``ROUND_TRIP``: OFFLOAD, WAIT_OFFLOAD, RELOAD,
+    WAIT_RELOAD. Each round trip is a row.
+    """
 
     trips: Sequence[RoundTrip]  # one row each
     places: np.ndarray  # positions of the order that they go before
@@ -118,7 +129,10 @@ class PlacedTrips(NamedTuple):
     def of(
         cls, device: int, timetable: PassTimes, trips: Sequence[RoundTrip], lives: Mapping[Key, tuple[int, int]]
     ) -> PlacedTrips:
-        """Place each transfer at the position that the device has reached when its channel starts the transfer."""
+        """Find the positions at which a device's round trips start and end their copies, according to a timetable.
+
+        ``lives`` has the positions of the forward and of the first action that needs the activations.
+        """
         own = _of(device, trips)
         starts, ends = timetable.starts[device], timetable.ends[device]
         exact = _exact(ends)
@@ -137,29 +151,36 @@ class PlacedTrips(NamedTuple):
         return cls(own, places, times, np.array(ranks, dtype=float).reshape(places.shape))
 
     def peak(self, changes: Mapping[Kind, Sequence[float]], base: np.ndarray) -> float:
-        """Return the device's peak memory. ``base`` has the changes in memory by the actions of its order."""
+        """Return the device's peak memory with the round trips, in the unit of ``changes``.
+
+        ``changes`` has the change in memory of each kind of action, per stage. ``base`` has it for each action of the
+        order without copies.
+        """
         every = np.append(self._changes(changes, _DEVICE_MEMORY), base)
         return float(every[self._merged(_DEVICE_MEMORY, len(base))].cumsum().max(initial=0.0))
 
     def host_peak(self, changes: Mapping[Kind, Sequence[float]]) -> float:
-        """Return the peak of host memory that the device uses."""
+        """Return the peak of the host memory that holds this device's activations, in the unit of ``changes``."""
         every = self._changes(changes, _HOST_MEMORY)
         return float(every[self._merged(_HOST_MEMORY, 0)].cumsum().max(initial=0.0))
 
     def order(self, base: Order) -> Order:
-        """Return the order of the device with its round trips."""
+        """Return the order ``base`` of the device with the actions of the round trips inserted."""
         actions = [Action(kind, *trip.item.key) for trip in self.trips for kind in ROUND_TRIP]
         actions += base
         return tuple(actions[at] for at in self._merged(slice(None), len(base)))
 
     def _merged(self, columns: slice, length: int) -> np.ndarray:
-        """Return the merged sequence of these columns, numbered row by row, and of an order, numbered after them."""
+        """Return, as indices, the sequence that results from merging these columns with an order of ``length`` actions.
+
+        Indices count the actions of the round trips first, row by row, and then the actions of the order.
+        """
         chosen = (np.asarray(each)[:, columns].ravel() for each in (self.ranks, self.times, self.places))
         own = (np.zeros(length), np.full(length, np.inf), np.arange(length))
         return np.lexsort([np.append(*each) for each in zip(chosen, own, strict=True)])
 
     def _changes(self, changes: Mapping[Kind, Sequence[float]], columns: slice) -> np.ndarray:
-        """Return the changes in memory of these columns, row by row."""
+        """Return the changes in memory of the actions in these columns, row by row."""
         places = [trip.item.place for trip in self.trips]
         weights = np.array([trip.item.weight for trip in self.trips])
         by_kind = [np.array(changes[kind], dtype=np.float64)[places] * weights for kind in ROUND_TRIP[columns]]
@@ -167,7 +188,9 @@ class PlacedTrips(NamedTuple):
 
 
 def lives(order: Order) -> dict[Key, tuple[int, int]]:
-    """Return the positions between which activations may be away: of their F, and of the first action that needs them."""
+    """Map ``(stage, microbatch)`` to the positions of its forward and of the first action that needs the
+    activations.
+    """
     made: dict[Key, int] = {}
     found: dict[Key, tuple[int, int]] = {}
     for at, action in enumerate(order):
@@ -180,7 +203,10 @@ def lives(order: Order) -> dict[Key, tuple[int, int]]:
 
 
 def useless(device: int, timetable: PassTimes, trips: Sequence[RoundTrip]) -> list[Item]:
-    """Return the items of a device that are away while no action of the device runs. ``trips`` has trips of all devices."""
+    """Return the activations of a device that would leave and return without any action running in between.
+
+    Their round trip frees no memory for an action. ``trips`` has the round trips of all devices.
+    """
     own = _of(device, trips)
     starts, ends = timetable.starts[device], timetable.ends[device]
     exact = _exact(ends)
@@ -194,7 +220,7 @@ def _of(device: int, trips: Sequence[RoundTrip]) -> list[RoundTrip]:
 
 
 def _exact(ends: np.ndarray) -> float:
-    """Return the tolerance for comparing times: a billionth of the last one."""
+    """Return the tolerance for comparing times: a billionth of the end of the device's last action."""
     return 1e-9 * ends[-1] if len(ends) else 0.0
 
 
@@ -210,7 +236,7 @@ _SLOWER = (1.0, 1.2)
 
 
 class _Part(NamedTuple):
-    """Devices that share a channel, with their timetable."""
+    """Devices that share a channel to the host (or one device that has its own), and the timetable of all devices."""
 
     devices: tuple[int, ...]
     timetable: PassTimes
@@ -218,7 +244,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _TripGroup:
-    """A plan of the devices that share a channel."""
+    """The planned round trips of the devices of one ``_Part``, with the resulting memory."""
 
     part: _Part
     trips: Sequence[RoundTrip]
@@ -232,7 +258,9 @@ Proposal = tuple[tuple[Order, ...], dict[Key, str], PassTimes]
 
 
 class Planner:
-    """Plan the activations that leave, and when they leave and return; see ``plan_offload``."""
+    """Choose the activations that go to the host and the times of their copies. ``plan_offload`` explains the
+    arguments.
+    """
 
     def __init__(
         self,
@@ -281,7 +309,12 @@ class Planner:
         self._groups = [*shared, *((device,) for device in sorted(alone))]
 
     def run(self, stages: frozenset[int]) -> list[Proposal]:
-        """Return plans to choose from. There is only one if no device waits for the transfers of another."""
+        """Return one or more plans in which activations of ``stages`` leave. The caller simulates them and takes the
+        best.
+
+        There are several only if there is no cap and devices share a channel. Otherwise the peaks are known without
+        simulation.
+        """
         whole = {stage for stage, kind in self._base.recomputed.items() if kind is Kind.R}
         stages -= whole
         # Devices wait for each other, so all of them are planned for one timetable.
@@ -301,7 +334,10 @@ class Planner:
         return [self._proposal(plan, whole)]
 
     def _proposal(self, plan: Sequence[_TripGroup], whole: set[int]) -> Proposal:
-        """Return the orders of a plan of all devices, and the reasons of activations that stay."""
+        """Return the orders of all devices with their round trips, and the reason of every activation that stays.
+
+        ``whole`` has the stages that are recomputed from their input, so they hold no activations that could leave.
+        """
         orders = {
             device: self._placed(device, group.part.timetable, group.trips).order(self._base.orders[device])
             for group in plan
@@ -328,12 +364,15 @@ class Planner:
         return over, max(peaks) if over else 0.0, sum(peaks) if over else 0.0, trips
 
     def _plan_all(self, stages: frozenset[int], timetable: PassTimes, stretch: float) -> list[_TripGroup]:
-        """Return the best plan of every device if all actions except transfers take ``stretch`` times as long."""
+        """Return the best plan of every part if actions take ``stretch`` times as long and copies do not."""
         timetable = timetable.stretched(stretch)
         return [self._best(_Part(devices, timetable), stages) for devices in self._groups]
 
     def _best(self, part: _Part, stages: frozenset[int]) -> _TripGroup:
-        """Return a plan of some devices: with the fewest round trips within the caps, or else with the lowest peak."""
+        """Return the best plan of a part: the fewest round trips that keep the caps, or without caps the lowest peak.
+
+        If no plan keeps the caps, return the plan with the least memory above them.
+        """
         items = self._items(part, stages, 1.0)
         if self._caps is None:
             best = self._lowest(part, stages)
@@ -349,13 +388,17 @@ class Planner:
         return replace(best, kept=kept)
 
     def _why(self, item: Item) -> str:
-        """Return the reason of an item that stays because others need its room."""
+        """Return the reason that is reported for an activation that stays although the peak is too high."""
         if self._budgets is not None and item.size * self._unit > self._budgets[item.device]:
             return NO_HOST_MEMORY
         return TOO_SHORT if item.lifespan < item.out + item.back else CHANNEL_FULL
 
     def _lowest(self, part: _Part, stages: frozenset[int]) -> _TripGroup:
-        """Return the best plan without caps: try fewer and fewer of the longest-lived items until no fewer can help."""
+        """Return the plan of a part with the lowest peak, if there are no caps.
+
+        It first tries to move all activations, then fewer and fewer, the longest-lived first. It stops when moving
+        fewer cannot give a lower peak.
+        """
         found: list[tuple[tuple[float, ...], float, int, _TripGroup]] = []
         for factor in _SLOWER:
             items = self._items(part, stages, factor)
@@ -367,13 +410,19 @@ class Planner:
         return min(found)[-1]
 
     def _at_best(self, part: _Part, items: Sequence[Item]) -> tuple[float, ...]:
-        """Return a bound on the rank of plans that move these items, or some of them: every item has a channel of its own."""
+        """Return a lower bound on the rank (``_rank``) of all plans that move these activations or some of them.
+
+        The bound assumes that every activation has a channel of its own.
+        """
         trips = [RoundTrip(item, item.made, item.used - item.back) for item in items]
         trips = [trip for trip in trips if trip.out + trip.item.out <= trip.back]
         return self._rank([self._group(part, trips, ())])
 
     def _with_fewer(self, part: _Part, stages: frozenset[int], factor: float, best: _TripGroup) -> _TripGroup:
-        """Return the best plan with caps: try more and more of the longest-lived items, then reduce their number."""
+        """Return the best plan of a part with caps: find how many of the longest-lived activations must leave.
+
+        It moves more and more activations until the caps hold, and then bisects their number.
+        """
         items = self._items(part, stages, factor)
         too_few, enough = 0, None
         for count in _counts(items):
@@ -394,7 +443,10 @@ class Planner:
         return best
 
     def _items(self, part: _Part, stages: frozenset[int], factor: float) -> list[Item]:
-        """Return the items that may leave, the longest-lived first."""
+        """Return the activations of ``stages`` on the part's devices, the longest-lived first.
+
+        ``factor`` multiplies the seconds of the copies.
+        """
         items = []
         for device in part.devices:
             starts, ends = part.timetable.starts[device].tolist(), part.timetable.ends[device].tolist()
@@ -410,7 +462,9 @@ class Planner:
         return sorted(items, key=lambda item: (-round(item.lifespan / tick), item.microbatch * _GOLDEN % 1, item.stage))
 
     def _plan(self, part: _Part, chosen: Sequence[Item], others: Sequence[Item]) -> _TripGroup:
-        """Plan round trips of as many of ``chosen`` as fit the channel and host memory."""
+        """Plan round trips of as many activations of ``chosen`` as fit the channel and the host memory. ``others``
+        stay.
+        """
         if self._budgets is None:
             return self._plan_within(part, chosen, others, None)
         budgets = [budget / self._unit for budget in self._budgets]
@@ -436,7 +490,10 @@ class Planner:
         others: Sequence[Item],
         budgets: Sequence[float] | None,
     ) -> _TripGroup:
-        """Plan round trips, without those during which no action runs."""
+        """Plan round trips within ``budgets``, and leave out those during which no action of their device runs.
+
+        ``budgets`` has the host memory per device in the unit of item sizes, or is ``None`` for no limit.
+        """
         idle: list[Item] = []
         for _ in range(2):
             trips, kept = plan_round_trips(chosen, self._channel.duplex, budgets)
@@ -451,7 +508,9 @@ class Planner:
         return replace(group, kept={**group.kept, **reasons})
 
     def _group(self, part: _Part, trips: Sequence[RoundTrip], others: Sequence[Item]) -> _TripGroup:
-        """Return the group with these round trips and their effect on memory."""
+        """Return these round trips with their peak memory and the memory above the caps. ``others`` stay because they
+        need not leave.
+        """
         placed = {device: self._placed(device, part.timetable, trips) for device in part.devices}
         held = {d: each.peak(self._changes, self._base_changes[d]) * self._unit for d, each in placed.items()}
         over = 0.0
@@ -466,7 +525,11 @@ class Planner:
 
 
 def _counts(items: Sequence[Item]) -> list[int]:
-    """Return the numbers of longest-lived items to try: shares of all, and the number that fits the channel."""
+    """Return the numbers of activations to try, for a list with the longest-lived first.
+
+    One number is how many the channel can carry between the first forward and the last backward. The others are 1/4,
+    1/2, 3/4 and all of the list.
+    """
     shares = {-(-len(items) * share // _SHARES) for share in range(1, _SHARES + 1)}
     span = max((item.used for item in items), default=0.0) - min((item.made for item in items), default=0.0)
     capacity = bisect_right(list(accumulate(item.out + item.back for item in items)), span)

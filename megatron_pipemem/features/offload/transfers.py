@@ -1,7 +1,7 @@
-"""Choose the activations that leave a device, and the times of their transfers, for one channel.
+"""Choose the activations that leave a device, and the start times of their copies, for one channel to the host.
 
-Activations leave as soon as the channel is free, the last used first, and return as late as the channel allows. An activation
-stays if its round trip does not fit between its forward and its backward.
+When the channel is free, the activation that is needed last leaves first. Activations return as late as the channel
+allows. An activation stays if its two copies do not fit between its forward and its backward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Key = tuple[int, int]
 
 
 class Item(NamedTuple):
-    """The activations of one forward."""
+    """The activations of one stage and microbatch, with the times between which they may be on the host."""
 
     device: int
     stage: int
@@ -39,7 +39,7 @@ class Item(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Stage and microbatch."""
+        """``(stage, microbatch)``."""
         return self.stage, self.microbatch
 
     @property
@@ -48,7 +48,7 @@ class Item(NamedTuple):
 
 
 class RoundTrip(NamedTuple):
-    """The start times of an item's two transfers."""
+    """An item that is copied to the host and back, and the start times of the two copies."""
 
     item: Item
     out: float
@@ -58,12 +58,13 @@ class RoundTrip(NamedTuple):
 def plan_round_trips(
     items: Sequence[Item], duplex: bool = False, host_budget: Sequence[float] | None = None
 ) -> tuple[list[RoundTrip], dict[Item, str]]:
-    """Simulate a channel, and return its round trips, by the start of their transfers out, and the reasons of other items.
+    """Return the round trips that one channel can carry, by the start of the copy out, and the other items' reasons.
 
-    Whenever the channel is free, it starts the transfer back that would otherwise be late. If none would be, it starts a
-    transfer out of the last used item, as long as all items can return in time. Otherwise it waits.
+    The channel is simulated. Whenever it is free, it starts a copy back if that copy could not start later. Otherwise
+    it starts the copy out of the item that is used last, if all items can still return in time. Otherwise it waits.
 
-    With ``duplex``, transfers of different directions run at the same time. ``host_budget`` is the host memory of each device.
+    With ``duplex``, copies in the two directions can run at once. ``host_budget`` has the host memory of each device,
+    in the unit of ``Item.size``.
     """
     return _TransferPlan(items, duplex, host_budget).run()
 
@@ -143,7 +144,7 @@ class _TransferPlan:
             due[at] = start
 
     def _with_another(self, item: Item) -> tuple[float, float]:
-        """Return the latest start of the first transfer back, and of the item's own, if ``item`` left too."""
+        """Return two latest start times, if ``item`` left too: of the next copy back, and of the item's own."""
         at = bisect_left(self._away, (item.used,))
         start = own = min(self._due[at], item.used) - item.back
         while at:
@@ -155,7 +156,9 @@ class _TransferPlan:
         return start, own
 
     def _leaving(self, now: float) -> Item | None:
-        """Return the last used item that can leave now such that all items return in time."""
+        """Return the item to copy out now: the last used one that lets all items return in time. ``None`` if there is
+        no such item.
+        """
         stay: list[tuple[float, int, Item]] = []
         chosen = None
         while self._resident and chosen is None:
@@ -180,7 +183,7 @@ class _TransferPlan:
         return chosen
 
     def _returns_in_time(self, item: Item, now: float) -> bool:
-        """Return whether the item and all that are away return in time if it leaves now."""
+        """Return whether ``item`` and all items on the host can return before their use if ``item`` leaves now."""
         arrived = now + item.out
         first, own = self._with_another(item)
         vacant = max(now, self._free[True]) if self._duplex else arrived
@@ -193,7 +196,10 @@ class _TransferPlan:
         return held <= loosened(self._host_budget[item.device])
 
     def _next_time(self, now: float, due: float) -> float:
-        """Return the next time of a change: a forward or transfer ends, a transfer must start, or host memory is freed."""
+        """Return the next time at which something changes, or ``now`` if nothing more can leave.
+
+        A change is the end of a forward or copy, the latest start of a copy back, or the release of host memory.
+        """
         times = [due, *self._free.values()]
         if self._coming:
             times.append(self._coming[-1].made)

@@ -1,4 +1,4 @@
-"""Move activations to host memory and back."""
+"""Execute the copies of activations to host memory and back."""
 
 from megatron_pipemem.features.offload.runtime.engine import OffloadEngine
 

@@ -1,4 +1,4 @@
-"""Copy bytes between a device and its host: on two streams of a GPU, or by threads if the device is the CPU."""
+"""Copy bytes between device and host memory: on CUDA streams of a GPU, or in threads if the device is the CPU."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from megatron_pipemem.runtime.host_traffic import Direction
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """One copy of a run of bytes. Both tensors are one-dimensional ``uint8`` of the same size."""
+    """One copy of consecutive bytes. Both tensors are one-dimensional ``uint8`` of the same size."""
 
     destination: torch.Tensor
     source: torch.Tensor
 
 
 class Ticket(Protocol):
-    """A running transfer."""
+    """The handle of a transfer that a channel has started."""
 
     def done(self) -> bool:
-        """Return whether the transfer has ended, without blocking."""
+        """Return, without blocking, whether the transfer has ended successfully."""
 
 
 class CopyChannel[Own: Ticket](Protocol):
-    """One device's way to its host, with a lane for each direction. Transfers of a direction run in the order started.
+    """A connection between a device and host memory. Copies to the host and copies back can run at once.
 
-    A channel takes only tickets that it has returned.
+    Transfers in one direction run in the order in which they were started. Pass a channel only tickets that it has
+    returned.
     """
 
     device: torch.device
@@ -42,29 +43,33 @@ class CopyChannel[Own: Ticket](Protocol):
         """Allocate one-dimensional ``uint8`` host memory that this channel can copy from and to."""
 
     def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[Own]) -> Own:
-        """Start copies after all computing so far and after the transfers in ``after``, without waiting.
+        """Start copies without blocking. They run after all work now queued on the device and after the transfers in
+        ``after``.
 
-        Keep both tensors of every copy until ``join``.
+        Keep both tensors of every copy alive until ``join``.
         """
 
     def join(self, ticket: Own, on_stall: Callable[[float], None]) -> None:
-        """Order later computing after the transfer. Then its tensors may be read, and its source freed.
+        """Make later work on the device wait for the transfer. After this call, the destination may be read and the
+        source freed.
 
-        ``on_stall`` gets the seconds that computing waited, now or when the stalls are read. A failed transfer raises an
-        OffloadError.
+        ``on_stall`` is called with the seconds that the work waited, at once or by the function of ``take_stalls``. A
+        failed transfer raises an OffloadError.
         """
 
     def use(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of a reloaded tensor until the current stream has used it."""
+        """Keep the memory of a tensor that was copied back until the current stream has used it."""
 
     def take_stalls(self) -> Callable[[], None]:
-        """Return a function that reports the stalls so far that are unreported. That function may wait for the device."""
+        """Return a function that passes all waiting times not reported yet to their ``on_stall``. The function may wait
+        for the device.
+        """
 
     def forget_stalls(self) -> None:
-        """Drop the unreported stalls."""
+        """Drop the waiting times that have not been reported."""
 
     def close(self) -> None:
-        """Close threads and streams."""
+        """End the channel's threads, or wait for its streams."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,12 +81,13 @@ class CudaTicket:
 
 
 class CudaChannel:
-    """A stream per direction, because current GPUs copy both ways at once.
+    """The copy channel of a GPU: one CUDA stream per direction, because GPUs can copy in both directions at once.
 
-    The compute stream is the current stream at ``start``, and memory for reloads comes from it. Its tensors do not go through
-    ``record_stream``, because no plan can use memory that an allocator frees some time later. Only a reloaded tensor that
-    another stream uses does so, as in Megatron's shared experts with --moe-shared-expert-overlap. ``timed`` measures stalls
-    with two timing events around every wait.
+    The compute stream is the stream that is current in ``start``. The destinations of copies back are allocated on it.
+    No ``record_stream`` is needed for tensors that only this stream uses, and the allocator can reuse their memory at
+    once, as the memory plan assumes. A tensor that another stream uses does get ``record_stream``. Megatron has such a
+    stream with --moe-shared-expert-overlap. ``timed`` measures how long the compute stream waits, with two events per
+    wait.
     """
 
     def __init__(self, device: torch.device, timed: bool = True):
@@ -96,7 +102,7 @@ class CudaChannel:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[CudaTicket]) -> CudaTicket:
-        """Start copies on the stream of their direction, see ``CopyChannel.start``."""
+        """Start copies on the CUDA stream of their direction (see ``CopyChannel.start``)."""
         lane = self._lanes[direction]
         # Computing so far wrote the sources, and may have used the memory of the destinations.
         self._compute = torch.cuda.current_stream(self.device)
@@ -153,7 +159,7 @@ _LOOK_AFTER_SECONDS = 0.05
 
 @dataclass(eq=False)
 class HostTicket:
-    """A transfer that a thread runs."""
+    """A transfer that one of a ``ThreadChannel``'s threads executes."""
 
     direction: Direction
     thread: threading.Thread
@@ -175,7 +181,10 @@ class HostTicket:
 
 
 class ThreadChannel:
-    """A thread per direction, at ``bandwidth`` bytes per second each way if given."""
+    """The copy channel of a CPU device: one thread per direction.
+
+    ``bandwidth`` limits each direction to this many bytes per second, to emulate a link. ``None`` means no limit.
+    """
 
     device = torch.device("cpu")
 
@@ -193,7 +202,7 @@ class ThreadChannel:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[HostTicket]) -> HostTicket:
-        """Start copies in a thread, see ``CopyChannel.start``."""
+        """Queue copies for the thread of their direction (see ``CopyChannel.start``)."""
         ticket = HostTicket(direction, self._threads[direction], tuple(copies), tuple(after))
         self._queues[direction].put(ticket)
         return ticket
@@ -221,7 +230,9 @@ class ThreadChannel:
             thread.join()
 
     def pace(self, direction: Direction, nbytes: int) -> None:
-        """Sleep as long as the link would take. The bytes move afterwards, at the last possible moment."""
+        """Sleep for the seconds that ``nbytes`` take at ``bandwidth``. The bytes are copied after that, as late as on a
+        real link.
+        """
         if self._bandwidth is not None:
             time.sleep(nbytes / self._bandwidth)
 

@@ -1,15 +1,12 @@
-"""Move the tensors that a forward saved to the host and back, at times that the caller chooses.
+"""Copy the tensors that autograd saved in a forward to the host and back, at times that the caller chooses.
 
-The caller knows the schedule. It calls these methods for every key, which names one forward:
+The caller knows the schedule. It calls these methods for each forward, which it names by a ``key``:
 
-    with engine.capture(key): ...forward...
-    engine.offload(key)     # start the copy to the host
-    engine.wait(key)        # order computing after that copy, and free the device memory
-    engine.reload(key)      # allocate device memory, and start the copy back
-    engine.wait(key)        # order computing after that copy
-    ...backward...
+with engine.capture(key): ...forward... engine.offload(key)     # start the copy to the host engine.wait(key)        #
+  make later work wait for that copy, and free the device memory engine.reload(key)      # allocate device memory, and
+  start the copy back engine.wait(key)        # make later work wait for that copy ...backward...
 
-On a GPU no call blocks the host. Between these calls the caller computes, which hides the copies.
+On a GPU no call blocks the host. Other work that the caller launches between these calls hides the copies.
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class StartedTransfer:
-    """Running copies, with their tensors until computing is ordered after them.
+    """Copies that have been started, and their tensors, which are kept until later work waits for the copies.
 
     A tensor that is freed earlier could give its memory to the next kernel while a copy still reads it.
     """
@@ -72,7 +69,7 @@ class StartedTransfer:
 
 
 class Traffic:
-    """The transfers of one device, over a channel."""
+    """The transfers of one device that are running, and the bytes and waiting times of those of the current step."""
 
     def __init__(self, channel: CopyChannel[Any]):
         self._channel = channel
@@ -80,13 +77,13 @@ class Traffic:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Reset the counts."""
+        """Set the byte counts to 0, and drop all waiting times."""
         self._channel.forget_stalls()
         self.bytes_out = self.bytes_in = 0
         self.stalls: list[Stall] = []
 
     def take_stalls(self) -> Callable[[], tuple[Stall, ...]]:
-        """Return a function that returns the stalls of the step so far. That function may wait for the device."""
+        """Return a function that returns the waiting times of the step so far. The function may wait for the device."""
         read, stalls = self._channel.take_stalls(), self.stalls
         return lambda: (read(), tuple(stalls))[1]
 
@@ -98,7 +95,10 @@ class Traffic:
         after: Sequence[Ticket],
         moving: Sequence[SavedStorage],
     ) -> Ticket | None:
-        """Start a transfer after those in ``after``. Return its ticket, or ``None`` if there is nothing to move."""
+        """Start a transfer that runs after those in ``after``. Return its ticket, or ``None`` if ``copies`` is empty.
+
+        ``moving`` has the storages that the copies move, which belong to the forward ``key``.
+        """
         if not copies:
             return None
         ticket = self._channel.start(direction, copies, after)
@@ -113,9 +113,9 @@ class Traffic:
         return ticket
 
     def join(self, transfer: StartedTransfer) -> list[SavedStorage]:
-        """Let later computing wait for the transfer. Return the storages that it moved and that no later transfer moves again.
+        """Make later work on the device wait for the transfer, and return the storages that it moved.
 
-        A failed copy raises an OffloadError.
+        A storage is left out if a later transfer or a reload has taken it over. A failed copy raises an OffloadError.
         """
         nbytes = transfer.nbytes
 
@@ -131,7 +131,7 @@ class Traffic:
         return arrived
 
     def drop(self) -> None:
-        """Wait for all transfers, and drop them even if they fail."""
+        """Wait for all running transfers and forget them. A failed one is logged and raises nothing."""
         transfers, self.transfers = self.transfers, []
         for transfer in transfers:
             try:
@@ -147,20 +147,24 @@ POISON = 0xFF
 
 
 class OffloadEngine:
-    """Captured activations of one device. One thread calls all methods; backwards may run on other threads.
+    """Holds the tensors that autograd saves on one device, and copies them to the host and back.
 
-    Tensors stay on the device if they are parameters or ``permanent``, if their storage is below ``min_bytes``, if they are
-    subclasses or on another device, or if a caller keeps them. ``permanent`` are tensors that are not activations:
-    parameters, gradient buffers, module buffers. Small storages stay because even a small copy costs the host microseconds.
+    One thread calls all methods. Backwards may run on other threads.
 
-    A storage that several saved tensors view moves once, as one run of bytes, and every view returns as a view of it. A
-    storage of several keys leaves with the last key and returns with the first.
+    These tensors stay on the device: parameters and the tensors in ``permanent``; tensors with a storage of less than
+    ``min_bytes``; subclasses of ``Tensor``; tensors on another device; and tensors that a caller excludes.
+    ``permanent`` holds tensors that are not activations, such as parameters, gradient buffers and module buffers. Small
+    storages stay because even a small copy costs the host microseconds.
 
-    A deferred weight gradient takes its input from the graph during I, after the reload, and holds it until its W. Such
-    inputs are on the host between F and I like others, and on the device between I and W.
+    If several saved tensors are views of one storage, the storage is copied once, and all of them are views of one
+    storage again afterwards. If several forwards have saved a storage, it leaves with the last of them and returns with
+    the first.
 
-    ``guard`` finds code that uses memory while it is on the host. It fills freed and newly allocated device memory with NaN,
-    compares checksums from before and after, and waits for the device.
+    A deferred weight gradient takes its input from the graph in the I pass, after the reload, and holds it until its W
+    pass. So this input is on the host between F and I, and on the device between I and W.
+
+    ``guard`` finds code that uses tensors while they are on the host. It fills freed and newly allocated device memory
+    with NaN, and compares checksums from before and after. This makes the host wait for the device.
     """
 
     def __init__(
@@ -188,9 +192,10 @@ class OffloadEngine:
 
     @classmethod
     def on(cls, device: torch.device, host_memory: int, *, bandwidth: float | None = None, **options) -> OffloadEngine:
-        """Return an engine for a GPU or the ``cpu``, with at most ``host_memory`` bytes on the host.
+        """Return an engine for a CUDA or CPU device that uses at most ``host_memory`` bytes of host memory.
 
-        On ``cpu``, threads copy within host memory, at ``bandwidth`` bytes per second each way if given.
+        On a CPU device, threads copy within host memory. ``bandwidth`` limits each direction to this many bytes per
+        second.
         """
         if device.type not in ("cuda", "cpu"):
             raise OffloadError(
@@ -204,10 +209,11 @@ class OffloadEngine:
     def step(
         self, permanent: Iterable[torch.Tensor] = (), on_device: Callable[[torch.Tensor], object] | None = None
     ) -> Iterator[OffloadEngine]:
-        """Enclose one training step. Its captures are dropped at the end in any case, and statistics begin anew.
+        """Enclose one training step. Statistics start at 0, and at the end all captured tensors are dropped, also after
+        an error.
 
-        ``permanent`` adds tensors of this step that are not activations. ``on_device`` is called with each tensor that takes
-        device memory: saved tensors and reloaded runs of bytes.
+        ``permanent`` adds tensors that are not activations in this step. ``on_device`` is called with each tensor that
+        begins to occupy device memory: those that autograd saves, and the destinations of reloads.
         """
         self._begin_step(permanent)
         self._on_device = on_device
@@ -220,7 +226,10 @@ class OffloadEngine:
 
     @contextmanager
     def capture(self, key: Hashable) -> Iterator[None]:
-        """Hold the tensors that autograd saves within this block under ``key``, which must not be in use."""
+        """Take the tensors that autograd saves within this block into the engine, under the name ``key``.
+
+        Raise an OffloadError if ``key`` still holds tensors of another forward.
+        """
         known = self._captures.get(key)
         if known is not None and known.storages:
             raise OffloadError(
@@ -241,19 +250,19 @@ class OffloadEngine:
             raise
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep these tensors on the device for the rest of the step, for example the batch, which is held anyway."""
+        """Keep the storages of these tensors on the device for the rest of the step, for example the batch."""
         self._residents.exclude(tensors)
 
     def stay(self, key: Hashable, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep these tensors of ``key`` on the device, because other code goes on using them."""
+        """Keep those of the tensors that ``key`` captured on the device, because other code still uses them."""
         if key not in self._captures:
             raise _unknown(key)
         self._captures[key].staying.update(self._saved(tensors))
 
     def offload(self, key: Hashable, keep: Iterable[torch.Tensor] = ()) -> None:
-        """Start moving the tensors that ``key`` captured to the host, except ``keep`` and those of ``stay``.
+        """Start copying the tensors of ``key`` to the host, except those in ``keep`` and those given to ``stay``.
 
-        If the pool has no room, nothing changes and an OffloadError is raised.
+        If the host pool has no room, an OffloadError is raised and nothing has changed.
         """
         captured = self._known(key, away=False)
         staying = {*captured.staying, *self._saved(keep)}
@@ -294,7 +303,10 @@ class OffloadEngine:
             storage.departure = ticket
 
     def reload(self, key: Hashable) -> None:
-        """Start moving the tensors of ``key`` back. This takes device memory and frees host memory at once."""
+        """Allocate device memory for the tensors of ``key``, and start copying them back.
+
+        Their host memory can be lent again at once. Its next user waits for the copy.
+        """
         captured = self._known(key, away=True)
         captured.away = False
         captured.claim()
@@ -323,7 +335,10 @@ class OffloadEngine:
                 storage.block = None
 
     def wait(self, key: Hashable) -> None:
-        """Order computing after the transfers of ``key``. Then an offload's memory is free and a reload is usable."""
+        """Make later work on the device wait for the transfers of ``key``.
+
+        After an offload, the device memory of the tensors is free. After a reload, the tensors can be used.
+        """
         if key not in self._captures:
             raise _unknown(key)
         moving = {id(storage.transfer) for storage in list(self._captures[key].storages.values())}
@@ -333,25 +348,27 @@ class OffloadEngine:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the captured storages on the device."""
+        """Bytes of device memory that the captured storages occupy now."""
         self._collect_ended()
         return self._device_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes on the host, from their ``offload`` until the ``wait`` for their reload.
+        """Bytes of captured storages on the host, counted from ``offload`` to the ``wait`` after ``reload``.
 
-        The pool may already have lent a block again while the reload reads it.
+        The host pool may have lent the memory of a storage again while the reload still reads it.
         """
         self._collect_ended()
         return self._host_bytes
 
     def statistics(self) -> OffloadStatistics:
-        """Return the statistics since the step began. On a GPU this waits for all computing so far."""
+        """Return the bytes and waiting times since the step began. On a GPU, wait for all work queued so far."""
         return self.statistics_for_later()()
 
     def statistics_for_later(self) -> Callable[[], OffloadStatistics]:
-        """Return a function that returns the statistics so far. That function waits for the device; this call does not."""
+        """Return a function that returns the statistics up to now. The function waits for the device. This method does
+        not.
+        """
         stalls = self._traffic.take_stalls()
         counted = partial(
             OffloadStatistics,
@@ -366,7 +383,7 @@ class OffloadEngine:
         return lambda: counted(stalls=stalls())
 
     def close(self) -> None:
-        """Drop all captures, and close threads and streams."""
+        """Drop all captured tensors, and close the channel."""
         self._drop_everything()
         self.channel.close()
 
@@ -394,7 +411,7 @@ class OffloadEngine:
         return saved.view(tensor, hold)
 
     def _saved(self, tensors: Iterable[torch.Tensor]) -> list[SavedStorage]:
-        """Return the captured storages among those of the tensors."""
+        """Return the captured storages that these tensors are views of."""
         known = (self._by_storage.get(storage_key(tensor)) for tensor in tensors)
         return [saved for saved in known if saved is not None]
 
@@ -451,7 +468,7 @@ class OffloadEngine:
             self._on_device(tensor)
 
     def _collect_ended(self) -> None:
-        """Account for saved storages whose graph has been freed."""
+        """Subtract the bytes of storages that a backward has freed, and return their host memory to the pool."""
         while self._ended:
             nbytes, away, block, departure = self._ended.popleft()
             self._device_bytes -= nbytes
@@ -478,13 +495,13 @@ def _unknown(key: Hashable) -> OffloadError:
 
 
 class OffloadActions:
-    """A step feature that captures the activations of stages that move, and moves them when the program says so."""
+    """The step feature that captures the activations of offloaded stages, and executes OFFLOAD and RELOAD."""
 
     def __init__(self, engine: OffloadEngine):
         self._engine = engine
 
     def extend(self, executor: Executor) -> Handlers:
-        """See ``StepFeature``."""
+        """Return handlers that wrap F and R, and handlers for OFFLOAD, RELOAD and the waits for them."""
         engine, others = self._engine, dict(executor.handlers)
         executor.host_bytes = lambda: engine.host_bytes
 

@@ -1,4 +1,4 @@
-"""Host memory for activations: its pool, the amount that a process may take, and the speed of the link to it."""
+"""Host memory for activations: the pool that lends it, the bytes that a process may use, and the speed of the link."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALIGNMENT = 256
 
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """A run of bytes of one segment, with the transfers that may still read or write it."""
+    """A range of bytes of one segment of the pool, with the transfers that may still read or write these bytes."""
 
     segment: int
     start: int
@@ -37,7 +37,7 @@ class _Piece:
 
 @dataclass(frozen=True, eq=False)
 class HostBlock:
-    """``nbytes`` of host memory. Write to it only after the transfers in ``after``."""
+    """Host memory that the pool has lent. Write to ``data`` only after the transfers in ``after`` have ended."""
 
     data: torch.Tensor
     after: tuple[Ticket, ...]
@@ -49,10 +49,12 @@ class HostBlock:
 
 
 class HostPool:
-    """Blocks of host memory, by best fit with merging of neighbours. Segments are allocated when needed, and then kept.
+    """Lends blocks of host memory. It takes the smallest free piece that fits, and merges neighbouring pieces that are
+    free.
 
-    Segments are powers of two, because pinned allocators round to these, so ``budget`` is the memory really taken.
-    ``allocate`` makes host memory, as ``CopyChannel.host_memory`` does.
+    The pool allocates large segments when it needs them, and keeps them. Their sizes are powers of two, because
+    allocators of pinned memory round up to these. So at most ``budget`` bytes are really allocated. ``allocate``
+    returns a new segment of a given number of bytes, as ``CopyChannel.host_memory`` does.
     """
 
     def __init__(self, budget: int, allocate: Callable[[int], torch.Tensor], segment: int = 1 << 28):
@@ -72,12 +74,16 @@ class HostPool:
         return sum(segment.numel() for segment in self._segments)
 
     def reserve(self, nbytes: int) -> None:
-        """Take memory from the host until the pool has ``nbytes`` or its budget, rounded down to a power of two."""
+        """Allocate segments until the pool has ``nbytes``, or its budget if that is less. Each segment is a power of
+        two bytes.
+        """
         while (missing := min(nbytes, self.budget) - self.reserved_bytes) >= ALIGNMENT:
             self._add_segment(1 << (missing.bit_length() - 1))
 
     def take(self, nbytes: int, purpose: str) -> HostBlock:
-        """Return a block of ``nbytes``, or raise an OffloadError with the ``purpose`` if the budget is too small."""
+        """Return a block of ``nbytes``. If the budget is too small, raise an OffloadError that names the
+        ``purpose``.
+        """
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         fitting = [piece for piece in self._free if piece.size >= size]
         # Among equal pieces, prefer one that no copy uses, so that no transfer has to wait.
@@ -91,7 +97,9 @@ class HostPool:
         return HostBlock(data, piece.pending(), piece)
 
     def give(self, block: HostBlock, after: Iterable[Ticket]) -> None:
-        """Take a block back at once. Its next user waits for the transfers in ``after``."""
+        """Return a block to the pool. Its memory can be lent again at once, and the next user waits for the transfers
+        in ``after``.
+        """
         self.used_bytes -= block.nbytes
         piece = block._piece
         merged = _Piece(piece.segment, piece.start, piece.size, tuple(after))
@@ -138,9 +146,10 @@ _LIMITS = {
 
 
 def available_memory(groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the available memory in bytes: the least that the machine and the limits of all control groups leave.
+    """Return the bytes of memory that this process can still take on this machine and within its control groups.
 
-    ``groups`` lists this process's control groups, see proc(5) and cgroups(7). ``mounted`` has their files, in version 1 or 2.
+    ``groups`` is the file that lists this process's control groups, see proc(5) and cgroups(7). ``mounted`` is the
+    folder with their limits, of cgroups version 1 or 2.
     """
     return max(0, min([psutil.virtual_memory().available, *_left_by_limits(groups, mounted)]))
 
@@ -160,7 +169,11 @@ def _left_by_limits(groups: Path, mounted: Path) -> Iterator[int]:
 
 
 def _left_in(group: Path, limit: str, usage: str, cached: str) -> int | None:
-    """Return the bytes that a group may still take, or ``None`` if it has no limit."""
+    """Return the bytes that the processes of a control group can still take, or ``None`` if the group has no limit.
+
+    The other arguments are names of files of the group, and of the value of cached bytes that the kernel frees on
+    demand.
+    """
     try:
         most = (group / limit).read_text(encoding="utf-8").strip()
         used = int((group / usage).read_text(encoding="utf-8"))
@@ -177,9 +190,9 @@ _MATRIX = 8192  # large enough that products take longer than their launches
 
 
 def measure_host_link(channel: CopyChannel, nbytes: int = _BYTES) -> HostLink:
-    """Time transfers of ``nbytes`` each way and both ways at once. A run does so once at its start.
+    """Measure bytes per second to the host and back, and whether transfers in both directions can run at once.
 
-    Ranks that share a link should measure at the same time, so that contention is in the result.
+    Ranks that share a link should measure at the same time, so that the result includes their contention.
     """
     ends = copy_ends(channel, nbytes)
 
@@ -193,10 +206,12 @@ def measure_host_link(channel: CopyChannel, nbytes: int = _BYTES) -> HostLink:
 def measure_bandwidths(
     channel: CopyChannel, nbytes: int = 256 << 20, repeats: int = 5, matrix: int = _MATRIX
 ) -> dict[str, float]:
-    """Return bytes per second: ``d2h``, ``h2d`` and ``both`` (each way), and the same during matrix products (``_computing``).
+    """Return bytes per second by direction, measured with an idle device and while the device multiplies matrices.
 
-    One copy has ``nbytes``, and needs as much pinned host memory each way. The result is the median of ``repeats`` copies,
-    after one that does not count. The products are of ``matrix`` rows and columns.
+    The keys are ``d2h`` (to the host), ``h2d`` (back) and ``both`` (each of two simultaneous copies). ``d2h_computing``
+    and so on are measured during matrix products of ``matrix`` rows and columns. Each result is the median of
+    ``repeats`` copies of ``nbytes``, after one copy that is not counted. Two times ``nbytes`` of pinned host memory are
+    needed.
     """
     ends = copy_ends(channel, nbytes)
     a = torch.randn(matrix, matrix, device=channel.device).to(torch.bfloat16)
@@ -229,7 +244,7 @@ def _seconds(channel: CopyChannel, work: Callable[[], object]) -> float:
 
 
 def copy_ends(channel: CopyChannel, nbytes: int) -> dict[Direction, Copy]:
-    """Return a copy of ``nbytes`` each way, with separate memory."""
+    """Return one ``Copy`` of ``nbytes`` for each direction, each with new device and host memory."""
     ends = {}
     for direction in Direction:
         on_device = torch.ones(nbytes, dtype=torch.uint8, device=channel.device)
@@ -244,10 +259,10 @@ def transfer_seconds(
     repeats: int,
     beside: Callable[[], object] = lambda: None,
 ) -> float:
-    """Return the seconds until all transfers, started at the same time, are done.
+    """Start all copies at the same time, and return the seconds until the last one has ended.
 
-    The result is the median of ``repeats``, after one that maps memory. ``copies`` has at most one copy each way, and
-    ``beside`` starts other work of the device after the copies.
+    The result is the median of ``repeats`` measurements, after one that is not counted. ``copies`` has at most one copy
+    for each direction. ``beside`` is called after the copies are started, to queue other work on the device.
     """
     took = []
     for _ in range(1 + repeats):
@@ -266,6 +281,6 @@ def transfer_seconds(
 
 
 def synchronize(channel: CopyChannel) -> None:
-    """Wait for all work of the channel's device."""
+    """Wait for all work queued on the channel's device."""
     if channel.device.type == "cuda":
         torch.cuda.synchronize(channel.device)

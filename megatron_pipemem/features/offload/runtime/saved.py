@@ -1,4 +1,4 @@
-"""The storages of tensors that autograd saved, on the device or on the host, and the choice of those that stay."""
+"""The storages of tensors that autograd saved, on the device or on the host, and the rule which of them never leave."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Place(Enum):
 
 
 class Remains(NamedTuple):
-    """Bytes that a freed storage was counted with, and its host block with the transfer that wrote it."""
+    """Memory that a freed ``SavedStorage`` counted: bytes, host block, and the transfer that wrote this block."""
 
     device_bytes: int
     host_bytes: int
@@ -41,14 +41,15 @@ class Remains(NamedTuple):
 
 
 class Hold:
-    """One capture's claim on storages. It lives as long as a tensor that the capture saved."""
+    """A token that shows that a capture still needs its storages. The tensors saved in the capture keep it alive."""
 
 
 class SavedStorage:
-    """The part of one storage that autograd's saved tensors span.
+    """The bytes of one storage that saved tensors use, from the first to the last of these bytes.
 
-    It lives as long as a saved tensor refers to it. The engine holds only weak references, so a backward frees its memory as
-    without offload. ``key`` is the first capture that saved it, and ``ended`` gets its ``Remains``.
+    Saved tensors keep this object alive. The engine has only weak references, so a backward frees the memory as it
+    would without offload. ``key`` names the capture that saved the storage first. When this object is freed, it adds
+    its ``Remains`` to ``ended``.
     """
 
     def __init__(self, storage: torch.UntypedStorage, key: Hashable, ended: deque[Remains]):
@@ -70,34 +71,34 @@ class SavedStorage:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that move."""
+        """The number of bytes that are copied."""
         return self.end - self.begin
 
     @property
     def memory(self) -> torch.UntypedStorage:
-        """The storage, which must be on the device."""
+        """The storage in device memory. It is an error to ask while the storage is on the host."""
         assert self.storage is not None, f"activations of {self.key} are {self.place.value}"
         return self.storage
 
     @property
     def host_block(self) -> HostBlock:
-        """The memory on the host, of a storage that is away."""
+        """The host memory of a storage that has been offloaded."""
         assert self.block is not None, f"activations of {self.key} are {self.place.value}"
         return self.block
 
     @property
     def left(self) -> Ticket:
-        """The transfer to the host, of a storage that has left."""
+        """The transfer that copied this storage to the host."""
         assert self.departure is not None, f"activations of {self.key} are {self.place.value}"
         return self.departure
 
     @property
     def emptied(self) -> bool:
-        """Return whether other code has freed its memory. Recomputation does so, and refills storages in place."""
+        """Whether other code has shrunk the storage. Recomputation does so, and refills the same storage later."""
         return self.storage is not None and self.storage.nbytes() < self.end - self._origin
 
     def view(self, tensor: torch.Tensor, hold: Hold) -> SavedView:
-        """Return a stand-in for a tensor of this storage, whose bytes will move with it."""
+        """Return the object that autograd keeps in place of ``tensor``, and add the tensor's bytes to later copies."""
         start = int(tensor.storage_offset()) * tensor.element_size()
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         self.begin = min(self.begin, start // ALIGNMENT * ALIGNMENT)
@@ -106,26 +107,29 @@ class SavedStorage:
         return SavedView(self, hold, tensor.dtype, tensor.shape, tensor.stride(), start)
 
     def bytes(self) -> torch.Tensor:
-        """Return the moving bytes on the device."""
+        """Return the bytes to copy, as a ``uint8`` tensor in device memory."""
         run = torch.empty(0, dtype=torch.uint8, device=self.memory.device)
         return run.set_(self.memory, self.begin - self._origin, (self.nbytes,), (1,))
 
     def move_to(self, destination: torch.Tensor) -> None:
-        """Use ``destination``, which holds only the moving bytes, as this storage."""
+        """Use ``destination`` as the device memory of this storage. It has room for the copied bytes only."""
         self.storage = destination.untyped_storage()
         self.device_bytes = self.storage.nbytes()
         self._origin = self.begin
         self.reloaded = True
 
     def drop(self, place: Place) -> None:
-        """Free the device memory."""
+        """Drop the reference to the device memory, and set the new ``place``."""
         self.storage, self.device_bytes, self.place = None, 0, place
 
     def remains(self) -> Remains:
         return Remains(self.device_bytes, self.host_bytes, self.block, self.departure)
 
     def restore(self, view: SavedView, channel: CopyChannel[Any]) -> torch.Tensor:
-        """Return the saved tensor, or raise an OffloadError if it is away. ``channel`` brought its storage back."""
+        """Return the tensor that ``view`` stands for. Raise an OffloadError if its storage is not on the device.
+
+        ``channel`` is the channel that copied the storage back.
+        """
         if self.place is not Place.DEVICE:
             raise OffloadError(
                 "used-while-away",
@@ -146,7 +150,7 @@ class SavedStorage:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SavedView:
-    """A stand-in for a saved tensor in autograd's graph."""
+    """The object that autograd's graph holds in place of a saved tensor."""
 
     home: SavedStorage
     hold: Hold  # keeps the storage alive
@@ -157,7 +161,7 @@ class SavedView:
 
 
 class Capture:
-    """The storages that one forward saved, by weak references only."""
+    """The storages that autograd saved in one forward, as weak references."""
 
     def __init__(self, hold: Hold):
         self.storages: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
@@ -182,13 +186,13 @@ class Capture:
 
 
 def checksum(run: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the 64-bit words and the sum of the remaining bytes."""
+    """Return two sums of ``uint8`` bytes: that of all complete 64-bit words, and that of the remaining bytes."""
     whole = run.numel() // 8 * 8
     return torch.stack((run[:whole].view(torch.int64).sum(), run[whole:].sum(dtype=torch.int64)))
 
 
 class Residents:
-    """Decide which saved tensors stay on the device. ``stayed`` has their bytes since the step began, by reason."""
+    """Decides which saved tensors stay on the device. ``stayed`` counts their bytes in this step, by reason."""
 
     def __init__(self, device: torch.device, min_bytes: int):
         self._device = device
@@ -196,18 +200,18 @@ class Residents:
         self.begin_step(())
 
     def begin_step(self, permanent: Iterable[torch.Tensor]) -> None:
-        """Start a new step with these tensors that are not activations."""
+        """Start a step in which the ``permanent`` tensors are not activations. The counts start at 0."""
         self._permanent = {storage_key(part) for tensor in permanent for part in data_of(tensor)}
         self._excluded: dict[int, StorageWeakRef] = {}
         self.stayed: Counter[str] = Counter()
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep these tensors on the device for the rest of the step, as long as they live."""
+        """Keep the storages of these tensors on the device for the rest of the step."""
         for part in (part for tensor in tensors for part in data_of(tensor)):
             self._excluded[storage_key(part)] = StorageWeakRef(part.untyped_storage())
 
     def stays(self, tensor: torch.Tensor) -> bool:
-        """Return whether the tensor stays, and count it if so."""
+        """Return whether a saved tensor stays on the device, and if so count its bytes."""
         reason = self._reason_to_stay(tensor)
         if reason is not None and tensor.layout is torch.strided:
             self.stayed[reason] += sum(part.nbytes for part in data_of(tensor))
