@@ -1,11 +1,13 @@
-"""Attach schedules to stock Megatron-Core. Outside of ``cpu/`` and ``features/*/megatron``, only this package imports megatron.
+"""Attach schedules to stock Megatron-Core. Only this package, ``cpu`` and ``features/*/megatron`` import megatron.
 
-- ``plugin``: ``enable()`` and ``disable()``, and the parts of a run; ``launch`` and ``flags`` enable it from a command line.
-- ``symbols``: all functions of Megatron that are replaced or relied on; ``patching`` replaces them and puts them back.
-- ``step``: the replacement of Megatron's forward-backward functions, and the extensions by which features add to a step.
-- ``model``: where chunks are built, how they run as stages, and how their layers split backwards.
-- ``report``: measurements of a run, compared with its plan. ``replanning`` plans anew with them.
-- ``profiling``: time and memory of the stages of a model, each run alone (``lone_stage``).
+- ``plugin``: ``enable()`` and ``disable()``, and the parts of a run. ``launch`` and ``flags`` enable it from a command
+  line.
+- ``symbols``: the functions of Megatron that are replaced or used. ``patching`` replaces and restores them.
+- ``step``: the replacement of Megatron's forward-backward functions, and the extensions by which features add to a
+  step.
+- ``model``: builds chunks on the devices of a placement, runs them as stages, and splits the backward of their layers.
+- ``report``: measurements of a run, compared with its plan. ``replanning`` plans again with them.
+- ``profiling``: time and memory of a model's stages, each run alone (``lone_stage``).
 - ``refusals``: models and settings that cannot run. ``agreement``: decisions that all ranks of a job share.
 """
 
@@ -18,7 +20,7 @@ INSTALL = "Megatron-Core is not installed here; pip install 'megatron-pipemem[me
 
 
 def is_installed() -> bool:
-    """Return whether there is a Megatron to attach to, and torch. Asking imports nothing of them."""
+    """Return whether torch and Megatron-Core can be imported, without importing either."""
     try:
         return all(importlib.util.find_spec(name) is not None for name in ("torch", "megatron.core"))
     except (ImportError, ValueError):  # ValueError: another object is in the place of the module

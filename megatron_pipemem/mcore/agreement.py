@@ -1,4 +1,4 @@
-"""Decisions and data that the ranks of a job share at the start of a step."""
+"""Share decisions and numbers between the ranks of a job, so that all ranks run the same step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from megatron_pipemem.errors import PipememError, UnsupportedError
 
 
 def decided_by_rank_zero[T](decide: Callable[[], T]) -> T:
-    """Return the decision of world rank 0 on every rank. Every rank of the job calls this at the same time.
+    """Run ``decide`` on world rank 0 only, and return its result on every rank.
 
-    A search stops by the clock, so two ranks that search may find different schedules. If rank 0 fails, every rank
-    raises an UnsupportedError with the same message. The decision is pickled.
+    Every rank of the job calls this at the same time. A search ends after a time limit, so two ranks that search may
+    find different schedules. If ``decide`` fails, every rank raises an UnsupportedError with the same message. The
+    result is sent pickled.
     """
     if not dist.is_initialized():
         return decide()
@@ -43,10 +44,11 @@ def decided_by_rank_zero[T](decide: Callable[[], T]) -> T:
 
 
 def done_by_all[T](do: Callable[[], T]) -> T:
-    """Return the result of this rank once every rank has one. Every rank of the job calls this at the same time.
+    """Run ``do`` on every rank, and return this rank's result when all ranks have succeeded.
 
-    A rank that fails alone would leave the others waiting in the next collective. So every rank raises an
-    UnsupportedError, and the rank that failed raises its own error.
+    Every rank of the job calls this at the same time. Without it, a rank that fails alone would leave the others
+    waiting in the next collective. So if ``do`` fails on a rank, that rank raises its own error, and all others an
+    UnsupportedError.
     """
     done: Any = None
     failure: Exception | None = None
@@ -64,18 +66,21 @@ def done_by_all[T](do: Callable[[], T]) -> T:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is world rank 0, also before there is a process group."""
+    """Return whether this process is world rank 0; before there is a process group, by the variable ``RANK``."""
     return dist.get_rank() == 0 if dist.is_initialized() else int(os.environ.get("RANK", 0)) == 0
 
 
 def tell(logger: logging.Logger, message: str, *arguments: object, level: int = logging.INFO) -> None:
-    """Log a message on world rank 0 alone: every rank knows it, and there may be hundreds."""
+    """Log a message on world rank 0 only. Every rank has the same message, and there may be hundreds of ranks."""
     if is_first_rank():
         logger.log(level, message, *arguments)
 
 
 def gather[T](contribution: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the contributions of all ranks of a group, by default the world, in the order of the ranks."""
+    """Return on every rank the contributions of all ranks of ``group``, in the order of the ranks.
+
+    The default group is the whole job.
+    """
     if not dist.is_initialized():
         return [contribution]
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -84,7 +89,7 @@ def gather[T](contribution: T, group: dist.ProcessGroup | None = None) -> list[T
 
 
 def agree(digest: str, group: dist.ProcessGroup) -> None:
-    """Raise an UnsupportedError if the ranks of the pipeline are about to run different programs."""
+    """Raise an UnsupportedError if the ranks of the pipeline have different hashes of their next program."""
     digests = gather(digest, group)
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
@@ -106,18 +111,21 @@ _UNKNOWN, _KNOWN, _FAILED = range(3)
 
 
 def groups_of_copy(groups: ProcessGroupCollection, pipeline: dist.ProcessGroup) -> Groups:
-    """Return the groups along which every rank of a copy of the model is reached from its first one."""
+    """Return the tensor-, context- and pipeline-parallel groups of this rank that have more than one rank.
+
+    Data that pass along these groups one after another get from the first rank of a copy of the model to all its ranks.
+    """
     return [group for group in (groups.tp, groups.cp, pipeline) if group.size() > 1]
 
 
 def agreed_numbers(
     what: str, tell: Callable[[], Sequence[float] | None], size: int, groups: Groups
 ) -> tuple[float, ...]:
-    """Return on every rank the numbers that some ranks know. Every rank of the groups calls this at the same time.
+    """Return on every rank of the groups the ``size`` numbers that at least one of them knows.
 
-    ``tell`` returns the ``size`` numbers of this rank, or ``None`` if it does not know them. ``what`` names them in
-    messages, as in "weights of microbatches". Every rank raises an UnsupportedError if no rank knows the numbers, two
-    ranks disagree, or one fails.
+    Every rank of the groups calls this at the same time. ``tell`` returns the numbers of this rank, or ``None`` if it
+    does not know them. ``what`` names the numbers in messages, as in "weights of microbatches". Every rank raises an
+    UnsupportedError if no rank knows the numbers, two ranks disagree, or ``tell`` fails on a rank.
     """
     numbers, failure = None, None
     try:
@@ -139,7 +147,9 @@ def agreed_numbers(
         _raise_everywhere(what, failure, groups)
     if state == _UNKNOWN:
         raise UnsupportedError(
-            "data-iterator", f"no rank of this pipeline reads data from an iterator, so the {what} are unknown"
+            "data-iterator",
+            f"no rank of this pipeline reads data from an iterator, so the {what} are unknown; pass a data "
+            "iterator to the ranks of the first or the last stage",
         )
     greatest, least = values[:size], [-value for value in values[size:]]
     for number, (most, fewest) in enumerate(zip(greatest, least, strict=True)):
@@ -153,17 +163,17 @@ def agreed_numbers(
 
 
 def largest_numbers(numbers: Sequence[float], group: dist.ProcessGroup) -> tuple[float, ...]:
-    """Return the largest of each number over the ranks of a group, on each of them."""
+    """Return on every rank of a group the elementwise maximum of the ranks' ``numbers``."""
     largest = torch.tensor(numbers, dtype=torch.float64).to(torch.cuda.current_device())
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return tuple(largest.tolist())
 
 
 def decided_by_first[T](decide: Callable[[], T], groups: Groups) -> T:
-    """Return on every rank the decision of the first rank of the groups. Every rank of the groups calls this at the
-    same time.
+    """Run ``decide`` on the first rank of the groups only, and return its result on every rank of the groups.
 
-    The decision is pickled. A PipememError of ``decide`` is raised on every rank.
+    Every rank of the groups calls this at the same time. The result is sent pickled. A PipememError of ``decide`` is
+    raised on every rank.
     """
     payload: list[Any] = [None]
     if all(group.rank() == 0 for group in groups):
@@ -179,7 +189,7 @@ def decided_by_first[T](decide: Callable[[], T], groups: Groups) -> T:
 
 
 def _raise_everywhere(what: str, failure: Exception | None, groups: Groups) -> None:
-    """Raise the error of one rank on all of them."""
+    """Raise on every rank of the groups the error of the rank that failed."""
     told = None
     if failure is not None:
         code = failure.code if isinstance(failure, PipememError) else "other-rank-failed"
@@ -190,4 +200,4 @@ def _raise_everywhere(what: str, failure: Exception | None, groups: Groups) -> N
         raise failure
     assert told is not None, "a rank failed"
     code, message = told
-    raise UnsupportedError(code, f"the {what} are not known: {message}")
+    raise UnsupportedError(code, f"the {what} are unknown: {message}")

@@ -1,7 +1,7 @@
 """Evaluate recipes of Megatron-Bridge and print them as JSON: ``python -m megatron_pipemem.mcore.bridge_recipe NAME``.
 
-It runs in a process of its own, because it imports Megatron-Bridge. Models that are known here get their sizes from this
-package, so that nothing is downloaded for them.
+This runs in a separate process, because it imports Megatron-Bridge. For models that have a file in this package, the
+sizes come from that file, so that nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -44,22 +44,23 @@ _SECTIONS = ("model", "ddp", "comm_overlap", "mixed_precision", "optimizer", "tr
 
 
 def recipes() -> dict[str, Callable[[], Any]]:
-    """Return the recipes of the installed Megatron-Bridge by name, aliases included."""
+    """Return the recipe functions of the installed Megatron-Bridge by name, including aliases."""
     module = import_module("megatron.bridge.recipes")
     return {name: getattr(module, name) for name in dir(module) if name.endswith("_config")}
 
 
 def _own(name: str) -> Callable[[], Any]:
-    """Return a user's recipe by ``package.module:function``."""
+    """Import the recipe function of a user from ``package.module:function``."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)
 
 
 def evaluated(recipe: Callable[[], Any]) -> dict[str, Any]:
-    """Return a recipe's configuration: the values of its sections that differ from their classes' defaults.
+    """Run a recipe and return the settings that it changes from Megatron-Bridge's defaults, as JSON values.
 
-    ``name`` is the recipe's own name, ``model`` the known model, ``unknown`` the model without sizes here, and ``adapters`` the
-    class of its adapters.
+    The entry ``name`` is the name of the recipe's function. ``model`` is the file of this package with the model's
+    sizes. ``unknown`` is the Hugging Face name of a model whose sizes are not available. ``adapters`` is the class of
+    its parameter-efficient fine-tuning, and ``values`` are the changed settings.
     """
     config = recipe()
     values: dict[str, Any] = {}
@@ -76,7 +77,10 @@ def evaluated(recipe: Callable[[], Any]) -> dict[str, Any]:
 
 
 def _changed(section: object) -> dict[str, Any]:
-    """Return the fields of a dataclass that differ from their defaults, as JSON has them; functions by their names."""
+    """Return the fields of a dataclass that differ from their defaults, as JSON values.
+
+    A function or class is replaced by its name.
+    """
     if not dataclasses.is_dataclass(section):
         return {}
     found = {}
@@ -93,7 +97,10 @@ def _changed(section: object) -> dict[str, Any]:
 
 
 def _with_known_models(bridge: Any) -> None:
-    """Let Megatron-Bridge take the sizes of known models from this package, and all others from Hugging Face."""
+    """Make Megatron-Bridge read the sizes of the models in ``KNOWN`` from this package instead of from Hugging Face.
+
+    Without a network, a model that is neither in ``KNOWN`` nor in the cache of Hugging Face gets sizes of 1.
+    """
     from megatron_pipemem.config.loading import load
     from megatron_pipemem.config.model import Model
 
@@ -118,7 +125,7 @@ def _is_cached(path: str) -> bool:
 
 
 def _provider(model: Any, known: str | None = None, unknown: str | None = None) -> Any:
-    """Return Megatron-Bridge's provider of a known model, or of one whose sizes are unknown without a network."""
+    """Return Megatron-Bridge's model provider with these sizes, marked with the name of the known or unknown model."""
     sizes = {"num_layers": model.layers, "hidden_size": model.hidden, "num_attention_heads": model.heads}
     if model.kv_lora_rank is None:
         provider = import_module("megatron.bridge.models.gpt_provider").GPTModelProvider(**sizes)
@@ -129,7 +136,11 @@ def _provider(model: Any, known: str | None = None, unknown: str | None = None) 
 
 
 def main(names: list[str]) -> None:
-    """Print the configurations of recipes. One that fails has its ``error``, and one that does not exist all ``names``."""
+    """Print the configuration of each recipe as a line of JSON.
+
+    The line of a recipe that fails has its ``error``. The line of a recipe that does not exist has the ``names`` of
+    all.
+    """
     found = recipes()
     _with_known_models(import_module("megatron.bridge").AutoBridge)
     for name in names:

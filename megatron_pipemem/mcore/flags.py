@@ -1,4 +1,4 @@
-"""Take the ``--pipemem-*`` flags off a command line, and check them, without torch and Megatron."""
+"""Take the ``--pipemem-*`` flags off a command line and check them, without importing torch or Megatron."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _REPEATED = ("--pipemem-option", "--pipemem-offload-option")  # each occurrence 
 
 
 def add_planned_flags(file: str, arguments: Sequence[str]) -> list[str]:
-    """Add the missing flags of a plan to a command line: model, parallelism, layout, schedule, precision.
+    """Add to a command line the flags of a plan file that it lacks: model, parallelism, layout, schedule, precision.
 
-    Raise an UnsupportedError if a flag contradicts the plan, because a plan holds for nothing else.
+    Raise an UnsupportedError if a flag has another value than in the plan, because the plan is valid for its own values
+    only.
     """
     given, added = _by_flag(arguments), []
     for flag, values in _by_flag(planned_flags(load(file, Run))).items():
@@ -45,7 +46,10 @@ def add_planned_flags(file: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _by_flag(words: Sequence[str]) -> dict[str, list[list[str]]]:
-    """Return the values of every occurrence of every flag."""
+    """Return the words after each flag, one list per occurrence.
+
+    For example, ``--a 1 2 --a 3`` gives ``{"--a": [["1", "2"], ["3"]]}``.
+    """
     found: dict[str, list[list[str]]] = {}
     values: list[str] = []
     for word in words:
@@ -67,13 +71,13 @@ logger = logging.getLogger(__name__)
 _LAYERS = "transformer-impl"
 _PROMPT_SECONDS = 0.5
 _NEAR = 0.85
-"""The least likeness of a misspelt flag with another beginning. No flag of Megatron is more than 0.7 like one of ours."""
+"""Similarity above which a flag without our prefix counts as a misspelt one of ours. Flags of Megatron are below 0.7."""
 
 
 def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
-    """Split the plugin's flags off a Megatron command line.
+    """Split a Megatron command line into the request of the ``--pipemem-*`` flags and the other arguments.
 
-    Return the checked request, or ``None`` without such a flag, and the other arguments in their order. Raise a
+    The request is checked. It is ``None`` if there is no such flag. The other arguments keep their order. Raise a
     PipememError for wrong, missing or contradicting flags, for a plan or schedule file that cannot be read, and for an
     unknown schedule.
     """
@@ -97,7 +101,7 @@ def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
 
 
 def _check_known(flag: str, known: list[str], parser: Parser) -> None:
-    """Refuse a flag that is meant to be one of ours and is not."""
+    """Raise an UnsupportedError if ``flag`` looks like a misspelt ``--pipemem-*`` flag."""
     ours = flag.startswith("--pipemem")
     if flag.startswith("-") and (near := get_close_matches(flag, known, n=1, cutoff=0.6 if ours else _NEAR)):
         raise UnsupportedError("unknown-flag", f"unknown flag {flag}; did you mean {near[0]}?")
@@ -110,10 +114,10 @@ _ELSEWHERE = ("yaml-cfg", "use-checkpoint-args")
 
 
 def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
-    """Ask Megatron for the schedule's chunks, unless the user cuts the model. A hybrid model's pattern is cut by FLOPs.
+    """Add the flag for the schedule's model chunks per rank, unless the user's flags cut the model into stages.
 
-    Raise an UnsupportedError without a pipeline, for layers that cannot be shared out evenly, or if the schedule does
-    not run a model with these arguments.
+    A hybrid model gets its layer pattern cut into stages of similar FLOPs instead. Raise an UnsupportedError without a
+    pipeline, if the layers cannot be divided evenly, or if the schedule does not run a model with these arguments.
     """
     flags = _values(arguments)
     if request.is_stock or any(cut_flags.given(flags, name) for name in _ELSEWHERE):
@@ -158,7 +162,8 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
 def cpu_flags(arguments: list[str]) -> list[str]:
     """Return the flags that a Megatron command line lacks for a run on CPU ranks, and log them.
 
-    Megatron's training asks for a microbatch size. A command line without one is another program's, and gets none.
+    Without ``--micro-batch-size``, which Megatron's training requires, the command line is another program's and gets
+    no flags.
 
     Raises:
         UnsupportedError: a flag asks for a kernel that only a GPU has.
@@ -177,9 +182,10 @@ def cpu_flags(arguments: list[str]) -> list[str]:
 
 
 def _check_cap(request: Request, shape: Shape) -> None:
-    """Raise an UnsupportedError for a cap that a family's schedule cannot keep, if that is found at once.
+    """Raise an UnsupportedError if the schedule cannot keep the memory cap, and can be built in an estimated 0.5 s.
 
-    The first step refuses the other cases. The shape has 0 microbatches if the flags leave their number open.
+    This covers families with a cap in activation units. The first step checks all other caps. ``shape`` has 0
+    microbatches if the flags do not give their number.
     """
     others = (request.searches, request.file, request.plans_offload, request.cuts_vocabulary, request.is_asynchronous)
     size = estimated(shape.num_devices, shape.num_microbatches, shape.chunks or 1, is_fitted(request.schedule))
@@ -189,7 +195,7 @@ def _check_cap(request: Request, shape: Shape) -> None:
 
 
 def _microbatches(flags: dict[str, str | bool], num_devices: int) -> int:
-    """Return the number of microbatches of every step, 0 if it is unknown."""
+    """Return the number of microbatches of every step by the batch sizes of the flags; 0 if the number is unknown."""
     if any(cut_flags.given(flags, name) for name in ("rampup-batch-size", "step-batch-size-schedule")):
         return 0
     ranks = (
@@ -206,7 +212,7 @@ def _whole(flags: dict[str, str | bool], name: str) -> int | None:
 
 
 def _values(arguments: list[str]) -> dict[str, str | bool]:
-    """Return every flag with its first value, ``True`` for a bare one; the last one counts where a flag comes twice."""
+    """Return each flag without ``--`` and the word after it; ``True`` if there is none. The last occurrence counts."""
     found: dict[str, str | bool] = {}
     for argument, follower in pairwise([*arguments, "--"]):
         if argument.startswith("--"):

@@ -1,4 +1,4 @@
-"""Check the flags of a run with Megatron's own parser, before any rank starts."""
+"""Check the flags in a run's YAML file against Megatron's own parser, before any rank starts."""
 
 from __future__ import annotations
 
@@ -40,10 +40,7 @@ _SECONDS = 120
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for flags of a run that Megatron does not have or does not take with this value.
-
-    The flags are those of ``Run.flags``.
-    """
+    """Raise a ConfigError if Megatron's parser lacks one of the flags of ``Run.flags``, or does not take its value."""
     known = known_flags()
     for name, value in flags.items() if known else ():
         flag = known.get(f"--{name}")
@@ -69,7 +66,11 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 
 def described(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
-    """Return every flag of a parser: choices, type, number of values, default, attribute, and the value of a bare flag."""
+    """Return the properties of every flag of a parser as JSON values, by flag.
+
+    The properties are the choices, type, number of values, default, attribute and constant, and whether it takes no
+    value.
+    """
     return {
         name: {
             "choices": action.choices and [str(each) for each in action.choices],
@@ -86,19 +87,25 @@ def described(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
 
 
 def _plain(default: Any) -> bool | int | float | str | None:
-    """Return a default that JSON has; ``None`` for others, and if there is none."""
+    """Return ``default`` if it is a number, a string or a boolean, else ``None``."""
     return default if isinstance(default, bool | int | float | str) and default != argparse.SUPPRESS else None
 
 
 def known_flags() -> dict[str, dict[str, Any]]:
-    """Return every flag of Megatron's parser and of ours, as ``described``; nothing where Megatron's cannot be asked."""
+    """Return the properties of every flag of Megatron and of this package (``described``).
+
+    The result is empty if Megatron is not installed or its parser fails.
+    """
     megatrons = _megatrons_flags()
     return megatrons and megatrons | described(flag_parser())
 
 
 @lru_cache(maxsize=1)
 def _megatrons_flags() -> dict[str, dict[str, Any]]:
-    """Return Megatron's flags from a file, by Megatron's version, because importing Megatron takes seconds."""
+    """Return the properties of Megatron's flags, from a cache file for this version of Megatron if there is one.
+
+    Otherwise a subprocess imports Megatron, which takes seconds, and its answer is written to the file.
+    """
     if not is_installed():
         return {}
     asked = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]

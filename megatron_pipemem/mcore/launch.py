@@ -13,18 +13,18 @@ from megatron_pipemem.request import Request
 
 
 def enable_from_command_line(arguments: list[str] | None = None) -> list[str]:
-    """Take the ``--pipemem-*`` flags off a command line and enable the plugin as they say.
+    """Take the ``--pipemem-*`` flags off a command line, and enable the plugin with these settings.
 
     Args:
-        arguments: the script's arguments without its name. By default those of this process, changed in place, so that two
-            lines at the top of a training script are enough.
+        arguments: the script's arguments without its name. By default those of ``sys.argv``, which is changed in place,
+            so that two lines at the top of a training script are enough.
 
     Returns:
-        The arguments for Megatron: without our flags, with the number of virtual pipeline stages that the schedule needs
-        unless the user gave a cut of their own.
+        The arguments for Megatron: without our flags, and with the number of virtual pipeline stages that the schedule
+            needs, unless the user's flags already cut the model into stages.
 
     Raises:
-        PipememError: a wrong flag, an unknown schedule, or a Megatron-Core that the plugin does not know.
+        PipememError: a wrong flag, an unknown schedule, or an unsupported version of Megatron-Core.
     """
     request, others = take_flags(sys.argv[1:] if arguments is None else arguments)
     if request is not None:
@@ -37,7 +37,7 @@ def enable_from_command_line(arguments: list[str] | None = None) -> list[str]:
 
 
 def enable_in_script(request: Request) -> None:
-    """Enable the plugin for a training script that has not started yet.
+    """Import Megatron's training loop if it is installed, and enable the plugin.
 
     Raises:
         PipememError: as ``enable``.

@@ -1,9 +1,9 @@
-"""Build one stage of a model and run it on this device, alone.
+"""Build one stage of a model and run it alone on this device, to measure its time and bytes.
 
-The stage is Megatron's own model. The executor of real runs runs it through Megatron's own forward and backward steps,
-with the weight gradients split. Its messages are made up. The other ranks of its tensor- and context-parallel groups do
-not exist, and their collectives return at once. So bytes are those of a run, and times those of its computing. Within
-``FakeTensorMode`` nothing is computed or allocated, and the bytes are the same.
+The stage is Megatron's own model. Our executor runs it with Megatron's own forward and backward steps, and with split
+weight gradients. Received tensors have random values. The other ranks of the tensor- and context-parallel groups do not
+exist, and collectives return at once. So the bytes are those of a run, and the times are those of its computation only.
+Within ``FakeTensorMode`` nothing is computed or allocated, and the bytes are the same.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ from megatron_pipemem.schedule.schedule import Schedule
 
 
 class FlashAttention(MegatronModule):
-    """Core attention that keeps queries, keys, values, its output and the logarithm of the softmax's sums.
+    """Causal core attention that saves queries, keys, values, output and log-sum-exp, as fused kernels do.
 
-    Fused kernels, like Transformer Engine's, keep the same tensors. PyTorch's own kernel runs on any device. It
-    replaces Megatron's ``DotProductAttention``, which explains the arguments. Attention is causal.
+    It replaces Megatron's ``DotProductAttention``, which documents the arguments. It calls PyTorch's own kernel, so
+    that it runs on any device.
     """
 
     def __init__(
@@ -77,8 +77,9 @@ class FlashAttention(MegatronModule):
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
-        """Attend to earlier tokens: ``[s, b, heads, channels] -> [s, b, heads * channels]``. Keys and values may have
-        fewer heads.
+        """Return the attention to earlier tokens: ``[s, b, heads, channels] -> [s, b, heads * channels]``.
+
+        Keys and values may have fewer heads than queries.
         """
         # On CPU dropout is left out: PyTorch has it there only together with all scores.
         query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
@@ -92,9 +93,9 @@ class FlashAttention(MegatronModule):
 
 
 class _LatentAttention(torch.autograd.Function):
-    """Attention that keeps the tensors of a fused kernel if values have fewer channels than queries and keys.
+    """Causal attention on a CPU for values with fewer channels than queries and keys.
 
-    PyTorch's kernel for CPUs would keep all scores in this case.
+    It saves the tensors that a fused kernel saves. PyTorch's CPU kernel would save all attention scores in this case.
     """
 
     @staticmethod
@@ -121,7 +122,7 @@ class _LatentAttention(torch.autograd.Function):
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """Keeps its input and one number per token, as PyTorch's fused kernel does on GPUs; on CPU it is many operations."""
+    """RMS norm that saves its input and one number per token on any device, as PyTorch's fused kernel does on a GPU."""
 
     @staticmethod
     def forward(ctx, input, weight, eps):
@@ -141,7 +142,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def fused_rms_norm(norm: torch.nn.RMSNorm, input: torch.Tensor) -> torch.Tensor:
-    """Return ``norm`` of ``input`` (``[..., hidden]``), keeping the tensors of its fused GPU kernel."""
+    """Apply ``norm`` to ``input`` (``[..., hidden]``), and save only the tensors that its fused GPU kernel saves."""
     return _FusedRMSNorm.apply(input, norm.weight, norm.eps)
 
 
@@ -153,7 +154,7 @@ FIRST, MIDDLE, LAST = range(3)
 
 @dataclass(frozen=True)
 class Observed:
-    """The measurements of a stage that has run."""
+    """The bytes, times and number of parameters of a stage that has run."""
 
     entries: list[LedgerEntry]  # bytes held after every action
     actions: list[TracedAction]  # the times of passes, if they ran
@@ -162,14 +163,15 @@ class Observed:
 
 @contextmanager
 def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
-    """Make this process, within this block, rank 0 of a job whose other ranks do not exist.
+    """Make this process rank 0 of a job whose other ranks do not exist, within a ``with`` block.
 
-    Collectives return at once. With ``fake``, tensors are fake too. Raise an UnsupportedError if the process is part of
-    a job.
+    Collectives return at once. With ``fake``, tensors are PyTorch's fake tensors. Raise an UnsupportedError if the
+    process is already in a process group.
     """
     if dist.is_initialized():
         raise UnsupportedError(
-            "cannot-profile", "profiling needs a process of its own, and this one is in a process group already"
+            "cannot-profile",
+            "profiling needs a process outside of a job, but this one is in a process group; start it without torchrun",
         )
     ranks = execution.tp * execution.cp * execution.ep
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -208,11 +210,11 @@ def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
 def build_stage(
     model: Model, execution: Execution, position: int, kinds: Sequence[str], gpu_norms: bool = False
 ) -> torch.nn.Module:
-    """Return a stage of the pipeline as Megatron's training loop builds it, within ``lone_rank``.
+    """Build a stage of the pipeline as Megatron's training loop does. Call it within ``lone_rank``.
 
-    The position is ``FIRST`` with the embedding, ``MIDDLE``, or ``LAST`` with the head. ``kinds`` are those of its
-    layers. With ``gpu_norms``, RMS norms keep the tensors of their fused GPU kernel on CPU too. Raise an
-    UnsupportedError if Megatron's modules do not run here.
+    ``position`` is ``FIRST`` (with the embedding), ``MIDDLE``, or ``LAST`` (with the head). ``kinds`` has the kind of
+    each layer. With ``gpu_norms``, RMS norms on a CPU save the tensors that their fused GPU kernel saves. Raise an
+    UnsupportedError if Megatron's modules do not run on this machine.
     """
     config = _config(model, execution, kinds, position)
     ends = {
@@ -255,9 +257,10 @@ def build_stage(
 
 
 def run_stage(stage: Any, model: Model, execution: Execution, position: int, microbatches: int) -> Observed:
-    """Run microbatches through F, I and W of a stage, every F while the microbatch before is still kept.
+    """Run F, I and W of several microbatches through a stage, and return the measured bytes and times.
 
-    The microbatches after the first give the time and bytes of a pass.
+    Each F except the first runs before the I and W of the previous microbatch. Microbatches after the first give the
+    time and the bytes of a pass.
     """
     config = stage.config
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -286,8 +289,9 @@ def run_stage(stage: Any, model: Model, execution: Execution, position: int, mic
 
 
 def _evenly(preprocess: Callable, dispatcher, routing_map: torch.Tensor) -> np.ndarray:
-    """Route as many tokens to every expert, or one more to some of each rank: fake tensors have no values, and shapes follow
-    from these numbers.
+    """Assign the same number of tokens to every expert, up to the remainder of the division.
+
+    It replaces Megatron's own count, because fake tensors have no values and the shapes of later tensors depend on it.
     """
     preprocess(dispatcher, routing_map)
     visits, experts = dispatcher.num_out_tokens, dispatcher.num_experts
@@ -318,10 +322,10 @@ def _schedule(microbatches: int) -> Schedule:
 
 
 def changes(entries: Sequence[LedgerEntry]) -> dict[Kind, int]:
-    """Return the change of a stage's bytes by every action, in the middle of a step.
+    """Return the bytes by which each kind of action changes a stage's activation memory in the middle of a step.
 
-    F is counted while the microbatch before is kept, the other actions while the one after is kept. So tensors that
-    microbatches share, or leave, do not count.
+    F is taken from a microbatch that starts while the previous one is held. Other kinds are taken from a microbatch
+    that ends while the next one is held. So tensors that microbatches share, or that remain after them, do not count.
     """
     befores = (0, *(entry.bytes for entry in entries))
     forward = (Kind.RECV_F, Kind.F, Kind.SEND_F)
@@ -333,7 +337,7 @@ def changes(entries: Sequence[LedgerEntry]) -> dict[Kind, int]:
 
 
 class _MadeUpMessages:
-    """Stands in for ``Transport``: every message has arrived, and goes nowhere."""
+    """Replaces ``Transport`` without other ranks: a receive returns random numbers at once, and a send does nothing."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype):
         self._shape, self._dtype = shape, dtype
@@ -355,7 +359,7 @@ class _MadeUpMessages:
 
 
 def _forward_step(data, model):
-    """Run a forward step as training scripts write it."""
+    """Run the model on the next batch, as the forward step of a training script does."""
     batch = next(data)
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return output, partial(_loss, batch["loss_mask"])
@@ -402,7 +406,9 @@ def _check_recompute(model: Model, execution: Execution) -> None:
         ),
         (
             "mlp",
-            "Megatron's backward of it never ends where linear layers have biases" if model.bias == "all" else None,
+            "Megatron's backward of a recomputed MLP hangs if linear layers have biases"
+            if model.bias == "all"
+            else None,
         ),
     ):
         if reason and execution.recomputes(module):

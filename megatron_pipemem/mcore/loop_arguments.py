@@ -1,6 +1,7 @@
-"""Read the arguments of Megatron's own training loop.
+"""Read the arguments of Megatron's own training loop (``megatron.training``).
 
-Other loops have no such arguments, and the functions then return ``None`` or raise.
+In other training loops there are no such arguments. Functions whose result may be ``None`` then return ``None``, and
+others raise an error.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ def _arguments():
 
 
 def argument(name: str) -> object:
-    """Return an argument of the loop by its attribute; ``None`` where there is none, or no such loop."""
+    """Return the training argument with this attribute name; ``None`` if there is none or another loop runs."""
     return getattr(_arguments(), name, None)
 
 
 def steps_left() -> int | None:
-    """Return the training steps after the present one; ``None`` if not known.
+    """Return the number of training steps after the present one; ``None`` if it is unknown.
 
-    Raise an UnsupportedError if the loop skips batches, because data that are read ahead would be of the wrong ones.
+    Raise an UnsupportedError if the loop skips iterations, because asynchronous schedules would then have read the
+    batch of a skipped iteration ahead.
     """
     arguments = _arguments()
     if arguments is None or getattr(arguments, "curr_iteration", None) is None or arguments.train_iters is None:
@@ -35,20 +37,20 @@ def steps_left() -> int | None:
     if getattr(arguments, "iterations_to_skip", None):
         raise UnsupportedError(
             "unsupported-setting",
-            "asynchronous schedules read data of the next batch, so none can be skipped; drop --iterations-to-skip",
+            "asynchronous schedules read the next batch ahead, so no batch can be skipped; drop --iterations-to-skip",
         )
     return arguments.train_iters - arguments.curr_iteration - 1
 
 
 def running_iteration() -> int | None:
-    """Return the present training step, 0 for the first; ``None`` if not known."""
+    """Return the number of the present training step, counted from 0; ``None`` if it is unknown."""
     return getattr(_arguments(), "curr_iteration", None)
 
 
 def iteration_and_seed() -> tuple[int, int]:
-    """Return the present training step, 0 before the first, and the seed of this rank's share of the data.
+    """Return the present training step, counted from 0, and the random seed of this data-parallel rank.
 
-    Raise an UnsupportedError if the loop is not Megatron's.
+    Raise an UnsupportedError if the program does not use Megatron's own training loop.
     """
     arguments = _arguments()
     if arguments is None:
@@ -64,7 +66,7 @@ def iteration_and_seed() -> tuple[int, int]:
 
 
 def saves_after(iteration: int) -> bool:
-    """Return whether the loop, which ends after that iteration, saves a last checkpoint when it has returned."""
+    """Return whether Megatron writes a further checkpoint after its loop has ended with this iteration."""
     arguments = _arguments()
     save, interval = (getattr(arguments, name, None) for name in ("save", "save_interval"))
     if not save or not interval or getattr(arguments, "skip_train", False):
@@ -78,7 +80,7 @@ def keeps_checkpoints() -> bool:
 
 
 def scalar_interval() -> int | None:
-    """Return the iterations from one of the loop's scalars to the next; ``None`` where it writes none."""
+    """Return every how many iterations the loop writes to TensorBoard or W&B; ``None`` if it does not."""
     arguments = _arguments()
     if not any(getattr(arguments, name, None) for name in ("tensorboard_dir", "wandb_project")):
         return None
@@ -86,22 +88,25 @@ def scalar_interval() -> int | None:
 
 
 def prints_log(iteration: int, is_first: bool) -> bool:
-    """Return whether the loop prints a line of its log for an iteration that has ended."""
+    """Return whether the loop prints its log line after this iteration.
+
+    ``is_first`` is whether the iteration is the first of this process.
+    """
     return is_first or iteration % _arguments().log_interval == 0
 
 
 def is_last(iteration: int) -> bool:
-    """Return whether the loop ends after that iteration, however early it may end otherwise."""
+    """Return whether the loop ends after this iteration at the latest (``train_iters``)."""
     return iteration == _arguments().train_iters
 
 
 def consumed_samples() -> int:
-    """Return the training samples of all iterations so far."""
+    """Return the number of training samples that all iterations so far have read."""
     return _arguments().consumed_train_samples
 
 
 def write_scalars(scalars: dict[str, float], step: int, wandb: bool = True) -> None:
-    """Write numbers to TensorBoard and W&B, each if it is open on this rank. The steps of W&B are iterations."""
+    """Write numbers to TensorBoard at ``step``, and to W&B if ``wandb``, as far as this rank has opened them."""
     to_tensorboard, to_wandb = open_writers()
     if to_tensorboard is not None:
         for name, value in scalars.items():
@@ -112,13 +117,13 @@ def write_scalars(scalars: dict[str, float], step: int, wandb: bool = True) -> N
 
 
 def open_writers() -> tuple[Any, Any]:
-    """Return TensorBoard's writer and W&B, each if the loop has opened it on this rank."""
+    """Return the TensorBoard writer and the W&B writer of this rank; each is ``None`` if the loop has not opened it."""
     module = sys.modules["megatron.training.global_vars"]
     return module.get_tensorboard_writer(), module.get_wandb_writer()
 
 
 def checkpoint_folder(purpose: str, iteration: int) -> Path:
-    """Return where the loop keeps a checkpoint of that iteration; ``purpose`` is ``save`` or ``load``."""
+    """Return the folder of the loop's checkpoint of this iteration. ``purpose`` is ``save`` or ``load``."""
     from megatron.training.checkpointing import get_checkpoint_name
 
     return Path(get_checkpoint_name(getattr(_arguments(), purpose), iteration, return_base_dir=True))

@@ -1,9 +1,9 @@
-"""Save the distributed optimizer's state in the form that any placement can load.
+"""Save the distributed optimizer's state correctly if gradient buckets are padded, so that any placement can load it.
 
-Megatron joins the ranks' parts of a gradient buffer without the padding between buckets, and then cuts it into
-parameters by their places with that padding. If a bucket was padded, every parameter from the second bucket on gets the
-values of another. A tied embedding has a bucket of its own, and overlapped reductions have many. Megatron fixed this
-after 0.19.2, in https://github.com/NVIDIA/Megatron-LM/pull/5077.
+Stock Megatron removes the padding between buckets when it joins the ranks' parts of a buffer. It then cuts the buffer
+at positions that still include the padding. So after a padded bucket, every parameter gets values of another one. A
+tied embedding has its own bucket, and overlapped reductions have many. Megatron fixed this after 0.19.2, in
+https://github.com/NVIDIA/Megatron-LM/pull/5077.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _AFFECTED = ("0.19.0", "0.19.1", "0.19.2")
 
 
 class ReshardableState(Feature):
-    """Cuts the state where its parameters are."""
+    """Makes Megatron cut the optimizer's state at positions without padding, in the versions with the fault."""
 
     def replacements(self) -> Replacements:
         release = megatron_version().partition("+")[0]  # without the commit that it was built from
@@ -37,7 +37,7 @@ def _cut_without_padding(original: Callable, optimizer, *args, **named):
 
 
 def places_without_padding(buffer) -> dict:
-    """Return begin, end and bucket of every parameter in one of Megatron's buffers, as if its buckets had no padding."""
+    """Return ``(begin, end, bucket)`` of each parameter in a gradient buffer, counted as if no bucket had padding."""
     padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
     before = list(accumulate(padding, initial=0))
     return {

@@ -1,4 +1,7 @@
-"""Rebind upstream symbols: checked before, reversible after. ``symbols`` lists them."""
+"""Replace functions of Megatron: check all before the first is replaced, and restore all afterwards.
+
+``symbols`` has the list of the functions.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,11 @@ class Symbol:
 
     @property
     def of_training(self) -> bool:
-        """Whether it is part of ``megatron.training``, which not every program uses."""
+        """Whether the function is in ``megatron.training``, which some programs do not use."""
         return self.module.startswith("megatron.training.")
 
     def owner(self) -> tuple[object, str]:
-        """Return the module or class that holds the symbol, and the attribute's name."""
+        """Return the module or class that has the function as an attribute, and the attribute's name."""
         # Through sys.modules: a package may re-export a function under the name of its own submodule.
         importlib.import_module(self.module)
         owner: object = sys.modules[self.module]
@@ -44,10 +47,10 @@ class Symbol:
         return owner, attribute
 
     def resolve(self) -> Callable:
-        """Return the present function, replaced or not.
+        """Return the function that Megatron calls at present, which may be a replacement.
 
         Raises:
-            UpstreamError: it is missing or its signature lacks a parameter we rely on.
+            UpstreamError: there is no such function, or it lacks one of ``parameters``.
         """
         owner, attribute = self.owner()
         function = self._get(owner, attribute)
@@ -88,13 +91,13 @@ class Feature:
     """A part of this package that replaces functions of Megatron."""
 
     def replacements(self) -> Replacements:
-        """Return the replacements. Those of ``megatron.training`` are left out of programs that do not use it."""
+        """Return the functions to replace. Those of ``megatron.training`` are skipped if the program lacks it."""
         return []
 
 
 @dataclass
 class PatchSet:
-    """Replaced symbols. ``remove`` puts every original back."""
+    """The functions that are replaced at present. ``remove`` restores all originals."""
 
     _symbols: list[Symbol] = field(default_factory=list)
     _originals: list[tuple[object, str, object]] = field(default_factory=list)
@@ -102,14 +105,15 @@ class PatchSet:
 
     @property
     def names(self) -> list[str]:
-        """Return the replaced symbols, each once, by their names within their modules."""
+        """Return the name of each replaced function within its module, without duplicates."""
         return list(dict.fromkeys(symbol.name for symbol in self._symbols))
 
     def install(self, replacements: Replacements) -> None:
-        """Replace every symbol or, if one fails, none. Raise an UpstreamError if a symbol is missing or changed.
+        """Replace all functions, or none if one of them fails.
 
-        Of several replacements of one symbol, each gets the one before it as its original. A replacement keeps the
-        attributes of the original, except those that the new function has too.
+        Raise an UpstreamError if a function is missing or lacks a parameter. If a function is replaced several times,
+        each replacement gets the one before it as its original. A replacement has the attributes of the original,
+        except those that the new function sets itself.
         """
         for symbol, _ in replacements:
             symbol.resolve()
@@ -148,11 +152,11 @@ _HOLD_NOTHING = {*sys.stdlib_module_names, *_OF_PYTHON, *_OF_TORCH, *_LIBRARIES}
 
 
 def _rebind(pairs: Sequence[tuple[Callable, Callable]]) -> None:
-    """Replace functions in every module that holds them, under any name.
+    """Replace functions in every imported module that has them as attributes, under any name.
 
-    Training has imported thousands of modules, so all pairs of a held and a wanted function are handled together.
-    Another pair may replace a wanted function in turn. Most modules are Python's own, PyTorch's, or of libraries that
-    Megatron uses, and hold nothing of Megatron.
+    ``pairs`` are (present function, new function). A new function may itself be replaced by another pair. All pairs
+    share one pass over the thousands of modules of a run. Modules of Python, PyTorch and common libraries are skipped,
+    because they hold no function of Megatron.
     """
     if not pairs:
         return
@@ -191,6 +195,6 @@ def megatron_version() -> str:
 
 
 def version_told() -> str:
-    """Return the version of megatron-core in words. For an untested version, add the tested ones."""
+    """Return the version of megatron-core for a message. An untested version is followed by the tested ones."""
     version = megatron_version().partition("+")[0]  # without the commit that it was built from
     return version if version in TESTED_VERSIONS else f"{version} (tested are {', '.join(TESTED_VERSIONS)})"

@@ -1,4 +1,4 @@
-"""Enable and disable the plugin."""
+"""Enable and disable the plugin in this process, and the functions that training loops call while it is enabled."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def programs_for(request: Request) -> Programs:
-    """Return the store that makes the programs of a run's steps by the costs of the request. It plans nothing yet."""
+    """Return an empty store of the step programs of a run, which plans with the costs that the request names."""
     return Programs(request, *prices_of(request.costs))
 
 
@@ -52,7 +52,7 @@ class _Enabled:
 
     @classmethod
     def of(cls, request: Request) -> _Enabled:
-        """Make the parts of a run for a checked request. Nothing is rebound."""
+        """Create the features and extensions that a checked request needs. No function of Megatron is replaced yet."""
         record, recording = None, []
         if request.trace is not None or request.report is not None:
             from megatron_pipemem.mcore.report.recording import Recording
@@ -93,7 +93,7 @@ class _Enabled:
         return cls(request, features, PatchSet(), forward_backward, ProgramChunks(chunk_placement), record)
 
     def install(self) -> None:
-        """Rebind the symbols of all features. After an UpstreamError nothing is changed."""
+        """Replace the functions of Megatron that all features need; after an UpstreamError none is replaced."""
         for symbol in USED:
             symbol.resolve()
         with_training = is_imported("megatron.training.training")
@@ -102,7 +102,7 @@ class _Enabled:
 
 
 def _pricing(request: Request, programs: Programs) -> list[Extension]:
-    """Return the extensions that replace the initial prices by those of the model and of the steps."""
+    """Return the extensions that replace the initial costs by costs of the built model and of measured steps."""
     pricing: list[Extension] = []
     if programs.costs.part_prices is not None:
         from megatron_pipemem.mcore.replanning import LayersOfStages
@@ -117,7 +117,10 @@ def _pricing(request: Request, programs: Programs) -> list[Extension]:
 
 
 def _extensions(position: Position, request: Request, *run: object) -> list[Extension]:
-    """Return the extensions of the wanted features at a position of a step, made with the programs and chunks of a run."""
+    """Return the extensions of the requested features for this position in the list of extensions.
+
+    ``run`` are the programs and the chunk placement of the run, which a stock run does not have.
+    """
     return [extension for each in features_at(position, request) for extension in each.load()(request, *run)]
 
 
@@ -145,7 +148,7 @@ def enable(schedule: str, **settings: Any) -> None:
 
 
 def enable_with(wanted: Request) -> None:
-    """As ``enable``, with a request that has been checked."""
+    """Enable the plugin with a checked request, as ``enable`` does."""
     global _enabled
     if _enabled is not None:
         if _enabled.request != wanted:
@@ -162,11 +165,12 @@ def enable_with(wanted: Request) -> None:
 
 
 def disable() -> None:
-    """Restore every replaced symbol and close our process groups. It does nothing if the plugin is not enabled.
+    """Restore every replaced function of Megatron, and close the plugin's process groups.
 
-    Every rank must call it, between steps. After a failed step the process groups stay open. Models stay as they were
-    built. A model for a V placement needs the plugin to train on. So does a model whose Transformer Engine modules
-    delay their weight gradients; a warning says so.
+    Every rank must call it, between steps. It does nothing if the plugin is not enabled. After a failed step the
+    process groups stay open. Models stay as they were built: a model for a V placement can only be trained with the
+    plugin. The same holds for a model whose Transformer Engine modules delay their weight gradients, and a warning says
+    so.
     """
     global _enabled
     if _enabled is None:
@@ -237,7 +241,7 @@ def _program_chunks() -> ProgramChunks:
 
 
 def _brief(request: Request) -> str:
-    """Return the settings that differ from the defaults."""
+    """Return the settings of a request that differ from the defaults, as text for the log."""
     others = (each for each in fields(request) if each.name not in ("schedule", "file"))
     chosen = [
         f"{each.name} {getattr(request, each.name)}"

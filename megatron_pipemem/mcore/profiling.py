@@ -22,12 +22,12 @@ from megatron_pipemem.schedule.display import doing
 
 
 def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats: int = 5) -> Profile:
-    """Run stages of one and two layers of every kind, with the embedding, with the head and without either, and
-    separate their parts.
+    """Measure the time and bytes of each kind of layer and of the embedding and the head, and return a profile.
 
-    With a cluster, count bytes with fake tensors and take the planner's prices for it as seconds. Without one, run the
-    stages on this device and time ``repeats`` microbatches after a first one. Raise an UnsupportedError with the remedy
-    if the model cannot run this way.
+    This runs stages of one and of two layers, with the embedding, with the head and without either, and subtracts them
+    from each other. With a cluster, bytes are counted with fake tensors, and seconds are the planner's formulas for the
+    cluster. Without one, the stages run on this device, and ``repeats`` microbatches after a first one are timed. Raise
+    an UnsupportedError with the remedy if the model cannot run this way.
     """
     fake = cluster is not None
     _check(model, execution, fake)
@@ -81,7 +81,7 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
 
 
 def device_name() -> str:
-    """Return the name of the device of this process."""
+    """Return the name of this process's GPU or CPU and the version of torch."""
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
 
 
@@ -120,7 +120,7 @@ def _stage_part(
 
 
 def _excess(part: Part, layer: Passes) -> Passes:
-    """Return the time and bytes of a stage of one layer beyond its layer. Small frames may seem negative."""
+    """Return the seconds of each pass of a stage beyond those of its one layer, at least 0 despite noise."""
     over = part.seconds + layer * -1
     return Passes(max(0.0, over.forward), max(0.0, over.input), max(0.0, over.weight))
 

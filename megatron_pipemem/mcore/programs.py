@@ -1,8 +1,8 @@
-"""Keep the programs of a run: chosen for the request with the measurements so far, lowered and proved once.
+"""Keep the programs of a run. A program is chosen with the measurements so far, then lowered and validated once.
 
-World rank 0 searches, and the other ranks take over its result. The placement of a search is chosen when the model is
-built, because layers cannot move afterwards. All later searches keep it. With a cap in bytes or with offload, the first
-step runs one microbatch after another to count its bytes, unless they are known beforehand.
+World rank 0 searches for schedules, and the other ranks take over its result. The placement is chosen when the model is
+built, and later searches keep it, because layers cannot move. With a cap in bytes or with offload, the first step
+counts the bytes of actions, unless they are known beforehand. That step runs one microbatch after another.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 _HOST_FILL = 0.8  # blocks of many sizes do not fill a pool
 _KEPT = 16
-"""Programs of single steps."""
+"""The number of programs of single steps that are kept."""
 
 
 def announce(plan: Choice) -> None:
-    """Log the plan of the coming steps, once for the job."""
+    """Log on rank 0 the schedule of the coming steps and the reason for the choice."""
     if not is_first_rank():
         return
     try:
@@ -52,16 +52,16 @@ def announce(plan: Choice) -> None:
 
 
 class Host(Protocol):
-    """The host memory that activations may leave the device for. All ranks of the job ask at the same time."""
+    """The host memory to which activations are offloaded. All ranks of the job call a method at the same time."""
 
     def budget(self) -> int:
-        """Bytes of host memory that every rank may take."""
+        """Return the bytes of host memory that every rank may use."""
 
     def switches(self) -> tuple[tuple[int, ...], ...]:
-        """Places in the pipeline that share a channel to the host."""
+        """Return the groups of pipeline devices that share a link to the host, such as ``((0, 1), (2, 3))``."""
 
     def links(self, num_devices: int) -> tuple[HostLink, ...]:
-        """The link of every place in the pipeline, measured."""
+        """Return the measured link to the host of each pipeline device."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,10 @@ class MeasurementUpdate:
 
 
 class Compiled(NamedTuple):
-    """A program of most steps, and the plan it came from; evaluation has none."""
+    """The program of steps with one number of microbatches, and the choice of its schedule.
+
+    Evaluation has no choice.
+    """
 
     program: Program
     plan: Choice | None
@@ -86,12 +89,12 @@ class Compiled(NamedTuple):
     """The same actions in an order for one hardware queue per rank, if some steps need it."""
 
     def order(self, single_queue: bool) -> Program:
-        """Return the program of a step that does or does not need the order for one hardware queue."""
+        """Return the program, in the order for one hardware queue if ``single_queue`` and if there is such an order."""
         return self.in_one_queue if single_queue and self.in_one_queue is not None else self.program
 
 
 def digest_of(*programs: Program) -> str:
-    """Return the hash of all that ranks must agree on before they run these programs."""
+    """Return the hash of the schedules and action lists of programs, which all ranks compare before they run them."""
     text = "".join(
         program.schedule.digest + "".join(f"{d}:{','.join(map(str, a))};" for d, a in enumerate(program.actions))
         for program in programs
@@ -100,8 +103,9 @@ def digest_of(*programs: Program) -> str:
 
 
 class Programs:
-    """Make the validated programs of a run's steps, and keep them: batch-size ramp-up and evaluation change the number of
-    microbatches between steps.
+    """Makes the validated programs of a run's steps and keeps them.
+
+    Batch-size ramp-up and evaluation change the number of microbatches, so a run has several programs.
     """
 
     def __init__(
@@ -113,7 +117,7 @@ class Programs:
     ):
         self.request = request
         self.host = host
-        """``None`` where nothing leaves the device."""
+        """``None`` if no activation is offloaded."""
         ratio, cache = request.offload_options.ratio, None
         if request.searches:
             from megatron_pipemem.search.result import ResultCache  # loads the search
@@ -121,14 +125,14 @@ class Programs:
             cache = ResultCache()
         self.knowledge = Knowledge(costs or Costs(), priced_by, measures=True, ratio=ratio, cache=cache)
         self.renewals = 0
-        """How often training has been planned anew."""
+        """The number of times that training has been planned again."""
         self._programs: dict[Shape, Compiled] = {}
         self._outdated: dict[Shape, Compiled] = {}
         self._update: MeasurementUpdate | None = None
         self._of_steps: dict[tuple[Schedule, bool], Program] = {}
         self._placements: dict[tuple[int, int], Placement] = {}
         self._answers: dict[tuple[Placement, int, int], Choice] = {}
-        """Results of the choice of the placement or of the vocabulary."""
+        """Schedules that were found while the placement or the vocabulary was chosen."""
 
     @property
     def name(self) -> str:
@@ -136,23 +140,24 @@ class Programs:
 
     @property
     def costs(self) -> Costs:
-        """Return the costs of actions, as far as they are known."""
+        """Return the costs of actions: the initial ones, or measured ones as soon as there are any."""
         return self.knowledge.costs
 
     @property
     def needs_bytes(self) -> bool:
-        """Return whether a step has to count the bytes of actions before anything can be planned."""
+        """Return whether the next step must count the bytes of actions before a schedule can be planned."""
         return self.knowledge.lacks_bytes(self.request)
 
     @property
     def needs_seconds(self) -> bool:
-        """Return whether plans are better when actions have been timed, whatever costs the user has named."""
+        """Return whether measured times of actions would improve the plan, whatever costs the request names."""
         return self.knowledge.lacks_seconds(self.request)
 
     @property
     def queues(self) -> tuple[bool, ...]:
-        """The orders that schedules are lowered to, each as whether it is for one hardware queue per rank, and proved to
-        end there. ``Compiled.program`` has the first one.
+        """The kinds of orders to which schedules are lowered: ``True`` is the order for one hardware queue per rank.
+
+        Each order is validated. ``Compiled.program`` has the first of them.
         """
         return self.knowledge.queues
 
@@ -163,13 +168,13 @@ class Programs:
             self.knowledge = replace(self.knowledge, queues=queues)
 
     def get(self, shape: Shape, agree: Callable[[str], None]) -> Compiled:
-        """Return the validated program of one step.
+        """Return the validated program of steps of this shape.
 
-        ``agree`` is called once per new program with its hash, to compare it with the other ranks'.
+        ``agree`` is called with the hash of each new program, to compare it between ranks.
 
         Raises:
-            UnsupportedError: there is no such schedule.
-            ScheduleError: the schedule or its lowering is wrong; it is never executed.
+            UnsupportedError: the schedule does not exist for this shape.
+            ScheduleError: the schedule or its lowering is wrong. It is not executed.
         """
         if shape not in self._programs:
             before = self._outdated.get(shape)
@@ -182,12 +187,13 @@ class Programs:
         return self._programs[shape]
 
     def of_step(self, schedule: Schedule, base: Compiled, costs: Costs, single_queue: bool) -> Program:
-        """Return the validated program of a schedule that was made for one step, from memory where it has run of late.
+        """Return the validated program of a schedule that was made for one step only; recent ones are kept.
 
-        ``base`` runs otherwise. ``costs`` decide the places of messages in single queues.
+        ``base`` is the program of the other steps, returned if its schedule is the same. With ``single_queue``,
+        ``costs`` decide where messages are placed in the queue.
 
         Raises:
-            ScheduleError: the schedule or its lowering is wrong; it is never executed.
+            ScheduleError: the schedule or its lowering is wrong. It is not executed.
         """
         if schedule == base.program.schedule:
             return base.order(single_queue)
@@ -199,7 +205,7 @@ class Programs:
         return program
 
     def renew(self, update: MeasurementUpdate) -> None:
-        """Plan all coming training steps again, with the present knowledge."""
+        """Use new measurements, and plan each training program again when a step needs it next."""
         self.measured(update.costs, update.changes)
         self._update = update
         self.renewals += 1
@@ -214,22 +220,25 @@ class Programs:
         self._update = None
 
     def measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> None:
-        """Plan with these measured seconds and bytes from now on; ``None`` for those that were not measured."""
+        """Plan from now on with these measured seconds and bytes. ``None`` keeps the present seconds or bytes."""
         self.knowledge = self.knowledge.with_measured(costs, changes)
         self._answers.clear()
 
     def cut_is(self, layers: tuple[int, ...]) -> None:
-        """Set the number of layers of each stage, by which costs of layers, embedding and head price the stages.
+        """Set the number of layers of each stage, so that stages are priced by the costs of layers, embedding and head.
 
         Raises:
-            CostsError: the costs are of a model with another number of layers.
+            CostsError: the costs belong to a model with another number of layers.
         """
         self.knowledge = replace(self.knowledge, costs=self.costs.with_parts(cut=layers))
         if len(set(layers)) > 1:  # results for even stages do not hold
             self._answers.clear()
 
     def vocabulary_is(self, barriers: int, num_devices: int) -> None:
-        """Plan from now on for a vocabulary cut with ``barriers`` barriers, 0 for a whole one, and price its head."""
+        """Plan from now on for a vocabulary that is cut over ranks, with ``barriers`` barriers, and price the cut head.
+
+        With 0 barriers the vocabulary is not cut.
+        """
         self.request = self.request.decided(barriers)
         parts = self.costs.part_prices
         if barriers and parts is not None and self.costs.vocabulary is None:
@@ -238,9 +247,9 @@ class Programs:
             self._answers.clear()
 
     def placement(self, num_devices: int, chunks: int | None) -> Placement:
-        """Return the placement for a model with that many chunks per rank, ``None`` if not known yet.
+        """Return the placement for a model with ``chunks`` model chunks per rank; ``None`` if unknown so far.
 
-        Raise an UnsupportedError if there is none on that many devices.
+        Raise an UnsupportedError if the schedule has no placement on that many devices.
         """
         if self.request.file is not None:
             check_devices_of_file(self.request.file, num_devices)
@@ -256,10 +265,11 @@ class Programs:
     def plan(self, shape: Shape, why: str, before: Choice | None = None, minimum_gain: float = 0.0) -> Choice:
         """Choose a schedule for steps of this shape. Every rank of the job calls this at the same time.
 
-        Another schedule than that of ``before`` must save ``minimum_gain`` of its makespan.
+        ``why`` is the reason for the log. ``before`` is the choice that ran so far. It stays unless the new schedule
+        shortens the makespan by more than the fraction ``minimum_gain``, or the old one breaks the cap.
 
         Raises:
-            UnsupportedError: there is no such schedule.
+            UnsupportedError: the schedule does not exist for this shape.
         """
         placement = self.placement(shape.num_devices, shape.chunks)
         if shape.forward_only:
@@ -281,14 +291,14 @@ class Programs:
         return kept if found.timeline.makespan > kept.timeline.makespan * (1 - minimum_gain) else found
 
     def priced(self, plan: Choice) -> Costs:
-        """Return the costs of a plan, with the memory that the run's cap is about, if it has one."""
+        """Return the costs of a plan; if the run has a memory cap, with the memory in the unit of the cap."""
         if self.request.memory_cap is None:
             return plan.costs
         counted = self.knowledge.counted_costs(plan.schedule.placement, self.request.in_bytes)
         return replace(plan.costs, memory=counted.memory)
 
     def ways(self, placement: Placement, chunks: int) -> dict[int, Schedule]:
-        """Return the usual schedule without vocabulary passes and with those of either algorithm, if they are possible."""
+        """Return the possible schedules by number of vocabulary barriers; 0 is without vocabulary parallelism."""
         microbatches = microbatches_of_the_run() or 4 * placement.num_devices
         shape, known = Shape(placement.num_devices, chunks, microbatches), self._known(placement)
 
@@ -332,7 +342,7 @@ class Programs:
         return self._placements[key]
 
     def _choose(self, num_devices: int, chunks: int) -> Placement:
-        """Return the placement of the fastest schedule, for the costs known so far."""
+        """Return the placement whose best schedule is the fastest for the costs known so far."""
         from megatron_pipemem.choose.searching import searched
 
         shape = Shape(num_devices, chunks, microbatches_of_the_run() or 4 * num_devices)
@@ -351,7 +361,7 @@ class Programs:
         return placement
 
     def _known(self, placement: Placement | None) -> Knowledge:
-        """Return the facts that a schedule is chosen for, with facts about the host if activations may be offloaded.
+        """Return the facts by which a schedule is chosen; with offload, these include facts about the host.
 
         Every rank of the job must call this at the same time.
         """
@@ -368,7 +378,10 @@ class Programs:
         return known
 
     def _resolved(self, request: Request, shape: Shape, known: Knowledge) -> Choice:
-        """Choose as every rank would, or as rank 0 does: a search stops by the clock."""
+        """Choose a schedule: on rank 0 for all ranks if it is searched or offload is planned, otherwise on every rank.
+
+        A search ends after a time limit, so its result may differ between ranks.
+        """
         if not (request.searches or request.plans_offload):
             return choose(request, shape, known)
         found = decided_by_rank_zero(lambda: choose(request, shape, known).alone)
@@ -382,11 +395,10 @@ class Programs:
         return self._compiled(self.plan(shape, why), shape)
 
     def _build_again(self, shape: Shape, before: Compiled) -> Compiled:
-        """Build by the update, or keep the program that has run so far: a plan that fails does not end a run that goes
-        well.
+        """Plan with the new measurements and return the program; if that fails, keep the program ``before``.
 
         Raises:
-            UnsupportedError: the bytes that were counted break the cap, whatever the schedule.
+            UnsupportedError: with the counted bytes, no schedule keeps the memory cap.
         """
         update, found, failure = self._update, before, None
         assert update is not None, "programs are outdated by an update"
@@ -417,7 +429,7 @@ class Programs:
 
 
 def microbatches_of_the_run() -> int | None:
-    """Return the number in Megatron's own calculator, if a training loop has set it up."""
+    """Return the number of microbatches per step from Megatron's calculator; ``None`` if no loop has set it up."""
     try:
         return num_microbatches_calculator.get_num_microbatches()
     except AttributeError:

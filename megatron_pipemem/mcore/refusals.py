@@ -31,12 +31,12 @@ def _of(config) -> Callable[[str], object]:
 
 
 def check_config(config, *wanted: Refusals) -> None:
-    """Raise an UnsupportedError if the configuration does not go with one of the wanted features."""
+    """Raise an UnsupportedError if the configuration has an option that one of the tables ``wanted`` refuses."""
     refuse(_of(config), *wanted)
 
 
 def check_sharing(config, schedule: str, placement: Placement) -> None:
-    """Raise an UnsupportedError if a configuration gives a rank layers that the placement puts elsewhere."""
+    """Raise an UnsupportedError if an option for the first or last stage's layers does not fit the placement."""
     for attribute in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         if getattr(config, attribute, None) is not None and is_folded(placement):
             raise UnsupportedError(
@@ -52,9 +52,10 @@ def check_sharing(config, schedule: str, placement: Placement) -> None:
 
 
 def check_model(config, splits: bool, recomputes: bool) -> None:
-    """Raise an UnsupportedError if the model cannot be trained here, or not by schedules that split or recompute.
+    """Raise an UnsupportedError if the model cannot be trained on this machine or with this kind of schedule.
 
-    Every rank calls this before the model is built.
+    The schedule ``splits`` backwards into I and W, or ``recomputes`` activations. Every rank calls this before the
+    model is built.
     """
     if is_active():
         refuse(_of(config), CPU)
@@ -77,9 +78,9 @@ def check_model(config, splits: bool, recomputes: bool) -> None:
 
 
 def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, replicas: int = 1) -> None:
-    """Raise an UnsupportedError if a model is sharded by FSDP or has another number of chunks than the schedule.
+    """Raise an UnsupportedError if the built model cannot run: it uses FSDP, or its number of chunks is wrong.
 
-    ``num_chunks`` are those of a rank, all replicas together.
+    ``num_chunks`` is the number of chunks per rank that the schedule needs, in all replicas together.
     """
     for chunk in chunks:
         if "FullyShardedDataParallel" in type(chunk).__name__:
@@ -94,23 +95,26 @@ def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, 
     if len(chunks) != num_chunks and replicas > 1:
         raise UnsupportedError(
             "needs-chunks",
-            f"schedule {schedule} needs {replicas} replicas of the model, a chunk of either on every rank, and here "
-            f"are {len(chunks)} chunks; call enable() before the model is built, and drop the flags that ask for virtual "
+            f"schedule {schedule} needs {replicas} replicas of the model, with a chunk of each on every rank, but this "
+            f"rank has {len(chunks)} chunks; call enable() before the model is built, and drop the flags that ask for virtual "
             "pipeline stages",
         )
     if len(chunks) != num_chunks:
         raise UnsupportedError(
             "needs-chunks",
-            f"schedule {schedule} needs {num_chunks} model chunks per pipeline rank, the model has {len(chunks)}; pass "
+            f"schedule {schedule} needs {num_chunks} model chunks per pipeline rank, but the model has {len(chunks)}; pass "
             f"--num-virtual-stages-per-pipeline-rank {num_chunks}"
             if num_chunks > 1
-            else f"schedule {schedule} needs 1 model chunk per pipeline rank, the model has {len(chunks)}; drop the flags "
+            else f"schedule {schedule} needs 1 model chunk per pipeline rank, but the model has {len(chunks)}; drop the flags "
             "that ask for virtual pipeline stages",
         )
 
 
 def _cannot_be_saved(chunk: torch.nn.Module) -> bool:
-    """Return whether the chunk has an unused head and the embedding that replaces it. Megatron asserts against that."""
+    """Return whether the chunk has an unused head beside the tied embedding that serves as its head.
+
+    Megatron's checkpointing fails on such a chunk.
+    """
     model = unwrap_model(chunk)
     tied = getattr(model, "share_embeddings_and_output_weights", False) and not model.pre_process
     head = getattr(model, "output_layer", None)

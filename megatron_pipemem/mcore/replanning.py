@@ -1,4 +1,4 @@
-"""Replace the prices that a run begins with: by those of the layers as built, and by bytes and seconds of its steps."""
+"""Replace the costs that a run starts with: by the costs of its real layers, then by measured bytes and seconds."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ MINIMUM_GAIN = 0.01
 
 
 class LayersOfStages(Extension):
-    """Pass the number of layers of each stage to the planner before it plans the first step.
+    """Passes the number of layers of each built stage to the planner before the first step is planned.
 
-    The planner then prices stages by the prices of layers, embedding and head.
+    The planner then prices each stage by the costs of a layer, the embedding and the head.
     """
 
     def __init__(self, programs: Programs):
@@ -45,7 +45,7 @@ class LayersOfStages(Extension):
 
 @dataclass(frozen=True)
 class _Contribution:
-    """The measurements of one rank, or the reason why it has none."""
+    """The measurements of one rank, or the failure that prevented them."""
 
     device: int
     changes: dict[Kind, tuple[int, ...]] | None
@@ -55,11 +55,11 @@ class _Contribution:
 
 
 class Replanner(Extension):
-    """Measures training steps, and plans anew at the start of the same step on every rank.
+    """Measures training steps, and plans again with the measurements, at the start of the same step on every rank.
 
-    Bytes are counted in the first step. Seconds are taken from the steps after it, and read one step later, when the
-    GPU has long passed them. After ``FIRST_STEPS`` they replace the initial costs. Every ``WINDOW`` steps they are
-    compared with the costs in use. If a rank cannot measure, the plan stays.
+    Bytes are counted in the first step. The times of later steps are read one step late, when the GPU has finished the
+    step. After ``FIRST_STEPS`` timed steps, the measured times replace the initial costs. Then, every ``WINDOW`` steps,
+    they are compared with the costs in use. If a rank cannot measure, the plan stays.
     """
 
     only_trains = True
@@ -80,7 +80,7 @@ class Replanner(Extension):
         """of the last step: where microbatches differ, those of the next one are not known when it is planned"""
 
     def choose(self, step: Step) -> None:
-        """Have the step planned anew if earlier steps have shown something new, on all ranks alike."""
+        """Plan the step again if the earlier steps gave new measurements."""
 
         def links() -> dict[Edge, float]:
             assert self._message is not None, "seconds are taken from earlier steps"
@@ -122,10 +122,10 @@ class Replanner(Extension):
     def before_step(
         self, shape: Shape, device: int, measure_links: Callable[[], dict[Edge, float]]
     ) -> MeasurementUpdate | None:
-        """Return the change of costs, the same on every rank. Every rank of the job calls this before every training
-        step.
+        """Return the new measurements to plan with, the same on every rank; ``None`` if there are none.
 
-        ``shape`` is that of the coming step, ``device`` this rank's place in its pipeline.
+        Every rank of the job calls this before every training step. ``shape`` is that of the coming step, and
+        ``device`` is this rank's position in its pipeline.
         """
         counted = self._counted
         timed = self._needs_seconds and self._stopwatch.steps >= (WINDOW if self._has_seconds else FIRST_STEPS)
@@ -172,7 +172,10 @@ class Replanner(Extension):
 
 
 def merge_bytes(seen: Sequence[_Contribution], placement: Placement, slices: int = 1) -> dict[Kind, tuple[int, ...]]:
-    """Return the bytes of every stage and slice, from the rank that holds the most: replicas may have other batches."""
+    """Return the byte changes by each kind of action, one value per stage and slice.
+
+    Of the replicas of a stage, whose batches differ, the one whose forwards save the most bytes counts.
+    """
     kinds = {kind for each in seen if each.changes for kind in each.changes}
 
     def most(stage: int, device: int) -> dict[Kind, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Show the package's log in a run that a command line has started."""
+"""Show this package's log messages in a run that was started from a command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PACKAGE = __name__.partition(".")[0]
 
 
 class _Lines(logging.Formatter):
-    """Begin every line with one short prefix; name the rank if it is not the first, and the level of a warning."""
+    """Starts every log line with ``pipemem:``, then the rank unless it is 0, and the level from warnings up."""
 
     def format(self, record: logging.LogRecord) -> str:
         rank = os.environ.get("RANK", "0")
@@ -20,9 +20,10 @@ class _Lines(logging.Formatter):
 
 
 def show_log() -> None:
-    """Write the package's log to standard output: everything from rank 0, warnings from all ranks.
+    """Write this package's log to standard output: all messages on rank 0, and only warnings on other ranks.
 
-    Only our own logger is set up. A program that calls ``enable()`` itself decides about its log, and this is not called.
+    Only the logger of this package changes. A program that calls ``enable()`` sets up its own logging and does not call
+    this.
     """
     logger = logging.getLogger(PACKAGE)
     if logger.handlers:
