@@ -1,1 +1,1 @@
-"""Cut the embedding and the head over all pipeline ranks (Vocabulary Parallelism, 2411.05288)."""
+"""Cut the input embedding and the LM head over pipeline ranks (Vocabulary Parallelism, arXiv 2411.05288)."""

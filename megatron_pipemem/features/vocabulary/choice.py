@@ -1,4 +1,4 @@
-"""Compare vocabulary parallelism with no change and with layers moved away from the last stage, and choose."""
+"""Compare by simulation: the LM head on the last stage, with layers moved away from it, or cut over all ranks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, Vocabula
 def head_on_last_stage(
     costs: Costs, placement: Placement, head: float, layers: Sequence[int] | None = None, *, slices: int = 1
 ) -> Costs:
-    """Return the costs of a model whose head is a part of its last stage.
+    """Return costs in which the seconds of the whole LM head are added to the last stage.
 
-    ``costs`` are those of the layers alone; single numbers mean an even cut. ``head`` is the seconds of forward and backward of
-    the whole head; a third each goes to F, I and W, and an equal part to each slice.
+    ``costs`` are those of the layers alone. ``head`` is the seconds of a forward and a backward of the whole head for
+    one microbatch. A third each is added to F, I and W, in equal parts to all slices.
 
-    ``layers`` are those of every stage, if the cut is not even. ``costs`` must then be single numbers, and every layer takes
-    equally long. In activation units, such stages still count as equal in memory.
+    ``layers`` has the number of layers of every stage, if it differs between stages. ``costs`` must then be single
+    numbers, and every layer takes the same time. If memory is in activation units, all stages still count as equally
+    large.
     """
     seconds = costs.seconds(placement, slices)
     if layers is not None:
@@ -52,9 +53,9 @@ def head_on_last_stage(
 
 
 def redistribute(layers: int, placement: Placement, head: float) -> tuple[int, ...]:
-    """Return the layers of every stage for which the slowest device is as fast as possible.
+    """Return the number of layers of each stage with which the device with most work has as little as possible.
 
-    ``head`` is the cost of the head in layers. It stays on the last stage of the one model copy.
+    ``head`` is the cost of the LM head as a number of layers. The head stays on the last stage.
     """
     if layers < 0 or head < 0:
         raise UnsupportedError(
@@ -88,7 +89,7 @@ _LEAST_GAIN = 0.01
 
 @dataclass(frozen=True)
 class VocabularyOption:
-    """One way to run a large vocabulary."""
+    """One way to place the LM head, with the simulated timeline of the step."""
 
     name: str  # ``off``, ``redistribute``, or the paper's algorithm, ``1`` or ``2``
     timeline: Timeline
@@ -104,7 +105,7 @@ class VocabularyOption:
 
 @dataclass(frozen=True)
 class VocabularyChoice:
-    """The best option, with the reason in one sentence and all options by name."""
+    """The chosen way to place the LM head, the reason as one sentence, and all compared options by name."""
 
     best: VocabularyOption
     reason: str
@@ -114,7 +115,7 @@ class VocabularyChoice:
         return f"<VocabularyChoice {self.best.name} of {', '.join(self.options)}: {brief(self.reason)}>"
 
     def without(self, name: str) -> VocabularyChoice:
-        """Return the choice among the other options."""
+        """Return the choice that results if the option ``name`` is not allowed."""
         return _choose({other: option for other, option in self.options.items() if other != name})
 
 
@@ -127,14 +128,16 @@ def choose_vocabulary(
     layout: Sequence[int] | None = None,
     with_passes: Mapping[int, Schedule] | None = None,
 ) -> VocabularyChoice:
-    """Return the fastest option, or the simplest one if several are about as fast.
+    """Return the fastest way to place the LM head, or the simplest of those that are at most 1 % slower.
 
-    ``costs`` are those of the layers alone, and ``head`` is the seconds of forward and backward of the whole head. Prices of
-    passes in ``costs`` hold for both algorithms; by default shards are equal and run at the head's own speed.
+    ``costs`` are those of the layers alone, and ``head`` is the seconds of a forward and a backward of the whole head.
+    If ``costs`` have prices of vocabulary passes, these are used for both algorithms. Otherwise ``head`` is divided
+    equally among the devices.
 
-    ``layers`` is their number, to compare with moving them, or ``None`` if they cannot be moved. ``layout`` has the present
-    layers of every stage, for costs in single numbers; by default the cut is even. ``with_passes`` has a schedule for each
-    allowed number of barriers; by default ``with_vocabulary`` makes both.
+    ``layers`` is the number of layers of the model, or ``None`` if layers cannot be moved. ``layout`` has the present
+    number of layers of each stage, if ``costs`` are single numbers. By default all stages are equal. ``with_passes``
+    maps each allowed number of barriers to a schedule with vocabulary passes. By default ``with_vocabulary`` makes one
+    for 1 and one for 2.
     """
     placement, slices = schedule.placement, schedule.slices
     seconds = costs.seconds(placement, slices)

@@ -1,19 +1,20 @@
-"""Add vocabulary passes and collectives to any schedule of one pipeline.
+"""Add vocabulary passes and their collectives to a schedule with one pipeline.
 
-A barrier is an exchange of all devices between the last stage's forward and its backward. All backwards of a microbatch are
-therefore delayed by one interval per barrier. An interval is a device's work for one microbatch, which gives every device time
-for its part.
+A barrier is an exchange between all devices that lies between the last stage's forward and backward of a microbatch. So
+all backwards start one interval later for each barrier. An interval is the time of a device's work for one microbatch.
+It gives every device time for its part of the exchange.
 
-The delayed orders are then run in a simulation of all devices, which adds the passes. S runs as soon as X has arrived. T runs
-at the latest before the next S, so that only one softmax is alive at a time. The embedding's passes run when a device would
-idle, or when they are due.
+A simulation of all devices then adds the passes to these orders. A device runs S (logits and their statistics) as soon
+as the head's input X has arrived. It runs T (gradients of the head) before the next S at the latest, so that only one
+softmax is in memory at a time. The passes of the embedding run when a device would be idle, or when they are due.
 
-All devices post a collective at the moment when its data are complete. A busy device posts it before its present action,
-because posting does not wait. With one barrier, a device's part of the input gradient needs the statistics. It is computed when
-the device is next between two actions. All lists therefore come from one sequence, and cannot deadlock.
+All devices post a collective when its data are complete. A busy device posts it before the action that it is running,
+because posting does not wait. With one barrier, a device's part of the input gradient needs the statistics of all
+shards. So the device computes that part before its next action. All orders come from this one simulation, so they
+cannot deadlock.
 
-If sequences are cut into slices, every slice has its own passes and collectives. All slices of a microbatch share one LOSS,
-after the statistics of the last slice. The number of softmaxes alive is then the number of slices.
+If sequences are cut into slices, every slice has its own passes and collectives. But a microbatch has only one LOSS,
+after the statistics of its last slice. So as many softmaxes are in memory at a time as a microbatch has slices.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ Collective = tuple[Kind, int]
 
 
 class PassRun:
-    """Simulate all devices. Each runs the most urgent ready action: of its own order, or a pass whose collectives are done."""
+    """Simulates all devices to insert vocabulary passes into their orders.
+
+    An idle device runs the most urgent action that is ready: the next of its order, or a pass whose collectives have
+    ended.
+    """
 
     def __init__(self, schedule: Schedule, orders: tuple[Order, ...], barriers: int, costs: Costs) -> None:
         placement = schedule.placement
@@ -83,7 +88,9 @@ class PassRun:
         self._serial = 0
 
     def lists(self) -> tuple[Order, ...]:
-        """Return the orders with all passes and posts, or raise a ScheduleError if an order deadlocks."""
+        """Return all devices' orders with vocabulary passes and collectives. Raise a ScheduleError if an order
+        deadlocks.
+        """
         self._start_idle(0)
         while self._events:
             now = self._events[0][0]
@@ -107,7 +114,10 @@ class PassRun:
         heappush(self._events, (time, self._serial, device, collective))
 
     def _start_idle(self, now: int) -> None:
-        """Start actions on idle devices, those without duration first, because their results may change other choices."""
+        """Start an action on each idle device. If some of these actions have no duration, start only those.
+
+        Their results may change the choice of the other devices.
+        """
         chosen = {d: action for d in range(self._p) if self._running[d] is None and (action := self._choose(d, now))}
         at_once = {device: action for device, action in chosen.items() if not self._ticks_of(action)}
         for device, action in (at_once or chosen).items():
@@ -144,13 +154,13 @@ class PassRun:
         self._forming[device].clear()
 
     def _bring(self, collective: Collective, now: int) -> None:
-        """Record that one device has its part of a collective."""
+        """Record that one device's part of a collective is ready. Post the collective when all parts are."""
         self._brought[collective] += 1
         if self._brought[collective] == self._p:
             self._post(collective, now)
 
     def _post(self, collective: Collective, now: int) -> None:
-        """Post a collective on all devices now. A busy device posts it before its running action."""
+        """Add a collective to the orders of all devices. On a busy device it comes before the running action."""
         kind, microbatch = collective
         for device, actions in enumerate(self._lists):
             actions.append(Action(kind, device, microbatch))
@@ -170,7 +180,7 @@ class PassRun:
                     self._forming[device].append(microbatch)
 
     def _choose(self, device: int, now: int) -> Action | None:
-        """Return the action that an idle device runs now, or None."""
+        """Return the action that an idle device starts at ``now``, or None."""
         ready = {kind: Action(kind, device, self._next(device, kind)) for kind in self._ready(device)}
         waits = _URGENT if self._hurries(device) else _NOT_T
         for kind in waits:
@@ -180,22 +190,24 @@ class PassRun:
         return following or next((ready[kind] for kind in _FILL if kind in ready), None)
 
     def _hurries(self, device: int) -> bool:
-        """Return whether the next T of a device is urgent, because the next S or, with two barriers, the last stage's next
-        backward waits for it. After a loss all slices are ready for T, and most of them have time.
+        """Return whether a device must run its next T before other work, because another action waits for it.
+
+        That action is the next S or, with two barriers, the last stage's next backward. With slices, a LOSS makes all
+        slices of a microbatch ready for T at once. Most of these T are not urgent.
         """
         count = self._count[device]
         awaited = self._barriers == 2 and (self._slices == 1 or count[Kind.T] <= self._returned)
         return awaited or (Kind.BCAST_X, count[Kind.S]) in self._done
 
     def _next(self, device: int, kind: Kind) -> int:
-        """Return the microbatch, or slice, of the next pass of a kind on a device."""
+        """Return the microbatch (or slice) for which a device will run this kind of pass next."""
         count = self._count[device][kind]
         if kind is Kind.LOSS:
             return last_slice(count * self._slices, self._slices)
         return mirrored(count, self._slices) if kind in (Kind.T, Kind.EMBED_B) else count
 
     def _ready(self, device: int) -> Iterator[Kind]:
-        """Yield the kinds of passes whose next microbatch can run on a device."""
+        """Yield each kind of pass whose next microbatch (or slice) can run on a device now."""
         count, done = self._count[device], self._done
         if count[Kind.EMBED_F] < min(self._units, self._begun + _AHEAD):
             yield Kind.EMBED_F
@@ -211,14 +223,17 @@ class PassRun:
             yield Kind.EMBED_B
 
     def _is_due(self, action: Action) -> bool:
-        """Return whether a pass of the embedding goes before the device's own order."""
+        """Return whether an EMBED_F or EMBED_B must run before the next action of the device's own order."""
         if action.kind is Kind.EMBED_F:
             return action.microbatch <= self._begun
         after = mirrored(action.microbatch, self._slices) + _AHEAD - 1
         return (Kind.BCAST_E, mirrored(after, self._slices)) in self._done
 
     def _following(self, device: int, now: int) -> Action | None:
-        """Return the next action of the device's own order if it can start now; otherwise schedule a wake-up."""
+        """Return the next action of the device's order if it can start at ``now``, else None.
+
+        If only a message has to arrive, the simulation continues at the time of its arrival.
+        """
         order = self._orders[device]
         if self._at[device] == len(order):
             return None
@@ -247,19 +262,20 @@ _FILL = (Kind.T, Kind.EMBED_B, Kind.EMBED_F)
 
 
 def with_barriers(schedule: Schedule, barriers: int, costs: Costs | None = None) -> Schedule:
-    """Return the schedule with this number of barriers; without change if it has them or the number is 0."""
+    """Return the schedule with this many barriers. If it has them already or the number is 0, it is unchanged."""
     if not barriers or schedule.vocabulary_barriers == barriers:
         return schedule
     return with_vocabulary(schedule, barriers, costs)
 
 
 def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = None) -> Schedule:
-    """Return the schedule with head and embedding cut over all devices.
+    """Return the schedule with passes and collectives for an embedding and an LM head that are cut over all devices.
 
-    It has ``barriers`` more microbatches, or slices, in flight: on 1F1B, device r holds ``p - r + barriers``.
+    It has ``barriers`` more microbatches (or slices) in flight. On 1F1B, device r of p then holds ``p - r + barriers``.
 
-    The schedule must be valid, of one pipeline and one model copy, and without vocabulary passes. It may have forwards only.
-    One barrier is the paper's Algorithm 2, two are its Algorithm 1, see ``Schedule.vocabulary_barriers``.
+    One barrier is Algorithm 2 of arXiv 2411.05288, two barriers are its Algorithm 1 (``Schedule.vocabulary_barriers``).
+    The schedule must be valid, have one pipeline and one copy of the model, and have no vocabulary passes. Its orders
+    may consist of forwards only.
     """
     if barriers not in BARRIERS:
         raise UnsupportedError("bad-choice", f"vocabulary parallelism has 1 or 2 barriers, not {barriers!r}")
@@ -287,7 +303,9 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
 
 
 def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ...]:
-    """Return the orders with every backward ``barriers`` intervals later. Every action stays after the ones it needs."""
+    """Return orders in which every backward starts ``barriers`` intervals later. Every action stays after those that it
+    needs.
+    """
     timeline = simulate(schedule, _without_zeros(costs, schedule.placement, schedule.slices))
     later = barriers * timeline.ideal / schedule.num_units
     # Rounded, so that nearly equal times are ties. Then backwards go first, because they free memory.
@@ -303,7 +321,7 @@ def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ..
 
 
 def _without_zeros(costs: Costs, placement: Placement, slices: int) -> Costs:
-    """Give actions without duration a short one, so that start times determine the order."""
+    """Return costs in which actions without duration get a short one, so that start times determine the order."""
     seconds = costs.seconds(placement, slices)
     longest = max(max(prices) for prices in seconds.values()) or 1.0
     forward, inputs, weights = (
@@ -315,7 +333,10 @@ def _without_zeros(costs: Costs, placement: Placement, slices: int) -> Costs:
 def families_with_passes(
     num_devices: int, num_microbatches: int, costs: Costs, barriers: int, max_chunks: int | None = None
 ) -> list[Schedule]:
-    """Return the synchronous families' schedules for these costs, with their passes; see ``synchronous_schedules``."""
+    """Return the schedules of all synchronous families with vocabulary passes (see ``synchronous_schedules``).
+
+    Schedules for which ``costs`` cannot give prices are left out.
+    """
     found = []
     for schedule in synchronous_schedules(num_devices, num_microbatches, costs, max_chunks):
         with suppress(CostsError):

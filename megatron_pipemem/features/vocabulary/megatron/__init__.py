@@ -1,4 +1,4 @@
-"""Vocabulary parallelism for stock Megatron models: their embedding and head cut over the pipeline's ranks."""
+"""Vocabulary parallelism of Megatron models: cut embedding and head when a model is built, and run their passes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from megatron_pipemem.mcore.step.extension import Extension
 
 
 def extensions(_: object, programs: Programs, chunk_placement: ChunkPlacement) -> list[Extension]:
-    """Return the extensions of a cut vocabulary, and let models be cut when they are built."""
+    """Return the extension that runs vocabulary passes, and make the run cut each model's vocabulary."""
     chunk_placement.cut = partial(cut_model, programs)
     return [VocabularySteps()]

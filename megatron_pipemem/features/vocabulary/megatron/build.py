@@ -1,11 +1,11 @@
-"""Cut the embedding and the head of a model that Megatron has just built, if that is worth it.
+"""Cut the embedding and the LM head of a model that Megatron has just built into shards.
 
-Megatron draws the whole matrices first, so that the shards and all later layers start with the same values as in stock.
-The whole matrices are dropped before DDP allocates gradients and the optimizer its states.
+Megatron first initializes the whole matrices, so the shards and all later layers start with the same values as in stock
+Megatron. The whole matrices are dropped before DDP allocates gradients and the optimizer allocates its states.
 
-Shard ``k`` of ``p * t`` belongs to pipeline rank ``k // t`` and tensor-parallel rank ``k % t``. Every rank keeps its
-shards as a submodule of its chunk 0, whatever stage that is. So DDP, optimizers and checkpoints find them with all
-other parameters.
+With p pipeline ranks and t tensor-parallel ranks there are ``p * t`` shards. Shard ``k`` belongs to pipeline rank ``k
+// t`` and tensor-parallel rank ``k % t``. Every rank keeps its shards as a submodule of its chunk 0, whichever stage
+that is. So DDP, optimizers and checkpoints find them with all other parameters.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ logger = logging.getLogger(__name__)
 
 
 def layers_in(model: Any) -> float:
-    """Return how many layers a chunk of a model holds; of a hybrid model, how many mean ones would compute as much."""
+    """Return how many layers a model chunk has. In a hybrid model, count each layer by its FLOPs relative to a mean
+    layer.
+    """
     pattern = getattr(model, "hybrid_layer_pattern", None)
     if pattern is None:
         return len(model.decoder.layers)
@@ -58,10 +60,9 @@ def layers_in(model: Any) -> float:
 
 
 def head_in_layers(model: Any) -> float:
-    """Return the number of transformer layers that take as long as the whole head, by the FLOPs of their matrix
-    products.
+    """Return how many transformer layers have as many matrix-product FLOPs as the whole LM head.
 
-    A mixture of experts counts with the experts that a token visits. Layers of a hybrid model count on average.
+    In a mixture of experts, a layer has the experts that one token visits. In a hybrid model, the mean layer counts.
     """
     return head_weight(_sizes(model), model.vocab_size) / _mean_weight(model)
 
@@ -85,12 +86,14 @@ def _sizes(model: Any) -> Sizes:
 
 
 def choose_barriers(model: Any, layout: Sequence[float], costs: Costs, schedules: Mapping[int, Schedule]) -> int:
-    """Return the barriers of the best way to compute the model's head, 0 for the whole head on its stage.
+    """Return the number of barriers of the best way to compute the LM head. 0 means the whole head on its stage.
 
-    The chunk is built and not yet cut. ``layout`` are the layers of every stage (``layers_in``). The costs are of all
-    parts of the model, or of the layers alone. If they price passes, the head takes their time on all devices;
-    otherwise its FLOPs decide. With single numbers, every layer takes the same time. ``schedules`` are the usual
-    schedules per number of barriers; 0 is always there.
+    ``model`` is a chunk whose vocabulary is not yet cut. ``layout`` has the number of layers of every stage
+    (``layers_in``). ``schedules`` maps each allowed number of barriers to the run's schedule. 0 is always there.
+
+    ``costs`` are those of all parts of the model, or of the layers alone. If they have prices of vocabulary passes, the
+    head's time is the sum of these prices over all devices. Otherwise it follows from the head's FLOPs. If the costs
+    are single numbers, every layer takes the same time.
     """
     placement, slices = schedules[0].placement, schedules[0].slices
     parts = costs.part_prices
@@ -124,7 +127,10 @@ EMBEDDING_KEY, HEAD_KEY = "embedding.word_embeddings.weight", "output_layer.weig
 
 
 class EmbeddingShard(torch.nn.Module):
-    """This rank's rows of the embedding, ``[rows, h]``. Megatron gathers the parameters of a module before its forward."""
+    """This rank's rows of the embedding matrix, ``[rows, h]``.
+
+    It is a module, because Megatron gathers a module's parameters before its forward (``--overlap-param-gather``).
+    """
 
     def __init__(self, weight: torch.nn.Parameter, partition: VocabularyPartition, index: int):
         super().__init__()
@@ -140,7 +146,9 @@ class EmbeddingShard(torch.nn.Module):
 
 
 class HeadShard(torch.nn.Module):
-    """This rank's rows of the head, ``[rows, h]``. A tied head has no weight of its own and gets the embedding's."""
+    """This rank's rows of the LM head's matrix, ``[rows, h]``. ``weight`` is ``None`` if head and embedding share one
+    matrix.
+    """
 
     def __init__(
         self, weight: torch.nn.Parameter | None, partition: VocabularyPartition, index: int, options: HeadOptions
@@ -154,16 +162,19 @@ class HeadShard(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, labels: torch.Tensor | None, embedding: torch.nn.Parameter, for_backward: bool
     ) -> HeadMicrobatch | torch.Tensor:
-        """Return the data for the losses, or logits without labels. A tied head uses the weight ``embedding``."""
+        """Return the logits' statistics for the losses, or the logits themselves if there are no labels.
+
+        ``embedding`` is the weight to use if head and embedding share one matrix.
+        """
         weight = embedding if self.weight is None else self.weight
         layer = VocabularyHead(WeightShard(weight, *self._shard), self._options)
         return layer.logits(x) if labels is None else layer.score(x, labels, for_backward=for_backward)
 
 
 class VocabularyShards(torch.nn.Module):
-    """One rank's share of embedding and head (``features.vocabulary.runtime.passes.ShardedLayers``).
+    """This rank's shards of the embedding and the LM head (it implements ``runtime.passes.ShardedLayers``).
 
-    Both are ``[rows, h]``; the head is ``None`` if it is tied to the embedding.
+    ``embedding`` and ``head`` are ``[rows, h]``. ``head`` is ``None`` if head and embedding share one matrix.
     """
 
     def __init__(
@@ -201,9 +212,10 @@ class VocabularyShards(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """Return the shards under stock's keys, so that a checkpoint does not depend on the cut of the vocabulary.
+        """Return the shards under stock Megatron's keys: a checkpoint does not depend on the cut of the vocabulary.
 
-        The arguments are Megatron's. ``metadata`` has the process group over which the model is replicated.
+        The arguments are Megatron's. ``metadata["dp_cp_group"]`` is the process group whose ranks have copies of the
+        shards.
         """
         root = prefix.removesuffix(f"{NAME}.")
         assert metadata is not None, "Megatron says which ranks hold the same"
@@ -228,7 +240,7 @@ class VocabularyShards(torch.nn.Module):
 
 
 class ArrivingEmbedding(torch.nn.Module):
-    """Takes the place of a stage's word embeddings, and returns the rows that the shards have looked up."""
+    """Replaces the word embeddings of a stage. Its forward returns embeddings that the shards have looked up before."""
 
     def __init__(self, whole: tensor_parallel.VocabParallelEmbedding):
         super().__init__()
@@ -238,9 +250,10 @@ class ArrivingEmbedding(torch.nn.Module):
         self.arrived: list[torch.Tensor] = []
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[b, s, h]``, or ``[s/t, b, h]`` where stock scatters, as stock gives it.
+        """Return embeddings in stock Megatron's shape: ``[b, s, h]``, or ``[s/t, b, h]`` if stock scatters them.
 
-        ``arrived`` has the rows of this tensor-parallel rank's shards, on all pipeline ranks, for every call to come.
+        ``arrived`` must have one tensor for each coming call, ``[b, s, h]``: the sum over all pipeline ranks of the
+        rows that the shards of this tensor-parallel rank have found.
         """
         assert self.arrived, "the stage ran outside of a step"
         arrived = self.arrived.pop(0)
@@ -251,9 +264,7 @@ class ArrivingEmbedding(torch.nn.Module):
 
 
 class DepartingHead(torch.nn.Module):
-    """Takes the place of the last stage's output layer: keeps its input for the shards, and returns logits without
-    values.
-    """
+    """Replaces the output layer of the last stage. It keeps its input for the shards, and returns logits of NaN."""
 
     def __init__(self, whole: tensor_parallel.ColumnParallelLinear):
         super().__init__()
@@ -283,7 +294,9 @@ class DepartingHead(torch.nn.Module):
         return input.detach().new_full((), float("nan")).expand(tokens, input.size(1), size), None
 
     def losses_without_values(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return losses ``[b, s]`` of NaN in place of the model's cross entropy. The forward step returns them unchanged."""
+        """Return losses of NaN, ``[b, s]``, in place of the model's cross entropy. The forward step must return them
+        unchanged.
+        """
         self.losses = torch.full(labels.shape, float("nan"), device=labels.device)
         return self.losses
 
@@ -292,7 +305,7 @@ _PIECE_BYTES = 64 * 2**20
 
 
 class _Whole(NamedTuple):
-    """The properties of a model that every rank needs, also without the model's ends."""
+    """The size of the uncut vocabulary and whether it is tied, which only the first stage knows and all ranks need."""
 
     vocab_size: int
     hidden_size: int
@@ -305,7 +318,7 @@ def cut_model(
     placement: Placement,
     pg_collection: ProcessGroupCollection | None,
 ) -> None:
-    """Cut the vocabulary of a rank's chunks if the request says so, or under ``auto`` if training is faster.
+    """Cut the vocabulary of a rank's chunks if the request says so, or with ``auto`` if the simulated step gets faster.
 
     Every rank calls this when it has built its chunks.
     """
@@ -325,10 +338,10 @@ def cut_model(
 def cut_vocabulary(
     chunks: list[torch.nn.Module], placement: Placement, pg_collection, barriers: int, piece_tokens: int | None
 ) -> None:
-    """Replace the whole embedding and head by this rank's shards, with the same values. Every rank calls this after
-    building.
+    """Replace the whole embedding and LM head by this rank's shards, with the same values.
 
-    The chunks are not yet wrapped. Raise an UnsupportedError if the head or the embedding cannot be cut.
+    Every rank calls this when it has built its chunks and not yet wrapped them, as DDP does. Raise an UnsupportedError
+    if the head or the embedding cannot be cut.
     """
     if placement.num_devices == 1:
         return
@@ -355,7 +368,9 @@ def cut_vocabulary(
     config = models[0].config
 
     def shard_of(weight: torch.Tensor | None, owner: int) -> torch.nn.Parameter:
-        """This rank's rows of a matrix of which the ranks of device ``owner`` have ``weight``."""
+        """Return this rank's rows of a matrix that only device ``owner`` has. ``weight`` is that matrix, or ``None``
+        elsewhere.
+        """
         on_cpu = config.use_cpu_initialization
         shard = torch.empty(
             len(partition.rows(index)),
@@ -391,7 +406,7 @@ def cut_vocabulary(
 
 
 def shards_of(chunks: list[torch.nn.Module]) -> VocabularyShards:
-    """Return this rank's shards of embedding and head, which its first chunk holds. The chunks may be wrapped, as by DDP.
+    """Return the shards of embedding and LM head on this rank. The chunks may be wrapped, for example by DDP.
 
     Raises:
         UnsupportedError: the model has no shards, because it was not built by the functions that ``enable()`` replaces.
@@ -408,22 +423,22 @@ def shards_of(chunks: list[torch.nn.Module]) -> VocabularyShards:
 
 
 def shards_group_of(pg_collection) -> dist.ProcessGroup:
-    """Return the model-parallel group, in which the ranks of one pipeline rank are next to each other."""
+    """Return the model-parallel group. In it, all tensor-parallel ranks of a pipeline rank follow each other."""
     group = getattr(pg_collection, "mp", None)
     return parallel_state.get_model_parallel_group() if group is None else group
 
 
 def _end(models: list[Any], placement: Placement, device: int, stage: int) -> Any:
-    """Return the model of the pipeline's first or last stage, if this device holds it, else None."""
+    """Return this device's model of the pipeline's first or last ``stage``, or None if another device has it."""
     stages = placement.stages[device]
     return models[stages.index(stage)] if stage in stages else None
 
 
 def _check_ends(model: Any, first: Any, last: Any) -> None:
-    """Raise an UnsupportedError if embedding or head is not one of the modules that can be cut.
+    """Raise an UnsupportedError if the embedding or the LM head is a module that cannot be cut.
 
-    ``model`` is any chunk of this rank. ``first`` and ``last`` are the models of the end stages, if they are on this
-    rank.
+    ``model`` is any chunk of this rank. ``first`` and ``last`` are the models of the first and last stage, or ``None``
+    if another rank has them.
     """
     check_config(model.config, VOCABULARY)
     if getattr(model.config, "mtp_num_layers", None) and getattr(model.config, "context_parallel_size", 1) > 1:
@@ -453,7 +468,9 @@ def _check_ends(model: Any, first: Any, last: Any) -> None:
 
 
 def _uncuttable(reason: str) -> UnsupportedError:
-    """Return the error for a model whose vocabulary cannot be cut; the way out is always the same."""
+    """Return the error for a model whose vocabulary cannot be cut. Its remedy is always to turn vocabulary parallelism
+    off.
+    """
     return UnsupportedError("vocabulary-model", f"{reason} pass --pipemem-vocab-parallel off")
 
 
@@ -465,7 +482,10 @@ def _deal(
     group: dist.ProcessGroup,
     owners: range,
 ) -> None:
-    """Give every rank its rows of a matrix that the owners have in equal parts, a bounded number of bytes at a time."""
+    """Broadcast a matrix to all ranks, at most 64 MiB at a time, and copy each rank's own rows to its ``shard``.
+
+    The ranks ``owners`` of the group have the matrix in equal parts. ``weight`` is such a part, or ``None`` elsewhere.
+    """
     rows = partition.rows(group.rank())
     part = partition.vocab_size // len(owners)
     for piece in _pieces(part, shard):
@@ -489,7 +509,7 @@ def _pieces(rows: int, like: torch.Tensor) -> Iterator[range]:
 
 
 def _save_no_copy(model: Any) -> None:
-    """Let the model of multi-token prediction save its layers, and no copy of the embedding."""
+    """Make a model with multi-token prediction leave its copy of the word embeddings out of checkpoints."""
     original = model.sharded_state_dict
 
     def sharded_state_dict(*args, **kwargs):

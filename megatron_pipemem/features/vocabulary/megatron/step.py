@@ -1,10 +1,9 @@
-"""Add vocabulary parallelism to a step: batches for every rank, other end stages, and the passes.
+"""Add vocabulary parallelism to a step: share the batch, replace the first and last stage, and add the passes.
 
-Every shard needs every token and every label. Megatron's scripts read data on the first and the last stage only and
-return ``None`` elsewhere, and only a script knows the layout of its batches. So nothing is read elsewhere, and no
-script has to change. At the start of a step the ranks of the two end stages look at the calls of the model
-(``mcore.step.batches``) and send their tokens and labels to the others, in one message each. The tokens of a step are
-small; Megatron itself keeps all samples of a step on the host.
+Every shard needs every token and every label. But Megatron's scripts read data on the first and the last stage only,
+and only a script knows the layout of its batches. So at the start of a step, the ranks of these two stages intercept
+the calls of the model (``mcore.step.batches``). They send tokens and labels to the other ranks, in one message each. No
+script has to change.
 """
 
 from __future__ import annotations
@@ -40,7 +39,11 @@ from megatron_pipemem.runtime.transport import destroy_groups, new_groups
 def keep_depths(
     original: Callable, *, hidden_states: torch.Tensor, output_layer: torch.nn.Module, **others
 ) -> torch.Tensor:
-    """Run ``process_mtp_loss``; before a cut head, keep it and the outputs of all depths until the losses are known."""
+    """Replace Megatron's ``process_mtp_loss``: if the head is cut, postpone the losses of multi-token prediction.
+
+    The head then gets the outputs of all prediction depths, and ``weigh`` computes their losses later. If the head is
+    not cut, run ``original``.
+    """
     if not isinstance(output_layer, DepartingHead):
         return original(hidden_states=hidden_states, output_layer=output_layer, **others)
     if not output_layer.depths:  # evaluation asks for the next token only
@@ -50,10 +53,11 @@ def keep_depths(
 
 
 def weigh(process_mtp_loss: Callable, others: dict, losses: torch.Tensor, hits: torch.Tensor) -> torch.Tensor:
-    """Return the losses of the next token, ``[s, b]``. Their backward includes the losses of multi-token prediction.
+    """Return the losses of the next token, ``[s, b]``. Their backward adds the losses of multi-token prediction.
 
-    ``losses`` are those of the tokens of all depths, ``[(1 + depths) * s, b]``. ``hits`` says which of the labels are
-    the likeliest tokens, in the same shape. ``others`` are the model's further arguments of ``process_mtp_loss``.
+    ``losses`` are the token losses of all depths, ``[(1 + depths) * s, b]``. ``hits`` has, in the same shape, whether
+    each label is the token with the highest logit. ``others`` are the remaining arguments of the model's call of
+    ``process_mtp_loss``.
     """
     # "Hidden states" of two numbers, which are their own logits: token 0 is the likeliest where the label is, and is every
     # label, so that Megatron counts as it does.
@@ -86,12 +90,14 @@ def share_batch(
     may_want_logits: bool,
     depths: int = 0,
 ) -> Batch:
-    """Return the tokens of the first stage's calls and the labels of the last one's, on every rank of the pipeline.
+    """Give every rank of the pipeline the tokens of the first stage's and the labels of the last stage's model calls.
 
-    ``shapes`` are ``(b, s)`` of every microbatch, ``None`` if the ranks have not agreed on them. The calls are there on
-    the ranks of their stages, which are the pipeline ranks ``sources``. With ``may_want_logits``, labels may be missing
-    because logits are wanted. The head then predicts one token each. Raise an UnsupportedError if the calls do not show
-    tokens or labels of these shapes.
+    Raise an UnsupportedError if the calls do not contain tokens and labels of the expected shapes.
+
+    ``shapes`` has ``(b, s)`` of every microbatch, or is ``None`` if the ranks have not agreed on the shapes. ``first``
+    and ``last`` are the model calls of these stages, and ``None`` on ranks without the stage. ``sources`` has the
+    pipeline ranks of both stages. With ``may_want_logits``, calls may have no labels. The batch then asks for logits,
+    and multi-token prediction is off.
     """
     if shapes is None:
         raise UnsupportedError(
@@ -112,7 +118,7 @@ def share_batch(
     sizes = [b * s for b, s in shapes]
 
     def share(name: str, values: Sequence[torch.Tensor | None] | None, source: int) -> Sequence[torch.Tensor]:
-        """Send the source's tensors of every microbatch, ``[b, s]`` each, to all ranks."""
+        """Send one tensor per microbatch, ``[b, s]``, from pipeline rank ``source`` to all ranks of the pipeline."""
         if values is None:
             shared = torch.empty(sum(sizes), dtype=torch.int64, device=torch.cuda.current_device())
         else:
@@ -144,7 +150,9 @@ def share_batch(
 
 @dataclass
 class FirstStage(ChunkStage):
-    """Gets the embedding's output as its input."""
+    """The first stage of a model with a cut vocabulary. Its input is the sum of the embeddings that the shards looked
+    up.
+    """
 
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
         model = get_attr_wrapped_model(self.model, "pre_process", return_model_obj=True)
@@ -156,10 +164,11 @@ class FirstStage(ChunkStage):
 
 @dataclass
 class LastStage(ChunkStage):
-    """Returns the head's input, and computes the training loss from token losses with the user's loss function.
+    """The last stage of a model with a cut vocabulary. Its output is the input of the LM head.
 
-    The user's forward step has ended when the losses are known. So its model call returns a tensor without values,
-    which it must return unchanged, as Megatron's scripts do. Its loss function then gets the real losses.
+    The losses are known only after the user's forward step has ended. So the model's call in it returns a tensor of
+    NaN, which the forward step must return unchanged, as Megatron's scripts do. Later, the loss function that the
+    forward step returned gets the real token losses.
     """
 
     depths: int = 0
@@ -252,7 +261,7 @@ class LastStage(ChunkStage):
         self._finish_forward(microbatch, torch.cat([each.transpose(0, 1) for each in logits], dim=1).contiguous())
 
     def _finish_forward(self, microbatch: int, output: torch.Tensor) -> torch.Tensor:
-        """Finish the last stage's output as Megatron does: loss function, averages, reporting."""
+        """Run the loss function on the last stage's output, and average and report the loss as Megatron does."""
         step: StepContext = self.step
         loss_function, dtype, _ = self._awaiting.pop(microbatch)
         if step.config.timers is not None:
@@ -276,12 +285,15 @@ class LastStage(ChunkStage):
 
 @dataclass
 class SlicedFirstStage(FirstStage, SlicedStage):
-    """Gets the embedding's output of one slice after the other."""
+    """A ``FirstStage`` that runs one slice of each sequence after the other."""
 
 
 @dataclass
 class SlicedLastStage(LastStage, SlicedStage):
-    """Returns the head's input of one slice after the other. The loss function runs after the last slice of a sequence."""
+    """A ``LastStage`` that runs one slice of each sequence after the other.
+
+    The loss function runs after the last slice of a sequence.
+    """
 
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
         output = super().forward(microbatch, input, will_recompute)
@@ -291,14 +303,16 @@ class SlicedLastStage(LastStage, SlicedStage):
 
 
 def _swapped(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
-    """Return rows that are grouped by ``outer`` and within by ``inner`` grouped the other way round."""
+    """Reorder rows that are grouped by ``outer`` index and then by ``inner`` index, so that ``inner`` comes first."""
     return rows.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
 
 
 class VocabularySteps(Extension):
-    """Runs the passes of a cut vocabulary, whose communicators are kept between steps. It does nothing otherwise.
+    """The extension that runs the passes of a cut vocabulary. It does nothing in steps whose program has no such
+    passes.
 
-    It follows the extension of sequence slices, whose stages it takes for the pipeline's ends.
+    Its process groups are kept between steps. It must come after the extension of sequence slices, because it replaces
+    the first and last of the sliced stages.
     """
 
     def __init__(self) -> None:
@@ -308,7 +322,7 @@ class VocabularySteps(Extension):
         return [(symbol, keep_depths) for symbol in PROCESS_MTP_LOSS]
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
-        """Share the batch, and put other stages at the pipeline's ends."""
+        """Share the batch with all ranks, replace the first and last stage, and return the handlers of the passes."""
         if not step.program.schedule.vocabulary_barriers:
             return ()
         context, placement, group = step.context, step.pipeline.placement, step.pipeline.group
@@ -366,7 +380,10 @@ class VocabularySteps(Extension):
 
 
 def _connect(pipeline: dist.ProcessGroup, shards: dist.ProcessGroup) -> Channels:
-    """Make groups over the same ranks as these, and connect both. Every rank of the job calls this at the same time."""
+    """Make new process groups of the pipeline's and the shards' ranks, and use each once, so that it is connected.
+
+    Every rank of the job calls this at the same time.
+    """
     (opened,) = new_groups([dist.get_process_group_ranks(pipeline)], pipeline, "PIPEMEM_VOCABULARY")
     gathering = opened
     if shards.size() != pipeline.size():  # without tensor parallelism they are the same ranks

@@ -1,5 +1,6 @@
-"""Cut the input embedding and the LM head with its cross entropy over the vocabulary, across the ranks of one group.
+"""Compute an input embedding, and an LM head with its cross entropy, that are cut by rows over the ranks of a group.
 
-Every phase is local compute. The caller issues the collectives between phases with the functions of ``collectives``, so that
-a schedule can place each as an action. See ``docs/vocabulary.md`` for the maths and the order.
+Each phase computes only on its own rank. Between phases, the caller starts collectives with the functions of
+``collectives``. So a schedule can place each of them as an action. ``docs/vocabulary.md`` has the equations and the
+order.
 """

@@ -1,7 +1,8 @@
-"""Start the collectives between the phases. All ranks of the group must start them in one order.
+"""Start the collectives between the phases of a cut vocabulary. All ranks of the group must start them in the same
+order.
 
-Each function returns at once with the running collective. ``wait()`` makes the result usable; on a GPU it makes the current
-stream wait. Use a process group without other traffic, because point-to-point messages in it could deadlock.
+Each function returns at once. ``wait()`` of its result makes the data usable. On a GPU it makes the current stream
+wait. Use a process group without other traffic, because point-to-point messages in it could deadlock.
 """
 
 from __future__ import annotations
@@ -17,40 +18,50 @@ from megatron_pipemem.features.vocabulary.runtime.shards import VocabularyPartit
 
 @dataclass
 class Pending[Result]:
-    """A running collective, which keeps its buffers alive. ``result`` returns its result after ``work``."""
+    """A collective that has been started. It keeps the buffers alive. ``result()`` returns the data after
+    ``work.wait()``.
+    """
 
     work: dist.Work
     result: Callable[[], Result]
 
     def wait(self) -> Result:
-        """Return the collective's result. On a GPU it is ready for work that the current stream gets from now on."""
+        """Return the data of the collective. On a GPU, kernels that the current stream gets from now on can use
+        them.
+        """
         self.work.wait()
         return self.result()
 
 
 def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
-    """Send a tensor of rank ``source`` of the group to all others: the head's input, or gradients."""
+    """Send a tensor from rank ``source`` of the group to all its ranks. It is the head's input, or a gradient."""
     work = dist.broadcast(tensor, dist.get_global_rank(group, source), group=group, async_op=True)
     return Pending(work, lambda: tensor)
 
 
 def gather_statistics(tensor: torch.Tensor, everyones: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
-    """Gather ``HeadMicrobatch.statistics`` of all ranks, ``[3, tokens]`` each, in one message into ``[ranks, 3, tokens]``."""
+    """Gather the ``HeadMicrobatch.statistics`` of all ranks, ``[3, tokens]``, in ``everyones``, ``[ranks, 3,
+    tokens]``.
+    """
     work = dist.all_gather_into_tensor(everyones.flatten(0, 1), tensor, group=group, async_op=True)
     return Pending(work, lambda: everyones)
 
 
 def reduce_sum(tensor: torch.Tensor, destination: int, group: dist.ProcessGroup) -> Pending[torch.Tensor | None]:
-    """Sum a tensor over the ranks for rank ``destination``: the embedding's output, or the head's input gradient.
+    """Sum a tensor over the group on rank ``destination``. It is an embedding output, or a gradient of the head's
+    input.
 
-    On the other ranks the result is ``None``, and the content of ``tensor`` is undefined.
+    On the other ranks the result is ``None``, and ``tensor`` then has undefined values.
     """
     work = dist.reduce(tensor, dist.get_global_rank(group, destination), group=group, async_op=True)
     return Pending(work, lambda: tensor if group.rank() == destination else None)
 
 
 def all_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
-    """Sum a tensor over the ranks in place: embeddings or their gradients, if two stages look up tokens."""
+    """Sum a tensor over the group in place, on all ranks.
+
+    If both the first and the last stage look up tokens, embeddings and their gradients are summed this way.
+    """
     work = dist.all_reduce(tensor, group=group, async_op=True)
     return Pending(work, lambda: tensor)
 
@@ -58,7 +69,7 @@ def all_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Ten
 def gather_logits(
     local: torch.Tensor, partition: VocabularyPartition, group: dist.ProcessGroup
 ) -> Pending[torch.Tensor]:
-    """Gather the logits of the whole vocabulary, ``[..., vocab_size]``, on every rank, from ``[..., rows]`` of each."""
+    """Gather the logits of all shards, ``[..., rows]`` each, into ``[..., vocab_size]`` on every rank."""
     # Collectives need equal sizes, and shards may differ by a row.
     padded = torch.nn.functional.pad(local, (0, partition.largest - local.size(-1))).contiguous()
     parts = [torch.empty_like(padded) for _ in range(partition.shards)]

@@ -1,17 +1,17 @@
-"""Compute the LM head with its cross entropy, for one rank's rows and phase by phase.
+"""Compute the LM head and its cross entropy for the rows of one rank, in phases.
 
-One microbatch goes through a chain of objects, one per phase:
+Each phase of a microbatch returns the object that the next phase needs:
 
-    scored = head.score(x, labels)                          # S: local logits and their statistics
-    gathered = gather_statistics(scored.statistics).wait()
-    done = combine(scored, gathered)                        # done.losses, then the gradients
+scored = head.score(x, labels)                          # S: local logits and their statistics gathered =
+  gather_statistics(scored.statistics).wait() done = combine(scored, gathered)                        # done.losses,
+  then the gradients
 
-This module does not communicate, and autograd does not record it. y are the logits (scaled and capped), M is their maximum
-over the whole vocabulary, S = sum exp(y - M), and Z = log S + M:
+This module does not communicate, and autograd does not record it. y are the scaled and capped logits, and M is their
+maximum over the whole vocabulary. S = sum exp(y - M), Z = log S + M, and z is the factor ``z_loss``. Then:
 
-    loss = log S - (y_label - M) + z Z^2            dloss/dy = (1 + 2zZ) exp(y - M) / S - onehot(label)
+loss = log S - (y_label - M) + z Z^2            dloss/dy = (1 + 2zZ) exp(y - M) / S - onehot(label)
 
-Input gradients are first partial: sums over this rank's rows, to be summed over the ranks.
+An input gradient computed here covers only the rows of this rank. The caller sums it over the ranks.
 """
 
 from __future__ import annotations
@@ -64,15 +64,17 @@ class HeadOptions:
                 raise VocabularyError("bad-number", problem)
 
     def pieces(self, tokens: int) -> Iterator[slice]:
-        """Return the slices of a microbatch's tokens, piece by piece."""
+        """Split the tokens of a microbatch into pieces of ``piece_tokens``, and return the slice of each."""
         size = self.piece_tokens or max(tokens, 1)
         return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 
 @dataclass(eq=False)
 class HeadMicrobatch:
-    """State of the head for one microbatch. Its rows of ``statistics`` are ``own_maximum``, ``own_sum`` and
-    ``target_logit``."""
+    """The head's data of one microbatch on this rank, from S until the losses are known.
+
+    The rows of ``statistics`` are also available as ``own_maximum``, ``own_sum`` and ``target_logit``.
+    """
 
     shard: WeightShard
     options: HeadOptions
@@ -93,7 +95,7 @@ class HeadMicrobatch:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that it holds, for the activation ledger."""
+        """The tensors that this object keeps in memory, for the activation ledger."""
         kept = (self.x, self.local, self.owned, self.valid, self.statistics, self.logits, self.average)
         return tuple(tensor for tensor in kept if tensor is not None)
 
@@ -102,11 +104,13 @@ class HeadMicrobatch:
 
     @property
     def no_rows(self) -> bool:
-        """Return whether this shard is empty, because there are more ranks than rows."""
+        """Whether this rank's shard is empty, because there are more ranks than rows."""
         return not self.shard.rows
 
     def score(self, piece: slice, raw: torch.Tensor) -> None:
-        """Compute the statistics of a piece of the tokens from its logits."""
+        """Compute the statistics of a piece of the tokens. ``raw`` has their logits from the matrix product, ``[tokens,
+        rows]``.
+        """
         if self.no_rows:
             self.own_maximum[piece] = torch.finfo(torch.float32).min
             self.own_sum[piece] = self.target_logit[piece] = 0
@@ -121,7 +125,7 @@ class HeadMicrobatch:
             torch.mm(softmax, self.shard.weight, out=self.average[piece])
 
     def over_logits(self, function: Callable, piece: slice, raw: torch.Tensor, *per_token: torch.Tensor, **constants):
-        """Run a pass of ``kernels`` over the logits of a piece of the tokens, compiled if the options say so."""
+        """Run a function of ``kernels`` on the logits of a piece of the tokens, compiled if the options say so."""
         options = self.options
         tensors = raw, self.local[piece], self.owned[piece], *per_token
         constants |= {"scale": options.scale, "softcap": options.softcap}
@@ -132,18 +136,21 @@ class HeadMicrobatch:
 
 @dataclass(frozen=True)
 class VocabularyHead:
-    """One rank's share of the LM head. Bias, label smoothing and fp8 are not supported. A tied head shares the embedding's."""
+    """One rank's rows of the LM head. Bias, label smoothing and fp8 are not supported.
+
+    A head that is tied to the embedding has the embedding's ``shard``.
+    """
 
     shard: WeightShard
     options: HeadOptions = field(default_factory=HeadOptions)
 
     @torch.no_grad()
     def score(self, x: torch.Tensor, labels: torch.Tensor, *, for_backward: bool = True) -> HeadMicrobatch:
-        """Run S: compute the logits of this rank's rows and their statistics for the loss.
+        """Run S: compute the logits of this rank's rows and the statistics that the loss needs.
 
-        ``x`` is the head's input, ``[..., h]`` in the parameter's dtype, the same on every rank. It must not be modified until
-        the weight gradient has run. A label outside the vocabulary, for example -100, is ignored: loss 0, no gradient.
-        ``for_backward=False``, for evaluation, keeps nothing for gradients.
+        ``x`` is the head's input, ``[..., h]`` in the parameter's dtype, the same on every rank. Do not modify it until
+        the weight gradient has been computed. A label outside the vocabulary, for example -100, is ignored: its loss is
+        0 and it has no gradient. With ``for_backward=False``, as for evaluation, no data are kept for gradients.
         """
         if labels.shape != x.shape[:-1]:
             raise VocabularyError(
@@ -169,9 +176,9 @@ class VocabularyHead:
 
     @torch.no_grad()
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return scaled and capped logits of this rank's rows, ``[..., rows]`` in the parameter's dtype, for inference.
+        """Return the scaled and capped logits of this rank's rows, ``[..., rows]`` in the parameter's dtype.
 
-        ``collectives.gather_logits`` turns them into those of the whole vocabulary.
+        They are for inference. ``collectives.gather_logits`` combines those of all ranks.
         """
         rows = self._rows_of(x)
         logits = rows.new_empty(rows.size(0), len(self.shard.rows))
@@ -181,7 +188,9 @@ class VocabularyHead:
         return logits.view(*x.shape[:-1], logits.size(1))
 
     def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` as ``[tokens, h]`` without a graph."""
+        """Return ``x`` as ``[tokens, h]``, detached from autograd's graph. Raise a VocabularyError for a wrong size or
+        dtype.
+        """
         parameter = self.shard.parameter
         if x.size(-1) != parameter.size(1) or x.dtype != parameter.dtype:
             raise VocabularyError(
@@ -200,20 +209,21 @@ _TIE = 1e-5
 def finish_input_gradient(
     total: torch.Tensor, dtype: torch.dtype, loss_gradient: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the gradient of the training loss with respect to the head's input, ``[..., h]``, on the rank with the sum.
+    """Return the gradient of the training loss with respect to the head's input, ``[..., h]`` in ``dtype``.
 
-    ``total`` is the sum of all ranks' parts. With one barrier the parts lack the gradient of the loss, which is then
-    ``loss_gradient``, made by ``Normalised.without_ignored``.
+    ``total`` is the sum of the gradients of all ranks. With one barrier, these ranks did not know the gradient of the
+    loss. It is ``loss_gradient`` then (``Normalised.without_ignored``). With two barriers, ``loss_gradient`` is
+    ``None``.
     """
     return (total if loss_gradient is None else total * loss_gradient.unsqueeze(-1)).to(dtype)
 
 
 class Normalised:
-    """The losses of one microbatch, which are the same on every rank.
+    """The token losses of one microbatch, the same on every rank, and the numbers from which gradients are computed.
 
-    Per token, ``maximum`` is that of the logits over the whole vocabulary, ``others`` is the sum of exp(logit - maximum) over
-    all rows except the label's, and ``label`` is the label's logit minus the maximum. ``into`` is memory for the numbers kept
-    per token, fp32 ``[NUMBERS, tokens]``; ``None`` takes new memory.
+    For each token, ``maximum`` is the largest logit of the whole vocabulary. ``others`` is the sum of exp(logit -
+    maximum) over all rows except the label's. ``label`` is the label's logit minus ``maximum``. The numbers kept for
+    each token are written to ``into``, fp32 ``[NUMBERS, tokens]``, or to new memory if it is ``None``.
     """
 
     NUMBERS = 5
@@ -248,18 +258,20 @@ class Normalised:
 
     @property
     def losses(self) -> torch.Tensor:
-        """The losses in fp32, in the labels' shape."""
+        """The loss of each token, fp32, in the labels' shape."""
         return self._losses.view(self._batch.shape)
 
     @property
     def hits(self) -> torch.Tensor:
-        """Whether each label is the likeliest token, in the labels' shape. A tie within rounding counts."""
+        """Whether each label is the token with the highest logit, in the labels' shape. Logits within 1e-5 count as
+        equal.
+        """
         # exp(label - maximum), from the kept numbers.
         return (self._total * torch.exp(-self._losses) >= 1 - _TIE).view(self._batch.shape)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors held until the gradients are computed, for the activation ledger."""
+        """The tensors that are kept until the gradients are computed, for the activation ledger."""
         return (*self._batch.tensors, self._kept)
 
     @property
@@ -271,7 +283,7 @@ class Normalised:
         return self.options.pieces(self._batch.x.size(0))
 
     def without_ignored(self, loss_gradient: torch.Tensor) -> torch.Tensor:
-        """Return the loss gradient with zeros for ignored tokens, fp32, in the labels' shape."""
+        """Return the gradient of the token losses with zeros for ignored labels, fp32, in the labels' shape."""
         return self._flat(loss_gradient).view(self._batch.shape)
 
     def _message(self) -> torch.Tensor:
@@ -282,7 +294,7 @@ class Normalised:
         return rows.view(*self._batch.shape, rows.size(-1))
 
     def _flat(self, loss_gradient: torch.Tensor) -> torch.Tensor:
-        """Return the loss gradient, one number per token in fp32, with zeros for ignored tokens."""
+        """Return the gradient of the token losses with zeros for ignored labels, fp32, ``[tokens]``."""
         batch = self._batch
         if loss_gradient.numel() != batch.valid.numel():
             raise VocabularyError(
@@ -293,13 +305,18 @@ class Normalised:
         return loss_gradient.detach().reshape(-1).to(torch.float32).masked_fill(~batch.valid, 0)
 
     def _spend_logits(self) -> None:
-        """Mark the logits as used. Their gradient replaces them, so it can be computed only once."""
+        """Note that the gradient of the logits is computed. It overwrites the logits, so a second call raises a
+        VocabularyError.
+        """
         if not self._gradients_left:
             raise _taken_already()
         self._gradients_left = False
 
     def _logit_gradient(self, piece: slice, g: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the logits of one piece, in the parameter's dtype. It replaces kept logits."""
+        """Return the gradient of the logits of one piece, ``[tokens, rows]``. Kept logits are overwritten by it.
+
+        ``g`` is the gradient of the token losses, fp32, ``[tokens]`` of the whole microbatch.
+        """
         batch, options = self._batch, self.options
         raw = batch.x[piece] @ batch.shard.weight.t() if batch.logits is None else batch.logits[piece]
         if batch.no_rows:
@@ -318,18 +335,22 @@ def _taken_already() -> VocabularyError:
 
 
 class OneBarrier(Normalised):
-    """Compute the input gradient from statistics alone, before ``g`` is known, and the weight gradient at any later time."""
+    """The algorithm with one barrier: the input gradient needs only the statistics of all ranks, and not the loss.
+
+    The weight gradient can be computed at any later time.
+    """
 
     @property
     def owes_input_gradient(self) -> bool:
-        """Return whether the input gradient has not been computed yet."""
+        """Whether ``input_gradient`` has not been called yet."""
         return self._batch.average is not None
 
     @torch.no_grad()
     def input_gradient(self) -> torch.Tensor:
-        """Return this rank's part of the gradient with respect to the head's input, ``[..., h]``, to be summed over the ranks.
+        """Return the gradient with respect to the head's input from this rank's rows, ``[..., h]``. Sum it over the
+        ranks.
 
-        It lacks ``g``. ``finish_input_gradient`` turns the sum into the gradient of the training loss.
+        It is not yet multiplied by the gradient of the token losses. ``finish_input_gradient`` does so with the sum.
         """
         batch, options = self._batch, self.options
         average, batch.average = batch.average, None
@@ -348,21 +369,27 @@ class OneBarrier(Normalised):
         return self._shaped(message)
 
     def weight_gradient(self, loss_gradient: torch.Tensor) -> HeadWeightGradient:
-        """Return T: the weight gradient, to run now or later. Only the optimizer depends on it."""
+        """Run T: return the weight gradient as an object whose ``run()`` computes it. Only the optimizer needs the
+        result.
+        """
         g = self._flat(loss_gradient)
         self._spend_logits()
         return HeadWeightGradient(self, g, logits_differentiated=False)
 
 
 class TwoBarriers(Normalised):
-    """Compute both gradients from the loss's, exactly as an unsharded backward. The second barrier is the sum of dX."""
+    """The algorithm with two barriers: both gradients are computed from the gradient of the token losses.
+
+    The first barrier exchanges statistics, the second sums the input gradient. The result is exactly that of an uncut
+    head.
+    """
 
     @torch.no_grad()
     def input_gradient(self, loss_gradient: torch.Tensor) -> tuple[torch.Tensor, HeadWeightGradient]:
-        """Run T: return this rank's part of the input gradient, ``[..., h]``, to be summed over the ranks, and the weight
-        gradient, to run now or later.
+        """Run T: return the input gradient from this rank's rows, ``[..., h]``, and the deferred weight gradient.
 
-        ``loss_gradient`` is the gradient of the training loss with respect to ``losses``, loss scale included.
+        Sum the input gradient over the ranks. ``loss_gradient`` is the gradient of the training loss with respect to
+        ``losses``, loss scale included.
         """
         g = self._flat(loss_gradient)
         self._spend_logits()
@@ -375,7 +402,7 @@ class TwoBarriers(Normalised):
 
 @dataclass(frozen=True, eq=False)
 class HeadWeightGradient(DeferredWeightGradient):
-    """The product ``logit gradient^T @ x`` of one microbatch, as a ``DeferredWeightGradient``."""
+    """The weight gradient of one microbatch, ``logit gradient^T @ x``, which ``run`` computes later."""
 
     normalised: Normalised
     loss_gradient: torch.Tensor  # one number per token, fp32
@@ -383,12 +410,12 @@ class HeadWeightGradient(DeferredWeightGradient):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that it holds, for the activation ledger."""
+        """The tensors that this object keeps in memory, for the activation ledger."""
         return (*self.normalised.tensors, self.loss_gradient)
 
     @torch.no_grad()
     def run(self) -> None:
-        """Add the gradient to the parameter's. Called once."""
+        """Compute the weight gradient and add it to that of the parameter. Call this once."""
         normalised, batch = self.normalised, self.normalised._batch
         gradient = batch.shard.gradient
         if gradient is None:
@@ -409,10 +436,11 @@ class HeadWeightGradient(DeferredWeightGradient):
 
 
 def add_product(gradient: torch.Tensor, output_gradient: torch.Tensor, input: torch.Tensor) -> None:
-    """Add ``output_gradient^T @ input`` to a gradient in place. An fp32 gradient gets the product of 16-bit factors unrounded.
+    """Add ``output_gradient^T @ input`` to ``gradient`` in place.
 
-    Only CUDA has such a product, from torch 2.8. Other devices multiply fp32 copies. That would be many times slower on
-    CUDA, so with an older torch the product there is rounded to the factors' dtype.
+    If the factors have 16 bits and ``gradient`` is fp32, the product is not rounded to 16 bits. On CUDA this needs
+    torch 2.8. With an older torch the product is rounded there, because a product of fp32 copies would be many times
+    slower. Other devices do multiply fp32 copies.
     """
     transposed = output_gradient.t()
     if gradient.dtype == input.dtype:
@@ -429,10 +457,10 @@ def add_product(gradient: torch.Tensor, output_gradient: torch.Tensor, input: to
 def combine(
     batch: HeadMicrobatch, gathered: torch.Tensor, into: torch.Tensor | None = None
 ) -> OneBarrier | TwoBarriers:
-    """Return the losses of a microbatch, in an object that computes its gradients.
+    """Compute the losses of a microbatch from the statistics of all ranks. The result computes the gradients.
 
-    ``gathered`` has the ``statistics`` of all ranks, ``[ranks, 3, tokens]``, in the same order on every rank. ``into`` is
-    memory for ``Normalised``.
+    ``gathered`` has the ``statistics`` of all ranks, ``[ranks, 3, tokens]``, in the same order on every rank. ``into``
+    is memory for the result (see ``Normalised``).
     """
     maxima, sums, labels = gathered.unbind(1)
     maximum = maxima.amax(0)

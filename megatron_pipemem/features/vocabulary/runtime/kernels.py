@@ -1,8 +1,8 @@
-"""Passes over the logits of the LM head, one per phase, compiled if torch can.
+"""Functions over the logits of the LM head, one per phase, compiled by torch if possible.
 
-A pass is a plain function of one piece's logits from the matrix product, ``[tokens, rows]``, and of numbers per token. Without
-compiling, each of its operations reads and writes memory of that size. Compiled, it reads the logits once and writes their
-replacement once, and no fp32 tensor of that size is in memory.
+Each is a plain function of the logits of one piece of the tokens, ``[tokens, rows]``, and of numbers per token. Without
+compiling, each operation in it reads and writes memory of the size of the logits. Compiled, the function reads the
+logits once and writes its result once, and needs no fp32 tensor of that size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SMALLEST_SUM = 1e-30
 
 
 def transform(raw: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    """Return scaled and capped logits in fp32, in new memory; the cap ``c`` gives ``c tanh(logit / c)``."""
+    """Return logits times ``scale``, capped to ``c tanh(logit / c)`` with ``c = softcap``, in new fp32 memory."""
     logits = raw.to(torch.float32, copy=True)
     if scale != 1.0:
         logits.mul_(scale)
@@ -34,7 +34,7 @@ def transform(raw: torch.Tensor, scale: float, softcap: float | None) -> torch.T
 
 
 def slope(logits: torch.Tensor, softcap: float | None) -> torch.Tensor | float:
-    """Return the derivative of the soft cap at transformed logits."""
+    """Return the derivative of the soft cap, computed from logits that are capped already."""
     if softcap is None:
         return 1.0
     return logits.div(softcap).square_().neg_().add_(1)
@@ -49,15 +49,18 @@ def statistics(
     softcap: float | None,
     softmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Run the pass of S: return the statistics of these logits for the loss.
+    """Return the statistics that the loss needs, ``[tokens]`` each, and the softmax for the input gradient.
 
-    ``raw`` are logits from the matrix product, ``[tokens, rows]``, at least one row, and are not modified. ``local`` is the
-    label's row, or any row if the label is not ``owned``, both ``[tokens]``.
+    ``raw`` are logits from the matrix product, ``[tokens, rows]``, with at least one row. They are not modified.
+    ``owned`` says whether the label's row is on this rank. ``local`` is the number of that row on this rank, or any row
+    if not ``owned``.
 
-    The first three results are fp32, ``[tokens]``: the largest logit; the sum of the exponentials of all logits except the
-    label's, relative to the largest; and the label's logit if ``owned``, else 0. The last one, with ``softmax``, is for
-    averages of the weights: those exponentials times the soft cap's slope, in ``raw``'s shape and dtype. Without the slope
-    they sum to ``SOFTMAX_SUM``.
+    The first three results are fp32: the largest logit; the sum of exp(logit - largest) over all rows except the
+    label's; and the label's logit if ``owned``, else 0.
+
+    The fourth result is ``None`` unless ``softmax`` is set. It is used to average the rows of the weight, and has the
+    shape and dtype of ``raw``. It is exp(logit - largest), with 0 for the label, scaled such that each token's sum is
+    ``SOFTMAX_SUM``, and then multiplied by the derivative of the soft cap.
     """
     logits = transform(raw, scale, softcap)
     # The clamp keeps a row of only -inf from becoming -inf - -inf.
@@ -87,10 +90,11 @@ def logit_gradient(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """Run the pass of T: replace the logits ``raw`` by their gradient; see ``statistics``.
+    """Replace the logits ``raw``, ``[tokens, rows]``, by the gradient of the loss with respect to them.
 
-    The gradient is ``factor`` times the exponentials relative to ``maximum``, with ``label`` as the label's entry before the
-    soft cap's slope. All three are fp32, ``[tokens]``.
+    The gradient is ``factor * exp(logit - maximum)``, and ``label`` at the label's row. Both are multiplied by the
+    derivative of the soft cap. ``factor``, ``maximum`` and ``label`` are fp32, ``[tokens]``. See ``statistics`` for the
+    others.
     """
     logits = transform(raw, scale, softcap)
     slopes = slope(logits, softcap)
@@ -102,7 +106,9 @@ def logit_gradient(
 
 
 def _with_label(matrix: torch.Tensor, local: torch.Tensor, owned: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the matrix with a value per token in the label's column if this rank owns it. It may be changed in place."""
+    """Return ``matrix`` with each token's value from ``values`` in the label's column, if ``owned``. It may be changed
+    in place.
+    """
     column = local[:, None]
     if torch.compiler.is_compiling():
         # A scatter needs its matrix in memory, but a comparison with each column's number is compiled into the pass.
@@ -112,10 +118,10 @@ def _with_label(matrix: torch.Tensor, local: torch.Tensor, owned: torch.Tensor, 
 
 
 class Compiler:
-    """Run passes over logits, compiled by ``torch.compile`` on the given types of devices.
+    """Runs functions over logits, compiled by ``torch.compile`` if the tensors are on one of these types of devices.
 
-    A pass is compiled at its first run, once for any number of tokens. If compiling is disabled (``TORCHDYNAMO_DISABLE=1``)
-    or fails, all later passes run uncompiled, and one log line reports it.
+    A function is compiled once, at its first run, for any number of tokens. If compiling is disabled
+    (``TORCHDYNAMO_DISABLE=1``) or fails, all later runs are not compiled, and the log says so once.
     """
 
     def __init__(self, devices: Iterable[str] = ("cuda",), backend: str | Callable = "inductor"):
@@ -125,7 +131,7 @@ class Compiler:
         """Whether passes run uncompiled although they should be compiled."""
 
     def run(self, function: Callable, raw: torch.Tensor, *per_token: torch.Tensor, **constants):
-        """Return ``function(raw, *per_token, **constants)``, compiled if torch can. ``raw`` is ``[tokens, rows]``."""
+        """Return ``function(raw, *per_token, **constants)``, compiled if possible. ``raw`` is ``[tokens, rows]``."""
         if raw.device.type in self._devices and not self.gave_up:
             # Imported here, because the import takes seconds and only compiling needs it.
             from torch._dynamo import config, exc, maybe_mark_dynamic

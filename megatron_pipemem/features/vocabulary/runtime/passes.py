@@ -1,7 +1,8 @@
-"""Run the vocabulary passes of a program on one rank, and hold their tensors in between.
+"""Run the vocabulary passes of a program on one rank, and keep their tensors between passes.
 
-The program says when a collective is posted. The pass that uses the result waits for it, as with messages. Labels and all
-tensors between the head's input and its gradient have the head's layout, ``[s, b]``. Tokens have the batch's, ``[b, s]``.
+The program says when to start each collective. The pass that uses the result waits for it. Labels, and all tensors from
+the head's input to its gradient, have the layout of the head, ``[s, b]``. Tokens have the layout of the batch, ``[b,
+s]``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from megatron_pipemem.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens and labels of all microbatches of a step, which may differ in ``b`` and ``s``, or of all their slices."""
+    """The tokens and labels of all microbatches of a step, or of all slices of them. Their ``b`` and ``s`` may
+    differ.
+    """
 
     tokens: Sequence[torch.Tensor]  # ``[b, s]`` of every microbatch
     labels: Sequence[torch.Tensor] | None  # likewise; ``None`` to get logits instead of losses
@@ -43,7 +46,7 @@ class Batch:
     depths: int = 0  # number of tokens after the next one that the head predicts too
 
     def cut(self, bounds: Sequence[tuple[int, int]]) -> Batch:
-        """Return the batch with every sequence in slices. ``bounds`` has each slice's first token and its end."""
+        """Return the batch with every sequence cut into slices. ``bounds`` has ``(first token, end)`` of each slice."""
 
         def slices(of: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             return [whole[:, begin:end] for whole in of for begin, end in bounds]
@@ -51,20 +54,24 @@ class Batch:
         return replace(self, tokens=slices(self.tokens), labels=None if self.labels is None else slices(self.labels))
 
     def empty_for_head(self, microbatch: int, *further: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an empty tensor of the head's layout, ``[(1 + depths) * s, b, *further]``, one depth after the other."""
+        """Return an empty tensor ``[(1 + depths) * s, b, *further]``, one prediction depth after the other."""
         tokens = self.tokens[microbatch]
         b, s = tokens.shape
         return torch.empty((1 + self.depths) * s, b, *further, dtype=dtype, device=tokens.device)
 
     def tokens_of(self, microbatch: int) -> torch.Tensor:
-        """Return the tokens to look up, ``[b, s]``. If the last stage looks ahead, a column of zeros follows, because Megatron
-        reads token 0 after the end.
+        """Return the tokens to look up, ``[b, s]``, or ``[b, s + 1]`` if the last stage needs following tokens too.
+
+        The added column is 0, because Megatron's multi-token prediction reads token 0 after the end of a sequence.
         """
         tokens = self.tokens[microbatch]
         return torch.nn.functional.pad(tokens, (0, 1)) if self.looks_ahead else tokens
 
     def labels_of(self, microbatch: int) -> torch.Tensor:
-        """Return the labels of all depths in the head's layout. Labels after the end are 0, as Megatron masks their loss."""
+        """Return the labels of all prediction depths, ``[(1 + depths) * s, b]``.
+
+        Labels after the end of a sequence are 0, because Megatron masks the loss there.
+        """
         assert self.labels is not None
         labels = self.labels[microbatch]
         rolled = [torch.nn.functional.pad(labels[:, depth:], (0, depth)) for depth in range(1 + self.depths)]
@@ -72,7 +79,7 @@ class Batch:
 
 
 class ShardedLayers(Protocol):
-    """This rank's shards of embedding and head, as the passes use them."""
+    """The operations on this rank's shards of embedding and LM head that the passes need."""
 
     partition: VocabularyPartition
 
@@ -85,47 +92,54 @@ class ShardedLayers(Protocol):
         """Return the element type of the shards."""
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See ``VocabularyEmbedding.forward``."""
+        """Return embeddings of the tokens in this rank's rows, else zeros (``VocabularyEmbedding.forward``)."""
 
     def embedding_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> DeferredWeightGradient:
-        """See ``VocabularyEmbedding.weight_gradient``."""
+        """Return the deferred gradient of the embedding's rows (``VocabularyEmbedding.weight_gradient``)."""
 
     def score(self, x: torch.Tensor, labels: torch.Tensor | None, for_backward: bool) -> HeadMicrobatch | torch.Tensor:
-        """Score a microbatch as ``VocabularyHead.score`` does, or return its logits if there are no labels.
+        """Compute logits and statistics as ``VocabularyHead.score``, or return only logits if ``labels`` is None.
 
         ``x`` is the head's input, ``[s, b, h]``, and ``labels`` are ``[s, b]``.
         """
 
 
 class HeadStage(Protocol):
-    """The last stage of the model, as the head uses it."""
+    """The operations on the model's last stage that the passes of the LM head need."""
 
     def gather_head_input(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the head's input, ``[s, b, h]``, from this tensor-parallel rank's part of the stage's output."""
+        """Return the head's input, ``[s, b, h]``, from this tensor-parallel rank's part of the last stage's output."""
 
     def scatter_head_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the stage's output, from this pipeline's part of the gradient of the head's input."""
+        """Return the gradient of the last stage's output, summed over the tensor-parallel ranks.
+
+        ``gradient`` is the gradient of the head's input from the shards of this tensor-parallel rank.
+        """
 
     def look_ahead(self, microbatch: int, embeddings: torch.Tensor) -> None:
-        """Take the embeddings, ``[b, s + 1, h]``, of the next microbatch to run forward, for multi-token prediction."""
+        """Store the embeddings, ``[b, s + 1, h]``, with which multi-token prediction will run in the coming forward."""
 
     def ahead_gradient(self, microbatch: int) -> torch.Tensor:
-        """Return the gradient of the embeddings that ``look_ahead`` took, after the stage has run backward."""
+        """Return the gradient of the embeddings given to ``look_ahead``. The stage's backward must have run."""
 
     def loss(self, microbatch: int, scored: Sequence[Normalised]) -> torch.Tensor | None:
-        """Take the token losses of a microbatch, fp32 like ``Batch.labels_of``, and return their gradients if it trains.
+        """Run the loss function of a microbatch. Return the gradients of its token losses if the step trains, else
+        ``None``.
 
-        ``scored`` has the microbatch, or all its slices in order; ``microbatch`` is then the last slice. The gradients of
-        slices follow each other.
+        ``scored`` has the token losses of the microbatch, ``[s, b]`` in fp32, or those of all its slices in order. With
+        slices, ``microbatch`` is the number of the last slice, and the gradients of the slices are concatenated.
         """
 
     def take_logits(self, microbatch: int, logits: Sequence[torch.Tensor]) -> None:
-        """Take the logits, ``[s, b, vocabulary]``, of a microbatch without labels, or of all its slices."""
+        """Pass the logits of a microbatch without labels, ``[s, b, vocabulary]``, to the loss function.
+
+        ``logits`` has one tensor, or one per slice of the microbatch.
+        """
 
 
 @dataclass(frozen=True)
 class Channels:
-    """Process groups without other traffic."""
+    """Process groups that only the collectives of vocabulary passes use."""
 
     pipeline: dist.ProcessGroup  # the pipeline's ranks, in the order of its devices
     shards: (
@@ -135,10 +149,10 @@ class Channels:
 
 @dataclass(eq=False)
 class VocabularyPasses:
-    """The vocabulary passes of one step on one rank, as a step feature.
+    """The step feature that runs the vocabulary passes of one step on one rank.
 
-    The head's input comes from the device of the last stage, and the embedding's output goes to that of the first. Slices of a
-    microbatch have their own passes and one loss.
+    The head's input comes from the device of the last stage. The embedding's output goes to the device of the first
+    stage. Each slice of a microbatch has its own passes, but the microbatch has one loss.
     """
 
     placement: Placement
@@ -198,7 +212,10 @@ class VocabularyPasses:
         return self.last_stage
 
     def extend(self, executor: Executor) -> Handlers:
-        """Return handlers of the passes, and of the first and last stage, whose tensors come from and go to passes."""
+        """Return handlers for all vocabulary passes, and for forwards and backwards.
+
+        The latter pass tensors between the passes and the model's first and last stage.
+        """
         others, first, last = dict(executor.handlers), 0, self.placement.num_stages - 1
         looks_ahead = self.batch.looks_ahead
 
@@ -242,18 +259,18 @@ class VocabularyPasses:
         return {**dict.fromkeys(VOCABULARY, run_pass), Kind.F: forward, Kind.I: backward, Kind.B: backward}
 
     def perform(self, action: Action) -> None:
-        """Run a pass, or post a collective."""
+        """Run the pass, or start the collective, of this action."""
         self._perform[action.kind](action.microbatch)
 
     def finish(self) -> None:
-        """Wait for the collectives without a consumer, so that their buffers can be reused."""
+        """Wait for the collectives whose results this rank does not use, so that their buffers can be reused."""
         while self._unawaited:
             self._unawaited.pop().work.wait()
 
     # Between the passes and the stages of this device
 
     def embedded(self, microbatch: int) -> torch.Tensor:
-        """Return the embedding's output, summed over the pipeline, ``[b, s, h]``, as input of the first stage."""
+        """Return the first stage's input: the embedding's output, ``[b, s, h]``, summed over the pipeline."""
         if not self.batch.looks_ahead:
             return _sum(self._embeddings.pop(microbatch))
         # If the last stage is on this device too, it needs them later.
@@ -261,14 +278,14 @@ class VocabularyPasses:
         return _sum(waiting)[:, :-1]
 
     def take_head_input(self, microbatch: int, output: torch.Tensor) -> None:
-        """Take the last stage's output, without its graph."""
+        """Keep the output of the last stage until it is broadcast as the head's input."""
         whole = self._held(self._own_last_stage.gather_head_input(output))
         if whole is not output:
             self._released(output)  # the backend that gathered it may free it a moment later
         self._head_inputs[microbatch] = whole
 
     def head_gradient(self, microbatch: int) -> torch.Tensor:
-        """Return the gradient of the last stage's output."""
+        """Wait for the gradient of the head's input, and return the gradient of the last stage's output."""
         total = _sum(self._input_gradients.pop(microbatch))
         # With one barrier, the sum began before the loss was known.
         gradient = finish_input_gradient(total, self.layers.dtype, self._factors.pop(microbatch, None))
@@ -276,7 +293,7 @@ class VocabularyPasses:
         return self._own_last_stage.scatter_head_gradient(gradient)
 
     def take_embedding_gradient(self, microbatch: int, gradient: torch.Tensor) -> None:
-        """Take the gradient of the result of ``embedded``, ``[b, s, h]``."""
+        """Keep the gradient of the first stage's input, ``[b, s, h]``, until it is broadcast to the shards."""
         looks_ahead = self.batch.looks_ahead
         ahead = self._embedding_gradients.get(microbatch) if looks_ahead else None
         if ahead is not None:  # the gradient of the last stage, which is on this device too
@@ -380,7 +397,10 @@ class VocabularyPasses:
                 self._factors[each] = own
 
     def _joined(self, microbatch: int) -> range:
-        """Return the microbatch, or its slices, whose loss is computed with its last slice."""
+        """Return the slices whose loss is computed when slice ``microbatch``, their last, has been scored.
+
+        Without slices, this is ``microbatch`` alone.
+        """
         return range(microbatch - self.slices + 1, microbatch + 1)
 
     def _broadcast_loss_gradient(self, microbatch: int) -> None:
@@ -432,7 +452,9 @@ class VocabularyPasses:
         buffer: torch.Tensor,
         wanted: bool,
     ) -> None:
-        """Keep a reduction if this rank needs its result. Otherwise only the backend holds its buffer from now on."""
+        """Store a reduction in ``waiting`` if this rank needs its result. Otherwise tell the ledger that ``buffer`` is
+        released.
+        """
         if wanted:
             waiting[microbatch] = pending
         else:
@@ -454,7 +476,7 @@ class VocabularyPasses:
 
 
 def _sum(pending: Pending[torch.Tensor | None]) -> torch.Tensor:
-    """Wait for a reduction, and return its result, which this rank gets."""
+    """Wait for a reduction, and return its result. Only for ranks that get the result."""
     total = pending.wait()
     assert total is not None
     return total

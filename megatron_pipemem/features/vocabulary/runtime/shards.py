@@ -1,8 +1,9 @@
-"""Cut the embedding matrix into shards of rows, one per rank, and look up each token on the rank with its row.
+"""Cut the embedding matrix by rows into shards, one per rank, and look up each token on the rank that has its row.
 
-Embedding and head share one partition, which is enough for tied weights. Forward: ``partial = embedding.forward(tokens)`` on
-every rank, then ``collectives.reduce_sum`` to the rank of the first stage. Backward: that rank sends the gradient of the
-output with ``collectives.broadcast``, then every rank calls ``embedding.weight_gradient(...)``.
+Embedding and LM head are cut in the same way, so that tied weights need only one shard. Forward: every rank calls
+``partial = embedding.forward(tokens)``, then ``collectives.reduce_sum`` sums ``partial`` on the rank of the first
+stage. Backward: that rank sends the gradient of the sum with ``collectives.broadcast``, then every rank calls
+``embedding.weight_gradient(...)``.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, gr
 
 @dataclass(frozen=True)
 class VocabularyPartition:
-    """A vocabulary cut into contiguous shards, one per rank of a process group, in rank order, as ``torch.tensor_split``.
+    """The cut of a vocabulary into contiguous shards of rows, in rank order, as by ``torch.tensor_split``.
 
-    If the number of ranks does not divide the rows, the first shards have one row more than the others.
+    If the number of ranks does not divide the number of rows, the first shards have one row more than the others.
     """
 
     vocab_size: int  # rows of the whole matrix, padding rows included, as in an unsharded softmax
@@ -33,7 +34,7 @@ class VocabularyPartition:
             )
 
     def rows(self, shard: int) -> range:
-        """Return the rows that a shard owns."""
+        """Return the rows of a shard."""
         if not 0 <= shard < self.shards:
             raise VocabularyError(
                 "bad-number", f"shard {shard} of {self.shards}: give the rank within the group, counted from 0"
@@ -44,13 +45,13 @@ class VocabularyPartition:
 
     @property
     def largest(self) -> int:
-        """Rows of the largest shard."""
+        """The number of rows of the largest shard."""
         return -(-self.vocab_size // self.shards)
 
 
 @dataclass(frozen=True, eq=False)
 class WeightShard:
-    """One rank's rows of the embedding matrix. Tied layers share the parameter."""
+    """One rank's rows of the embedding or head matrix. Tied embeddings and heads have the same ``parameter``."""
 
     parameter: torch.nn.Parameter  # ``[rows, h]``; its gradient goes to ``main_grad`` if it exists, else to ``grad``
     partition: VocabularyPartition
@@ -71,16 +72,19 @@ class WeightShard:
 
     @property
     def weight(self) -> torch.Tensor:
-        """The rows that this rank owns."""
+        """The parameter, detached from autograd."""
         return self.parameter.detach()
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """The tensor in which the gradient of ``weight`` accumulates; ``None`` for a frozen parameter."""
+        """The tensor in which the parameter's gradient accumulates, or ``None`` for a frozen parameter."""
         return gradient_of(self.parameter) if self.parameter.requires_grad else None
 
     def locate(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the row of every token within this shard (0 for tokens of other shards), and which tokens it owns."""
+        """Return each token's row within this shard, and a mask of the tokens that this shard has.
+
+        The row is 0 if another shard has the token.
+        """
         rows = self.rows
         owned = (tokens >= rows.start) & (tokens < rows.stop)
         return torch.where(owned, tokens - rows.start, 0), owned
@@ -88,17 +92,17 @@ class WeightShard:
 
 @dataclass(frozen=True)
 class VocabularyEmbedding:
-    """One rank's share of the input embedding."""
+    """One rank's rows of the input embedding."""
 
     shard: WeightShard
 
     @torch.no_grad()
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings of this rank's tokens, and zeros for others: ``[...] -> [..., h]`` in the parameter's dtype.
+        """Return the embeddings of the tokens in this rank's rows, and zeros for all others: ``[...] -> [..., h]``.
 
-        Only one rank contributes to each token, so the sum over the ranks is exact in any dtype. On the CPU a token outside the
-        vocabulary raises a VocabularyError. On a GPU a check would stall, so such a token gets zeros, as in Megatron's
-        tensor-parallel embedding.
+        Only one rank has a token's row, so the sum over the ranks is exact in any dtype. On the CPU, a token outside
+        the vocabulary raises a VocabularyError. On a GPU such a check would block the host. So such a token gets zeros
+        there, as in Megatron's tensor-parallel embedding.
         """
         vocab_size = self.shard.partition.vocab_size
         if tokens.device.type == "cpu" and tokens.numel():
@@ -114,9 +118,9 @@ class VocabularyEmbedding:
         return torch.nn.functional.embedding(local, self.shard.weight).masked_fill_(~owned.unsqueeze(-1), 0)
 
     def weight_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> EmbeddingWeightGradient:
-        """Return the weight gradient of one microbatch, to run now or later.
+        """Return an object whose ``run()`` adds the weight gradient of one microbatch.
 
-        ``output_gradient`` is that of the whole embedding's output, ``[..., h]``, the same on every rank.
+        ``output_gradient`` is the gradient of the whole embedding's output, ``[..., h]``, the same on every rank.
         """
         if output_gradient.shape[:-1] != tokens.shape:
             raise VocabularyError(
@@ -129,9 +133,10 @@ class VocabularyEmbedding:
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingWeightGradient(DeferredWeightGradient):
-    """Add a microbatch's gradient to the rows of this rank's tokens, in the dtype of the accumulated gradient.
+    """The weight gradient of one microbatch for this rank's rows, which ``run`` adds to the parameter's gradient.
 
-    On a GPU the order of a frequent token's sums varies, unless ``torch.use_deterministic_algorithms`` is on.
+    It is summed in the dtype of the parameter's gradient. On a GPU, the sums for a token that occurs several times have
+    no fixed order unless ``torch.use_deterministic_algorithms`` is on.
     """
 
     shard: WeightShard
@@ -140,7 +145,7 @@ class EmbeddingWeightGradient(DeferredWeightGradient):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that it holds, for the activation ledger."""
+        """The tensors that this object keeps in memory, for the activation ledger."""
         return self.tokens, self.output_gradient
 
     @torch.no_grad()
