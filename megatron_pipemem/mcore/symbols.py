@@ -1,6 +1,6 @@
-"""All functions of Megatron that this package replaces, and private ones that it uses.
+"""The functions of Megatron that this package replaces, and private functions that it calls.
 
-``enable()`` checks ``USED`` and the replaced functions, with these parameters, before it changes anything.
+Before ``enable()`` changes anything, it checks that ``USED`` and all replaced functions exist with these parameters.
 """
 
 from __future__ import annotations

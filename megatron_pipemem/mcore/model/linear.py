@@ -1,7 +1,7 @@
 """Split the backward of Megatron's own layers: linear layers, the LM head, local experts, the embedding.
 
-All linear layers compute through one function of ``tensor_parallel.layers``, looked up at call time. Our replacement computes
-the same forward and the same input gradient, and leaves the weight-gradient GEMM in the queue of the running action.
+All of Megatron's linear layers call one function of ``tensor_parallel.layers``. Its replacement here computes the same
+forward and input gradient. It puts the product for the weight gradient into the queue of the running action.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 def split_linear(original: Callable, *args, **kwargs) -> torch.Tensor:
-    """Return the stock function's result. Its weight gradient is deferred while a queue collects."""
+    """Return the result of Megatron's linear function; with a queue, its weight gradient is deferred.
+
+    The queue is the one of the action that runs.
+    """
     queue = current_queue()
     output = None if queue is None else _split(queue, *args, **kwargs)
     return countable_linear(original, *args, **kwargs) if output is None else output
@@ -65,8 +68,9 @@ def _split(
     tp_group: dist.ProcessGroup | None = None,
     **newer,
 ) -> torch.Tensor | None:
-    """Return the layer's output, or ``None`` if stock has to compute it. The other arguments are those of the stock
-    function.
+    """Return the layer's output with a deferred weight gradient; ``None`` if Megatron's function has to compute it.
+
+    The arguments after ``queue`` are those of Megatron's function.
     """
     unknown = [name for name, value in newer.items() if value is not None and (name, value) != ("gtp_remat_size", 1)]
     if unknown:
@@ -91,10 +95,10 @@ def _tell_unsplit(argument: str) -> None:
 
 
 def countable_linear(original: Callable, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-    """Return the stock function's result, computed so that the activation ledger can watch.
+    """Return the result of Megatron's linear function, with saved tensors left unchanged by hooks.
 
-    With fused gradient accumulation the backward marks the weight that it saved, and DDP looks for the mark on the
-    parameter. So both have to be the same object.
+    The ledger counts the input. With fused gradient accumulation, Megatron's backward sets a mark on the saved weight,
+    and DDP reads it from the parameter. A hook would return another object for the weight, and DDP would miss the mark.
     """
 
     with saved_as_is(input):
@@ -103,11 +107,11 @@ def countable_linear(original: Callable, input: torch.Tensor, *args, **kwargs) -
 
 @dataclass(frozen=True)
 class _Call:
-    """The inputs of the backward that are not tensors.
+    """The inputs of a split linear layer's backward that autograd does not see.
 
-    The weight is one of them. A node with the weight as an input and ``None`` as its gradient would fire the weight's
-    AccumulateGrad hooks, and DDP would take the gradient for ready. If the gradient is not deferred, the weight is an
-    input as well.
+    The weight is one of them. If it were an autograd input with the gradient ``None``, its AccumulateGrad hooks would
+    run. DDP would then take the gradient for complete. Only a weight whose gradient is not deferred is an autograd
+    input too.
     """
 
     queue: WeightGradientQueue
@@ -118,13 +122,11 @@ class _Call:
     tp_group: dist.ProcessGroup
 
     def gather(self, input: torch.Tensor) -> Arriving:
-        """Return the whole sequence of an input sharded by sequence parallelism: ``[s/t, b, h] -> [s, b, h]``."""
+        """Return the whole input if sequence parallelism shards its rows: ``[s/t, b, h] -> [s, b, h]``."""
         return gather_rows(input, self.tp_group) if self.sequence_parallel else Arriving(input)
 
     def reduce(self, grad_input: torch.Tensor) -> Arriving:
-        """Return the sum of the input's gradient over the tensor-parallel ranks, this rank's share with sequence
-        parallelism.
-        """
+        """Return the sum of the input gradient over tensor-parallel ranks; this rank's rows with sequence parallelism."""
         if self.sequence_parallel:
             size = (grad_input.size(0) // self.tp_group.size(), *grad_input.shape[1:])
             shard = torch.empty(size, dtype=grad_input.dtype, device=grad_input.device)
@@ -173,7 +175,10 @@ class _SplitLinear(torch.autograd.Function):
 
 @dataclass
 class _LinearWeightGradient(DeferredWeightGradient):
-    """``grad_output^T @ input`` of one layer and microbatch. Holds shards where there are some, and gathers them again."""
+    """The product ``grad_output^T @ input`` for the weight gradient of one layer and one microbatch.
+
+    If an operand was gathered over ranks, only this rank's shard is kept, and gathered again.
+    """
 
     weight: torch.Tensor = field()  # always given, unlike in the base class
     call: _Call = field()
@@ -192,7 +197,7 @@ class _LinearWeightGradient(DeferredWeightGradient):
         add_gradient(self.weight, self.gradient())
 
     def gradient(self) -> torch.Tensor:
-        """Return the gradient for autograd. With fusion there is none, because it is in ``main_grad``."""
+        """Return the weight gradient; with fused accumulation, add it to ``main_grad`` and return a dummy tensor."""
         weight: Any = self.weight  # with Megatron's attributes
         assert self._arriving is not None, "begin() comes first"
         grad_output, total_input = prepare_input_tensors_for_wgrad_compute(*(each.wait() for each in self._arriving))
@@ -213,8 +218,9 @@ class _LinearWeightGradient(DeferredWeightGradient):
 
 
 def sharded_gradients(keeps: Callable[[dist.ProcessGroup], bool]) -> Callable:
-    """Return the gather of a row-parallel layer's output gradient that remembers the shard, for groups that ``keeps``
-    names.
+    """Return a replacement for the gather of a row-parallel layer's output gradient, which keeps the shard for W.
+
+    Shards are kept for the process groups for which ``keeps`` returns true.
     """
 
     def backward(original: Callable, ctx, grad_output: torch.Tensor) -> tuple:
@@ -229,12 +235,15 @@ def sharded_gradients(keeps: Callable[[dist.ProcessGroup], bool]) -> Callable:
 
 
 def add_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add a gradient as AccumulateGrad does, without its hook, which the queue calls."""
+    """Add a gradient to ``weight.grad`` without calling autograd's hooks on the weight, which the queue calls."""
     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 
 def attach_ddp_hooks(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """Let the W of every weight call DDP's hook of that weight. Return the marked parameters; chunks without DDP have none."""
+    """Make the W of each weight call DDP's hook of the weight, and return the parameters that got this attribute.
+
+    Chunks without DDP are skipped.
+    """
     marked = []
     for chunk in chunks:
         make_hook = getattr(chunk, "_make_backward_post_hook", None)
@@ -255,7 +264,10 @@ _EXPERTS = re.compile(r"(?:^|\.)experts\.(?:local_experts\.\d+\.)?linear_(fc[12]
 
 
 def early_modules(asked: str, config: Any) -> frozenset[EarlyWeights]:
-    """Return the modules of a model whose weight gradients are computed in I (``options.early_weights``)."""
+    """Return the modules whose weight gradients are computed in I and not in W, by the setting ``asked``.
+
+    The result depends on the model's size (``options.early_weights``).
+    """
     if not getattr(config, "num_moe_experts", None):
         return early_weights(asked, 0, 0)
     ranks = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
@@ -264,7 +276,7 @@ def early_modules(asked: str, config: Any) -> frozenset[EarlyWeights]:
 
 
 def mark_early(chunks: Sequence[torch.nn.Module], modules: Collection[EarlyWeights]) -> list[torch.nn.Parameter]:
-    """Mark the weights of these modules, and return those that were not marked before."""
+    """Mark the weights of these modules so that I computes their gradients; return the newly marked weights."""
     found = dict.fromkeys(weight for chunk in chunks for name, weight in _weights(chunk) if name in modules)
     marked = [weight for weight in found if not is_early(weight)]
     for weight in marked:
@@ -288,11 +300,12 @@ def _weights(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]
 
 
 def split_embedding(original: Callable, embedding: VocabParallelEmbedding, input_: torch.Tensor) -> torch.Tensor:
-    """Look up tokens as ``VocabParallelEmbedding.forward``, and leave the weight gradient of a copy of the embedding to
-    W.
+    """Look up tokens, and defer the weight gradient to W if the embedding is a copy.
 
-    The copy on the stage of multi-token prediction may be the head's weight too. Autograd would sum both gradients
-    within one backward, so both are left to one W. Other embeddings, and those cut by tensor parallelism, are stock's.
+    Arguments are those of ``VocabParallelEmbedding.forward``. The stage of multi-token prediction has a copy of the
+    embedding. Its weight may also be the weight of the head, and autograd would sum both gradients in one backward. So
+    both are left to the same W. Other embeddings, and embeddings that are cut by tensor parallelism, use Megatron's
+    function.
     """
     queue = current_queue()
     if queue is None or not defers() or is_early(embedding.weight) or not torch.is_grad_enabled():
@@ -305,7 +318,10 @@ def split_embedding(original: Callable, embedding: VocabParallelEmbedding, input
 
 
 class _SplitEmbedding(torch.autograd.Function):
-    """Has an empty input that wants a gradient, so that autograd reaches it without knowing the weight."""
+    """Embedding lookup whose backward defers the weight gradient.
+
+    The weight is no autograd input. An empty tensor that requires a gradient makes autograd call the backward.
+    """
 
     @staticmethod
     def forward(
@@ -340,7 +356,7 @@ class _EmbeddingWeightGradient(DeferredWeightGradient):
 
 @contextmanager
 def logged_before() -> Iterator[None]:
-    """Log no losses of multi-token prediction within this block, because it runs a second time."""
+    """Do not log losses of multi-token prediction within a ``with`` block, because its forward runs a second time."""
     tracker, MTPLossLoggingHelper.tracker = MTPLossLoggingHelper.tracker, {}
     try:
         yield

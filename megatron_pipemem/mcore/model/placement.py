@@ -1,14 +1,15 @@
 """Make Megatron build and run placements that it cannot express.
 
-Megatron deals model chunks round robin: chunk ``c`` of pipeline rank ``r`` is stage ``c * p + r``. In a V, device ``r``
-holds stage ``2p - 1 - r`` as its chunk 1, which round robin would give to rank ``p - 1 - r``. One idea covers every
+Megatron deals model chunks round robin: chunk ``c`` of pipeline rank ``r`` is stage ``c * p + r``. In a V, chunk 1 of
+device ``r`` is stage ``2p - 1 - r``. Round robin would give this stage to rank ``p - 1 - r``. One idea covers every
 placement: *a chunk is built and run as if its device were the rank that round robin would give this chunk*. While a
 chunk is built or executed, Megatron's question "which pipeline rank am I" gets that rank for an answer. Layer numbers,
-layouts, embedding, head and batch reading are then right by themselves. Outside, the answer is the real rank.
+layouts, embedding, head and batch reading are then right without further changes. At all other times the answer is the
+real rank.
 
-A bidirectional pipeline has two replicas of the model, one stage of either per device. Megatron sees one replica,
-without a virtual pipeline. The other replica's stages are the chunks 1 of the devices, for which the same idea holds.
-``features/replicas`` makes their values, checkpoints and norms one model's.
+A bidirectional pipeline has two replicas of the model, and every device has one stage of each. Megatron sees one
+replica, without a virtual pipeline. The stages of the other replica are the devices' chunks 1, for which the same idea
+holds. ``features/replicas`` keeps the values of the replicas equal, and combines them in checkpoints and norms.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ from megatron_pipemem.schedule.placement import Placement
 
 
 class DealtRank(int):
-    """The rank that round robin would give a chunk. Questions with it are about that chunk, not about a real rank."""
+    """The pipeline rank that a chunk would have in round robin, as a type that tells it from a real rank."""
 
 
 class RoundRobinRank(torch.distributed.ProcessGroup):
-    """Stands in for the pipeline group within one chunk. It has a rank and a size, and cannot communicate."""
+    """Replaces the pipeline group while one chunk is built or run. It has a rank and a size, and cannot communicate."""
 
     def rank(self) -> int:
         return DealtRank(super().rank())
@@ -67,7 +68,7 @@ def round_robin_rank(placement: Placement, device: int, chunk: int) -> int:
 
 
 def groups_of_chunk(groups: ProcessGroupCollection, placement: Placement, chunk: int) -> ProcessGroupCollection:
-    """Return Megatron's process groups in the view of a chunk of this rank."""
+    """Return a copy of Megatron's process groups with the pipeline rank that this chunk would have in round robin."""
     rank = round_robin_rank(placement, groups.pp.rank(), chunk)
     seen = copy.copy(groups)
     if rank != groups.pp.rank():
@@ -84,7 +85,7 @@ _REAL_RANK = nullcontext()
 
 @dataclass(eq=False)
 class ChunkPlacement(Feature):
-    """Answers Megatron's questions about ranks for the chunks of one schedule family."""
+    """Builds and runs the chunks of a schedule family, so that Megatron sees the right pipeline rank for each."""
 
     # returns the placement for ``(num_devices, num_chunks)``; ``num_chunks`` is ``None`` if it is not known yet
     find: Callable[[int, int | None], Placement]
@@ -101,8 +102,8 @@ class ChunkPlacement(Feature):
     def placement(self, num_devices: int, num_chunks: int | None = None) -> Placement:
         """Return the placement on that many devices, or raise an UnsupportedError if Megatron cannot build it.
 
-        ``num_chunks`` is by default the number of the model that was built last. Before a model is built, it is the number
-        of Megatron's virtual pipeline stages per rank.
+        The default of ``num_chunks`` is the number of chunks per rank of the model that was built last. Before a model
+        is built, it is Megatron's number of virtual pipeline stages per rank.
         """
         key = (num_devices, num_chunks or self._num_chunks or virtual_pipeline_size())
         if key not in self._found:
@@ -120,11 +121,14 @@ class ChunkPlacement(Feature):
 
     @property
     def is_in_chunk(self) -> bool:
-        """Whether Megatron's questions are about a chunk now."""
+        """Whether Megatron sees the pipeline rank of a chunk at present, and not the real one."""
         return self._rank_now is not None
 
     def chunk(self, chunk: int | None) -> AbstractContextManager:
-        """Let the rank be, within this block, the one that round robin would give the chunk; ``None`` changes nothing."""
+        """Return a context in which Megatron sees the pipeline rank that this chunk would have in round robin.
+
+        ``None`` keeps the real rank.
+        """
         # A chunk dealt round robin would get its real rank.
         return _REAL_RANK if chunk is None or self.is_round_robin else self._as_rank(self._rank_of(chunk))
 
@@ -142,7 +146,7 @@ class ChunkPlacement(Feature):
             self._rank_now = outer
 
     def replacements(self) -> Replacements:
-        """Return the replacements for this placement: none for round robin itself with an uncut model."""
+        """Return the functions of Megatron to replace: none if the placement is round robin and no vocabulary is cut."""
         ranks: Replacements = [
             (RANK, lambda original: original() if self._rank_now is None else self._rank_now),
             (IS_FIRST, self._predicate),
@@ -160,10 +164,10 @@ class ChunkPlacement(Feature):
         return [*ranks, *building]
 
     def for_model(self, num_devices: int, vp_size: int | None) -> Placement:
-        """Return the placement for a model with Megatron's number of virtual stages, and from now on the one in use.
+        """Return the placement for a model with ``vp_size`` virtual stages per rank, and use it from now on.
 
         Raises:
-            UnsupportedError: the schedule needs another number of them.
+            UnsupportedError: the schedule needs another number of virtual stages.
         """
         placement = self.placement(num_devices, vp_size or 1)
         check_cut(as_built(vp_size or 1), self.name, placement)
@@ -173,13 +177,12 @@ class ChunkPlacement(Feature):
     def build_chunks(
         self, build: Callable[..., torch.nn.Module], pg_collection, vp_size: int | None
     ) -> list[torch.nn.Module]:
-        """Build this rank's chunks in order, with equal values at the two ends of a tied embedding and in all replicas
-        of a stage.
+        """Build this rank's chunks in order, and make tied weights and the replicas of a stage equal.
 
         The call is ``build(pre_process=, post_process=, vp_stage=, pg_collection=) -> module``. Every chunk gets a copy
-        of the process groups with its own view of the pipeline. Megatron counts every chunk's layers for ``vp_size``
-        virtual stages per rank. Raise an UnsupportedError if the schedule needs another number of them, or if this
-        placement does not keep the configuration's share of layers.
+        of the process groups with the pipeline rank that the chunk would have in round robin. Megatron counts the
+        layers of every chunk for ``vp_size`` virtual stages per rank. Raise an UnsupportedError if the schedule needs
+        another number of virtual stages, or if the configuration gives a rank layers that the placement puts elsewhere.
         """
         device, p = pg_collection.pp.rank(), pg_collection.pp.size()
         placement = self.for_model(p, vp_size)
@@ -207,15 +210,15 @@ class ChunkPlacement(Feature):
         return chunks
 
     def settle_chunk(self, module: Any, chunk: int) -> None:
-        """Let a chunk save itself under its own layer numbers, and refuse to generate."""
+        """Make a built chunk use its own layer numbers in checkpoints, and refuse to generate text."""
         # Layer numbers in checkpoint keys are computed anew at every save and load.
         module.sharded_state_dict = self._as_rank(self._rank_of(chunk))(module.sharded_state_dict)
         module.register_forward_pre_hook(_refuse_generation, with_kwargs=True)
 
     def _layers_of_stage(self, original: Callable[..., int], model, *args, **kwargs) -> int:
-        """Count the layers of a stage that is named outside of a chunk, by its real rank and its chunk.
+        """Answer Megatron's question for the layers of a chunk, also while no chunk is built or run.
 
-        ``original`` counts them for a rank that round robin deals.
+        ``original`` counts the layers for a round-robin rank, so the real rank is replaced by that of the chunk.
         """
         if self.is_in_chunk:
             return original(model, *args, **kwargs)
@@ -232,7 +235,7 @@ class ChunkPlacement(Feature):
             return original(*asked.args, **asked.kwargs)
 
     def check_built(self, chunks: list[torch.nn.Module], placement: Placement, device: int) -> None:
-        """Raise an UnsupportedError if a chunk was built before ``enable()`` or around it, and holds other layers."""
+        """Raise an UnsupportedError if a chunk was built without the plugin, with the layers of another stage."""
         if placement.is_round_robin:
             return
         for chunk, module in enumerate(chunks):
@@ -290,11 +293,17 @@ class ChunkPlacement(Feature):
 
 
 class _Chunks(list):
-    """A list of chunks on which attributes can be set. Megatron sets one on the model that it gets, and then accepts a list."""
+    """A list of chunks on which attributes can be set.
+
+    Megatron sets an attribute on the model that it builds, and afterwards accepts a list of chunks.
+    """
 
 
 def _select_segment(original: Callable, main_pattern, pp_group, vp_stage, *args, **kwargs):
-    """Megatron asks torch for the rank of a hybrid model's chunk, and torch knows nothing of our groups."""
+    """Select the layers of a hybrid model's chunk by the rank and size of our stand-in for the pipeline group.
+
+    Megatron would ask torch for the rank of the group, and torch does not know the stand-in.
+    """
     if isinstance(pp_group, RoundRobinRank):
         # To a pipeline of one rank, every segment is a virtual stage.
         vp_stage, pp_group = (vp_stage or 0) * pp_group.size() + pp_group.rank(), None
@@ -315,8 +324,9 @@ def _refuse_generation(module: torch.nn.Module, args: tuple, kwargs: Mapping[str
 
 
 def _tied_weights(chunks: list[torch.nn.Module]) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Return the embedding's weight and its copy in a later stage on this device. A tied head and multi-token prediction
-    have such a copy.
+    """Return the embedding's weight and its copy in another chunk of this device, if there are both.
+
+    A tied head and multi-token prediction have such a copy.
     """
     embedding = copied = None
     for chunk in chunks:
@@ -339,8 +349,9 @@ def copy_tied_weights(chunks: list[torch.nn.Module]) -> None:
 
 
 def _sum_tied_gradients(model: list[torch.nn.Module]) -> None:
-    """Sum tied gradients in place of stock's all-reduce over the first and the last rank: here one rank holds both
-    copies.
+    """Set both gradients of a tied embedding to their sum, on the rank that holds both copies.
+
+    Megatron would do an all-reduce between the first and the last rank.
     """
     for embedding, head in _tied_weights(model):
         if not embedding.requires_grad:  # frozen, and without gradients
@@ -359,21 +370,21 @@ _BUILD = "build the chunks with build_model_chunks()"
 
 @dataclass(eq=False)
 class ProgramChunks:
-    """Places the chunks that a program builds by itself."""
+    """Places chunks that a program builds with its own code, within ``place_model_chunks()``."""
 
     placement: ChunkPlacement
     _built: list[torch.nn.Module] = field(default_factory=list)
 
     @contextmanager
     def placing(self) -> Iterator[None]:
-        """Let every language model that is built within this block be the chunk that the placement wants.
+        """Return a context in which each language model that is built becomes the next chunk of this rank.
 
         Raises:
-            UnsupportedError: a chunk cannot be placed so, or chunks are missing at the end.
+            UnsupportedError: a model cannot be placed this way, or the program has not built all chunks.
         """
         if self.placement.cut is not None:
             raise UnsupportedError(
-                "chunks-by-program", f"a vocabulary is cut when all chunks have been built; {_BUILD}"
+                "chunks-by-program", f"vocabulary parallelism needs all chunks to be built by one call; {_BUILD}"
             )
         patches = PatchSet()
         if not self.placement.is_round_robin:
@@ -391,7 +402,7 @@ class ProgramChunks:
             self._built.clear()
 
     def _build(self, original: Callable[..., None], *args, **kwargs) -> None:
-        """Initialise a language model as the chunk ``vp_stage`` of this rank, with the layers that the placement gives it."""
+        """Initialise a language model as the next chunk of this rank, with the layers of its stage in the placement."""
         if self.placement.is_in_chunk:  # build_model_chunks() says which
             original(*args, **kwargs)
             return

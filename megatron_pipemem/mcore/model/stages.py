@@ -1,4 +1,7 @@
-"""Run a model chunk as a stage: Megatron's own forward and backward steps, its experts, and the parts that run again."""
+"""Run a model chunk as a stage of the pipeline, with Megatron's own forward and backward steps.
+
+This includes memory that experts keep, and the parts of a forward that run again to recompute activations.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +34,17 @@ from megatron_pipemem.runtime.weight_gradients import ImmediateWeightGradients, 
 
 
 def expert_layers(model: torch.nn.Module) -> tuple[MoELayer, ...]:
-    """Return the layers of a model that are mixtures of experts."""
+    """Return the mixture-of-experts layers of a model."""
     return tuple(module for module in model.modules() if isinstance(module, MoELayer))
 
 
 @contextmanager
 def nothing_left_behind(layers: Sequence[MoELayer]) -> Iterator[None]:
-    """Remove from the token dispatchers of these layers, when this block ends, the tensors that it has left there.
+    """Clear, after a ``with`` block, the tensors that the block has left in the token dispatchers of layers.
 
-    Megatron's dispatchers keep probabilities and routing of the last microbatch, and with them its graph and the
-    stage's input. They keep them until the next microbatch, which may be long after its backward. The flex dispatcher
-    keeps them in its manager of DeepEP, HybridEP or NCCL EP.
+    Megatron's dispatchers keep the probabilities and the routing of the last microbatch, and so its graph and the
+    stage's input. Without this, they keep them until the next microbatch, which may be long after the backward. The
+    flex dispatcher keeps them in its manager of DeepEP, HybridEP or NCCL EP.
     """
     keepers = [
         vars(keeper)
@@ -59,10 +62,11 @@ def nothing_left_behind(layers: Sequence[MoELayer]) -> Iterator[None]:
 
 @contextmanager
 def routing_noted(models: Iterable[torch.nn.Module], note: Callable[[int, int, int], None]) -> Iterator[None]:
-    """Call ``note`` within this block whenever the experts of a layer get tokens.
+    """Call ``note(tokens, most, even)`` within a ``with`` block for every forward of a layer's experts.
 
-    Its arguments are the number of tokens, each counted once per expert that gets it; the most under a capacity factor,
-    0 without one; and the number if all experts got as many.
+    ``tokens`` is the number of tokens that the experts of this rank get; a token counts once per expert. ``most`` is
+    the largest possible number with a capacity factor, and 0 without one. ``even`` is the number if all experts got as
+    many.
     """
 
     def tell(layer: MoELayer, experts: torch.nn.Module, arguments: tuple) -> None:
@@ -95,9 +99,9 @@ def _most_tokens(layer: MoELayer, visits: int) -> int:
 
 @contextmanager
 def random_numbers_again(states: tuple) -> Iterator[None]:
-    """Restore the random states that ``random._get_all_rng_states`` returned, within this block.
+    """Use earlier states of the random number generators within a ``with`` block, to draw the same numbers again.
 
-    The block draws the same random numbers again. After it, the present states continue.
+    ``states`` are from ``random._get_all_rng_states``. The present states continue after the block.
     """
     with random._fork_rng():
         random._set_all_rng_states(*states)
@@ -106,12 +110,12 @@ def random_numbers_again(states: tuple) -> Iterator[None]:
 
 @contextmanager
 def regions_of(model: torch.nn.Module) -> Iterator[None]:
-    """Make the cheap parts of the model, while it runs within this block, regions of the recording forward
-    (``runtime.selective``).
+    """Within a ``with`` block, let forwards of the model record its cheap parts, so that these can run again alone.
 
-    Cheap are norms that stand alone (not those that Transformer Engine fuses with a linear layer), the part between the
-    two linear layers of an MLP, and Megatron's own attention between its projections, which keeps ``s x s`` scores.
-    Parts that Megatron's own ``--recompute-*`` flags run under a checkpoint keep nothing.
+    The recording is done by ``runtime.selective``. There are three kinds of cheap parts: norms that Transformer Engine
+    does not fuse with a linear layer; the part of an MLP between its two linear layers; and Megatron's unfused
+    attention between its projections, which saves ``s x s`` scores. Parts that run under a checkpoint of Megatron's
+    ``--recompute-*`` flags record nothing.
     """
     norms = {
         child
@@ -135,7 +139,7 @@ def regions_of(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _shadowed(module: torch.nn.Module, stand_ins: Mapping[str, object]) -> Iterator[None]:
-    """Let attributes of the instance hide those of its class or its parts. Hooks on the module run as usual."""
+    """Replace attributes of a module within a ``with`` block. Hooks on the module run as usual."""
     before = {name: module.__dict__[name] for name in stand_ins if name in module.__dict__}
     module.__dict__.update(stand_ins)
     try:
@@ -164,7 +168,7 @@ def _remember_random_numbers() -> Replay:
 
 
 class _StandIn(torch.nn.Module):
-    """A function where Megatron wants a module."""
+    """A module whose forward is the given function."""
 
     def __init__(self, forward: Callable):
         super().__init__()
@@ -172,7 +176,7 @@ class _StandIn(torch.nn.Module):
 
 
 def _mlp(mlp: MLP, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **named):
-    """``MLP.forward`` with a region between its two linear layers."""
+    """Run ``MLP.forward`` with the part between its two linear layers recorded, so that it can run again alone."""
     if per_token_scale is not None and mlp.config.add_bias_linear:
         # The bias is then scaled and added behind the second layer, in Megatron's own code.
         return MLP.forward(mlp, hidden_states, per_token_scale, **named)
@@ -214,7 +218,7 @@ class StepContext:
 
 @dataclass
 class ChunkStage:
-    """A stage of the pipeline on stock Megatron (``runtime.executor.StageRunner``)."""
+    """Runs a model chunk as a stage, with stock Megatron (``runtime.executor.StageRunner``)."""
 
     step: StepContext
     model: Any  # the chunk of the training loop, wrapped by DDP or not
@@ -291,8 +295,9 @@ class ChunkStage:
         return result
 
     def _leave_out_weights(self) -> None:
-        """Exclude from the counters the weights that Transformer Engine quantises in the first forward: all backwards
-        save them.
+        """Exclude from the counters the quantised weights that Transformer Engine makes in the first forward.
+
+        The backwards of all microbatches save these weights.
         """
         kept = [
             weight
@@ -344,7 +349,10 @@ class ChunkStage:
             function(self.model.parameters())
 
     def as_chunk(self) -> AbstractContextManager:
-        """Let Megatron answer questions about ranks for this chunk within this block. Experts leave no tensors in it."""
+        """Return a context in which Megatron sees the pipeline rank of this chunk.
+
+        When it ends, experts hold no tensors of the microbatch.
+        """
         chunk = self.placement.chunk(self.chunk)
         return self._leaving_nothing(chunk) if self._experts else chunk
 
@@ -356,7 +364,7 @@ class ChunkStage:
 
 @contextmanager
 def no_gradient_sync(config) -> Iterator[None]:
-    """Keep DDP from reducing by itself: the program says when a chunk's gradients are complete."""
+    """Keep DDP from reducing gradients within a ``with`` block, because actions of the program start reductions."""
     functions = config.no_sync_func
     with ExitStack() as stack:
         for function in functions if isinstance(functions, list) else [functions]:
@@ -366,22 +374,26 @@ def no_gradient_sync(config) -> Iterator[None]:
 
 
 class ActivationCounter(Protocol):
-    """An object that counts or moves activations, and must be given the tensors of the batch, which are not
-    activations.
+    """Counts or moves the tensors that autograd saves.
+
+    ``exclude`` names tensors that are no activations, like those of a batch.
     """
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> object: ...
 
 
 def watch_batches(data_iterator, *counters: ActivationCounter):
-    """Return the same iterator or list of iterators, and give the tensors of each batch to the counters."""
+    """Return an iterator over the same batches that excludes their tensors from the counters.
+
+    A list of iterators gives a list.
+    """
     if isinstance(data_iterator, list):
         return [watch_batches(each, *counters) for each in data_iterator]
     return data_iterator if data_iterator is None or not counters else _BatchWatcher(data_iterator, counters)
 
 
 class IteratorWrapper:
-    """An iterator that stands in for another one and has all its attributes."""
+    """Base class of iterators that replace another iterator and have all its attributes."""
 
     def __init__(self, iterator: Iterator):
         self._iterator = iterator
@@ -406,9 +418,9 @@ class _BatchWatcher(IteratorWrapper):
 
 
 class Tape(IteratorWrapper):
-    """Passes on the items of an iterator. Rewound, it yields the same items again and leaves the iterator alone.
+    """Yields the items of an iterator and keeps them. After ``rewind()`` it yields the same items again.
 
-    It raises an UnsupportedError if the data are read by another method than ``next``, because that cannot be repeated.
+    It raises an UnsupportedError if the data cannot be read by ``next``, because other calls cannot be repeated.
     """
 
     def __init__(self, iterator: Iterator):
@@ -418,8 +430,8 @@ class Tape(IteratorWrapper):
         if not hasattr(given, "__next__"):
             raise UnsupportedError(
                 "data-iterator",
-                f"a batch of {type(given).__name__} cannot be read twice, as this schedule needs it, because next() does not "
-                "read it; give the data iterator a __next__, or leave out --pipemem-recompute (Megatron's own recomputation "
+                f"this schedule reads batches twice, but a {type(given).__name__} cannot be read by next(); "
+                "give the data iterator a __next__, or leave out --pipemem-recompute (Megatron's own recomputation "
                 "goes on working) and --pipemem-vocab-parallel",
             )
         super().__init__(iterator)
@@ -429,7 +441,7 @@ class Tape(IteratorWrapper):
     def __next__(self):
         if self._rewound:
             if not self._seen:
-                raise RuntimeError("a forward that reads a batch again asked for more data than the first one")
+                raise RuntimeError("the second forward of a microbatch asked for more data than the first")
             return self._seen.pop(0)
         batch = next(self._iterator)
         self._seen.append(copy.copy(batch))  # a reader may remove entries of a batch
@@ -439,7 +451,7 @@ class Tape(IteratorWrapper):
         self._rewound = True
 
     def again(self) -> Tape:
-        """Return a rewound tape of the same batches; this one keeps them."""
+        """Return another tape that yields the kept items, and keep them here too."""
         tape = Tape(self._iterator)
         tape._seen = [copy.copy(batch) for batch in self._seen]
         tape.rewind()
@@ -447,7 +459,7 @@ class Tape(IteratorWrapper):
 
 
 class _Again(NamedTuple):
-    """The inputs of a forward that runs a second time: its data, and the states of the random number generators."""
+    """The data and the random generators' states with which a forward runs the second time."""
 
     data: Tape | None
     random_states: tuple

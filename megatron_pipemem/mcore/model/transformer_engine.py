@@ -1,15 +1,15 @@
-"""Splits the backward of Transformer Engine's linear layers with Transformer Engine's own means.
+"""Split the backward of Transformer Engine's linear layers by its own option ``delay_wgrad_compute``.
 
-A TE module built with ``delay_wgrad_compute`` keeps ``(input, grad_output)`` in a queue of its own and computes one weight
-gradient per call of ``backward_dw()``, in the order of its backwards, and DDP hands it the gradient-ready hook. So the W of a
-chunk is one ``backward_dw()`` of each of its TE modules. Megatron refuses the flag for plain pipelines, so it is set after
-the configuration has been checked.
+With this option, a module keeps ``(input, grad_output)`` of each backward in a queue. Each call of ``backward_dw()``
+computes the oldest weight gradient in the queue, and the module calls DDP's gradient-ready hook. So the W of a chunk is
+one ``backward_dw()`` of each of its modules. Megatron refuses the option for plain pipelines, so it is set after the
+configuration has been checked.
 
-``backward_dw()`` alone is right only if its microbatch is the one whose backward ran last and DDP keeps the gradients:
+``backward_dw()`` alone is right only directly after the backward of the same microbatch, and with DDP:
 
-* It replaces ``grad`` instead of adding to it, which forgets earlier microbatches where there is no ``main_grad``.
-* With fused accumulation it leaves ``grad`` alone, and DDP's hook takes a missing one for an error.
-* Before 2.20 it fails on a bias that Megatron adds itself, unless the bias has a ``grad`` already.
+* It replaces ``grad`` instead of adding to it, which loses earlier microbatches if there is no ``main_grad``. * With
+fused accumulation it does not set ``grad``, and DDP's hook treats a missing ``grad`` as an error. * Before 2.20 it
+fails on a bias that Megatron adds itself, unless the bias has a ``grad`` already.
 
 So the gradient that a backward leaves in ``grad`` is kept with its microbatch, and put back for its W.
 """
@@ -52,10 +52,9 @@ STAYS_DELAYED = (
 
 
 def replacements(splits: bool, recomputes: bool) -> Replacements:
-    """Return the replacements by which models are checked, and modules of Transformer Engine delay their weight
-    gradients.
+    """Return the replacements that check models when they are built, and set ``delay_wgrad_compute`` if ``splits``.
 
-    Nothing is delayed unless some schedule of the run ``splits`` a backward.
+    ``splits`` is whether a schedule of the run splits backwards, ``recomputes`` whether one recomputes activations.
     """
 
     def build_model(original: Callable, model, config, *args, **kwargs) -> None:
@@ -74,10 +73,10 @@ def replacements(splits: bool, recomputes: bool) -> Replacements:
 
 
 def delayed_modules(module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """Return the submodules that wait for ``backward_dw()``, in the module's own order.
+    """Return the submodules whose weight gradients wait for ``backward_dw()``, in the module's own order.
 
-    Megatron's attention and MLP have a ``backward_dw`` too that only forwards the call; the modules that really wait are
-    those that told DDP not to hook their weights. One whose weights are frozen queues nothing.
+    Megatron's attention and MLP have a ``backward_dw()`` too, which only calls others. The modules that compute are
+    those that told DDP not to hook their weights. A module whose weights are all frozen is left out.
     """
     return tuple(
         part
@@ -88,26 +87,27 @@ def delayed_modules(module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
 
 
 def _hooked_by_module(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the module's own parameters, by name, whose gradients are complete after its ``backward_dw()``."""
+    """Yield name and value of each parameter of this module that ``backward_dw()`` reports to DDP as complete."""
     for name, parameter in module.named_parameters(recurse=False):
         if getattr(parameter, "skip_backward_post_hook", False):
             yield name, parameter
 
 
 def uncountable(chunks: list[torch.nn.Module]) -> str | None:
-    """Return the reason why hooks must not watch the tensors that these chunks save, or ``None``.
+    """Return the reason why the saved tensors of these chunks must not be counted by hooks; ``None`` if they may.
 
-    With fused accumulation a module marks its weight to tell DDP that the gradient is in ``main_grad``. Before
-    ``MARKS_THE_PARAMETER`` it marks the weight that it saved. A hook returns another object for it, so DDP would find
-    neither mark nor gradient. Modules with delayed weight gradients use ``backward_dw()`` instead.
+    With fused accumulation, a module marks its weight to tell DDP that the gradient is in ``main_grad``. Versions
+    before ``MARKS_THE_PARAMETER`` mark the saved weight instead of the parameter. A saved-tensor hook returns another
+    object for the weight, so DDP would find neither mark nor gradient. Modules with delayed weight gradients are not
+    affected.
     """
     if not any(_marks_what_it_saved(part) for chunk in chunks for part in chunk.modules()):
         return None
     if is_te_min_version(MARKS_THE_PARAMETER):
         return None
     return (
-        f"Transformer Engine {get_te_version()} with fused gradient accumulation does not bear that its saved tensors are "
-        f"watched; install {MARKS_THE_PARAMETER} or newer, or pass --no-gradient-accumulation-fusion"
+        f"Transformer Engine {get_te_version()} with fused gradient accumulation fails if its saved tensors are "
+        f"counted; install {MARKS_THE_PARAMETER} or newer, or pass --no-gradient-accumulation-fusion"
     )
 
 
@@ -119,17 +119,16 @@ _FROZEN_INPUT = "_pipemem_frozen_input"
 
 
 def notice_frozen_input(module: torch.nn.Module, inputs: tuple) -> None:
-    """Run before a delayed module's forward, as a hook: remember whether the input needs no gradient, because all before it is
-    frozen. I frees nothing of such a module, so its weight gradient does not wait for W.
+    """Note before a module's forward whether the input needs no gradient because all earlier layers are frozen.
+
+    I would free no memory of such a module, so its weight gradient does not wait for W.
     """
     if torch.is_grad_enabled():
         setattr(module, _FROZEN_INPUT, bool(inputs) and not inputs[0].requires_grad)
 
 
 def defer(modules: tuple[torch.nn.Module, ...], queue: WeightGradientQueue) -> None:
-    """Put into ``queue`` the weight gradients that the backward that has just run left to its W, in Transformer Engine and in
-    ``grad``. Run those that may not wait.
-    """
+    """Queue the weight gradients that the latest backward has left in these modules; compute early ones at once."""
     at_once = ImmediateWeightGradients()
     for module in modules:
         early = getattr(module, _FROZEN_INPUT, False)
@@ -139,11 +138,11 @@ def defer(modules: tuple[torch.nn.Module, ...], queue: WeightGradientQueue) -> N
 
 @dataclass
 class DelayedWeightGradient(DeferredWeightGradient):
-    """The weight gradients of one TE module for one microbatch.
+    """The deferred weight gradients of one Transformer Engine module for one microbatch.
 
-    The module computes the oldest that it has. ``gradients`` are those that autograd has found already, above all of
-    biases that Megatron adds itself. ``kept`` is the list of tensors that Transformer Engine keeps for this work; some
-    may be shards.
+    The module computes the oldest in its own queue, so these must run in the order of the backwards. ``gradients`` are
+    those that autograd has already computed, mostly of biases that Megatron adds itself. ``kept`` is the list of
+    tensors that Transformer Engine keeps for this work, some of them shards.
     """
 
     module: Any
@@ -163,7 +162,7 @@ class DelayedWeightGradient(DeferredWeightGradient):
         self._arriving = [(place, each.begin()) for place, each in enumerate(self.kept) if isinstance(each, Shard)]
 
     def _make_whole(self) -> None:
-        """Replace the shards in Transformer Engine's list by the tensors that ``begin`` has started to gather."""
+        """Replace the shards in Transformer Engine's list by the gathered tensors, when ``begin`` has gathered them."""
         while self._arriving:
             place, arriving = self._arriving.pop()
             self.kept[place] = arriving.wait()
@@ -189,7 +188,7 @@ class DelayedWeightGradient(DeferredWeightGradient):
 
 @functools.cache
 def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a scalar zero. One made of an 8-bit weight would dequantise the whole weight first."""
+    """Return a zero without dimensions. Making it from an 8-bit weight would dequantise the whole weight first."""
     return torch.zeros((), dtype=dtype, device=device)
 
 
@@ -211,11 +210,12 @@ def _left_by_backward(module: Any) -> tuple[dict[torch.nn.Parameter, torch.Tenso
 
 
 def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacements:
-    """Return replacements with which modules keep this rank's shard of a gathered tensor until W, which gathers it again.
+    """Return the replacements by which Transformer Engine keeps this rank's shard of a gathered tensor, not all of it.
 
-    ``keeps`` returns whether shards are kept for a tensor-parallel group. Transformer Engine's backward gathers the input
-    of a column-parallel layer and the output gradient of a row-parallel one. A shard that was quantised before the gather
-    can be kept. A gather that quantises would choose other scaling factors in W, so its whole result is kept.
+    W gathers the shard again. ``keeps`` returns whether shards are kept for a tensor-parallel group. Transformer
+    Engine's backward gathers the input of a column-parallel layer and the output gradient of a row-parallel layer. A
+    shard can be kept if it was quantised before the gather. A gather that quantises would choose other scaling factors
+    in W, so its whole result is kept.
     """
 
     def gather(original: Callable, inp: Any, process_group, async_op: bool = False, quantizer: Any = None, **others):
@@ -243,8 +243,9 @@ def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacem
 
 
 def _is_computed(module: Any, name: str) -> bool:
-    """Return whether ``backward_dw()`` sets this parameter's ``grad``: of weights unless it accumulates, of biases that
-    it added.
+    """Return whether ``backward_dw()`` sets ``grad`` of this parameter.
+
+    It does for weights without fused accumulation, and for biases that Transformer Engine itself added to the output.
     """
     if "weight" in name:
         return not module.fuse_wgrad_accumulation

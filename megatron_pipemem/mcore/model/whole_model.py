@@ -1,8 +1,8 @@
-"""Read the layers of a model as it was built, and check that the chunks of all ranks together are the model.
+"""Check that the chunks on all ranks together are the whole model, by the layers that were really built.
 
-Every layer must be there once, in order, between the model's two ends. Megatron counts a chunk's layers from sizes in a
-configuration and in global state. A training script whose sizes disagree builds chunks that fit together well enough to train,
-with layers twice or missing. Layers know their global numbers.
+Every layer must exist once, in order, between the embedding and the head. Megatron counts the layers of a chunk by
+sizes in a configuration and in global state. If these sizes disagree, the chunks may still fit together and train, with
+layers missing or repeated. The check uses the global number of each layer.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def check_whole_model(
     group: dist.ProcessGroup,
     check_own: Callable[[], None],
 ) -> None:
-    """Raise an UnsupportedError on every rank if the chunks of all ranks are not one whole model.
+    """Raise an UnsupportedError on every rank if the chunks of all ranks are not exactly one model per replica.
 
     Every rank of the pipeline calls this before the first step of a model. ``check_own`` raises an UnsupportedError for
-    faults of this rank's chunks alone, and all ranks raise it. Models whose layers have no numbers are not checked, and
-    the log says so.
+    faults of this rank's chunks, and then all ranks raise that error. Models without numbered layers are not checked,
+    and the log says so.
     """
     problem = None
     try:
@@ -81,7 +81,10 @@ def check_whole_model(
 def layout_of(
     chunks: list[torch.nn.Module], placement: Placement, pipeline: dist.ProcessGroup, count: Callable[[Any], float]
 ) -> tuple[float, ...]:
-    """Return the layers of every stage as ``count`` finds them in its chunk. Every rank of ``pipeline`` calls this."""
+    """Return ``count(chunk)`` of every stage of the pipeline, such as its number of layers.
+
+    Every rank of ``pipeline`` calls this at the same time.
+    """
     models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
     everyones = gather([count(model) for model in models], pipeline)
     layout = [0.0] * placement.num_stages
@@ -92,7 +95,7 @@ def layout_of(
 
 
 def look_into(chunk: torch.nn.Module) -> _Chunk | None:
-    """Return the contents of a chunk, or ``None`` if they cannot be seen."""
+    """Return the layer numbers and ends of a chunk; ``None`` if its model has no numbered layers."""
     try:
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         numbers = tuple(layer.layer_number for layer in model.decoder.layers)
@@ -108,9 +111,7 @@ def look_into(chunk: torch.nn.Module) -> _Chunk | None:
 
 
 def _check_replica(stages: Sequence[_Chunk]) -> None:
-    """Raises:
-    UnsupportedError: the stages of one replica of the model are not the model.
-    """
+    """Raise an UnsupportedError if the stages of one replica do not hold each layer once and in order."""
     layers = [number for chunk in stages for number in chunk.layers]
     held = "; ".join(f"stage {stage}: {_written(chunk.layers)}" for stage, chunk in enumerate(stages))
     remedy = (
@@ -146,9 +147,9 @@ def _written(layers: Sequence[int]) -> str:
 
 
 def model_of(config, sequence: int) -> Model:
-    """Return the model of a configuration, for counting FLOPs. The configuration has no vocabulary, so it is 1.
+    """Return the model that a Megatron configuration describes, for counting FLOPs of layers.
 
-    Configurations of hybrid models do not describe their layers.
+    A configuration has no vocabulary, so its size is 1 here. The layers of hybrid models are not in the configuration.
     """
     latent = getattr(config, "multi_latent_attention", False)
     names = ("q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim") if latent else ()

@@ -1,4 +1,4 @@
-"""Read the batches of a step before it runs, deal them to the chunks that read them, and agree on the shapes of messages."""
+"""Read the batches of a step before it runs, give them to the chunks, and agree on the shapes of messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _PARAMETERS = ("input_ids", "position_ids", "attention_mask", "decoder_input", "
 
 
 class _Reached(BaseException):
-    """Ends a forward step at its call of the model. Not an ``Exception``, so that the user's handlers do not catch it."""
+    """Stops the user's forward step where it calls the model.
+
+    This is no ``Exception``, so that the handlers of the user's code do not catch it.
+    """
 
     def __init__(self, arguments: tuple, keywords: dict):
         super().__init__()
@@ -42,14 +45,14 @@ def _stop(module: torch.nn.Module, arguments: tuple, keywords: dict):
 
 
 class Call(NamedTuple):
-    """Tokens and labels that the forward step of one microbatch passes to the model. Each is ``None`` if it is not passed."""
+    """The tokens and labels that the forward step of one microbatch passes to the model; ``None`` if not passed."""
 
     tokens: torch.Tensor | None
     labels: torch.Tensor | None
 
 
 class Rereadable(Tape):
-    """A data iterator that keeps a step's samples. After ``rewind()`` it yields them again, and then new ones."""
+    """A data iterator that keeps its samples. After ``rewind()`` it yields the kept samples again, then new ones."""
 
     def __next__(self):
         return next(self._iterator) if self._rewound and not self._seen else super().__next__()
@@ -58,10 +61,11 @@ class Rereadable(Tape):
 def calls_of(
     forward_step: Callable, iterator: Iterator | None, model: torch.nn.Module, num_microbatches: int
 ) -> tuple[list[Call | None], Iterator | None]:
-    """Return the tokens and labels that every forward step passes to the model, and the iterator for the real forwards.
+    """Run each forward step up to its call of the model, and return the tokens and labels of the calls.
 
-    The entry of a microbatch is ``None`` if its forward step does not call the model. If the data cannot
-    be read by ``next``, and so not read again, all are ``None`` and no forward step runs. The random state is restored.
+    Also return the iterator that the real forwards read, which yields the same data again. The entry of a microbatch is
+    ``None`` if its forward step does not call the model. If the data cannot be read by ``next``, all entries are
+    ``None`` and no forward step runs. The random state is restored.
     """
     if not (iterator is None or hasattr(iterator, "__next__")):
         return [None] * num_microbatches, iterator
@@ -86,7 +90,7 @@ def calls_of(
 
 
 def _wrapped(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield a chunk and the modules that it wraps. The user's forward step may call any of them."""
+    """Yield a chunk and every module that it wraps, because the user's forward step may call any of these."""
     yield model
     inner = getattr(model, "module", None)
     while isinstance(inner, torch.nn.Module):
@@ -98,10 +102,11 @@ def _wrapped(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 class Dealer:
-    """Gives the batches of one data iterator to the chunks that need them, in any order.
+    """Reads the batches of one data iterator, and gives them to chunks in another order than the iterator's.
 
-    Megatron's iterator yields the batches of all replicas of the model. A rank with the first stage of one replica and
-    the last stage of the other reads every batch once. ``stream`` is ``None`` if the rank has no data iterator.
+    Megatron's iterator yields the batches of all replicas of the model. A rank may have the first stage of one replica
+    and the last stage of the other, and then reads every batch once for both. ``stream`` is ``None`` if the rank has no
+    data iterator.
     """
 
     def __init__(self, stream: Iterator | None, num_microbatches: int):
@@ -111,11 +116,11 @@ class Dealer:
         self._waiting: dict[int, object] = {}
 
     def hand(self, microbatches: Sequence[int]) -> Iterator | None:
-        """Return an iterator over the batches of these microbatches."""
+        """Return an iterator over the batches of these microbatches, for one chunk."""
         return None if self._stream is None else _Hand(self, self._stream, microbatches)
 
     def all(self) -> list[object]:
-        """Return all batches of the step, and keep them for the chunks."""
+        """Return the batches of all microbatches of the step, and keep each until a chunk reads it."""
         try:
             self._read_up_to(self._num_microbatches - 1)
         except StopIteration:
@@ -140,7 +145,7 @@ class Dealer:
         return next(self._stream)
 
     def finish(self) -> None:
-        """Read the remaining batches of the step, so that the next step begins at the same batch on every rank that reads."""
+        """Read the remaining batches of the step, so that all ranks that read begin the next step at the same batch."""
         if self._read:
             while self._read < self._num_microbatches:
                 self._next()
@@ -165,7 +170,10 @@ class _Hand(IteratorWrapper):
 
 
 def deal(stream: Iterator | None, schedule: Schedule, device: int) -> tuple[Dealer, list[Iterator | None]]:
-    """Return the dealer of a device's batches, and one iterator per chunk, which yields them in the order of the schedule."""
+    """Return the dealer of a device's batches, and one iterator per chunk over the chunk's batches.
+
+    The iterator of a chunk has the order of its forwards in the schedule.
+    """
     dealer = Dealer(stream, schedule.num_microbatches)
     hands = [
         dealer.hand([a.microbatch for a in schedule.orders[device] if a.kind is Kind.F and a.stage == stage])
@@ -184,15 +192,15 @@ logger = logging.getLogger(__name__)
 
 
 class StepShapes(Extension):
-    """Finds the shapes of messages in steps whose microbatches differ, and does nothing in other steps."""
+    """Finds the shapes of messages in steps whose microbatches differ in size; other steps stay unchanged."""
 
     def __init__(self, chunk_placement: ChunkPlacement):
         self._chunk_placement = chunk_placement
         self._untold: set[tuple[bool, bool]] = set()
-        """Kinds of steps whose calls of the model have no tokens ``[b, s]``."""
+        """The kinds of steps whose calls of the model have no tokens ``[b, s]``."""
 
     def prepare(self, step: Step) -> None:
-        """Send ``b`` and ``s`` of all microbatches to all ranks of the pipeline, and set the shapes of messages by them."""
+        """Set the message shapes of all microbatches by the sizes ``(b, s)`` that the rank of the first stage sends."""
         kind = (step.forward_only, step.context.collect_non_loss_data)
         if step.message_shape is None or step.tokens is not None or kind in self._untold:
             return
@@ -202,7 +210,7 @@ class StepShapes(Extension):
             self._untold.add(kind)
             tell(
                 logger,
-                "the forward step does not show the model's tokens, [b, s], so every message tells its own shape",
+                "the forward step does not pass tokens [b, s] to the model, so every message carries its own shape",
                 level=logging.WARNING,
             )
             return
@@ -211,9 +219,9 @@ class StepShapes(Extension):
         step.message = replace(step.message, shapes=[step.message_shape(*each) for each in step.tokens])
 
     def _own(self, step: Step) -> list[int] | None:
-        """Return ``b`` and ``s`` of every microbatch, or zeros if its call has no such tokens.
+        """Return ``b`` and ``s`` of every microbatch in one list; ``None`` if this rank does not hold the first stage.
 
-        ``None`` if this rank does not hold the first stage.
+        A microbatch whose call of the model has no tokens ``[b, s]`` gets two zeros.
         """
         if 0 not in step.pipeline.stages:
             return None
@@ -227,6 +235,6 @@ class StepShapes(Extension):
 
 
 def _shape(call: Call | None) -> Sequence[int]:
-    """Return the shape ``(b, s)`` of a call's tokens; zeros if it has none of that form."""
+    """Return the shape ``(b, s)`` of a call's tokens, or ``(0, 0)`` if it has no tokens of two dimensions."""
     tokens = None if call is None else call.tokens
     return tokens.shape if isinstance(tokens, torch.Tensor) and tokens.dim() == 2 else (0, 0)

@@ -1,4 +1,4 @@
-"""The state of one training step, and the extensions by which features take part in it."""
+"""The state of one training step, and the base class of extensions, by which features take part in a step."""
 
 from __future__ import annotations
 
@@ -35,21 +35,24 @@ FIRST_STEPS = 2
 """The second step adds to existing gradients, which takes other kernels."""
 
 _ONE_QUEUE = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "NCCL_LAUNCH_ORDER_IMPLICIT")
-"""With the value 1 they put all launches of a rank, or all of its messages, into one order. Megatron asks for one connection
+"""With the value 1, these variables put all launches of a rank, or all of its messages, into one order. Megatron asks for one connection
 with tensor or context parallelism before Blackwell."""
 _SANITIZER = "NV_SANITIZER_INJECTION"
 """The start of the variables that compute-sanitizer sets in the process that it watches. Its hosts wait for every kernel."""
 
 
 def has_single_queue(device: torch.device) -> bool:
-    """Return whether every step on this device needs the order for one hardware queue."""
+    """Return whether the environment puts all launches on this device, or all messages, into one order.
+
+    Every step then needs the order for one hardware queue.
+    """
     if device.type != "cuda":
         return False
     return any(os.environ.get(name) == "1" for name in _ONE_QUEUE) or any(n.startswith(_SANITIZER) for n in os.environ)
 
 
 def waits_at_first_launch(device: torch.device) -> bool:
-    """Return whether a host may wait for this device when it launches something for the first time."""
+    """Return whether the first launch of a kernel on this device can make the host wait for the device."""
     return device.type == "cuda"
 
 
@@ -64,9 +67,10 @@ class LaunchKind(NamedTuple):
 
 
 class LaunchOrders:
-    """Chooses the order for one hardware queue for steps that launch a kernel for the first time, and the usual one later.
+    """Chooses between the usual order of messages and the order for one hardware queue, step by step.
 
-    With ``forced``, all steps run by the order for one hardware queue, on every device.
+    A step that may launch a kernel for the first time needs the order for one hardware queue. With ``forced``, all
+    steps run by that order.
     """
 
     def __init__(self, forced: bool = False) -> None:
@@ -74,9 +78,9 @@ class LaunchOrders:
         self._seen: Counter[LaunchKind] = Counter()
 
     def queues(self, device: torch.device) -> tuple[bool, ...]:
-        """Return the orders that a run on this device needs: ``True`` is the order for one hardware queue.
+        """Return the kinds of orders that a run on this device needs: ``True`` is the order for one hardware queue.
 
-        If both are needed, the usual one is first.
+        If both are needed, the usual order comes first.
         """
         if self._forced or has_single_queue(device):
             return (True,)
@@ -85,8 +89,7 @@ class LaunchOrders:
     def of(self, queues: tuple[bool, ...], kind: LaunchKind) -> bool:
         """Return whether a step of this kind runs by the order for one hardware queue.
 
-        All ranks of the pipeline get the same answer. ``queues`` has the orders of the programs, as ``queues()`` returns
-        them.
+        All ranks of the pipeline get the same answer. ``queues`` is the result of ``queues()``.
         """
         if len(queues) == 1:
             return queues[0]
@@ -94,7 +97,7 @@ class LaunchOrders:
         return kind.message is None or self._seen[kind] < FIRST_STEPS
 
     def ended(self, kind: LaunchKind) -> None:
-        """Count a step that has run."""
+        """Count a step of this kind as run."""
         self._seen[kind] += 1
 
 
@@ -111,23 +114,23 @@ class WeightBytes(NamedTuple):
 
 
 def count_weights(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> WeightBytes:
-    """Count the bytes of chunks with one version of their parameters. ``stages`` are the numbers of the chunks."""
+    """Return the bytes of the parameters of chunks, which have one version. ``stages`` are the stages of the chunks."""
     numbered = zip(stages, chunks, strict=True)
     of_stages = {stage: sum(parameter.nbytes for parameter in chunk.parameters()) for stage, chunk in numbered}
     return WeightBytes(of_stages, sum(of_stages.values()), 1, 1)
 
 
 def predict_weights(placement: Placement, device: int, bytes_of: Mapping[int, int], versions: int = 1) -> int:
-    """Return the bytes of a device's weights according to its schedule.
+    """Return the bytes of weights that a device holds by the placement and the number of weight versions.
 
-    ``bytes_of`` has the parameters of every stage of the first replica of the model, on any device.
+    ``bytes_of`` has the bytes of each stage of the model's first replica.
     """
     return versions * sum(bytes_of[stage % placement.model_stages] for stage in placement.stages[device])
 
 
 @dataclass
 class Observation:
-    """The ledger and the clock of one step on this rank, and the bytes of its offload and weights."""
+    """The measurements of one step on this rank: activation bytes, times, offload statistics and weight bytes."""
 
     ledger: ActivationLedger | None  # counts bytes, if wanted
     trace: Trace | None  # times actions, if wanted
@@ -161,11 +164,11 @@ def observe(
     earlier: ActivationLedger | None = None,
     tokens: Sequence[tuple[int, int]] | None = None,
 ) -> Observation:
-    """Begin to count the bytes and to time the actions of a step.
+    """Start to count the activation bytes and to time the actions of a step.
 
-    If counting would break the training, the ledger counts nothing and is marked as failed. It continues the ledger
-    ``earlier`` with the bytes that are still held. ``permanent`` are the tensors that are not activations, by default
-    ``permanent_tensors(chunks)``. ``tokens`` are ``(b, s)`` of every microbatch if they differ.
+    If counting would break the training, the ledger counts nothing and is marked as failed. The new ledger starts with
+    the bytes that the ledger ``earlier`` still holds. ``permanent`` are the tensors that are not activations, by
+    default ``permanent_tensors(chunks)``. ``tokens`` has ``(b, s)`` of every microbatch, if microbatches differ.
     """
     ledger = None
     if count:
@@ -177,7 +180,7 @@ def observe(
 
 
 def permanent_tensors(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
-    """Return the tensors of these chunks that are not activations: parameters, gradient buffers, module buffers."""
+    """Return the tensors of chunks that are not activations: parameters, gradient buffers and module buffers."""
     permanent: list[torch.Tensor] = []
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -188,7 +191,7 @@ def permanent_tensors(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
 
 
 def device_of(chunks: list[torch.nn.Module]) -> torch.device:
-    """Return the device of the model. A rank without parameters has only the host."""
+    """Return the device of the model's first parameter on this rank; the CPU if there is no parameter."""
     parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
@@ -196,28 +199,28 @@ def device_of(chunks: list[torch.nn.Module]) -> torch.device:
 class Trial(Protocol):
     """The first actions of a step, which run before it is known whether they must be undone.
 
-    The activations that they save can be dropped.
+    For example, a step without a barrier starts with forwards before the previous step's gradient norm is known.
     """
 
     length: int  # number of actions of this rank
     drain: Order  # messages that this rank posts if they are dropped, so that none stays in flight
 
     def stands(self) -> bool:
-        """Return whether the step may go on. The answer is the same on every rank. Called once, after these actions."""
+        """Return whether the step goes on, the same on every rank. It is called once, after the first actions."""
 
     def start_over(self) -> None:
-        """Restore everything that these actions have changed, except the messages."""
+        """Undo everything that the first actions have changed, except messages."""
 
 
 class FullMicrobatch(NamedTuple):
-    """The size of a full microbatch. Weights of microbatches are relative to it."""
+    """The size of a full microbatch. The weight of a shorter microbatch is a fraction of it."""
 
     sequences: int
     length: int  # tokens of a sequence on all context-parallel ranks together
 
 
 class Overlap(NamedTuple):
-    """Statistics of steps without a barrier between them, on one rank."""
+    """Statistics, on one rank, of steps that begin before the previous step has ended on all ranks."""
 
     steps_ahead: int = 0  # optimizer steps taken before the gradient norm was known
     steps_taken_back: int = 0  # those of them whose gradients had to be clipped
@@ -227,7 +230,7 @@ class Overlap(NamedTuple):
 
 @dataclass
 class Step:
-    """One call of the forward-backward function.
+    """The data of one call of the forward-backward function.
 
     Fields without a default are known at the start. The others are set while the step is prepared and runs.
     """
@@ -280,40 +283,40 @@ class Step:
 
     @property
     def planned(self) -> Choice:
-        """The plan of a step that trains."""
+        """The choice of the schedule of a training step."""
         assert self.plan is not None, "evaluation has no plan"
         return self.plan
 
     @property
     def forward_only(self) -> bool:
-        """Whether the step evaluates and does not train."""
+        """Whether the step only evaluates."""
         return self.context.forward_only
 
     @cached_property
     def single_queue(self) -> bool:
-        """Return whether the step runs by the order for one hardware queue per rank.
+        """Whether the step runs by the order for one hardware queue per rank.
 
-        A new plan can change the answer, so ask after the run has planned anew.
+        A new plan can change the value, so read it after the run has planned again.
         """
         return self.launches.of(self.programs.queues, self.launch_kind)
 
     @property
     def launch_kind(self) -> LaunchKind:
-        """Return the key of steps that launch the same kernels."""
+        """The key under which steps that launch the same kernels are counted."""
         context = self.context
         kind = context.forward_only, context.collect_non_loss_data
         return LaunchKind(*kind, self.shape, self.message.shape, self.programs.renewals)
 
     @cached_property
     def permanent(self) -> list[torch.Tensor]:
-        """Return the tensors that are not activations. Ask when all ``buffers`` are known."""
+        """The tensors that are not activations. Read it when ``buffers`` is complete."""
         return [*permanent_tensors(self.chunks), *self.buffers]
 
 
 class Extension(Feature):
-    """The part of a feature that takes part in steps.
+    """A feature's part in the steps of a run: subclass it and override the methods that the feature needs.
 
-    Example: run the actions of a kind (``register_feature`` in ``features`` adds it to runs).
+    Example: run the actions of a new kind (``features.register_feature`` adds the extension to runs).
 
         class Counts(Extension):
             def extend_executor(self, step):
@@ -330,31 +333,30 @@ class Extension(Feature):
     """Whether the methods are called in training steps only."""
 
     def choose(self, step: Step) -> Compiled | None:
-        """Return the program of the step, or ``None`` for the usual one. Called before the program is chosen."""
+        """Return the program for this step, or ``None`` for the usual one. Called before the program is chosen."""
 
     def prepare(self, step: Step) -> None:
-        """Set the fields of the step. Called when the program is known and no action has run."""
+        """Set fields of the step. It is called when the program is known and before any action runs."""
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
-        """Return the handlers of actions. Called when the stages exist and the ledger counts."""
+        """Return objects that add handlers of actions. It is called when the stages and the ledger exist."""
         return ()
 
     def around(self, step: Step) -> AbstractContextManager:
-        """Return a context for the executor."""
+        """Return a context manager that is entered while the executor runs the step's actions."""
         return nullcontext()
 
     def settle(self, step: Step) -> None:
-        """Called when all actions of this rank have run and gradients are not finalized."""
+        """Finish the feature's work of the step. It is called after the last action, before gradients are finalized."""
 
     def after(self, step: Step) -> None:
-        """Called when the step has ended."""
+        """Read results of the step. It is called after gradients are finalized."""
 
     def settle_now(self) -> None:
-        """Leave no update of weights pending between steps. Every rank calls this at the same time."""
+        """Complete pending updates of the weights, between two steps. Every rank calls this at the same time."""
 
     def close(self, orderly: bool) -> None:
-        """Drop everything that was kept for the next step.
+        """Release everything that the extension keeps for the next step.
 
-        The close is ``orderly`` if the last step did not fail. After a failure other ranks may be gone, and nothing may
-        wait for them.
+        ``orderly`` is false if the last step failed. Other ranks may then be gone, so do not wait for them.
         """

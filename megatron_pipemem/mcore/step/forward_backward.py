@@ -50,7 +50,10 @@ from megatron_pipemem.schedule.registry import megatrons_own
 
 @dataclass(eq=False)
 class ForwardBackward(Feature):
-    """Runs the steps of a run, with its features' extensions in order. Communicators are kept between steps."""
+    """Runs every step of a run: chooses the program, calls the extensions in order, and runs the actions.
+
+    Communicators are kept between steps.
+    """
 
     programs: Programs
     chunk_placement: ChunkPlacement
@@ -81,7 +84,7 @@ class ForwardBackward(Feature):
         pg_collection: ProcessGroupCollection | None = None,
         force_all_reduce: bool | None = False,
     ) -> list:
-        """Run one step. Arguments and result are those of the stock function.
+        """Run one step. Arguments and result are those of Megatron's function.
 
         Return the loss function's reduced data of every microbatch on the last pipeline rank, ``[]`` elsewhere. Raise
         an UnsupportedError if our schedules do not run the model or its configuration.
@@ -188,7 +191,7 @@ class ForwardBackward(Feature):
         self.launches.ended(step.launch_kind)
 
     def _try(self, step: Step, trial: Trial, extensions: Sequence[Extension]) -> None:
-        """Run the step's first actions. If ``trial`` says that they must be undone, undo them, and let the step start over."""
+        """Run the first actions of the step. If ``trial`` says so, undo them, so that the step starts again."""
         step.executor.run(trial.length)
         if trial.stands():
             return
@@ -198,7 +201,7 @@ class ForwardBackward(Feature):
         _start_parameter_gather(step.context.config, step.chunks)
 
     def _choose(self, step: Step, extensions: Sequence[Extension]) -> None:
-        """Set the program and the plan of the step: those of an extension, or the run's."""
+        """Set the program and the schedule choice of the step: from an extension if one has them, else the run's."""
         self.programs.queues = self.launches.queues(device_of(step.chunks))
         chosen = None
         for extension in extensions:
@@ -213,7 +216,7 @@ class ForwardBackward(Feature):
         self._equip(step, extensions)
 
     def _equip(self, step: Step, extensions: Sequence[Extension]) -> None:
-        """Make the observation, the stages of this rank and the executor of the step."""
+        """Create the observation, the stages of this rank, the transport and the executor of the step."""
         step.observation = observe(
             step.chunks,
             step.permanent if step.counts_bytes else (),
@@ -263,7 +266,7 @@ class ForwardBackward(Feature):
         return self._pipelines[key]
 
     def close(self) -> None:
-        """Drop everything that is kept between steps: extensions' state, communicators and programs."""
+        """Release everything that is kept between steps: the extensions' state, communicators and programs."""
         orderly = not self._in_step  # after a step that failed, others may be gone, and a backend would wait for them
         for extension in self.extensions:
             extension.close(orderly)
@@ -281,7 +284,7 @@ def _process_groups(p2p_communicator, pg_collection) -> ProcessGroupCollection:
     if not isinstance(pg_collection, ProcessGroupCollection):
         raise UnsupportedError(
             "unsupported-model",
-            f"{type(pg_collection).__name__} describes several models in one pipeline, which no schedule here knows; "
+            f"{type(pg_collection).__name__} describes several models in one pipeline, which the plugin does not support; "
             "disable() the plugin for such models",
         )
     return pg_collection
@@ -319,9 +322,9 @@ def _message_shape(seq_length, micro_batch_size, decoder_seq_length, config, gro
 
 
 def _shape_of_tokens(config, groups) -> Callable[[int, int], tuple[int, ...]] | None:
-    """Return a function from the tokens' ``(b, s)`` to the message shape ``[s / tp, b, h]``; ``None`` if messages differ.
+    """Return a function from the tokens' shape ``(b, s)`` to the shape of messages, ``[s / tp, b, h]``.
 
-    Without sequence parallelism, tp counts as 1.
+    Return ``None`` if messages do not follow from the tokens. Without sequence parallelism, tp counts as 1.
     """
     if getattr(config, "mtp_standalone", False):
         return None
@@ -339,7 +342,7 @@ def _same_tokens(
 
 
 def _start_parameter_gather(config, chunks: list[torch.nn.Module]) -> None:
-    """Start the parameter gathering of every chunk before its first forward, if Megatron overlaps it."""
+    """Call Megatron's ``param_sync_func`` for every chunk before its first forward, if it is set."""
     functions = config.param_sync_func
     if functions is None:
         return
@@ -350,7 +353,7 @@ def _start_parameter_gather(config, chunks: list[torch.nn.Module]) -> None:
 def _finalizer(
     config, chunks: list[torch.nn.Module], groups: ProcessGroupCollection, force_all_reduce: bool | None
 ) -> Callable[[torch.Tensor | None], None]:
-    """Return a function that calls the configuration's ``finalize_model_grads_func``, or does nothing if there is none."""
+    """Return a function that calls the configuration's ``finalize_model_grads_func``, if there is one."""
 
     def finalize(num_tokens: torch.Tensor | None = None) -> None:
         if config.finalize_model_grads_func is not None:

@@ -1,4 +1,4 @@
-"""Start the sums of a chunk's gradients bucket by bucket, and check the gradients of a step with one question to the host."""
+"""Start the reduction of gradients bucket by bucket, and check a step's gradients for NaN with one wait of the host."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ Listener = Callable[[Any, torch.Tensor], None]
 class GradientReductions(Extension):
     """Starts each bucket's sum over the data-parallel ranks as soon as no later action adds to its gradients.
 
-    Sums start early only with ``--overlap-grad-reduce``, as in Megatron. All buckets start at ``REDUCE_GRAD`` in two cases:
-    a program for one hardware queue has chosen the place of the sums, and gradients of replicas must be added up first.
+    Sums start early only with ``--overlap-grad-reduce``, as in Megatron. In two cases all buckets of a stage start at
+    the action ``REDUCE_GRAD``. One is a step that runs by the order for one hardware queue, in which the sums have a
+    fixed place. The other is a model with replicas, whose gradients must be added first.
 
-    Megatron's check for NaN makes the host wait twice per bucket, right before its sum. Here the norms stay on the device
-    until the gradients are finalized, and the host reads all of them at once. Megatron's own check of each norm runs only
-    if a norm is not finite, or if Megatron compares the results of several runs of a step.
+    Megatron's check for NaN makes the host wait twice per bucket, right before its sum. Here the norms stay on the
+    device until the gradients are finalized, and the host reads all of them at once. Megatron's own check of each norm
+    runs only if a norm is not finite, or if Megatron compares the results of several runs of a step.
     """
 
     only_trains = True
@@ -97,7 +98,7 @@ def _overlaps(model) -> bool:
 
 
 def _judges_all() -> bool:
-    """Return whether Megatron must check every norm itself, because it compares the results of reruns or injects errors."""
+    """Return whether Megatron must check every norm, because it compares results of reruns or injects errors."""
     machine = get_rerun_state_machine()
     if machine.mode is RerunMode.DISABLED:
         return False
@@ -106,17 +107,18 @@ def _judges_all() -> bool:
 
 
 def _with_norms(norms: Sequence[torch.Tensor]) -> SimpleNamespace:
-    """Return a stand-in for a bucket group, from which Megatron's check reads these norms."""
+    """Return a stand-in for Megatron's bucket group, whose buckets have these gradient norms."""
     return SimpleNamespace(
         buckets=[SimpleNamespace(grad_data=SimpleNamespace(norm=lambda p, norm=norm: norm)) for norm in norms]
     )
 
 
 class _EarlyStarts(StepFeature):
-    """Starts sums during the last action that adds to the gradients of a stage.
+    """Starts the gradient sums of a stage's buckets during the last action that adds to its gradients.
 
-    In a last W, exactly the weights in its queue still get a gradient. In a last B, a parameter is complete when it got as
-    many gradients as in any earlier B of the step. A parameter without gradients so far waits for ``REDUCE_GRAD``.
+    In a last W, exactly the weights in its queue still get a gradient. In a last B, a parameter is complete when it got
+    as many gradients as in any earlier B of the step. A parameter that got none in the earlier ones waits for
+    ``REDUCE_GRAD``.
 
     Args:
         step: the step that runs.
@@ -176,10 +178,10 @@ class _EarlyStarts(StepFeature):
 
 
 class _BucketStarts:
-    """The bucket groups of a chunk whose sums have not started.
+    """Starts the gradient sums of a chunk's bucket groups, each when all of its parameters are complete.
 
-    They start in Megatron's order. All ranks of a process group must post its collectives in one order, and
-    parameters may complete in another order on another rank.
+    They start in Megatron's order, because all ranks of a process group must post its collectives in the same order.
+    Parameters may complete in another order on another rank.
 
     Args:
         model: the chunk, wrapped by Megatron's DDP.
@@ -197,10 +199,10 @@ class _BucketStarts:
         }
 
     def report(self, group: Any, param: torch.Tensor) -> None:
-        """Count a gradient of ``param``, and start the sums of the groups that it completes.
+        """Count one gradient of ``param``, and start the sums of the bucket groups that are now complete.
 
         Raises:
-            UnsupportedError: the sum of the group has started, and has missed this gradient.
+            UnsupportedError: the sum of ``group`` has started already, without this gradient.
         """
         pending = self._pending.get(group)
         if pending is None:

@@ -1,9 +1,9 @@
-"""Bring the results of loss functions to the last pipeline rank, where Megatron's training loops read them.
+"""Send the results of loss functions to the last pipeline rank, where Megatron's training loops read them.
 
-In a V the loss is computed on the first device, and every replica of a model has losses of its own. A loss function may
-return nested dictionaries and lists of tensors and numbers. Their form is sent once, as a pickled object. As long as it
-stays the same, only the tensors are sent, in one message on the device. The sender's host never waits for the message.
-The receiver's host waits for the message, and not for the computation that it has queued.
+In a V, the loss is computed on the first device, and every replica of a model has its own losses. A loss function may
+return nested dictionaries and lists of tensors and numbers. Their structure is pickled and sent once. As long as it
+stays the same, only the tensors are sent, in one message between the devices. The sender's host never waits for this
+message. The receiver's host waits for the message, but not for the computation that it has queued.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Stands for a tensor in the form of data: its element type and shape."""
+    """The element type and shape of a tensor, which replace it in the structure that is sent."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @classmethod
     def of(cls, value: object) -> object:
-        """Return what stands for ``value`` in a form: a leaf for a dense tensor, otherwise the value, on the host."""
+        """Return a leaf for a dense tensor; return other values as they are, and other tensors on the host."""
         if isinstance(value, torch.Tensor) and _is_block(value):
             return cls(value.dtype, tuple(value.shape))
         return value.detach().cpu() if isinstance(value, torch.Tensor) else value
@@ -53,9 +53,9 @@ class _Leaf:
 
 
 class LossCarrier:
-    """Carries data from one rank of a pipeline to another, step after step.
+    """Sends nested data between two ranks of a pipeline, step after step.
 
-    Between two steps nothing else may be sent point to point on the process group.
+    Between two steps, nothing else may be sent point to point on the process group.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -68,7 +68,7 @@ class LossCarrier:
         self._beside: torch.cuda.Stream | None = None
 
     def begin(self, data: object, destination: int, kind: Hashable) -> None:
-        """Send the data of the next ``send`` now, if their form is known at the other end. That ``send`` then does nothing."""
+        """Send data early if the receiver knows their structure. The next ``send`` then does nothing."""
         if self._known.get((self._group.rank(), destination, kind)) == _form(data):
             self.send(data, destination, kind)
             self._begun = True
@@ -76,8 +76,8 @@ class LossCarrier:
     def send(self, data: object, destination: int, kind: Hashable) -> None:
         """Send nested dictionaries, lists and tuples of tensors and picklable values to a rank of the group.
 
-        It returns at once if ``data`` have the form of the last data of this ``kind`` to this rank. Otherwise the host waits.
-        Both ends must give the same ``kind``.
+        It returns at once if the structure of ``data`` equals that of the last data of this ``kind`` to this rank.
+        Otherwise the host waits. The receiver must give the same ``kind``.
         """
         if self._begun:
             self._begun = False
@@ -102,7 +102,7 @@ class LossCarrier:
         dist.send_object_list(everything, dist.get_global_rank(self._group, destination), self._group)
 
     def receive(self, source: int, kind: Hashable) -> Any:
-        """Receive the data that a rank of the group sends, with all tensors on this rank's device."""
+        """Return the data that the rank ``source`` sends, with all tensors on this rank's device."""
         key = (source, self._group.rank(), kind)
         known = self._known.get(key)
         if known is not None:
@@ -129,7 +129,7 @@ class LossCarrier:
         return _restore(pickle.loads(form), (tensor.to(device) for tensor in tensors))
 
     def finish(self) -> None:
-        """Wait until the data that were sent last have left, and free their memory."""
+        """Wait until the last message has been sent, and free its buffer."""
         if self._sent is not None:
             work, _ = self._sent
             work.wait()
@@ -137,13 +137,16 @@ class LossCarrier:
 
 
 class Losses(Extension):
-    """Brings the losses of every step to the last pipeline rank, and has those of multi-token prediction summed."""
+    """Sends the losses of every step to the last pipeline rank, and sums those of multi-token prediction."""
 
     def __init__(self) -> None:
         self._carriers: dict[dist.ProcessGroup, LossCarrier] = {}
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
-        """Send the losses early if steps have no barrier, so that the last rank does not wait for them at its end."""
+        """Return a handler that sends the losses early, if steps have no barrier between them.
+
+        The last rank then does not wait for the losses at the end of its step.
+        """
         if not step.overlaps or step.single_queue or _ends(step.program.schedule).devices != [step.pipeline.device]:
             return ()
         return [_SentEarly(step, self._carrier(step))]
@@ -191,14 +194,17 @@ class _SentEarly:
 
 
 class _Ends(NamedTuple):
-    """The stages that compute losses, and their devices in ascending order."""
+    """The stages of a schedule that compute losses, and their devices in ascending order."""
 
     schedule: Schedule
     stages: set[int]
     devices: list[int]
 
     def forwards(self, device: int) -> list[Action]:
-        """Return the forwards of a device that compute losses, in order. With slices, only a sequence's last one does."""
+        """Return the forwards of a device that compute losses, in the order of the schedule.
+
+        With slices, only the forward of a sequence's last slice computes a loss.
+        """
         slices, order = self.schedule.slices, self.schedule.orders[device]
         forwards = (a for a in order if a.kind is Kind.F and a.stage in self.stages)
         return [a for a in forwards if (a.microbatch + 1) % slices == 0]
@@ -215,7 +221,7 @@ def _told(step: StepContext) -> dict[str, Any]:
 
 
 def _kind(step: StepContext, schedule: Schedule) -> Hashable:
-    """Return a key that differs for steps whose losses have different forms."""
+    """Return a key for steps whose losses have the same structure: evaluation, other data, number of microbatches."""
     return step.forward_only, step.collect_non_loss_data, schedule.num_microbatches
 
 
@@ -224,7 +230,7 @@ _LOGGED = ("loss_values", "correct_values", "total_values")
 
 
 def sum_depths(step: Step) -> None:
-    """Let Megatron sum the losses of multi-token prediction over the pipeline before it logs them.
+    """Make Megatron sum the losses of multi-token prediction over the pipeline before it logs them.
 
     This is needed if a last stage is not on the last device, as in a V.
     """
@@ -238,11 +244,11 @@ def sum_depths(step: Step) -> None:
 
 
 def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, pp_group: dist.ProcessGroup) -> None:
-    """Bring all losses, and the tokens that scale gradients, to the last pipeline rank, where training loops read them.
+    """Send all losses and token counts to the last pipeline rank. Every rank calls this after its last action.
 
-    Every replica of the model has its losses on a device of its own, in the order of their forwards. On the last rank
-    they are in the order of the data iterator. Every rank of the pipeline calls this after its last action.
-    ``step.loss_data`` is then empty, except on the last rank.
+    Training loops read the losses there. Every replica of the model has its losses on one device, in the order of their
+    forwards. On the last rank, the losses get the order of the data iterator. On all other ranks, ``step.loss_data`` is
+    then empty.
     """
     last, rank, ends = pp_group.size() - 1, pp_group.rank(), _ends(schedule)
     sources = ends.devices
@@ -268,12 +274,12 @@ def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, p
 
 
 def _form(data: object) -> bytes:
-    """Return the pickled form of data: leaves in place of its dense tensors, and all other values."""
+    """Return the pickled structure of data, with a leaf in place of every dense tensor."""
     return pickle.dumps(tree_map(_Leaf.of, data))
 
 
 def _is_block(value: object) -> bool:
-    """Return whether a value is a dense tensor, which shape and bytes describe. Sparse and nested ones have several parts."""
+    """Return whether a value is a dense tensor, which is fully described by its element type, shape and bytes."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
 
 
@@ -282,7 +288,7 @@ def _leaves(form: object) -> list[_Leaf]:
 
 
 def _restore(form: object, tensors: Iterator[torch.Tensor]) -> Any:
-    """Return data of ``form`` with ``tensors`` in place of its leaves, and its other tensors on this rank's device."""
+    """Return data of the structure ``form``, with ``tensors`` in place of its leaves, on this rank's device."""
 
     def restored(value: object) -> object:
         if isinstance(value, _Leaf):
@@ -293,7 +299,7 @@ def _restore(form: object, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def _buffer(leaves: list[_Leaf]) -> torch.Tensor:
-    """Return a buffer for all tensors. Its first byte says whether the tensors follow."""
+    """Return a byte buffer for the tensors of all leaves. Its first byte is 0 if the tensors are sent another way."""
     size = _ALIGNMENT + sum(leaf.padded for leaf in leaves)
     return torch.empty(size, dtype=torch.uint8, device=torch.cuda.current_device())
 

@@ -1,4 +1,4 @@
-"""Mark actions for profilers in the ways in which Megatron marks its own steps: NVTX ranges and OpenTelemetry spans."""
+"""Mark actions for profilers as Megatron marks its own steps: with NVTX ranges and OpenTelemetry spans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Marker = Callable[[Action], AbstractContextManager]
 
 
 class Markers(Extension):
-    """Marks actions if Megatron's flags ``--nvtx-ranges`` or ``--otel-enabled`` are set."""
+    """Adds a mark around each action if Megatron's flag ``--nvtx-ranges`` or ``--otel-enabled`` is set."""
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         managed_span = _spans_of_megatron()
@@ -62,7 +62,7 @@ def _nvtx_range(action: Action):
 
 
 def _spans_of_megatron() -> Callable[..., AbstractContextManager] | None:
-    """Return the function that opens a span, if this Megatron has spans and their recorder is installed."""
+    """Return Megatron's function that opens a span; ``None`` if it has none or ``nemo.lens`` is not installed."""
     try:
         import_module("megatron.core.telemetry")
         return import_module("nemo.lens.helpers").managed_span

@@ -1,4 +1,4 @@
-"""Split the backwards of a model's layers: Megatron's own, and Transformer Engine's."""
+"""Split backwards into I and W, in Megatron's own layers and in those of Transformer Engine."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 
 def sharded_replacements(weight_inputs: str) -> Replacements:
-    """Return the replacements of Megatron's functions that keep only this rank's shard of a gathered tensor until W.
+    """Return the replacements by which layers keep this rank's shard of a gathered tensor until W.
 
-    W then gathers the tensor again. ``weight_inputs`` is one of ``options.WEIGHT_INPUTS``.
+    W gathers the tensor again. ``weight_inputs`` is one of ``options.WEIGHT_INPUTS``.
     """
     if weight_inputs == GATHERED:
         return []
@@ -44,11 +44,11 @@ def sharded_replacements(weight_inputs: str) -> Replacements:
 
 
 class SplitBackward(Extension):
-    """Splits the backwards of linear layers if the schedules of a request may need it.
+    """Splits the backwards of linear layers if a schedule of the request may need it.
 
-    Otherwise, with ``counted``, it only replaces linear layers by ones whose saved bytes a ledger can count.
-
-    ``has_run_delayed`` is true after the first step in which Transformer Engine's modules delayed their weight gradients.
+    Otherwise, with ``counted``, it only makes sure that the ledger can count the bytes that linear layers save.
+    ``has_run_delayed`` is true after the first step in which Transformer Engine's modules delayed their weight
+    gradients.
     """
 
     def __init__(self, request: Request, counted: bool, weight_inputs: str = AUTO, early: str = AUTO):
