@@ -35,10 +35,10 @@ FIRST_STEPS = 2
 """The second step adds to existing gradients, which takes other kernels."""
 
 _ONE_QUEUE = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "NCCL_LAUNCH_ORDER_IMPLICIT")
-"""With the value 1, these variables put all launches of a rank, or all of its messages, into one order. Megatron asks for one connection
-with tensor or context parallelism before Blackwell."""
+"""With the value 1, these variables put all launches of a rank, or all of its messages, into one order. Megatron sets the
+first with tensor or context parallelism before Blackwell."""
 _SANITIZER = "NV_SANITIZER_INJECTION"
-"""The start of the variables that compute-sanitizer sets in the process that it watches. Its hosts wait for every kernel."""
+"""The beginning of the names of compute-sanitizer's variables. Under this tool, the host waits for every kernel."""
 
 
 def has_single_queue(device: torch.device) -> bool:
