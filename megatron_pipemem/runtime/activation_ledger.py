@@ -1,14 +1,14 @@
 """Count the bytes that one rank holds between its actions, and predict them for other microbatches.
 
-The ledger counts unique storages of these tensors:
+The ledger counts the storages of these tensors, each storage once:
 
 - tensors kept for the backward, by autograd or by a shard of the LM head
 - received inputs and gradients, and results that are not sent yet
 - tensors handed to a neighbouring stage on the same device or to a collective
 - tensors that a deferred weight gradient keeps beyond the saved activations
 
-It does not count parameters and their gradients, the batch, temporaries within one action, or messages after they are posted.
-How long the transport keeps a message depends on its receiver's timing, which differs between runs.
+It does not count parameters and their gradients, the batch, temporaries within one action, or messages that are being
+sent. How long the transport keeps a sent message depends on its receiver, and differs between runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """The bytes held right after an action."""
+    """The bytes that a rank holds right after an action, and the tokens that the action sent to experts."""
 
     action: Action
     bytes: int  # on the device
@@ -45,7 +45,7 @@ class LedgerEntry:
 
 
 class _Size(NamedTuple):
-    """Size of a microbatch, to compare the bytes that it holds: tokens of experts first, then its tokens, then its length."""
+    """The size of a microbatch, compared by its tokens of experts first, then its tokens, then its length."""
 
     routed: int
     tokens: int
@@ -55,12 +55,13 @@ class _Size(NamedTuple):
 def bytes_per_action(
     entries: Sequence[LedgerEntry], num_stages: int, most: bool = True, on_host: bool = False, slices: int = 1
 ) -> dict[Kind, tuple[int, ...]]:
-    """Return the change in bytes of every kind of action, per stage and slice, stage by stage, for one microbatch.
+    """Return the bytes by which each kind of action changes the rank's memory, one value per stage and slice.
 
-    ``entries`` are those of one step, and stages of other ranks get 0. If microbatches differ, the largest one is taken, or
-    the smallest with ``most=False``. If experts get more tokens from one microbatch than from another, the one with most is
-    taken. Under a capacity factor, the result is extrapolated to the number of tokens that the factor allows. ``on_host``
-    counts bytes on the host. With several ``slices``, the actions count the slices of all microbatches.
+    The values of a stage's slices follow each other, and stages of other ranks get 0. ``entries`` are those of one
+    step. If microbatches differ, the values are those of the largest, or of the smallest with ``most=False``. The
+    largest is the one that gives most tokens to experts, then the one with most tokens. With a capacity factor, the
+    result is extrapolated to the number of tokens that the factor allows. ``on_host`` counts bytes on the host. With
+    several ``slices``, the microbatch numbers of actions count slices.
     """
     held = [entry.host_bytes if on_host else entry.bytes for entry in entries]
     forwards = {
@@ -86,14 +87,14 @@ def bytes_per_action(
 
 
 def predict_peak_bytes(actions: Sequence[Action], changes: Mapping[Kind, Sequence[int]], slices: int = 1) -> int:
-    """Return the peak bytes of a rank that runs ``actions`` with the ``changes`` of ``bytes_per_action``."""
+    """Return the peak bytes of a rank that runs these actions. ``changes`` is the result of ``bytes_per_action``."""
     return int(max(held_after(actions, changes, slices=slices), default=0))
 
 
 def _counting[**P, T](
     count: Callable[Concatenate[ActivationLedger, P], T],
 ) -> Callable[Concatenate[ActivationLedger, P], T | None]:
-    """Wrap a ledger's method so that a tensor that cannot be counted ends the count but not the training."""
+    """Wrap a method of the ledger so that its first error stops the counting and not the training."""
 
     @wraps(count)
     def counted(self: ActivationLedger, *args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -110,9 +111,9 @@ def _counting[**P, T](
 
 
 class ActivationLedger:
-    """Count the bytes of one step on one rank.
+    """Counts the activation bytes that one rank holds during a step.
 
-    ``permanent`` are tensors that are not activations: parameters, gradient buffers, module buffers. ``tokens`` are the
+    ``permanent`` are tensors that are not activations: parameters, gradient buffers, module buffers. ``tokens`` has
     ``(b, s)`` of every microbatch, if microbatches differ. ``failure`` is the error that ended the count, or ``None``.
     """
 
@@ -128,7 +129,7 @@ class ActivationLedger:
         self._leave_out(permanent)
 
     def continued(self, permanent: Iterable[torch.Tensor]) -> ActivationLedger:
-        """Return the ledger of the next step, which begins with the tensors that this one still holds."""
+        """Return the ledger of the next step, which starts with the tensors that this ledger still counts."""
         following = ActivationLedger(permanent)
         following._batch = {key: batch for key, batch in self._batch.items() if not batch.expired()}
         following._held = self._held
@@ -141,14 +142,14 @@ class ActivationLedger:
 
     @_counting
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Stop counting tensors that the caller keeps in any case, for example the batch."""
+        """Do not count these tensors, because the caller keeps them in any case, such as the batch."""
         for part in (part for tensor in tensors for part in data_of(tensor)):
             self._batch[storage_key(part)] = StorageWeakRef(part.untyped_storage())
             self._held.pop(storage_key(part), None)
 
     @_counting
     def hold(self, tensor: torch.Tensor) -> bool:
-        """Count the tensor's storage as long as it is alive. Return whether it was not counted before."""
+        """Count the tensor's storage until it is freed. Return whether it was not counted already."""
         return any([self._hold(part) for part in data_of(tensor)])
 
     def _hold(self, tensor: torch.Tensor) -> bool:
@@ -166,19 +167,22 @@ class ActivationLedger:
 
     @_counting
     def release(self, tensor: torch.Tensor) -> None:
-        """Stop counting a tensor that only a communication backend still keeps, for a time that varies."""
+        """Stop counting a tensor, although a communication backend keeps it for a while that varies between runs."""
         for part in data_of(tensor):
             self._held.pop(storage_key(part), None)
 
     def route(self, tokens: int, most: int, evenly: int) -> None:
-        """Add tokens that the running action sends to experts; see the fields of ``LedgerEntry``."""
+        """Add to the tokens that the running action sends to experts.
+
+        The arguments are the fields ``routed``, ``routable`` and ``evenly`` of ``LedgerEntry``.
+        """
         self._routed += tokens
         self._routable += most
         self._evenly += evenly
 
     @contextmanager
     def watch_saved(self) -> Iterator[None]:
-        """Count the tensors that autograd saves within this block. If counting has failed, leave autograd alone."""
+        """Count the tensors that autograd saves within a ``with`` block, unless counting has failed."""
         if self.failure is not None:
             yield
             return
@@ -193,7 +197,7 @@ class ActivationLedger:
 
     @_counting
     def record(self, action: Action, host_bytes: int = 0) -> None:
-        """Record the bytes held on the device, and ``host_bytes``, after ``action``."""
+        """Add an entry with the bytes that are held on the device, and with ``host_bytes``, after ``action``."""
         # A checkpoint without output empties storages that autograd keeps, and refills them in the backward.
         sizes = {key: _size(known) for key, known in self._held.items()}
         self._held = {key: known for key, known in self._held.items() if sizes[key] is not None}
@@ -203,7 +207,7 @@ class ActivationLedger:
         self._routed = self._routable = self._evenly = 0
 
     def tokens_of(self, action: Action) -> tuple[int, int]:
-        """Return ``(b, s)`` of the action's microbatch, or zeros if microbatches are equal or the action has none."""
+        """Return ``(b, s)`` of the action's microbatch; ``(0, 0)`` if microbatches are equal or there is none."""
         return (0, 0) if self.tokens is None or action.microbatch is None else self.tokens[action.microbatch]
 
     @property
@@ -219,10 +223,10 @@ class ActivationLedger:
 
 @contextmanager
 def saved_as_is(*counted: torch.Tensor) -> Iterator[None]:
-    """Make autograd save tensors unchanged within this block. A watching ledger counts only ``counted`` of them.
+    """Make autograd save tensors unchanged within a ``with`` block. A ledger counts only ``counted`` of them.
 
-    A parameter that goes through ``watch_saved`` returns as another object without its Python attributes. Some layers need
-    these attributes to find its gradient.
+    Without this, ``watch_saved`` returns a saved parameter as another object, without its Python attributes. Some
+    layers need these attributes to find the parameter's gradient.
     """
     autograd = torch._C._autograd
     hooks = autograd._top_saved_tensors_default_hooks(True) if torch.is_grad_enabled() else None
@@ -240,15 +244,16 @@ def saved_as_is(*counted: torch.Tensor) -> Iterator[None]:
 
 
 def is_quantised(tensor: object) -> bool:
-    """Return whether this is a quantised tensor of Transformer Engine, which consists of several tensors."""
+    """Return whether this is a quantised tensor of Transformer Engine, whose bytes are in several tensors."""
     return hasattr(tensor, "get_data_tensors")
 
 
 def data_of(tensor: Any) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that hold a tensor's bytes: for a quantised tensor of Transformer Engine, its data.
+    """Return the tensors that hold the bytes of a tensor: itself, or the data of a quantised tensor.
 
-    A quantised tensor has no storage of its own. Each call of ``untyped_storage`` returns a new one, which is empty or as
-    large as the values before quantisation. Tensors with an empty storage are left out: its address is soon reused.
+    A quantised tensor of Transformer Engine has no storage of its own. Each call of ``untyped_storage`` returns a new
+    one, which is empty or as large as the values before quantisation. Tensors with an empty storage are left out,
+    because its address is soon used again.
     """
     parts = tensor.get_data_tensors() if is_quantised(tensor) else (tensor,)
     listed = (parts,) if isinstance(parts, torch.Tensor) else parts
@@ -262,7 +267,7 @@ def _size(storage: StorageWeakRef) -> int | None:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that identifies a storage among all live ones."""
+    """Return a number that identifies the tensor's storage among all storages that are not freed."""
     return tensor.untyped_storage()._cdata
 
 
@@ -278,12 +283,13 @@ def _terms(b: int, s: int) -> tuple[int, ...]:
 
 
 class BytesByTokens:
-    """Learn the change in bytes of every kind of action on every stage, as a polynomial of ``b`` and ``s``.
+    """Predicts the bytes of actions for microbatches of any size, from the microbatches that were counted.
 
+    For each kind of action on each stage, it fits a polynomial of the number of sequences ``b`` and their length ``s``.
     The terms are ``bs``, ``bs^2``, ``1``, ``b``, ``s`` and ``s^2``. Each microbatch of a new size determines one more
-    coefficient: the first one the bytes per token. If all microbatches have the same ``b``, three of them determine all.
-    Until then, predictions for other sizes may be wrong, and the report shows the error. With ``on_host``, the bytes are
-    those on the host.
+    coefficient, the first one the bytes per token. If all microbatches have the same ``b``, three sizes determine all
+    coefficients. Until then, predictions for other sizes may be wrong, and the report shows the error. With
+    ``on_host``, the bytes are those on the host.
     """
 
     def __init__(self, on_host: bool = False) -> None:
@@ -293,7 +299,7 @@ class BytesByTokens:
         self._changes: dict[tuple[Kind, int], dict[Tokens, int]] = {}
 
     def learn(self, entries: Sequence[LedgerEntry]) -> None:
-        """Learn from a step's ledger, whose entries have the tokens of their microbatches."""
+        """Add the microbatch sizes and bytes of a step's ledger entries."""
         held = [0, *(entry.host_bytes if self._on_host else entry.bytes for entry in entries)]
         for entry, (before, after) in zip(entries, pairwise(held), strict=True):
             changes = self._changes.setdefault(entry.action[:2], {})
@@ -301,11 +307,11 @@ class BytesByTokens:
                 changes.clear()
 
     def peak(self, actions: Sequence[Action], tokens_of: Callable[[Action], Tokens]) -> int:
-        """Return the peak bytes of a rank's actions. ``tokens_of`` returns the ``(b, s)`` of an action's microbatch."""
+        """Return the predicted peak bytes of a rank. ``tokens_of`` returns the ``(b, s)`` of an action's microbatch."""
         return max(accumulate(self._change(action, tokens_of(action)) for action in actions), default=0)
 
     def _teach(self, entry: LedgerEntry, change: int) -> bool:
-        """Add an equation unless it follows from the earlier ones. Return whether it was added."""
+        """Add the equation of a counted action, and return whether it gave a new coefficient."""
         rows = self._rows.setdefault(entry.action[:2], {})
         row = [Fraction(each) for each in (*_terms(*entry.tokens), change)]
         for column, known in rows.items():
@@ -330,6 +336,9 @@ class BytesByTokens:
 
 
 def _minus(row: _Row, other: _Row, column: int) -> _Row:
-    """Return the row minus the multiple of ``other``, which has 1 in ``column``, that makes the row 0 there."""
+    """Return ``row`` minus the multiple of ``other`` that makes the element in ``column`` 0.
+
+    ``other`` has 1 in this column.
+    """
     factor = row[column]
     return [each - factor * its for each, its in zip(row, other, strict=True)] if factor else row

@@ -1,4 +1,4 @@
-"""The loop that runs one rank's part of a program. All schedules share it; features add handlers for their own actions."""
+"""Run one rank's part of a program. All schedules share this loop, and features add handlers for their own actions."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ _COUNTERPARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One action, with the sources and destinations of its tensors. The fields from ``receive`` on are for forwards and
-    backwards.
+    """One action of a device, with the sources and destinations of its tensors.
+
+    The fields from ``receive`` on are for forwards and backwards only.
     """
 
     action: Action
@@ -54,7 +55,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One device's part of a program."""
+    """The instructions of one device."""
 
     instructions: tuple[Instruction, ...]
     has_backward: bool
@@ -71,7 +72,10 @@ class RankProgram:
 
 @lru_cache(maxsize=32)  # a run has few programs: training, evaluation, and their versions before a new plan
 def settle(program: Program, device: int) -> RankProgram:
-    """Return a device's instructions. The cache compares programs by identity."""
+    """Return a device's instructions, with the sent messages whose memory each received message lets the device free.
+
+    The cache compares programs by identity.
+    """
     answers = _answers(program, device)
     instructions = []
     for each in _instructions(program, device):
@@ -85,22 +89,26 @@ def settle(program: Program, device: int) -> RankProgram:
 
 @dataclass
 class _Answer:
-    """The messages of this device that a peer has used before it sends message ``number`` of its edge."""
+    """This device's messages that the sender of a message has used before it sends that message.
+
+    ``number`` is the position of the message among those of its edge.
+    """
 
     number: int
     of_edge: list[tuple[Action, ...]]
 
     def take(self) -> list[tuple[Action, ...]]:
-        """Return the messages that this message and those before it answer, each only once."""
+        """Return the messages that this one and earlier messages of its edge answer, each only in the first call."""
         taken = self.of_edge[: self.number + 1]
         self.of_edge[: self.number + 1] = [()] * len(taken)
         return taken
 
 
 def _answers(program: Program, device: int) -> dict[Action, _Answer]:
-    """Return, for each message to this device, this device's own messages that the sender had used before it sent it.
+    """For each message to this device, find this device's messages that the sender had used before.
 
-    When such an answer arrives, the memory of those messages can be freed: the host need not query whether they were sent.
+    When the message arrives, the memory of those messages can be freed without asking the device whether they were
+    sent.
     """
     placement, found = program.placement, dict[Action, _Answer]()
     neighbours = (
@@ -122,7 +130,7 @@ def _answers(program: Program, device: int) -> dict[Action, _Answer]:
 
 
 def _end(placement: Placement, message: Action) -> tuple[int, Action]:
-    """Return the peer of a message, and the peer's action for it."""
+    """Return the device at the other end of a message, and that device's action, such as RECV_F for SEND_F."""
     upward = message.kind in (Kind.SEND_F, Kind.RECV_I)
     other = (placement.next_stage if upward else placement.previous_stage)(message.stage)
     assert other is not None, f"{message} has no neighbour"
@@ -205,20 +213,21 @@ class StageRunner(Protocol):
         """Run the stage, and return its output. The last stage returns its loss.
 
         If a schedule cuts sequences into slices, ``microbatch`` counts slices, and the last stage returns the tensor to
-        run backward from. With vocabulary passes, the first stage gets the embedding's output, and the last stage returns
-        the head's input. Cheap parts of a stage run in regions of ``runtime.selective``, which can drop their results.
+        run backward from. With vocabulary passes, the first stage gets the embedding's output, and the last stage
+        returns the head's input. Cheap parts of a stage run in regions of ``runtime.selective``, which can drop their
+        results.
 
         Args:
             microbatch: its number within the step.
-            input: the output of the stage before; ``None`` on the stage that reads the data.
+            input: the output of the previous stage; ``None`` on the stage that reads the data.
             will_recompute: whether ``recompute`` will run this microbatch again, and must reproduce it exactly.
         """
 
     def recompute(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
-        """Run the forward of this microbatch again with the same data and random numbers, without reporting it again."""
+        """Run the forward of this microbatch again, with the same data and random numbers, and report no loss."""
 
     def release_output(self, output: torch.Tensor) -> None:
-        """Free the memory of an output that has been passed on, but keep its graph."""
+        """Free the memory of an output that has been copied or sent, but keep its graph for the backward."""
 
     def backward(
         self,
@@ -227,9 +236,9 @@ class StageRunner(Protocol):
         output: torch.Tensor,
         output_gradient: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Backpropagate, and return the input's gradient.
+        """Run the backward of a microbatch, and return the gradient of the input.
 
-        Layers that split their backward put their weight gradients into the current queue of ``collecting``.
+        Layers that split their backward put their weight gradients into the queue of ``collecting``.
 
         Args:
             microbatch: its number within the step.
@@ -239,11 +248,11 @@ class StageRunner(Protocol):
         """
 
     def reduce_gradients(self) -> None:
-        """Start to sum the stage's gradients over the data-parallel ranks. They are complete, replicas included."""
+        """Start to sum the stage's gradients over the data-parallel ranks. Every backward has added to them."""
 
 
 class StepFeature(Protocol):
-    """Handlers that a feature adds to the executor of one step.
+    """Adds a feature's handlers of actions to the executor of one step.
 
     Example: perform AUDIT actions, and count forwards.
 
@@ -268,7 +277,7 @@ class StepFeature(Protocol):
 
 @dataclass(frozen=True)
 class InFlight:
-    """The tensors that one call leaves for the next one."""
+    """The tensors that one step leaves for the next: of microbatches with a forward but no backward so far."""
 
     # The inputs and outputs of microbatches whose forward has run and whose backward has not.
     inputs: dict[Key, torch.Tensor | None] = field(default_factory=dict)
@@ -276,7 +285,7 @@ class InFlight:
     arrived: dict[Action, torch.Tensor] = field(default_factory=dict)  # received but unused, by their receive
 
     def renumbered(self, by: int) -> InFlight:
-        """Return a copy with ``by`` added to the numbers of all microbatches."""
+        """Return a copy in which every microbatch number is larger by ``by``."""
         return InFlight(
             {(stage, microbatch + by): tensor for (stage, microbatch), tensor in self.inputs.items()},
             {(stage, microbatch + by): tensor for (stage, microbatch), tensor in self.outputs.items()},
@@ -285,17 +294,18 @@ class InFlight:
 
 
 class Executor:
-    """Run one step of a validated program on one rank.
+    """Runs one step of a validated program on one rank.
 
     An executor lives for one step, so an exception leaves no state for the next step.
 
     Attributes:
         handlers: the function that performs each kind of action.
         handed_inputs: inputs that a stage of this device has made, by the stage and microbatch that take them.
-        handed_gradients: gradients of outputs that a stage of this device has made, likewise.
+        handed_gradients: gradients of outputs that a stage of this device has made, by the stage and microbatch that
+            take them.
         queues: the weight gradients of each W that has not run, by stage and microbatch.
-        host_bytes: a function that returns the bytes of activations that are on the host.
-        at_end: functions to call when all actions have run and all messages have left.
+        host_bytes: a function that returns the bytes of activations on the host.
+        at_end: functions to call when all actions have run and all messages have been sent.
     """
 
     def __init__(
@@ -346,10 +356,11 @@ class Executor:
         settled.check_handlers(self.handlers)
 
     def run(self, until: int | None = None) -> None:
-        """Run every action of this device in order, from the end of an earlier call.
+        """Run the actions of this device in order, after those that earlier calls have run.
 
-        ``until`` is the number of actions to run in all. The default runs all and waits until all messages have left. An
-        exception of an action gets a note with the rank, the position and the action.
+        ``until`` is the number of actions after which to stop, counted from the first of the step. By default all run,
+        and then the host waits until all messages have been sent. An exception of an action gets a note with the
+        device, the position and the action.
         """
         handlers, ledger = self.handlers, self.ledger
         self._is_profiled = torch.autograd._profiler_enabled()
@@ -373,10 +384,10 @@ class Executor:
             finish()
 
     def drop(self, drain: Sequence[Action]) -> None:
-        """Drop everything that has run, and leave no message in flight.
+        """Drop the results of all actions so far, and complete every message that has been started.
 
-        ``drain`` holds receives of messages that other ranks have sent, and sends, with any content, that other ranks
-        wait for.
+        ``drain`` are the receives of messages that other ranks have sent, and sends of messages that other ranks wait
+        for. The content of these sends is not used.
         """
         for action in drain:
             if action.kind in RECEIVES:
@@ -387,27 +398,27 @@ class Executor:
         self._transport.finish()
 
     def take_in(self, left: InFlight) -> None:
-        """Continue with the tensors that an earlier step has left in flight. Call this before ``run``."""
+        """Start with the tensors that the previous step left for this one. Call this before ``run``."""
         self._inputs |= left.inputs
         self._outputs |= left.outputs
         if left.arrived:
             self._transport.arrived(left.arrived)
 
     def in_flight(self) -> InFlight:
-        """Hand over the tensors of forwards without a backward. Wait for all messages to this rank first."""
+        """Return the tensors of all forwards without a backward, after all messages to this rank have arrived."""
         left = InFlight(self._inputs, self._outputs, self._transport.take_in())
         self._inputs, self._outputs = {}, {}
         return left
 
     def kept(self, each: Instruction) -> list[torch.Tensor]:
-        """Return the input and output of a forward that the executor or the transport keeps, besides autograd."""
+        """Return the input and output of a forward that the executor or the transport keeps, apart from autograd."""
         sent = self._outbox.get(each.send, (None,))[0] if each.send is not None else None
         handed = self.handed_inputs.get(each.to_here) if each.to_here is not None else None
         tensors = (self._inputs.get(each.key), sent, handed)
         return [tensor for tensor in tensors if tensor is not None]
 
     def measured(self, action: Action) -> AbstractContextManager:
-        """Return a context that times the action."""
+        """Return a context that measures the time of the action, and names it for the profiler."""
         if self._is_profiled:
             return self._profiled(action)
         return _NOTHING if self._trace is None else self._trace.measure(action)
@@ -461,7 +472,7 @@ class Executor:
         forward: Callable[[int, torch.Tensor | None], torch.Tensor],
         input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run a stage, and keep its input and output for the backward, if there is one."""
+        """Run the forward of a stage, and keep its input and output if the program has backwards."""
         key, selective = each.key, each.again is Kind.RS
         queue = None
         if each.split:
@@ -544,8 +555,9 @@ class Executor:
         return tensor
 
     def _watched(self, each: Instruction) -> AbstractContextManager:
-        """Return a context in which the ledger counts saved tensors. An offloaded stage counts its own, as hooks do not
-        nest.
+        """Return a context in which the ledger counts the tensors that autograd saves.
+
+        For an offloaded stage it does nothing, because hooks on saved tensors do not nest and the offload counts them.
         """
         if each.offloaded or self.ledger is None or not self._has_backward:
             return _NOTHING

@@ -1,4 +1,4 @@
-"""Describe the copies of a step between a device and its host: their direction, their bytes, and the time that they cost."""
+"""Describe the copies of activations between a device and its host in a step: direction, bytes, and waiting time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Direction(Enum):
 
 @dataclass(frozen=True)
 class Stall:
-    """The time that computing waited for one transfer."""
+    """The time that the computation waited for one copy."""
 
     key: Hashable  # the forward whose activations moved
     direction: Direction
@@ -24,7 +24,7 @@ class Stall:
 
 @dataclass(frozen=True)
 class OffloadStatistics:
-    """Bytes and seconds since the step began."""
+    """Bytes of the copies of a step, peak bytes, and waiting times, since the step began."""
 
     bytes_out: int  # moved to the host
     bytes_in: int  # moved back

@@ -1,11 +1,12 @@
 """Recompute selectively: drop the results of cheap parts of a stage, and compute them again before the backward.
 
-A *region* is a function of the stage that is cheap to run again. While a ``Recorder`` records a forward, the backward keeps
-neither the tensors that autograd saves in a region nor the results of a region. Empty places stand for them.
-``Recorder.run_again`` fills the places by running all regions again from their inputs. The graph is that of the first
-forward, so gradients flow and hooks fire as without recompute.
+A *region* is a function of the stage that is cheap to run again. A ``Recorder`` records the forward of a stage. For the
+backward, it keeps neither the tensors that autograd saves in a region nor the results of a region. Autograd gets empty
+places instead. ``Recorder.run_again`` fills the places by running all regions again from their inputs. The graph is
+that of the first forward, so gradients and hooks are the same as without recomputation.
 
-The hooks for saved tensors replace any other hooks instead of nesting, because ``saved_as_is`` takes off only the top ones.
+The hooks for saved tensors replace any other hooks instead of nesting, because ``saved_as_is`` removes only the top
+ones.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ Replay = Callable[[], AbstractContextManager]
 
 
 class Recorder:
-    """Drop cheap results of one forward of one stage, and compute them again. ``made`` is called with each such tensor."""
+    """Drops the results of the regions of one forward, and computes them again.
+
+    ``made`` is called with each tensor that was computed again.
+    """
 
     def __init__(self, made: Callable[[torch.Tensor], object]):
         self._made = made
@@ -37,7 +41,10 @@ class Recorder:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record a forward, inside the hooks that watch or move saved tensors."""
+        """Record the forward within a ``with`` block.
+
+        Tensors that autograd saves outside of regions still go through the hooks that were set before.
+        """
         global _recording
         outer, _recording = _recording, self
         self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (
@@ -52,15 +59,16 @@ class Recorder:
             self._results.clear()
 
     def run_again(self) -> None:
-        """Fill all empty places. Call this once, before the backward. A region that saves another number of tensors
-        than before raises a RuntimeError.
+        """Run all regions again, to fill the empty places. Call this once, before the backward.
+
+        A region that now saves another number of tensors raises a RuntimeError.
         """
         regions, self._regions = self._regions, []
         for region in regions:
             region.run_again(self._load, self._made)
 
     def run(self, function: Callable, replay: Replay, arguments: tuple) -> object:
-        """Run a region, and record its inputs and results. ``replay`` repeats its random numbers."""
+        """Run a region, and record its inputs and results. ``replay`` repeats its random numbers in a second run."""
         region = _Region(function, replay, [self._input(each) for each in arguments])
         with saved_as_is(), saved_tensors_hooks(region.save, _filled):
             output = function(*arguments)
@@ -95,10 +103,10 @@ class Recorder:
 
 
 def region(function: Callable, replay: Callable[[], Replay]) -> Callable:
-    """Return the function as a region of the forward that is being recorded. Without a recording it runs as it is.
+    """Return a function that runs as a region while a forward is recorded, and otherwise unchanged.
 
-    The function must give the same result for the same tensors. All its arguments are positional, and it returns a tensor or
-    a tuple. ``replay`` keeps the state of the random number generators when a region begins.
+    ``function`` must give the same result for the same tensors. All its arguments are positional, and it returns a
+    tensor or a tuple. ``replay`` is called when a region begins, and keeps the state of the random number generators.
     """
 
     def run(*arguments):
@@ -110,7 +118,7 @@ def region(function: Callable, replay: Callable[[], Replay]) -> Callable:
 
 
 def is_recording() -> bool:
-    """Return whether the running forward drops the results of its regions."""
+    """Return whether a forward with recorded regions is running."""
     return _recording is not None
 
 
@@ -119,7 +127,7 @@ _recording: Recorder | None = None
 
 
 class _Place:
-    """A place for a saved tensor; empty until the tensor is computed again."""
+    """Takes the place of a saved tensor. It is empty until the tensor is computed again."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -133,7 +141,7 @@ class _Input(NamedTuple):
 
 
 class _Region:
-    """One run of a region, with its inputs and the places that autograd still keeps."""
+    """One run of a region: its inputs, and the places of its tensors that autograd still needs."""
 
     def __init__(self, function: Callable, replay: Replay, arguments: list):
         self._function, self._replay, self._arguments = function, replay, arguments
@@ -177,7 +185,7 @@ def _fill(saved: ref[_Place], tensor: torch.Tensor, made: Callable[[torch.Tensor
 
 
 class _Result(NamedTuple):
-    """A tensor that a region has returned, identified by its storage."""
+    """A tensor that a region has returned, identified by its storage and version."""
 
     alive: StorageWeakRef
     region: _Region
@@ -188,7 +196,7 @@ class _Result(NamedTuple):
 
 def _filled(place: _Place) -> torch.Tensor:
     if place.tensor is None:
-        raise RuntimeError("a backward began before its RS ran")
+        raise RuntimeError("a backward began before the selective recompute (RS) of its forward")
     return place.tensor
 
 

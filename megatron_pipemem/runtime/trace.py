@@ -1,4 +1,4 @@
-"""Times of the actions of a step on one rank: record them, turn them into costs, and compare those with the plan's."""
+"""Measure the times of a rank's actions, turn them into costs, and compare these with the costs of the plan."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 @dataclass(frozen=True)
 class TracedAction:
-    """The start and end of an action, in seconds since the step began on this rank. Waiting for a message is not part of
-    the action.
+    """The start and end of an action, in seconds since the step began on this rank.
+
+    Waiting for a message is not part of an action.
     """
 
     action: Action
@@ -28,9 +29,9 @@ class TracedAction:
 
 
 class _Measured:
-    """Record the begin and end of an action, unless it fails.
+    """A context that adds the start and end of an action to a list, unless the action fails.
 
-    A class, because every forward and backward enters one and a generator would take three times as long.
+    This is a class because every forward and backward uses it, and a generator would take three times as long.
     """
 
     __slots__ = ("_action", "_clock", "_start", "_times")
@@ -47,9 +48,9 @@ class _Measured:
 
 
 class Trace:
-    """Times of actions, on the compute stream of a GPU or on the host's clock.
+    """Measures the times of a step's actions, on the compute stream of a GPU or by the host's clock.
 
-    Reading the times of a GPU waits for the step's last action. Read them a step later, so that the GPU stays busy.
+    Reading the times of a GPU waits for the step's last action. Read them one step later, so that the GPU stays busy.
     """
 
     def __init__(self, on_cuda: bool = False):
@@ -64,7 +65,7 @@ class Trace:
         return _Measured(action, self._now, self._times)
 
     def actions(self) -> list[TracedAction]:
-        """Return the measured actions. Call this when all have run."""
+        """Return the measured actions. Call this after the last action of the step."""
         if self._read is None:
             if self._on_cuda and self._times:
                 self._times[-1][2].synchronize()
@@ -91,7 +92,10 @@ _NOISE = 0.02  # share of a device's seconds per microbatch; shorter times, as o
 
 @dataclass
 class Stopwatch:
-    """The durations of one rank's actions over a few steps. With ``slices``, the actions count slices of sequences."""
+    """Collects the durations of one rank's actions over several steps.
+
+    With several ``slices``, the microbatch numbers of actions count slices.
+    """
 
     slices: int = 1
     steps: int = 0
@@ -113,7 +117,10 @@ class Stopwatch:
 
 
 def average[Key](reports: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
-    """Return the mean value of each key. Ranks that hold the same stage in other replicas have equal weight."""
+    """Return for each key the mean of its values in the reports that have the key.
+
+    Ranks that hold the same stage in different replicas have equal weight.
+    """
     found: dict[Key, list[float]] = {}
     for report in reports:
         for key, seconds in report.items():
@@ -124,10 +131,11 @@ def average[Key](reports: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
 def costs_from(
     medians: Medians, links: Mapping[tuple[int, int], float], placement: Placement, before: Costs, slices: int = 1
 ) -> Costs:
-    """Return the costs in seconds per stage and slice, stage by stage, from the ``medians`` of all stages.
+    """Return the costs in seconds that the median times of actions give, one value per stage and slice.
 
-    ``before`` are the costs so far. They replace missing times, and give the proportion in which a fused backward is split.
-    ``links`` has the seconds of a slice's message between two devices; other links cost nothing.
+    The values of a stage's slices follow each other. ``before`` are the present costs. They replace times that are
+    missing, and give the proportion of I and W in a fused B. ``links`` has the seconds of a slice's message between two
+    devices, and other messages cost nothing.
     """
     known = before.seconds(placement, slices)
     prices: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
@@ -170,7 +178,10 @@ def costs_from(
 
 
 def _passes(medians: Medians, placement: Placement, before: Costs, slices: int) -> VocabularyCosts | None:
-    """Return the costs of the vocabulary passes, or ``before``'s if none has run. Their collectives are not timed."""
+    """Return the measured costs of the vocabulary passes; those of ``before`` if no such pass has run.
+
+    The collectives of the passes are not measured.
+    """
     if (Kind.S, 0) not in medians:
         return before.vocabulary
     score, gradient, embed, embed_gradient = (
@@ -182,7 +193,7 @@ def _passes(medians: Medians, placement: Placement, before: Costs, slices: int) 
 
 
 def drift(planned: Costs, measured: Costs, placement: Placement, slices: int = 1) -> str | None:
-    """Return a sentence about the action that differs most from the plan, or ``None`` if all are within a fifth of it."""
+    """Return a sentence about the pass whose time differs most from the plan; ``None`` if all are within 20 %."""
     old, new = planned.seconds(placement, slices), measured.seconds(placement, slices)
     noise = _NOISE * max(
         sum(sum(new[kind][stage * slices : (stage + 1) * slices]) for stage in stages for kind in (Kind.F, Kind.B))

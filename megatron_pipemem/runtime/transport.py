@@ -1,9 +1,9 @@
-"""Carry messages between pipeline ranks: one first-in-first-out channel per directed edge.
+"""Send messages between pipeline ranks, with one first-in-first-out channel per directed edge.
 
-NCCL has no tags. It matches the messages of two ranks in one process group in the order in which they were posted. After
-``init_process_group(device_id=...)`` it even serializes all messages that one rank posts to a group, to any peer. Edges
-that share a device therefore never share a group here. Both ends of an edge then have one order, which the validator has
-proved, and which replaces the tags.
+NCCL has no tags. It matches the messages of two ranks in one process group in the order in which they were posted.
+After ``init_process_group(device_id=...)`` it even serializes all messages that one rank posts to a group, to any peer.
+Therefore two edges that share a device never share a group here. The validator has proved that both ends of an edge
+post its messages in the same order, which replaces the tags.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ default is up to 32 thread blocks, which would slow the computation."""
 
 @functools.cache
 def within_node(group: dist.ProcessGroup) -> bool:
-    """Return whether all ranks of a group are on one node, if nodes have consecutive ranks."""
+    """Return whether all ranks of a group are on one node, provided that each node has consecutive ranks."""
     ranks, size = (
         dist.get_process_group_ranks(group),
         int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count())),
@@ -53,14 +53,15 @@ def new_groups(
 ) -> list[dist.ProcessGroup]:
     """Open process groups with the timeout of ``parent``. Every rank of the job must call this at the same time.
 
-    Every rank takes part in the creation of every group, in one order, so the ranks first exchange their wishes. ``wanted``
-    has the global ranks of every group, and must be the same on all ranks of ``parent``. A rank gets its own wishes, in
-    order, with ``GroupMember.NON_GROUP_MEMBER`` for groups without it. NCCL groups run on streams of high priority and keep
-    the parent's limits on thread blocks (``--nccl-communicator-config-path``).
+    ``wanted`` has the global ranks of every group, and must be the same on all ranks of ``parent``. torch requires that
+    every rank takes part in the creation of every group, in the same order. So the ranks first exchange ``wanted``. A
+    rank gets the groups that it wants, in order; those without this rank are ``GroupMember.NON_GROUP_MEMBER``. NCCL
+    groups run on streams of high priority and keep the parent's limits on thread blocks
+    (``--nccl-communicator-config-path``).
 
-    With ``messages``, NCCL may use ``MESSAGE_CTAS`` thread blocks if the parent sets no limit. If the default group is bound
-    to no device, NCCL connects pairs of ranks at their first message. Groups of all parents with the same number are then
-    one group, so many pipelines open no more groups than one.
+    With ``messages``, NCCL may use ``MESSAGE_CTAS`` thread blocks if the parent sets no limit. If the default group is
+    bound to no device, NCCL connects pairs of ranks at their first message. Then the groups with the same position in
+    ``wanted`` of all parents are one group, so many pipelines open no more groups than one.
     """
     ours = tuple(tuple(ranks) for ranks in wanted)
     everyones: list[Any] = [None] * dist.get_world_size()
@@ -81,12 +82,12 @@ def new_groups(
 
 
 def _joined(everyones: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """Return the ranks of the groups with the same number, in order."""
+    """Return the union of the groups at each position of the ranks' lists, as sorted ranks."""
     return [sorted({rank for each in same for rank in each}) for same in zip_longest(*everyones, fillvalue=())]
 
 
 def nccl_options(parent: dist.ProcessGroupNCCL.Options, messages: bool) -> dist.ProcessGroupNCCL.Options:
-    """Return the NCCL options of a new group; see ``new_groups``. Every group needs its own object."""
+    """Return new NCCL options for one group, as ``new_groups`` describes. Groups cannot share an options object."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = parent._timeout
     unset = options.config.max_ctas
@@ -98,7 +99,7 @@ def nccl_options(parent: dist.ProcessGroupNCCL.Options, messages: bool) -> dist.
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Close groups without running operations. Skip groups that the default group has already closed."""
+    """Close process groups whose operations have ended. Skip groups that the default group has closed already."""
     for group in groups:
         if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
@@ -109,7 +110,7 @@ _MAX_DIMS = 8
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """A connected pipeline, seen from one of its ranks."""
+    """A pipeline with open channels, as one of its ranks sees it."""
 
     group: dist.ProcessGroup
     placement: Placement
@@ -119,19 +120,23 @@ class Pipeline:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages on this rank, in the order of its chunks."""
+        """The stages of this rank, in the order of its chunks."""
         return self.placement.stages[self.device]
 
 
 def edges(placement: Placement) -> list[Edge]:
-    """Return the directed edges that messages of a placement use, in the same order on every rank."""
+    """Return the pairs (source, destination) of devices that a placement sends messages between.
+
+    The order is the same on every rank.
+    """
     return sorted(Router(placement).edges, key=lambda edge: (min(edge), max(edge), edge))
 
 
 def colour(directed: Iterable[Edge]) -> dict[Edge, int]:
-    """Number edges so that edges with the same number share no device: each gets the smallest number free at both ends.
+    """Number the edges so that two edges with the same number have no device in common.
 
-    A line or an even ring of devices takes 4 numbers, an odd ring 6.
+    Each edge gets the smallest number that is unused at both of its devices. A line, or a circle of an even number of
+    devices, takes 4 numbers, and a circle of an odd number takes 6.
     """
     taken: dict[int, set[int]] = defaultdict(set)
     colours: dict[Edge, int] = {}
@@ -146,9 +151,9 @@ def colour(directed: Iterable[Edge]) -> dict[Edge, int]:
 def connect(placement: Placement, group: dist.ProcessGroup, device: torch.device | int | str) -> Pipeline:
     """Open the channels of one pipeline. Every rank of the job must call this at the same time.
 
-    Backends open a connection at its first message and block until the other end does the same. So all connections are
-    opened here, in one order that every rank shares. The ranks of ``group`` are the devices, in order, and ``device`` decides
-    the backend.
+    A backend opens a connection at its first message, and blocks until the other end does the same. So all connections
+    are opened here, in the same order on every rank. The ranks of ``group`` are the devices, in order. ``device`` is
+    the device of a first message, and decides the backend.
     """
     ranks = dist.get_process_group_ranks(group)
     colours = colour(edges(placement))
@@ -174,7 +179,7 @@ def connect(placement: Placement, group: dist.ProcessGroup, device: torch.device
 
 @dataclass(frozen=True)
 class MessageFormat:
-    """Describe the tensors between two stages."""
+    """The shape, element type and device of the tensors that stages send to each other."""
 
     shape: tuple[int, ...] | None  # shape of every message; ``None`` if microbatches differ
     dtype: torch.dtype
@@ -189,11 +194,11 @@ class MessageFormat:
 
     @property
     def typical(self) -> tuple[int, ...] | None:
-        """The shape with which a message is timed: the median by size."""
+        """The shape whose message time is measured: the median of all microbatches by size."""
         return self.shape if self.shapes is None else sorted(self.shapes, key=prod)[len(self.shapes) // 2]
 
     def check(self, action: Action, tensor: torch.Tensor) -> None:
-        """Raise an UnsupportedError if the tensor that ``action`` sends has not the shape that its receiver knows."""
+        """Raise an UnsupportedError if the tensor to send has another shape than its receiver expects."""
         known = self.shape_of(action.microbatch)
         if known is not None and tensor.shape != known:
             way_out = (
@@ -203,7 +208,7 @@ class MessageFormat:
             )
             raise UnsupportedError(
                 "message-shape",
-                f"{action} has a tensor of shape {tuple(tensor.shape)}, and its receiver expects {tuple(known)}; {way_out}",
+                f"{action} has a tensor of shape {tuple(tensor.shape)}, but its receiver expects {tuple(known)}; {way_out}",
             )
 
 
@@ -211,8 +216,9 @@ SHAPES, DEPARTURES, TRANSFERS = "shapes of messages", "departures of messages", 
 
 
 def host_queries(program: Program, message: MessageFormat) -> frozenset[str]:
-    """Return the queries for which a host waits for its device within a step. A linear placement that trains with messages
-    of one shape has none.
+    """Return the questions for which the host may have to wait for its device within a step.
+
+    There are none if a linear placement trains with messages of one shape, without offload.
     """
     placement, schedule = program.placement, program.schedule
     is_linear = placement.num_chunks == 1 and not schedule.vocabulary_barriers
@@ -233,7 +239,7 @@ class _Receive:
 
 @dataclass(slots=True)
 class _Channel:
-    """One directed edge of this rank: its process group, and the messages in flight, in order."""
+    """One directed edge of this rank: its process group, and its unfinished messages in order."""
 
     group: dist.ProcessGroup
     peer: int
@@ -244,11 +250,12 @@ class _Channel:
 
 @dataclass
 class Transport:
-    """The messages of one step on one rank.
+    """Sends and receives the messages of one step on one rank.
 
-    With ``in_sequence``, the header with a shape is read when its receive is posted, and not when the tensor is needed.
-    Programs with one order for everything need this. With ``polls``, the device is asked after every send which messages
-    have left, so that they can be freed. Otherwise ``settle`` and ``finish`` free them without asking.
+    If shapes are unknown, a header with the shape comes before each message. With ``in_sequence``, the header is read
+    when the receive is posted, and not when the tensor is needed. The order for one hardware queue needs this. With
+    ``polls``, the host asks the device after every send which messages have been sent, to free their memory. Otherwise
+    only ``settle`` and ``finish`` free it.
     """
 
     pipeline: Pipeline
@@ -268,7 +275,7 @@ class Transport:
         }
 
     def post_send(self, action: Action, tensor: torch.Tensor) -> None:
-        """Start sending. The tensor's memory is kept until the backend has sent it."""
+        """Start to send a tensor, and keep its memory until the backend has sent it."""
         channel = self._channel(action)
         group, peer = channel.group, channel.peer
         tensor = tensor.contiguous()
@@ -287,17 +294,17 @@ class Transport:
             self._reap()  # last: the receiver is waiting
 
     def blank(self, action: Action) -> torch.Tensor:
-        """Return a tensor to send as a message whose content is not used."""
+        """Return a tensor for a message whose content the receiver does not use."""
         shape = self.message.shape_of(action.microbatch) or (1,)
         return torch.zeros(shape, dtype=self.message.dtype, device=self.message.device)
 
     def settle(self, action: Action) -> None:
-        """Free the memory of a send that its receiver has used."""
+        """Free the memory of a sent message that its receiver is known to have used."""
         for work, _ in self._sends.pop(action, ()):
             work.wait()
 
     def post_receive(self, action: Action) -> torch.Tensor | None:
-        """Start receiving. Return the buffer, or ``None`` if its shape is not known yet."""
+        """Start to receive a message. Return its buffer, or ``None`` if its shape is unknown so far."""
         channel = self._channel(action)
         receive = _Receive(None, None, action)
         if self.in_sequence or self.message.shape_of(action.microbatch) is not None:
@@ -306,17 +313,17 @@ class Transport:
         return receive.tensor
 
     def wait(self, action: Action) -> torch.Tensor:
-        """Return the tensor of a posted receive. Earlier messages of its edge are received first."""
+        """Return the tensor of a posted receive, after the earlier messages of its edge."""
         while action not in self._arrived:
             self._take_next(self._channel(action))
         return self._arrived.pop(action)
 
     def arrived(self, tensors: Mapping[Action, torch.Tensor]) -> None:
-        """Keep the tensors of an earlier step's ``take_in`` for their consumers."""
+        """Keep received tensors that an earlier step returned from ``take_in``, for the actions that use them."""
         self._arrived.update(tensors)
 
     def take_in(self) -> dict[Action, torch.Tensor]:
-        """Wait for all posted receives, and return their tensors. The channels are then empty."""
+        """Wait for all posted receives, and return the tensors that no action has used."""
         for channel in self._channels.values():
             while channel.receives:
                 self._take_next(channel)
@@ -324,7 +331,7 @@ class Transport:
         return taken
 
     def finish(self) -> None:
-        """Wait until every send has left, so that the next step starts with empty channels."""
+        """Wait until every message has been sent, so that no message remains for the next step."""
         for action in list(self._sends):
             self.settle(action)
 
@@ -357,7 +364,7 @@ class Transport:
         receive.work = channel.group.recv([receive.tensor], channel.peer, 0)
 
     def _channel(self, action: Action) -> _Channel:
-        """Return the channel of a message: outputs go to the next stage, gradients to the previous one."""
+        """Return the channel of a message: outputs go to the next stage, and gradients to the previous stage."""
         known = self._channel_of.get(action[:2])
         if known is not None:
             return known
@@ -377,9 +384,10 @@ _ROUND_TRIPS = 5
 
 
 def measure_links(pipeline: Pipeline, message: MessageFormat) -> dict[Edge, float]:
-    """Return the seconds of a message to every higher device of this rank: half a round trip in an idle pipeline.
+    """Return the seconds of a message, in both directions, between this rank and neighbours with higher numbers.
 
-    Every rank of the pipeline must call this at the same time, between steps. The shapes of messages must be known.
+    The time is half a round trip in an idle pipeline. Every rank of the pipeline must call this at the same time,
+    between steps. The shapes of messages must be known.
     """
     assert message.typical is not None, "the cost of messages of unknown shape is unknown"
     payload = torch.zeros(message.typical, dtype=message.dtype, device=message.device)

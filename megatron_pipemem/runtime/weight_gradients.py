@@ -1,11 +1,12 @@
-"""Weight gradients that wait for their W.
+"""Defer weight gradients from the backward I to a later W.
 
-A linear layer that splits its backward computes the input gradient when autograd reaches it. It puts the weight-gradient
-GEMM into the queue of its stage and microbatch. A split at the layer keeps no graph alive, unlike two runs of autograd over
-a retained graph.
+A linear layer that splits its backward computes the input gradient when autograd reaches it. It puts the product for
+the weight gradient into the queue of its stage and microbatch. This keeps no graph alive, unlike two runs of autograd
+over a retained graph.
 
-With sequence parallelism, a linear layer gathers its input along the sequence. The layer then calls ``remember``. A queue
-that must keep the gathered tensor calls ``shard_of``, keeps only the shard, which exists anyway, and gathers it again.
+With sequence parallelism, a linear layer gathers its input along the sequence, and then calls ``remember``. A queue
+that must keep the gathered tensor calls ``shard_of``. It then keeps only the shard, which exists anyway, and gathers it
+again.
 """
 
 from __future__ import annotations
@@ -40,30 +41,30 @@ def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 class DeferredWeightGradient(Protocol):
-    """One weight-gradient GEMM, ready to run."""
+    """The product that computes one weight gradient, with its operands."""
 
     weight: torch.Tensor | None = None
     """The weight whose gradient other works may add to; ``None`` if this work alone completes the gradient."""
 
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:
-        """Return the parameters whose gradients are complete only after this work."""
+        """Return the parameters whose gradients are incomplete until this work has run."""
         return () if self.weight is None else (self.weight,)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that the work keeps alive, for the activation ledger."""
+        """Return the tensors that this work keeps in memory, for the activation ledger."""
 
     def begin(self) -> None:
-        """Start the work's communication, if any, so that it overlaps other GEMMs. Called once, before ``run``."""
+        """Start the communication of this work, if any, to overlap it with other products. Called once, before ``run``."""
         return
 
     def run(self) -> None:
-        """Compute the gradient and add it to the accumulated one. Called once, without grad mode."""
+        """Compute the gradient and add it to the parameter's gradient. Called once, without grad mode."""
 
 
 class WeightGradientQueue:
-    """The deferred weight gradients of one stage and microbatch, in the order autograd reached their layers."""
+    """The deferred weight gradients of one stage and microbatch, in the order in which autograd found them."""
 
     def __init__(self) -> None:
         self._pending: list[DeferredWeightGradient] = []
@@ -76,13 +77,14 @@ class WeightGradientQueue:
             yield from work.tensors
 
     def parameters(self) -> set[torch.Tensor]:
-        """Return the parameters whose gradients are complete only after ``run``."""
+        """Return the parameters whose gradients are incomplete until ``run``."""
         return {parameter for work in self._pending for parameter in work.parameters}
 
     def run(self) -> None:
-        """Run and drop all pending works, without grad mode because saved inputs have ``requires_grad``.
+        """Compute all deferred gradients, and empty the queue.
 
-        A weight that the forward used several times is reported once, with the sum of its gradients, as in autograd.
+        Grad mode is off, because saved inputs have ``requires_grad``. A weight that the forward used several times is
+        reported to DDP once, with the sum of its gradients, as in autograd.
         """
         pending, self._pending = self._pending, []
         pending.reverse()
@@ -102,9 +104,10 @@ class WeightGradientQueue:
 
 
 class ImmediateWeightGradients(WeightGradientQueue):
-    """Run each work at once, within the backward, so that layers save only their input although nothing is split.
+    """A queue that computes each weight gradient at once, within the backward.
 
-    Layers that can return their weight's gradient to autograd do that instead.
+    Layers then save only their input, although the backward is not split. A layer that can return its weight gradient
+    to autograd does that instead.
     """
 
     def put(self, work: DeferredWeightGradient) -> None:
@@ -114,7 +117,7 @@ class ImmediateWeightGradients(WeightGradientQueue):
 
 
 def _report(weight: torch.Tensor) -> None:
-    """Report a complete ``grad``, as the hook after AccumulateGrad would."""
+    """Call DDP's function for a weight whose ``grad`` is complete, as autograd's hook would."""
     ready = getattr(weight, GRADIENT_READY, None)
     if ready is not None:
         ready()
@@ -126,9 +129,9 @@ _collecting: WeightGradientQueue | None = None
 
 
 class collecting:
-    """Make ``queue`` the queue of layers that run within this block; ``None`` for no split.
+    """Let layers that run within a ``with`` block put their weight gradients into ``queue``; ``None`` for no split.
 
-    A class, because every forward and backward enters one and a generator would take three times as long.
+    This is a class because every forward and backward uses it, and a generator would take three times as long.
     """
 
     __slots__ = ("_outer", "_queue")
@@ -146,23 +149,23 @@ class collecting:
 
 
 def current_queue() -> WeightGradientQueue | None:
-    """Return the queue of the running action, or ``None`` if its backward is not split."""
+    """Return the queue of the running action; ``None`` if layers use their own backward."""
     return _collecting
 
 
 def is_early(weight: torch.Tensor) -> bool:
-    """Return whether a weight's gradient is computed in I."""
+    """Return whether the gradient of a weight is computed in I and not in W."""
     return hasattr(weight, EARLY)
 
 
 def defers() -> bool:
-    """Return whether the weight gradients of the running action wait for a W."""
+    """Return whether the weight gradients of the running forward or backward wait for a W."""
     return _collecting is not None and not isinstance(_collecting, ImmediateWeightGradients)
 
 
 @dataclass(frozen=True)
 class Arriving:
-    """A tensor that may still be arriving. It is complete after ``wait``."""
+    """The result of a communication that may still run. It is complete after ``wait``."""
 
     tensor: Any
     work: dist.Work | None = None  # the communication; ``None`` if the tensor is complete
@@ -176,7 +179,7 @@ class Arriving:
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of a tensor."""
+    """This rank's part of a tensor, and the function that gathers the parts of all ranks."""
 
     tensor: Any  # Transformer Engine's quantised tensors have a type of their own
     gather: Callable[
@@ -199,10 +202,10 @@ _shards: Any = WeakIdKeyDictionary()
 
 
 def remember(whole: Any, shard: Shard) -> None:
-    """Remember the shard of a gathered tensor, as long as the tensor lives."""
+    """Note the shard from which a tensor was gathered, as long as the tensor exists."""
     _shards[whole] = shard
 
 
 def shard_of(whole: Any) -> Shard | None:
-    """Return the shard of a gathered tensor, or ``None`` if it is unknown."""
+    """Return the shard from which a tensor was gathered; ``None`` if there is none."""
     return None if whole is None else _shards.get(whole)

@@ -1,1 +1,1 @@
-"""Report the measurements of a run and its predictions."""
+"""Report what a run measured, next to what its plan predicted."""

@@ -1,7 +1,6 @@
-"""Fill the record of a run: from the steps of our schedules or Megatron's, and from the log of Megatron's training
-loop.
+"""Record the steps of our schedules or of Megatron's own, and the losses that Megatron's training loop logs.
 
-Numbers of every step go to TensorBoard and W&B through the writers of this loop.
+The numbers of each step also go to TensorBoard and W&B, through the writers that this loop has opened.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ _Numbers = tuple[RecordedStep, int | None, float]
 
 
 class Recording(Extension):
-    """Records every training step, and writes the report when the training loop ends, after its last checkpoint.
+    """Records every training step, and writes the report after the training loop and its last checkpoint.
 
-    For the pipeline of the last rank, which has the writers of the loop, it writes scalars where and when Megatron
-    does. The times of a step are known one step later, so its numbers are written then, under its own iteration.
+    It also writes scalars of the last rank's pipeline to TensorBoard and W&B, as often as Megatron does. The times of a
+    step are known one step later. So its scalars are written then, under the number of its own iteration.
     """
 
     only_trains = True
@@ -117,11 +116,10 @@ class Recording(Extension):
         self.write_scalars(None)
 
     def write_scalars(self, following: int | None, now: bool = True) -> None:
-        """Write the numbers of the step before. Every rank calls this when its loop is about to log the iteration
-        ``following``.
+        """Write the scalars of the previous step. Every rank calls this when its loop is about to log an iteration.
 
-        ``following`` is ``None`` after the last step, when its times have been read. Without ``now`` the numbers are
-        kept for a later call, because other ranks are not to be waited for.
+        ``following`` is this iteration's number, or ``None`` after the last step, when its times have been read.
+        Without ``now``, the scalars are kept for a later call, because writing them would wait for other ranks.
         """
         iteration, self._iteration = self._iteration, following
         interval = scalar_interval()
@@ -138,9 +136,7 @@ class Recording(Extension):
                     write_scalars(_of_pipeline(ranks), step)
 
     def _numbers(self) -> _Numbers | None:
-        """Return the last step of this rank, its predicted peak and its planned bubble; ``None`` where it could not be
-        measured.
-        """
+        """Return this rank's last step, predicted peak in bytes and planned bubble rate; ``None`` if not measured."""
         record = self._record
         with record.guarded(STEPS):
             if record.is_whole and record.steps and record.last_plan is not None:
@@ -168,9 +164,9 @@ def _of_pipeline(ranks: Sequence[_Numbers]) -> dict[str, float]:
 
 
 class StockObserver(Feature):
-    """Records Megatron's own schedules, if there is a record. Results are passed through untouched.
+    """Measures the steps of Megatron's own schedules without changing their results, if there is a record.
 
-    ``costs`` are the prices of the plan, and ``priced_by`` is their source.
+    ``costs`` are the costs that price the plan, and ``priced_by`` is their source.
     """
 
     def __init__(self, record: RunRecord | None, costs: Costs, priced_by: str):

@@ -1,7 +1,7 @@
 """Record the measurements of a run and its predictions: bytes, bubbles, losses.
 
-Nothing here ends a training. A value that cannot be measured or written is left out with a warning. Every rank enters
-the collectives, also if it could not measure.
+No error here stops the training. A value that cannot be measured or written is left out, with a warning. A rank that
+could not measure still calls the collectives, so that other ranks do not hang.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ STEPS, LOSSES, FILES = "measuring of steps", "losses", "all of its files"
 
 @dataclass
 class RunRecord:
-    """The measurements of every training step of this rank, from which it writes the report of all ranks.
+    """The measurements of this rank in every training step, from which the report of all ranks is written.
 
-    ``report`` is the JSON file, ``trace`` the folder for pictures and traces of the last step; either may be ``None``.
+    ``report`` is the JSON file. ``trace`` is the folder for pictures and traces of the last step. Either may be
+    ``None``.
     """
 
     report: Path | None
@@ -88,10 +89,10 @@ class RunRecord:
     _together: bool = True
 
     def check_outputs(self) -> None:
-        """Ask, before anything is trained, whether the outputs can be written. Rank 0 writes them, and asks.
+        """Raise an error before the training if rank 0 cannot write the report or the pictures.
 
         Raises:
-            PipememError: they cannot; on every rank where there is a process group, else on rank 0.
+            PipememError: on every rank if there is a process group, otherwise on rank 0.
         """
 
         def ask() -> None:
@@ -103,9 +104,10 @@ class RunRecord:
 
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:
-        """Leave out of the report whatever fails within this block, and say so there; the first failure is warned of.
+        """Catch exceptions within a ``with`` block, note them in the report, and log the first for each ``what``.
 
-        A file that cannot be written is warned of once for all files: a missing folder or a full disk takes them all.
+        ``what`` is the part of the report that the block makes. All files count as one part, because a missing folder
+        or a full disk makes all of them fail.
         """
         try:
             yield
@@ -117,10 +119,10 @@ class RunRecord:
                 logger.warning("the run goes on without %s, which failed: %s", what, self._failures[what])
 
     def begin(self, group: dist.ProcessGroup, config: object, together: bool = True) -> None:
-        """Begin a training step of the pipeline ``group``.
+        """Note the start of a training step on the ranks of ``group``.
 
-        With ``together``, wait for all ranks of the pipeline, so that their times have one origin. Without it the step
-        is not kept for ``pipemem explain``.
+        With ``together``, all ranks of the pipeline first wait for each other, so that their times have the same
+        origin. Without it, the step is left out of the data for ``pipemem explain``.
         """
         self.group, self.config, self._together = group, config, together
         if together:
@@ -129,19 +131,19 @@ class RunRecord:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every step so far could be measured."""
+        """Whether every step so far was measured without an error."""
         return STEPS not in self._failures
 
     @property
     def last_plan(self) -> Choice | None:
-        """Plan of the last step whose times are known."""
+        """The schedule choice of the last step whose times have been read."""
         return self._last_plan
 
     def counts(self, program: Program) -> bool:
-        """Return whether a step of this program must have a ledger: until two in a row have held the same after every
-        action.
+        """Return whether the bytes of the next step of this program must be counted.
 
-        Counting costs the host time in every action, and where routing or lengths differ it never ends.
+        Counting ends when two steps in a row held the same bytes after every action, because it costs host time in each
+        action. It never ends if routing or sequence lengths change from step to step.
         """
         return self.is_whole and not (self._is_settled and program is self._program)
 
@@ -154,11 +156,10 @@ class RunRecord:
         foretell: bool = True,
         own_plan: Choice | None = None,
     ) -> None:
-        """Add a finished training step. A step without a ledger held the same bytes as the one before.
+        """Add a finished training step. If its bytes were not counted, they equal those of the previous step.
 
-        ``device`` is this rank's place in its pipeline. ``foretell`` says whether the peak follows from the first
-        microbatches of the step. ``own_plan`` is the plan of this step alone, if it was planned for its own
-        microbatches.
+        ``device`` is this rank's position in its pipeline. Without ``foretell``, no peak is predicted from the bytes of
+        single actions. ``own_plan`` is the choice for this step alone, if it was planned for its own microbatches.
         """
         if not self.is_whole:
             return
@@ -199,7 +200,7 @@ class RunRecord:
         self._counted = counted
 
     def _foretell_by_tokens(self, actions: Sequence[Action], ledger: ActivationLedger) -> None:
-        """Foretell the peaks of a step whose microbatches differ."""
+        """Predict the peak bytes of a step from the sizes of its microbatches, which differ."""
         treatments = tuple(sorted(self._treatments.items()))
         on_device, on_host = self._by_tokens.setdefault(treatments, (BytesByTokens(), BytesByTokens(on_host=True)))
         for bytes_by_tokens in (on_device, on_host):
@@ -211,7 +212,7 @@ class RunRecord:
         held.predicted_host_peak_bytes = max(held.predicted_host_peak_bytes, away)
 
     def add_losses(self, losses: dict[str, Any], grad_norm: Any) -> None:
-        """Add the losses and the gradient norm of one iteration of the training loop. The first loss is the model's."""
+        """Add the losses and the gradient norm of one iteration. Only the first loss is kept, which is the model's."""
         for value in losses.values():
             self.losses.append(None)
             with self.guarded(LOSSES):
@@ -221,7 +222,7 @@ class RunRecord:
             self.grad_norms.append(grad_norm)
 
     def read(self) -> None:
-        """Read the times of the last step, if they have not been read."""
+        """Read the times of the last step from the device, unless they have been read."""
         if self._unread is None:
             return
         (plan, self._last_plan, observed), self._unread = self._unread, None
@@ -233,9 +234,9 @@ class RunRecord:
         self.steps.append(run_report.RecordedStep(plan, span, work, peak, *planned, observed.offload()))
 
     def write(self) -> None:
-        """Gather the records of all ranks and write report and pictures on rank 0. Every rank must call this.
+        """Gather the records of all ranks, and write the report and the pictures on rank 0. Every rank must call this.
 
-        It raises nothing. A file that cannot be written is a warning.
+        It raises no error. A file that cannot be written gives a warning.
         """
         with self.guarded("the report"):  # parts that may fail on one rank alone have guards of their own
             with self.guarded(STEPS):
@@ -267,7 +268,7 @@ class RunRecord:
     def _last_step(
         self, pipeline: list[run_report.Summary], plan: Choice, memory: dict[Kind, list[int]]
     ) -> dict | None:
-        """Return the last step as it ran on the pipeline of rank 0."""
+        """Return the report's data of the last step on the pipeline of rank 0."""
         layers = {stage: count for each in pipeline for stage, count in each.layers.items()}
         more = {
             "iteration_seconds": run_report.iteration_seconds(self._begun),
@@ -278,7 +279,7 @@ class RunRecord:
         return run_report.written_step([each.last for each in pipeline], plan, layers, memory, more)
 
     def _draw(self, timelines: Mapping[str, Callable[[], Timeline]], folder: Path) -> list[str]:
-        """Draw the last step, planned and as it ran on the peers of rank 0, and return the names of the files."""
+        """Draw the last step of rank 0's pipeline, as planned and as it ran, and return the names of the files."""
         drawn = []
         for name, timeline in timelines.items():
             for suffix in _TIMELINES:
@@ -288,7 +289,7 @@ class RunRecord:
         return drawn
 
     def _shared(self) -> list[run_report.Shared] | None:
-        """Return the data that the ranks of this pipeline exchange; ``None`` if one of them could not measure."""
+        """Return the weight bytes and step times of every rank of this pipeline; ``None`` if a rank could not measure."""
         if self.group is None:  # no step has begun, on any rank
             return None
         own = None
@@ -301,7 +302,7 @@ class RunRecord:
         return known if len(known) == len(everyones) and len({len(each.spans) for each in known}) == 1 else None
 
     def _summary(self, shared: list[run_report.Shared] | None) -> run_report.Summary:
-        """Return this rank's part of the report."""
+        """Return this rank's part of the report, with the reason if something could not be measured."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         found = run_report.Summary(rank, self.losses, list(map(self._number, self.grad_norms)), None)
         if self.steps:
@@ -331,9 +332,10 @@ class RunRecord:
         return replace(self.held, **self.overlap()._asdict())
 
     def _learn_bytes(self, program: Program, device: int, ledger: ActivationLedger) -> None:
-        """Learn the bytes of actions from the first step that has such an action: later plans may fuse others.
+        """Learn the bytes of each kind of action on each stage, from the first step that has such an action.
 
-        They are learnt anew when a stage begins or ends to be recomputed or offloaded.
+        A later plan may have other kinds of actions. The bytes of a stage are learnt again if its activations begin or
+        cease to be recomputed or offloaded.
         """
         stages, slices = program.placement.num_stages, program.schedule.slices
         if slices != self._slices:
@@ -362,7 +364,7 @@ class RunRecord:
             self._learn_routing(ledger, stages)
 
     def _learn_routing(self, ledger: ActivationLedger, stages: int) -> None:
-        """Widen the predicted range of bytes to the routing of this step, because the next step may be as uneven."""
+        """Extend the predicted range of bytes to the routing of this step, because a later step may be as uneven."""
         for most, known in self._changes.items():
             seen = bytes_per_action(ledger.entries, stages, most)
             for stage in range(stages):

@@ -1,4 +1,4 @@
-"""Put the report of a run together from the measurements of all ranks."""
+"""Compute the contents of a run's report from the measurements of all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Plans = Sequence[tuple[int, Choice]]
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One training step of a rank."""
+    """The times and the peak bytes of one training step on one rank."""
 
     plan: int  # number of its plan
     # seconds from the step's start to the start of this rank's first action, and to the end of its last one
@@ -45,7 +45,7 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class Shared:
-    """Data that the ranks of a pipeline exchange for the report."""
+    """The measurements of one rank that the other ranks of its pipeline need for their part of the report."""
 
     of_stages: Mapping[int, int]  # bytes of one version of every stage of the rank
     spans: Sequence[tuple[float, float]]  # of its steps (``RecordedStep``)
@@ -53,7 +53,7 @@ class Shared:
 
 @dataclass
 class OfRank:
-    """The entry of a rank in the report, under the same names.
+    """The entry of one rank in the report. Field names are the report's keys.
 
     Peaks are updated at every step. The other fields are set at the end.
     """
@@ -103,8 +103,9 @@ class Summary:
 
 
 def report_of(ranks: Sequence[Summary], timelines: Path | None) -> dict:
-    """Return the contents of the report. ``ranks`` are those of the world in their order, ``timelines`` the folder of
-    pictures.
+    """Return the contents of the report from the summaries of all ranks, in the order of the ranks.
+
+    ``timelines`` is the folder of the pictures.
     """
 
     def known(values: list[list[float | None]]) -> list[float | None]:
@@ -133,10 +134,10 @@ def measured(
     weights: WeightBytes,
     shared: Sequence[Shared] | None,
 ) -> OfRank:
-    """Return the entry of a rank in the report, with the peaks of ``held``.
+    """Return the report's entry of a rank, with the peaks that ``held`` has already.
 
-    ``plan`` is that of the last step, ``device`` the rank's place in its pipeline. ``shared`` is ``None`` if a rank of
-    the pipeline could not measure.
+    ``plan`` is the choice of the last step, and ``device`` the rank's position in its pipeline. ``shared`` is ``None``
+    if a rank of the pipeline could not measure.
     """
     timeline, placement = plan.timeline, plan.schedule.placement
     bubble, predicted_weights = None, None
@@ -161,14 +162,15 @@ def measured(
 
 
 def makespans(shared: Sequence[Shared]) -> list[float]:
-    """Return the makespan of every step of a pipeline: from its first start to its last end on any rank."""
+    """Return the seconds of each step from the first start to the last end on any rank of a pipeline."""
     steps = zip(*(each.spans for each in shared), strict=True)
     return [max(end for _, end in spans) - min(start for start, _ in spans) for spans in steps]
 
 
 def described(number: int, plans: Plans, steps: Sequence[RecordedStep], shared: Sequence[Shared] | None) -> dict:
-    """Describe the plan with this number for the report. ``shared`` is ``None`` if a rank of the pipeline could not
-    measure.
+    """Return the report's entry of the plan with this number: its schedule, costs and makespans.
+
+    ``shared`` is ``None`` if a rank of the pipeline could not measure.
     """
     first, plan = plans[number]
     schedule = plan.schedule
@@ -200,10 +202,9 @@ def described(number: int, plans: Plans, steps: Sequence[RecordedStep], shared: 
 
 
 def held_after(ran: Sequence[TracedAction], counted: Sequence[tuple[Action, int, int]]) -> list[int] | None:
-    """Return the bytes that a rank held after every action of a step; ``None`` if other actions were counted.
+    """Return the bytes on the device after each pass of a step that ran; ``None`` if the counted step had other passes.
 
-    ``counted`` has the actions of the last step that was counted, each with the bytes after it on the device and on the
-    host.
+    ``counted`` has every action of the last counted step, with the bytes after it on the device and on the host.
     """
     held = [(action, nbytes) for action, nbytes, _ in counted if action.kind in COMPUTE]
     is_same = [action for action, _ in held] == [traced.action for traced in ran]
@@ -211,7 +212,7 @@ def held_after(ran: Sequence[TracedAction], counted: Sequence[tuple[Action, int,
 
 
 def memory_of(pipeline: Sequence[Summary]) -> dict[Kind, list[int]]:
-    """Return the change of held bytes by every kind of action, one value per stage."""
+    """Return the bytes by which each kind of action changes a rank's memory, one value per stage of the pipeline."""
     found: dict[Kind, list[int]] = {}
     for each in pipeline:  # 0 on stages of others; the first stage receives no output, the last one sends none
         for kind, changes in each.memory.items():
@@ -221,7 +222,10 @@ def memory_of(pipeline: Sequence[Summary]) -> dict[Kind, list[int]]:
 
 
 def bytes_of_1f1b(pipeline: Sequence[Summary], plan: Choice, memory: Mapping[Kind, Sequence[int]]) -> int | None:
-    """Return the peak of 1F1B for the model of a run; ``None`` if it is not known. ``plan`` is that of the last step."""
+    """Return the peak activation bytes that 1F1B would need for the model of a run; ``None`` if unknown.
+
+    ``plan`` is the choice of the last step.
+    """
     peak = max((each.measured.counted_peak_bytes for each in pipeline if each.measured), default=0)
     layers = {stage: count for each in pipeline for stage, count in each.layers.items()}
     stages = range(plan.schedule.placement.num_stages)
@@ -230,9 +234,9 @@ def bytes_of_1f1b(pipeline: Sequence[Summary], plan: Choice, memory: Mapping[Kin
 
 
 def last_step(pipeline: Sequence[Summary], plan: Choice, bubble: float | None, bytes_of_1f1b: int | None) -> Timeline:
-    """Return the timeline of the last step as it ran, with the bytes that were counted.
+    """Return the timeline of the last step, with measured times and counted bytes.
 
-    Raise a ValueError if a rank of the pipeline has not timed all actions.
+    Raise a ValueError if a rank of the pipeline has not timed all passes.
     """
     schedule = plan.schedule
     compute = tuple(tuple(traced.action for traced in member.last) for member in pipeline)
@@ -251,7 +255,7 @@ def last_step(pipeline: Sequence[Summary], plan: Choice, bubble: float | None, b
 
 
 def _offload_summary(steps: list[OffloadStatistics | None]) -> dict:
-    """Return the bytes of the last step; seconds per step, on average."""
+    """Return the report's offload entries: bytes of the last step, and seconds of waiting per step on average."""
     usual = typical(steps)
     waits: defaultdict[tuple[Kind, int], float] = defaultdict(float)
     for step in usual:
@@ -272,7 +276,10 @@ def _offload_summary(steps: list[OffloadStatistics | None]) -> dict:
 
 
 def _costs(plan: Choice) -> dict:
-    """Return one value per stage, of all slices of a microbatch; the time of a message between every two neighbours."""
+    """Return the seconds of F, I and W of a whole microbatch on each stage, and the seconds of messages.
+
+    There is one entry per pair of neighbouring devices, such as ``0-1``.
+    """
     placement, slices = plan.schedule.placement, plan.schedule.slices
     seconds = plan.costs.seconds(placement, slices)
     neighbours = sorted({tuple(sorted(pair)) for pair in zip(placement.devices, placement.devices[1:], strict=False)})
@@ -285,13 +292,13 @@ def _costs(plan: Choice) -> dict:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    """Return the median of the values that are known."""
+    """Return the median of the values that are not ``None``; ``None`` if there are none."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
 
 def _finite(value: float | None) -> float | None:
-    """Replace NaN and infinity by ``null``, because JSON has neither."""
+    """Return the value, or ``None`` for NaN and infinity, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -303,9 +310,9 @@ _TYPICAL = 2
 
 
 def count_layers(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> dict[int, int]:
-    """Return the transformer layers of every stage of this rank.
+    """Return the number of transformer layers of each stage of this rank.
 
-    Stages are left out if their model does not give the number, or if a pattern decides about their layers.
+    Stages of hybrid models, and of models without a list of layers, are left out.
     """
     found = {}
     for stage, chunk in zip(stages, chunks, strict=True):
@@ -317,9 +324,7 @@ def count_layers(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> di
 
 
 def refused(config, num_devices: int) -> dict[str, str]:
-    """Return the features that the configuration of a run excludes, with the reason, by the names of ``pipemem
-    explain``.
-    """
+    """Return the features that the run's configuration excludes, each with the reason, for ``pipemem explain``."""
     v = Placement.v_shape(num_devices)
     checks: Mapping[str, Callable[[], None]] = {
         "schedules": lambda: check_config(config, SCHEDULES),
@@ -339,7 +344,7 @@ def refused(config, num_devices: int) -> dict[str, str]:
 
 
 def iteration_seconds(begun: Sequence[float]) -> float | None:
-    """Return the median time between the starts of two training steps; ``None`` for a single step."""
+    """Return the median seconds between the starts of two consecutive steps; ``None`` for a single step."""
     apart = [after - before for before, after in zip(begun, begun[1:], strict=False)]
     return median(apart[_TYPICAL - 1 :] or apart) if apart else None
 
@@ -351,10 +356,10 @@ def written_step(
     memory: Mapping[Kind, Sequence[int]],
     more: Mapping[str, object],
 ) -> dict | None:
-    """Return the last step for the report, with times in whole nanoseconds since its start.
+    """Return the report's data of the last step, with times in whole nanoseconds since its start.
 
-    Return ``None`` if not every action was timed. ``memory`` is the change of held bytes by every kind of action, per
-    stage. ``more`` are further entries.
+    Return ``None`` if not every pass was timed. ``memory`` has the change of held bytes by each kind of action, per
+    stage. ``more`` are further entries of the result.
     """
     schedule = plan.schedule
     compute = [[action for action in order if action.kind in COMPUTE] for order in schedule.orders]
