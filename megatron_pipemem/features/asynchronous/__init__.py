@@ -1,1 +1,1 @@
-"""Update weights within a step, with several versions of them (PipeDream, PipeDream-2BW)."""
+"""Update weights within a step, and keep several versions of the weights (PipeDream, PipeDream-2BW)."""

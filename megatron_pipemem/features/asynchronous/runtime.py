@@ -1,8 +1,8 @@
-"""Keep several versions of a stage's weights, and show its parameters the version that an action uses.
+"""Keep several versions of a rank's weights, and let each action see the version that it must use.
 
-Every version is one flat buffer per element type. Parameters are views of the version that an action uses, so nothing is
-copied per microbatch. The optimizer updates in place. If later actions still need the newest version, its values are
-first copied to a free buffer, which the optimizer then updates.
+A version is one flat buffer per element type. Parameters are views of the version in use, so changing the version
+copies nothing. The optimizer updates the newest version in place. If later actions still need its old values, they are
+first copied to a free buffer, and the optimizer updates the copy.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Buffers = dict[torch.dtype, torch.Tensor]
 
 
 class WeightVersions:
-    """Several versions of the weights of a rank's chunks.
+    """The versions of the weights of a rank's model chunks, by number.
 
-    Every update makes a version with the next number. The first one is 0, until ``renumber`` shifts all numbers. The
-    parameters' values are copied into the buffers of version 0, and the parameters become views of these buffers.
+    The first version is 0, and each update makes the next number. ``renumber`` shifts all numbers. The parameters
+    become views of the buffers of version 0, with the same values.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]):
@@ -49,29 +49,29 @@ class WeightVersions:
 
     @property
     def sizes(self) -> Mapping[torch.dtype, int]:
-        """Number of elements of a version's buffers, by element type."""
+        """Elements in a buffer of a version, by element type. Alignment is included."""
         return self._sizes
 
     @property
     def version_bytes(self) -> int:
-        """Bytes of one version: all parameters, each rounded up to its alignment."""
+        """Bytes of one version, alignment of the parameters included."""
         return sum(size * dtype.itemsize for dtype, size in self._sizes.items())
 
     @property
     def bytes(self) -> int:
-        """Bytes of all buffers, free ones included."""
+        """Bytes of the buffers of all versions and of the free buffers."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers())
 
     def buffers(self) -> list[torch.Tensor]:
         return [buffer for buffers in (*self._held.values(), *self._free) for buffer in buffers.values()]
 
     def reserve(self, versions: int) -> None:
-        """Allocate buffers until there are ``versions`` in all."""
+        """Allocate free buffers until there are enough for this number of versions."""
         while len(self._held) + len(self._free) < versions:
             self._free.append(self._allocate())
 
     def show(self, version: int) -> None:
-        """Make the parameters views of a version's buffers."""
+        """Make the parameters views of the buffers of this version."""
         if version == self._shown:
             return
         for parameter, view in zip(self._parameters, self._views(version), strict=True):
@@ -79,9 +79,9 @@ class WeightVersions:
         self._shown = version
 
     def advance(self, needed: Collection[int]) -> None:
-        """Begin the next version with the values of the newest, and show it, so that the optimizer can update it.
+        """Make a new version with the values of the newest, and show it, so that the optimizer can update it.
 
-        ``needed`` has the versions that later actions still use. All others are dropped.
+        ``needed`` has the versions that later actions still use. The buffers of all others are reused.
         """
         for version in [v for v in self._held if v != self.newest and v not in needed]:
             self._free.append(self._held.pop(version))
@@ -102,14 +102,14 @@ class WeightVersions:
         self._shown = None if self._shown is None else self._shown + by
 
     def keep_only_newest(self) -> None:
-        """Drop the older versions, and show the newest."""
+        """Free the buffers of all versions but the newest, and show the newest."""
         self.show(self.newest)
         self._free += map(self._held.pop, self.older())
 
     def forget_updates(self) -> None:
-        """Reset the counters by which autograd notices that parameters were changed in place.
+        """Reset the counters in which autograd notes that parameters were changed in place.
 
-        Autograd refuses the backward of a graph that saved a parameter before its last change. Here such backwards are
+        Autograd refuses a backward if a parameter that its graph saved has changed since. Here such a backward is
         right: the change went to another buffer, and the parameter shows the version of the forward again.
         """
         torch._C._autograd._unsafe_set_version_counter(tuple(self._parameters), tuple(self._counters))
@@ -119,13 +119,13 @@ class WeightVersions:
         return {version: buffers for version, buffers in self._held.items() if version != self.newest}
 
     def restore(self, older: Mapping[int, Mapping[torch.dtype, torch.Tensor]]) -> None:
-        """Replace all versions but the newest by copies of ``older``, which the method ``older()`` returned."""
+        """Replace all versions but the newest by copies of ``older``, the result of an earlier ``older()``."""
         self.keep_only_newest()
         for version, saved in older.items():
             self._copy_to(version, saved)
 
     def _copy_to(self, version: int, source: Mapping[torch.dtype, torch.Tensor]) -> None:
-        """Make a version with the values of ``source``."""
+        """Make ``version`` a copy of the buffers ``source``."""
         self._held[version] = self._free.pop() if self._free else self._allocate()
         for dtype, buffer in self._held[version].items():
             buffer.copy_(source[dtype])
@@ -144,14 +144,16 @@ class WeightVersions:
 
 @dataclass(frozen=True, eq=False)
 class WeightSwitch:
-    """Shows every action of a training step its version of the weights, and updates the weights after some actions.
+    """The step feature that shows each action its version of the weights, and updates the weights after some.
 
     Args:
         versions: the version of every forward and backward.
-        updates: the actions that are followed by an update, each with the versions that later actions still need.
-        update: makes the next version, given the versions that are still needed. If the training loop steps the
-            optimizer after the training step, it only begins the version.
-        catch_up: makes the version of the step before, if its optimizer step is pending when an action needs it.
+        updates: the actions after which the weights are updated, each with the versions that later actions still
+            need.
+        update: makes the next version. Its argument has the versions that later actions still need. If the training
+            loop steps the optimizer after the training step, the new version has the old values until then.
+        catch_up: takes a postponed optimizer step. It is called when an action needs a version that does not exist
+            yet.
     """
 
     weights: WeightVersions
@@ -161,7 +163,7 @@ class WeightSwitch:
     catch_up: Callable[[], None] | None = None
 
     def extend(self, executor: Executor) -> Handlers:
-        """See ``StepFeature``."""
+        """Return handlers that show the version of the weights before an action, and update the weights after it."""
         others = dict(executor.handlers)
 
         def switched(each: Instruction) -> None:

@@ -1,1 +1,1 @@
-"""Draw random numbers by layer and microbatch, so that dropout does not depend on the order of passes."""
+"""Draw random numbers by layer and microbatch, so that dropout does not depend on the schedule."""

@@ -1,12 +1,12 @@
-"""Draw initial weights and dropout by layer, independent of the layer's device and of the order of passes.
+"""Make initial weights and dropout independent of the schedule: each layer draws from random streams of its own.
 
-Megatron seeds every pipeline rank differently, and all layers of a rank draw from the same random streams. So another
-placement starts from other weights, and another order of forwards drops other activations. Here every layer and the
-embedding have streams of their own. They are seeded by a *key* when the layer is built, and again in every forward. A
+Megatron seeds each pipeline rank differently, and all layers of a rank draw from the same random streams. So a run with
+another placement starts with other weights, and another order of forwards drops other activations. Here each layer and
+the embedding have their own streams. They are seeded by a *key*: when the layer is built, and again in each forward. A
 key is a hash of the run's seed, the iteration, the microbatch, and the layer's number in the whole model.
 
-A layer's key is derived from the key of what encloses it: the model that is built, the microbatch that runs, or an
-outer layer. That key is kept among the states of Megatron's random tracker. Recomputation restores the tracker's states,
+A layer's key is derived from an enclosing key: that of the model being built, the microbatch being run, or an outer
+layer. The enclosing key is stored among the states of Megatron's random tracker. Recomputation restores these states,
 and so the key.
 """
 
@@ -49,7 +49,9 @@ _KEY = "pipemem-key"
 
 
 def derived(*parts: object) -> int:
-    """Return the hash of ``parts`` as a key. The first part is a seed or the enclosing key, the others name a place in it."""
+    """Return a key: the hash of ``parts``. The first is a seed or the enclosing key, the others say which layer it is
+    for.
+    """
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
 
 
@@ -59,7 +61,7 @@ def _enclosing() -> int | None:
 
 @contextmanager
 def _within(key: int) -> Iterator[None]:
-    """Set the key from which layers derive theirs, within this block."""
+    """Set the enclosing key while the block runs."""
     tracker = random.get_cuda_rng_tracker()
     outer = tracker.get_states()
     tracker.set_states({**outer, _KEY: key})
@@ -74,10 +76,10 @@ def _within(key: int) -> Iterator[None]:
 
 @contextmanager
 def _drawing(key: int, by_shard: bool = False, is_expert: bool = False) -> Iterator[None]:
-    """Seed all random streams by a key within this block, and continue the earlier streams after it.
+    """Seed all random streams by ``key`` while the block runs, and restore the previous streams after it.
 
     With ``by_shard``, the default stream also differs between tensor-parallel ranks, for activations that are sharded
-    along the sequence. With ``is_expert``, the key belongs to one expert, so its numbers do not depend on the
+    along the sequence. With ``is_expert``, the key belongs to one expert. Its random numbers then do not depend on the
     expert-parallel rank that holds it.
     """
     tracker = random.get_cuda_rng_tracker()
@@ -104,7 +106,7 @@ def _drawing(key: int, by_shard: bool = False, is_expert: bool = False) -> Itera
 
 
 def _draw_by_key(module: torch.nn.Module, by_shard: bool, *parts: object) -> None:
-    """Seed every training forward of ``module`` by the key that ``derived`` returns for the enclosing key and ``parts``."""
+    """Make each training forward of ``module`` draw from streams with the key ``derived(enclosing key, *parts)``."""
     running: list[ExitStack] = []
 
     def begin(module: torch.nn.Module, _: tuple) -> None:
@@ -121,7 +123,7 @@ def _draw_by_key(module: torch.nn.Module, by_shard: bool, *parts: object) -> Non
 
 
 class LayerwiseRandom(Extension):
-    """Makes initial weights and dropout of a run the same for every schedule, Megatron's own included."""
+    """The extension that makes initial weights and dropout the same for all schedules, Megatron's own included."""
 
     only_trains = True
 
@@ -150,7 +152,10 @@ class LayerwiseRandom(Extension):
         return [self]
 
     def extend(self, executor: Executor) -> Handlers:
-        """Note the number of the running microbatch. In asynchronous schedules it may belong to a later iteration."""
+        """Return handlers that store the number of the running microbatch for ``_forward_step``.
+
+        In asynchronous schedules, the microbatch may belong to a later iteration.
+        """
 
         def noting(handler: Handler) -> Handler:
             def run(each: Instruction) -> None:
@@ -205,12 +210,12 @@ class LayerwiseRandom(Extension):
 
 
 def extensions(*_: object) -> list[Extension]:
-    """Return the extensions of a run. They work with Megatron's own schedule too."""
+    """Return the extension of a run with layerwise random numbers. It also works with Megatron's own schedule."""
     return [LayerwiseRandom()]
 
 
 def _check(config) -> None:
-    """Raise an UnsupportedError if a model with this configuration cannot give each layer random streams of its own."""
+    """Raise an UnsupportedError if the layers of this model cannot have random streams of their own."""
     tracker = random.get_cuda_rng_tracker()
     of_tracker = {
         "use_te_rng_tracker": not isinstance(
@@ -231,10 +236,10 @@ def _build_embedding(original: Callable, embedding, *args, **kwargs) -> None:
 
 
 def _build_module(kind: str, number_of: Callable[[dict], int], original: Callable, spec, *args, **kwargs):
-    """Build a layer as ``build_module`` does, with initial weights and dropout from the random streams of its own key.
+    """Build a layer with ``original`` (``build_module``). Its initial weights and dropout come from its own streams.
 
-    ``kind`` separates layers of two kinds that have the same number. ``number_of`` returns the layer's number in the
-    whole model, given the keyword arguments of ``build_module``.
+    ``kind`` distinguishes layers of two kinds that have the same number. ``number_of`` returns the layer's number in
+    the whole model. Its argument has the keyword arguments of ``build_module``.
     """
     key = _enclosing()
     if key is None or "layer_number" not in kwargs:
@@ -248,6 +253,9 @@ def _build_module(kind: str, number_of: Callable[[dict], int], original: Callabl
 
 
 def _number_in_model(named: dict) -> int:
-    """Return a layer's number in the whole model. ``named`` has the arguments of its build, with its number in the chunk."""
+    """Return a layer's number in the whole model. ``named`` has the keyword arguments with which the layer is built.
+
+    One of them is the layer's number in its chunk.
+    """
     offset = get_transformer_layer_offset(named["config"], named["vp_stage"], named["pg_collection"].pp.rank())
     return named["layer_number"] + offset

@@ -1,1 +1,1 @@
-"""Begin a step before all ranks have ended the one before."""
+"""Let each rank begin a training step before other ranks have ended the previous one."""

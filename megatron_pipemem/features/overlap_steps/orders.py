@@ -1,9 +1,11 @@
-"""Find the forwards of a step that may run before it is known whether the step before was clipped.
+"""Find the forwards of a step that may run before it is known whether the previous step must be redone.
 
-Without a barrier between two steps, the gradient norm of the earlier one is on its way while the later one begins. If
-the gradients had to be clipped, the weights were wrong, and the passes that used them are dropped and run again. The
-*cut* is the part that may be dropped. It holds forwards alone, so that no gradient changes before the norm is known. It
-is closed: no action in it needs one outside, so every device reaches the end of its part.
+Without a barrier between two steps, the gradient norm of the earlier step arrives while the later step is running. If
+the gradients should have been clipped, the later step used wrong weights. Its actions so far are dropped and run again.
+
+The *cut* is the part of a step that may be dropped: the first actions of every device. It has only forwards and
+messages, so that no gradient changes before the norm is known. It is closed: no action in it needs an action outside,
+so every device reaches the end of its part.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from megatron_pipemem.schedule.schedule import Order, Program
 
 @dataclass(frozen=True)
 class ValidationCut:
-    """The cut of a program, and the messages in flight there."""
+    """The cut of a program, and the messages to post if the cut is dropped."""
 
     program: Program
     lengths: tuple[int, ...]  # per device, the number of its first actions in the cut, messages included
@@ -30,10 +32,10 @@ class ValidationCut:
     drains: tuple[Order, ...]
 
     def check(self) -> None:
-        """Prove that the cut holds forwards alone, that it is closed, and that the drains leave no message in flight.
+        """Prove that the cut has only forwards and messages, that it is closed, and that no message stays half posted.
 
         Raises:
-            ScheduleError: one of these is not so.
+            ScheduleError: one of these does not hold.
         """
         parts = [actions[:length] for actions, length in zip(self.program.actions, self.lengths, strict=True)]
         for device, part in enumerate(parts):
@@ -41,7 +43,7 @@ class ValidationCut:
                 if not _can_be_dropped(action):
                     raise ScheduleError(
                         "wrong-cut",
-                        "cannot be undone if the first actions of a step start over; let them end before it",
+                        "is in the cut, but only forwards and messages can be dropped and run again; end the cut before it",
                         at=(device, position, action),
                     )
         messages = _messages(self.program)
@@ -52,17 +54,17 @@ class ValidationCut:
             ends = [end for end in (message.send, message.receive) if end in posted]
             if len(ends) == 1:
                 raise ScheduleError(
-                    "wrong-cut", f"{ends[0]} meets nothing when the cut is dropped; drain its other end as well"
+                    "wrong-cut",
+                    f"if the cut is dropped, {ends[0]} is posted without its other end; add that end to the drain",
                 )
 
 
 def validation_cut(program: Program) -> ValidationCut:
-    """Return the largest closed cut of a program, proved.
+    """Return the largest closed cut of a program, after proving it.
 
-    Forwards whose inputs have been through all devices are outside: when they could run, every device has begun the
-    step. Messages after the last forward of the cut belong to it, so that the next forward or backward finds its own
-    posted. In a program for single queues, the drains wait for one another in no circle either. Raise an
-    UnsupportedError for an asynchronous schedule, whose steps overlap by older weights.
+    A forward is outside if its input has passed through all devices. When such a forward can run, every device has
+    begun the step. Messages that follow the last forward of a device's part are inside, so that they are posted before
+    the norm is awaited. Raise an UnsupportedError for an asynchronous schedule, which needs no cut.
     """
     schedule, placement = program.schedule, program.placement
     if schedule.updates is not None:
@@ -104,7 +106,7 @@ def _messages(program: Program) -> list[Message]:
 
 
 def _dependencies(program: Program, parts: Sequence[Order], messages: Sequence[Message]) -> Dependencies:
-    """Return the dependencies between the first actions of all devices.
+    """Return the dependencies among the first actions of all devices, which ``parts`` has.
 
     A forward waits until its input has been sent. Its other needs are earlier on its own device.
     """

@@ -1,1 +1,1 @@
-"""Drop activations after the forward, and compute them again before the backward."""
+"""Drop the activations of a stage after its forward, and compute them again before its backward."""

@@ -1,4 +1,4 @@
-"""Choose the stages whose forwards run again before their backwards, and when and how much of each runs again."""
+"""Choose which stages recompute their activations, fully or in part, and where the recomputes run in the orders."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _AHEAD = (1, 2, 4, 8)
 
 
 def with_recompute(schedule: Schedule, stages: Mapping[int, Kind]) -> Schedule:
-    """Return the schedule with R or RS right before each I or B of ``stages``, and without earlier recomputes.
+    """Return the schedule with an R or RS right before each I or B of ``stages``, and without its present recomputes.
 
-    Actions on memory are dropped, because they were planned for other activations.
+    R recomputes the whole forward, RS only a part of it. OFFLOAD and RELOAD are removed, because they were planned for
+    other activations.
     """
 
     def orders(order: Order) -> Order:
@@ -40,7 +41,7 @@ def with_recompute(schedule: Schedule, stages: Mapping[int, Kind]) -> Schedule:
 
 
 def recomputed_by_mode(schedule: Schedule) -> dict[str, list[int]]:
-    """Return the recomputed stages by mode: ``selective`` and ``full``."""
+    """Return the stages with recompute by mode, for example ``{"selective": [0, 2], "full": [1]}``."""
     return {
         mode: stages
         for mode, kind in KIND_OF_MODE.items()
@@ -51,9 +52,11 @@ def recomputed_by_mode(schedule: Schedule) -> dict[str, list[int]]:
 def recompute_plans[T](
     base: Schedule, costs: Costs, mode: str, plan: Callable[[Schedule], T], over: Callable[[Schedule], Collection[int]]
 ) -> Iterator[T]:
-    """Yield plans of one order. ``auto`` begins without recompute, and adds some on the devices in ``over`` for each next plan.
+    """Yield plans of the order ``base`` with recompute. ``auto`` yields several, each with more recompute than the one
+    before.
 
-    ``plan`` completes a schedule, and ``over`` returns its devices that need more memory.
+    ``plan`` turns a schedule into a plan. With ``auto``, the first plan has no recompute. ``over`` returns the devices
+    of a schedule that need more memory than they may. On each of these devices, the next plan recomputes more.
     """
     again = dict.fromkeys(range(base.num_stages), KIND_OF_MODE[mode]) if mode in KIND_OF_MODE else {}
     steps = [recompute_steps(base, costs, device) if mode == AUTO else [] for device in range(base.num_devices)]
@@ -69,10 +72,10 @@ def recompute_plans[T](
 
 
 def recompute_steps(schedule: Schedule, costs: Costs, device: int) -> list[tuple[int, Kind]]:
-    """Return the recomputes of a device, in the order in which to add them.
+    """Return the ``(stage, kind)`` by which recompute grows on a device, in the order in which to add them.
 
-    Each step recomputes one more stage, or a stage fully instead of in part. Steps with the fewest seconds per byte saved
-    come first. The saving counts for every microbatch in flight.
+    Each entry adds one more stage, or changes a stage from RS (part of the forward) to R (all of it). The entry with
+    the fewest seconds per byte saved comes first. The bytes are those of all microbatches in flight.
     """
     placement = schedule.placement
     seconds, plain = costs.seconds(placement), costs.memory_changes(placement)[Kind.F]
@@ -100,10 +103,10 @@ _IN_FLIGHT = {Kind.F: 1, Kind.I: -1, Kind.B: -1}
 
 
 def with_early_recompute(plan: OffloadPlan, fits: Callable[[OffloadPlan], bool]) -> OffloadPlan:
-    """Move recomputes earlier, into waits of their device, if the step gets shorter.
+    """Move recomputes to earlier places in the orders, where their device would wait, if the step gets shorter.
 
-    ``fits`` returns whether a plan keeps the memory caps, because a recomputed activation is held until its backward.
-    Without a cap, the peak does not rise.
+    A recomputed activation is held until its backward. So ``fits`` checks whether a plan still keeps the memory caps.
+    Without caps, the peak may not rise.
     """
     if not plan.schedule.recomputed:
         return plan
@@ -120,7 +123,10 @@ def with_early_recompute(plan: OffloadPlan, fits: Callable[[OffloadPlan], bool])
 
 
 def _earlier(order: Order, spans: Sequence[tuple[float, float]], ahead: int) -> Order:
-    """Move each recompute before the longest wait, if any, among the ``ahead`` actions before it."""
+    """Return the order with each recompute before the longest wait among the ``ahead`` actions that precede it.
+
+    A recompute stays in its place if there is no wait, and it stays after actions of the same stage and microbatch.
+    """
     waits = [start - end for (start, _), (_, end) in zip(spans, [(0.0, 0.0), *spans], strict=False)]
     moved: list[list[Action]] = [[] for _ in order]
     stays: list[list[Action]] = [[action] for action in order]
@@ -139,7 +145,7 @@ def _earlier(order: Order, spans: Sequence[tuple[float, float]], ahead: int) -> 
 
 
 def in_words(plan: OffloadPlan) -> str:
-    """Return a sentence with the offloaded activations, and the reasons of those that stay."""
+    """Return text such as ``3 activations are offloaded, 5 stay (channel full); full recomputation of stages [0]``."""
     counts: dict[str, int] = {}
     for why in plan.kept.values():
         counts[why] = counts.get(why, 0) + 1

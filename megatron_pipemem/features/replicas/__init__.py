@@ -1,1 +1,1 @@
-"""Sum up the gradients of two replicas of the model on one set of ranks (GEMS, Chimera, DualPipe)."""
+"""Train two replicas of the model on the same ranks, and sum their gradients (GEMS, Chimera, DualPipe)."""

@@ -1,8 +1,8 @@
-"""Train two replicas of the model in one pipeline. For Megatron they are one model.
+"""Train two replicas of the model in one pipeline, which Megatron treats as one model.
 
-Both replicas are trained. Their gradients are added up before anything else uses them. So both optimizers do the same
-to equal weights, and the replicas stay equal without being sent again. Checkpoints hold the first replica and are
-loaded into both. Norms of gradients count the first.
+The gradients of both replicas are summed before any other code uses them. So both optimizers make the same change to
+equal weights, and the replicas stay equal without sending weights again. Checkpoints contain the first replica and are
+loaded into both. Gradient norms count the first replica only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TIED_ENDS = 2
 
 @torch.no_grad()
 def make_replicas(chunks: Sequence[torch.nn.Module], placement: Placement, group: dist.ProcessGroup) -> None:
-    """Give this rank's second chunk the values of its stage's first replica, and mark it as a replica.
+    """Copy the weights of a stage's first replica into this rank's second chunk, and mark that chunk as a replica.
 
     Every rank of a bidirectional pipeline calls this. Raise an UnsupportedError if the model cannot have two replicas,
     for example because its weights are quantised.
@@ -69,7 +69,7 @@ def make_replicas(chunks: Sequence[torch.nn.Module], placement: Placement, group
 
 
 def _save_as_replica(module: Any) -> None:
-    """Load its state from where the first replica's is, and never write it."""
+    """Make a module load its state from the entries of the first replica in a checkpoint, and never write it."""
     original = module.sharded_state_dict
 
     def sharded_state_dict(*args, **kwargs):
@@ -83,7 +83,7 @@ def _save_as_replica(module: Any) -> None:
 
 
 def _behind(replica_id: int | tuple[int, ...]) -> int | tuple[int, ...]:
-    """Return a replica number after those that Megatron gives to the first replica."""
+    """Return a ``replica_id`` for Megatron's checkpoints that is larger than all that the first replica has."""
     if isinstance(replica_id, int):
         return replica_id + _TIED_ENDS
     first, *rest = replica_id
@@ -91,20 +91,20 @@ def _behind(replica_id: int | tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def gradients(chunk: torch.nn.Module) -> list[torch.Tensor]:
-    """Return where the gradients of a chunk are, parameter by parameter; zeros for those that got none."""
+    """Return the gradient tensors of a chunk's trained parameters. A parameter without a gradient gets zeros."""
     return [gradient_of(parameter) for parameter in chunk.parameters() if parameter.requires_grad]
 
 
 def extensions(_: object, __: object, chunk_placement: ChunkPlacement) -> list[Extension]:
-    """Return the extensions of two replicas, and let the replicas be made equal when the model is built."""
+    """Return the extension of a run with two replicas, and make the run copy the weights when the model is built."""
     chunk_placement.replicate = make_replicas
     return [ReplicaSteps()]
 
 
 class ReplicaSteps(Extension):
-    """Sums gradients over the replicas of the model, and keeps the communicators for it between steps.
+    """The extension that sums gradients over the replicas of the model. It does nothing for schedules with one replica.
 
-    Does nothing in schedules with one replica.
+    Its process groups are kept between steps.
     """
 
     def __init__(self) -> None:

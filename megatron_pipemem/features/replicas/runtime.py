@@ -1,4 +1,4 @@
-"""Add up the gradients of a stage's replicas, if the devices hold the model more than once."""
+"""Sum the gradients of a stage's replicas, for pipelines whose devices hold the model more than once."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ Channels = Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
 def connect_replicas(placement: Placement, group: dist.ProcessGroup, device: torch.device | int | str) -> Channels:
-    """Open a process group for every set of devices with replicas of the same stages, and return those of this rank.
+    """Create a process group for each set of devices with replicas of a stage, and return those of this rank.
 
-    Every rank of the job must call this at the same time. There is none if the devices hold the model once. As with
-    messages (``transport.connect``), the first sum of a group would wait for the other devices, so one is made here.
+    Every rank of the job must call this at the same time. The result is empty if the devices hold the model once. Each
+    group sums a number once, because the first communication of a group would wait for all of its devices (see
+    ``transport.connect``).
     """
     if placement.replicas == 1:
         return {}
@@ -37,9 +38,9 @@ def connect_replicas(placement: Placement, group: dist.ProcessGroup, device: tor
 
 @dataclass(eq=False)
 class ReplicaReducer:
-    """The sums of one step on one rank.
+    """The step feature that sums gradients over the replicas of each stage, for one step on one rank.
 
-    ``gradients(stage)`` returns the tensors to add up in place, the same in the same order for every replica.
+    ``gradients(stage)`` returns the tensors to sum in place. They are the same for every replica, in the same order.
     """
 
     placement: Placement
@@ -50,7 +51,9 @@ class ReplicaReducer:
     _works: dict[int, list[dist.Work]] = field(default_factory=dict)
 
     def extend(self, executor: Executor) -> Handlers:
-        """See ``StepFeature``. Data-parallel ranks reduce a stage's gradients when the sum over its replicas is there."""
+        """Return handlers of REDUCE_REPLICAS and REDUCE_GRAD. The latter first waits for the sum over the stage's
+        replicas.
+        """
         reduce = executor.handlers[Kind.REDUCE_GRAD]
 
         def reduce_sum(each: Instruction) -> None:
@@ -62,7 +65,7 @@ class ReplicaReducer:
     def post(self, stage: int) -> None:
         """Note that the gradients of ``stage`` are complete.
 
-        Start the sum over replicas once the gradients of all replicas of the stage on this device are complete.
+        When the gradients of all its replicas on this device are complete, start the sum over devices.
         """
         self._posted.add(stage)
         here = self._here(stage)
@@ -75,7 +78,7 @@ class ReplicaReducer:
         self._works[here[0]] = [] if channel is None else _start_sum(first, channel)
 
     def wait(self, stage: int) -> None:
-        """Wait for the sum of this stage, which has been posted; afterwards all replicas on this device hold it."""
+        """Wait for the sum over the replicas of ``stage``. Afterwards all replicas on this device have the sum."""
         here = self._here(stage)
         works = self._works.pop(here[0], None)
         if works is None:  # waited for on behalf of another replica
@@ -93,7 +96,10 @@ class ReplicaReducer:
 
 
 def _start_sum(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start one operation per type, in place: no backend mixes types in one."""
+    """Start summing the tensors over the group in place, with one operation per dtype.
+
+    No backend can sum tensors of several dtypes in one operation.
+    """
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)

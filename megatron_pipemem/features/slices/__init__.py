@@ -1,1 +1,1 @@
-"""Cut a microbatch into slices of its sequence."""
+"""Cut each microbatch into slices of its sequences, which run one after the other."""

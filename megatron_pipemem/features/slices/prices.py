@@ -1,7 +1,7 @@
-"""Cut microbatches into sequence slices, and price the slices if attention is causal.
+"""Cut microbatches into sequence slices, and compute the costs of each slice for causal attention.
 
-A slice attends to all tokens before it, so of equal slices, later ones take longer (arXiv 2406.03488, section 3.3; arXiv
-2504.14519). Its keys and values are held for the backward of the later slices.
+Each slice attends to all tokens before it. So among equal slices, a later one takes longer (arXiv 2406.03488, section
+3.3; arXiv 2504.14519). The keys and values of a slice are held until later slices have run backward.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 def slice_tokens(
     tokens: int, slices: int, cut: str = TOKENS, attention: float = 0.0, multiple: int = 1
 ) -> tuple[int, ...]:
-    """Return the number of tokens of every slice of a sequence.
+    """Return the number of tokens of each slice of a sequence of ``tokens``. Raise an UnsupportedError for an
+    impossible cut.
 
-    With ``cut="tokens"`` all slices have equally many. With ``"flops"`` the F of all slices takes equally long, as nearly as
-    ``multiple`` allows. The first part ``x`` of the sequence then takes ``(1 - attention) x + attention x^2`` of F's seconds.
-    ``attention`` is the share of causal attention in F's seconds. A cut that is impossible raises an UnsupportedError.
+    With ``cut="tokens"`` all slices have the same number of tokens. With ``"flops"`` the F of all slices takes the same
+    time, as nearly as possible if each number is a multiple of ``multiple``.
+
+    ``attention`` is the share of causal attention in F's seconds. The first part ``x`` of a sequence, with x from 0 to
+    1, then takes ``(1 - attention) x + attention x^2`` of F's seconds.
     """
     units, rest = divmod(tokens, multiple)
     wanted = f"{tokens} tokens cannot be cut into {slices} slices"
@@ -63,20 +66,22 @@ def slice_costs(
     attention: float | Mapping[Kind, float] = 0.0,
     keys_and_values: float = 0.0,
 ) -> Costs:
-    """Return costs per stage and slice, computed from those of whole microbatches.
+    """Return the costs of each stage and slice, computed from those of whole microbatches.
 
-    A slice from ``x0`` to ``x1``, parts of the sequence, takes ``(1-a)(x1-x0) + a(x1^2-x0^2)`` of a kind's seconds, with the
-    share ``a`` of causal attention. W, transfers to the host and the passes of vocabulary parallelism are in proportion to
-    tokens. A message of a slice takes ``1/n`` of the microbatch's.
+    ``costs`` are those of whole microbatches, one number or one per stage. ``tokens`` has the number of tokens of each
+    slice. ``attention`` is the share of causal attention in the seconds of F, I, R and RS, by kind. R and RS have the
+    share of F by default. If ``attention`` is one number ``a``, it is the share in F. The share in I is then ``2a /
+    (1+a)``, because the backward of attention has twice as many matrix products. ``keys_and_values`` is the share of
+    keys and values in the memory of F.
 
-    Memory of F is in proportion to tokens, except for keys and values. Their caches are of the whole microbatch: F of its
-    first slice allocates them, and I of that slice, which runs backward last, frees them. Their gradients have as many bytes
-    and live from I of the last slice to I of the first. Neither recompute nor offload moves the caches or these gradients.
+    Seconds: let a slice begin at ``x0`` and end at ``x1``, as fractions of the sequence. It takes ``(1-a)(x1-x0) +
+    a(x1^2-x0^2)`` of a microbatch's seconds. W, copies to the host and vocabulary passes are in proportion to tokens. A
+    message takes ``1/n`` of the microbatch's seconds, with n slices.
 
-    ``costs`` are those of whole microbatches, one number or one per stage. ``tokens`` has those of every slice. ``attention``
-    is the share of causal attention in the seconds of F and I; R and RS take that of F by default. One number ``a`` is the
-    share of F. The share of I is then ``2a / (1+a)``, because its attention has twice the matrix products.
-    ``keys_and_values`` is their share in the memory of F.
+    Memory: activations of F are in proportion to tokens, except keys and values. F of the first slice allocates these
+    for the whole microbatch. I of the first slice, which runs last, frees them. Their gradients have as many bytes and
+    exist from I of the last slice to I of the first. Neither recompute nor offload changes the keys, values or their
+    gradients.
     """
     slices, shares = len(tokens), _shares(attention, keys_and_values)
     if not tokens or min(tokens) < 1:
@@ -121,7 +126,7 @@ def slice_costs(
 
 
 def _shares(attention: float | Mapping[Kind, float], keys_and_values: float) -> dict[Kind, float]:
-    """Return the share of attention in the seconds of every kind."""
+    """Return the share of attention in the seconds of each kind, from 0 to 1."""
     if isinstance(attention, Mapping):
         shares = {Kind(kind): number(f"attention.{kind}", share) for kind, share in attention.items()}
         shares = {Kind.F: 0.0, Kind.I: 0.0, **shares}
@@ -142,7 +147,10 @@ def _spread(values: Sequence[float], shares: Sequence[float]) -> tuple[float, ..
 def _memory(
     costs: Costs, placement: Placement, by_tokens: Sequence[float], keys_and_values: float
 ) -> dict[Kind, tuple[float, ...]]:
-    """Return the memory that every kind takes or frees, per stage and slice, in the unit of ``Costs.memory_changes``."""
+    """Return the memory that each kind of action takes or frees, per stage and slice.
+
+    The unit is that of ``Costs.memory_changes``.
+    """
     stages, last = range(placement.num_stages), len(by_tokens) - 1
     whole = costs.memory_changes(placement)
     dropped = costs.memory_changes(placement, dict.fromkeys(stages, Kind.R))

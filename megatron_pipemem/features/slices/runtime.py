@@ -1,8 +1,8 @@
-"""Keep the keys or the values of a sequence that runs in slices, and add up their gradients.
+"""Keep the keys or values of a sequence that runs in slices, and sum their gradients.
 
-Slices run forward from the first to the last, and backward from the last to the first (arXiv 2406.03488, section 3.2). Keys
-and values of all slices are in one tensor. Attention therefore reads those of earlier slices without a copy, and saves views
-of the tensor for its backward.
+Slices run forward from the first to the last, and backward from the last to the first (arXiv 2406.03488, section 3.2).
+The keys (or values) of all slices are in one tensor. So attention reads those of earlier slices without a copy, and
+autograd saves views of this tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import torch
 
 
 class KeyValueCache:
-    """The keys, or the values, of one layer for one sequence. ``hold`` is called with each kept tensor."""
+    """The keys, or the values, of one layer for one sequence.
+
+    ``hold`` is called with each tensor that is kept here.
+    """
 
     def __init__(self, tokens: int, hold: Callable[[torch.Tensor], object]):
         self._tokens, self._hold = tokens, hold
@@ -21,16 +24,17 @@ class KeyValueCache:
         self._gradient: torch.Tensor | None = None
 
     def append(self, part: torch.Tensor, begin: int) -> torch.Tensor:
-        """Write a slice, and return it after all earlier ones, ``[begin + its tokens, ...]``.
+        """Store the keys of a slice, and return those of all slices so far, ``[begin + tokens of the slice, ...]``.
 
-        A slice that runs again writes the same values. The backward adds the gradients of later slices to its own.
-        ``part`` is ``[its tokens, ...]``, and ``begin`` counts the tokens of all earlier slices.
+        ``part`` is ``[tokens of the slice, ...]``, and ``begin`` is the number of tokens of all earlier slices. A
+        recomputed slice stores the same values again. In the backward, the slice's gradient includes those from later
+        slices.
         """
         grown: torch.Tensor = _Append.apply(part, self, begin)
         return grown
 
     def write(self, part: torch.Tensor, begin: int) -> torch.Tensor:
-        """Write a slice, and return it after all earlier ones, without autograd."""
+        """Do the same as ``append``, without autograd."""
         if self._whole is None:
             self._whole = part.new_empty(self._tokens, *part.shape[1:])
             self._hold(self._whole)
@@ -41,7 +45,10 @@ class KeyValueCache:
         return whole[:end]
 
     def add_gradient(self, gradient: torch.Tensor, begin: int) -> torch.Tensor:
-        """Keep the gradients of a slice's output for earlier slices, and return the whole gradient of the slice itself."""
+        """Return the gradient of the slice's own keys, summed over this and all later slices.
+
+        ``gradient`` is that of the result of ``append``. Its part for earlier slices is kept until they run backward.
+        """
         own, end = gradient[begin:], gradient.size(0)
         if self._gradient is None:  # the last slice, whose keys only it has read
             if begin:

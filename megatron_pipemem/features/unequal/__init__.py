@@ -1,1 +1,1 @@
-"""Order the microbatches of a step by their costs."""
+"""Reorder the microbatches of a step whose costs differ, so that the step gets shorter."""

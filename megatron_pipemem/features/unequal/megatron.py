@@ -1,8 +1,10 @@
-"""Plan every training step for the weights of its own microbatches: their order and the schedule.
+"""Plan every training step for the costs of its own microbatches: the order of the microbatches and the schedule.
 
-A step is planned when it begins, and not while the step before runs. Planning ahead would read the next batch early.
-Only the training loop knows whether there will be one, with how many microbatches, from which iterator, and how far a
-checkpoint says that the data have been read.
+A microbatch's *weight* is its cost relative to that of a full microbatch.
+
+A step is planned when it begins, and not during the previous step. Planning earlier would read the next batch early.
+But only the training loop knows whether there is a next batch, its number of microbatches and its iterator. And a
+checkpoint must say how far the data have been read.
 """
 
 from __future__ import annotations
@@ -59,10 +61,10 @@ _NONE = -1.0
 
 
 class UnequalMicrobatches(Extension):
-    """Weighs the microbatches of every training step, plans the step for these weights, and deals the batches
-    accordingly.
+    """The extension that plans each training step for the weights of its microbatches, and reorders its batches.
 
-    The data iterator and the loop count microbatches in the order of reading, and a schedule counts them by position.
+    The data iterator and the training loop number microbatches in the order of reading. A schedule numbers them by
+    their position in the step.
     """
 
     only_trains = True
@@ -77,9 +79,11 @@ class UnequalMicrobatches(Extension):
         self._has_warned = False
 
     def choose(self, step: Step) -> Compiled:
-        """Raises:
-        UnsupportedError: batches that cannot be weighed, weights on which ranks disagree, or no schedule within the memory
-            cap; on every rank of this copy of the model, before anything has run.
+        """Return the program for the weights of this step's microbatches, or the usual one if all weights are equal.
+
+        Raises:
+            UnsupportedError: batches cannot be weighed, ranks disagree on weights, or no schedule keeps the memory cap.
+                All ranks of this copy of the model raise it, before any action has run.
         """
         self._began = time.perf_counter()
         base = step.programs.get(step.shape, lambda digest: agree(digest, step.pipeline.group))
@@ -119,7 +123,10 @@ class UnequalMicrobatches(Extension):
         return Compiled(program, plan)
 
     def prepare(self, step: Step) -> None:
-        """Deal the batches in the order of the schedule. Batches that have been read come from memory."""
+        """Replace the data iterators by iterators that return the batches in the order of the schedule.
+
+        Batches that have been read to weigh them come from memory.
+        """
         m, placement = step.shape.num_microbatches, step.pipeline.placement
         order = step.context.order or range(m)
         dealt = []
@@ -144,7 +151,7 @@ class UnequalMicrobatches(Extension):
         self._dealers.clear()
 
     def _dealer(self, iterator: Iterator, num_microbatches: int) -> Dealer:
-        """Return the dealer that has read from an iterator, or a new one."""
+        """Return the dealer that has read batches from this iterator, or make one."""
         for stream, dealer in self._dealers:
             if stream is iterator:
                 return dealer
@@ -152,7 +159,10 @@ class UnequalMicrobatches(Extension):
         return self._dealers[-1][1]
 
     def _own(self, step: Step) -> list[float] | None:
-        """Return the weights that this rank finds, in one row; ``None`` where it reads no data of an end of the model."""
+        """Return the weights of this step's microbatches as one list, or ``None`` if this rank reads no data.
+
+        Only the ranks of the first and last stage read data.
+        """
         placement, m = step.pipeline.placement, step.shape.num_microbatches
         check_config(step.context.config, REORDERED)
         for iterator in step.iterators:
@@ -176,10 +186,10 @@ class UnequalMicrobatches(Extension):
     def _planned(
         self, base: Schedule, costs: Costs, weights: MicrobatchWeights, has_peers: bool
     ) -> StepPlan | Exception:
-        """Return the plan of a step, or the error that prevents it.
+        """Return the plan of a step for these weights, or the error that prevents planning.
 
-        ``base`` is the schedule for equal microbatches. With ``has_peers``, other pipelines sum gradients with this
-        one, and have plans of their own.
+        ``base`` is the schedule for equal microbatches. ``has_peers`` says that other pipelines sum their gradients
+        with this one. Their plans may differ, but the stages of a device must end in the same order in all pipelines.
         """
         cap = self._programs.request.memory_cap
         try:
@@ -210,13 +220,13 @@ class UnequalMicrobatches(Extension):
 
 
 def extensions(request: Request, programs: Programs, _: object) -> list[Extension]:
-    """Return the extensions of a run with costs of microbatches."""
+    """Return the extension of a run with ``--pipemem-microbatch-costs``."""
     assert request.microbatch_costs is not None, "the request wants the feature"
     return [UnequalMicrobatches(programs, weigher_of(request.microbatch_costs))]
 
 
 def _ends_of_stages(schedule: Schedule) -> list[list[int]]:
-    """Return the stages of every device in the order in which their weight gradients are complete."""
+    """Return, for each device, its stages sorted by their last weight gradient, the latest stage first."""
     return [
         list(dict.fromkeys(action.stage for action in reversed(order) if action.kind in COMPLETING))
         for order in schedule.orders
@@ -224,7 +234,11 @@ def _ends_of_stages(schedule: Schedule) -> list[list[int]]:
 
 
 def _packed(weights: MicrobatchWeights) -> list[float]:
-    """Return all weights as one list. Its length does not depend on the kinds that have weights of their own."""
+    """Return all weights as one list of fixed length.
+
+    It has a row of times, a row of memories, and a row for each kind of action, with one entry per microbatch. A row
+    without weights has -1 everywhere.
+    """
     absent = (_NONE,) * len(weights)
     rows = (weights.time, weights.memory or absent, *(weights.kinds.get(kind, absent) for kind in _KINDS))
     return [weight for row in rows for weight in row]
@@ -249,7 +263,7 @@ def _are_alike(weights: MicrobatchWeights) -> bool:
 
 
 def _relative_to_median(weights: MicrobatchWeights) -> MicrobatchWeights:
-    """Return the weights relative to the median microbatch, whose costs have been measured."""
+    """Return the weights with the median microbatch's time as 1: measured costs are those of a median microbatch."""
     middle = median(weights.time)
     if middle == 0:
         return weights
@@ -261,10 +275,10 @@ def _relative_to_median(weights: MicrobatchWeights) -> MicrobatchWeights:
 
 
 class Weigher(Protocol):
-    """Weighs the microbatches of a step.
+    """A function that returns the weights of a step's microbatches.
 
-    The batches are the items of the data iterator. Weights are relative to a ``full`` microbatch. Training steps count
-    from 0. It raises a PipememError for batches that it cannot weigh.
+    ``batches`` are the items of the data iterator. Weights are relative to a ``full`` microbatch. ``iteration`` is the
+    number of the training step, from 0. It raises a PipememError if it cannot weigh a batch.
     """
 
     def __call__(
@@ -273,7 +287,10 @@ class Weigher(Protocol):
 
 
 def weigher_of(asked: MicrobatchCosts) -> Weigher:
-    """Return the weigher that a user asks for, or raise an UnsupportedError or a CostsError if there is none."""
+    """Return the function that weighs microbatches by tokens, by FLOPs, by a file or by a user's function.
+
+    ``asked`` says which. Raise an UnsupportedError or a CostsError if there is no such file or function.
+    """
     if callable(asked):
         return partial(_by_function, f"the function of microbatch_costs, {getattr(asked, '__name__', asked)},", asked)
     named = read_microbatch_costs(asked)
@@ -286,18 +303,19 @@ def weigher_of(asked: MicrobatchCosts) -> Weigher:
 
 @dataclass(frozen=True)
 class _Contents:
-    """The tokens of a microbatch, and the pairs of tokens for attention."""
+    """The numbers of tokens of a microbatch on which the times of its layers depend."""
 
     tokens: float  # with padding, if the layers compute it
     squares: float  # sum of the squared lengths of its documents, whose tokens attend only to their own
 
     @classmethod
     def of(cls, batch: object, number: int) -> _Contents:
-        """Read a batch in the forms of Megatron's data sets and the frameworks around it.
+        """Count the tokens of a batch that has the form of Megatron's data sets or of frameworks based on Megatron.
 
-        The batch has ``tokens`` or ``input_ids``, ``[b, s]``. Documents within a sequence are given by ``cu_seqlens``,
-        ``packed_seq_params``, a padding mask ``attention_mask`` of the same shape, or ``position_ids`` that start anew.
-        Raise an UnsupportedError if there are no tokens under these names.
+        The batch has ``tokens`` or ``input_ids``, ``[b, s]``. If a sequence consists of several documents, their ends
+        follow from ``cu_seqlens``, ``packed_seq_params``, a padding mask ``attention_mask`` of the same shape, or
+        ``position_ids`` that start again. Raise an UnsupportedError if there are no tokens under these names.
+        ``number`` is the microbatch's number.
         """
         fields = batch if isinstance(batch, Mapping) else {}
         tokens = next((fields[name] for name in ("tokens", "input_ids") if fields.get(name) is not None), None)
@@ -317,7 +335,7 @@ class _Contents:
 
 
 def _documents(fields: Mapping[str, object], tokens: torch.Tensor) -> torch.Tensor:
-    """Return the lengths of the documents of a batch, empty ones among them."""
+    """Return the length of each document of a batch, in tokens. Some lengths may be 0."""
     packed = fields.get("packed_seq_params")
     bounds = (
         *(fields.get(name) for name in ("cu_seqlens_padded", "cu_seqlens")),
@@ -342,13 +360,16 @@ def _by_tokens(batches: Sequence[object], full: FullMicrobatch, config: object, 
 
 
 def _relative(tokens: Sequence[float], full: FullMicrobatch, **more) -> MicrobatchWeights:
-    """Return weights of memory that go by tokens, and of time where ``more`` says nothing else."""
+    """Return weights in proportion to tokens, for memory and time. ``more`` replaces fields of the result."""
     weights = tuple(each / (full.sequences * full.length) for each in tokens)
     return MicrobatchWeights(**{"time": weights, "memory": weights, **more})
 
 
 def _by_flops(batches: Sequence[object], full: FullMicrobatch, config: object, iteration: int) -> MicrobatchWeights:
-    """Return weights by FLOPs: linear layers by tokens, attention by squared document lengths. W has no attention."""
+    """Return weights by FLOPs: linear layers in proportion to tokens, attention to squared document lengths.
+
+    W has no attention.
+    """
     contents = [_Contents.of(batch, number) for number, batch in enumerate(batches)]
     if getattr(config, "is_hybrid_model", False):
         raise UnsupportedError(
@@ -380,9 +401,10 @@ def _by_function(
     config: object,
     iteration: int,
 ) -> MicrobatchWeights:
-    """Return the weights that a user's function returns for the batches. ``name`` is its name in messages.
+    """Call a user's function with each batch, and return its results as weights. Messages use ``name`` for the
+    function.
 
-    Raise an UnsupportedError if it fails, and a CostsError if it does not return weights.
+    Raise an UnsupportedError if the function fails, and a CostsError if its results are not weights.
     """
     pairs = []
     for number, batch in enumerate(batches):
@@ -407,10 +429,10 @@ def _plain(weight: Any) -> Any:
 
 
 def _function(named: FunctionName) -> Callable[[object], object]:
-    """Return the function of that name.
+    """Import the function that the user has named.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: the module has no such function.
     """
     asked = f"--pipemem-microbatch-costs {':'.join(named)}"
     found = getattr(import_target(asked, named.module), named.name, None)

@@ -1,4 +1,6 @@
-"""Run pipelines that are never flushed on Megatron's training loop: PipeDream and PipeDream-2BW."""
+"""Run asynchronous pipelines (PipeDream, PipeDream-2BW) in Megatron's training loop. They are not emptied between
+steps.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from megatron_pipemem.request import Request
 
 
 def extensions(request: Request, programs: Programs, _: object) -> list[Extension]:
-    """Return the extensions of an asynchronous schedule."""
+    """Return the extensions of a run with an asynchronous schedule."""
     if not request.overlap_steps:
         return [AsynchronousTraining(programs, request.train_steps)]
     from megatron_pipemem.features.asynchronous.megatron.delayed import DelayedOptimizer, DelayedSteps

@@ -1,8 +1,9 @@
-"""Keep older versions of the weights with Megatron's checkpoints.
+"""Save the older versions of the weights with Megatron's checkpoints, and load them.
 
-A checkpoint holds the newest weights. Microbatches in flight are not saved: their data count as not consumed, and a
-resumed run reads them and runs them forward again. Their forwards used older weights, so every rank writes these into the
-checkpoint's folder. Without such files, a resumed run begins with the newest weights as its only version.
+A checkpoint has the newest weights. Microbatches in flight are not saved: their data count as not consumed, and a
+resumed run reads them and runs their forwards again. These forwards used older weights. So every rank writes its older
+weights to the checkpoint's folder. Without such files, a resumed run begins with the newest weights as its only
+version.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedVersions:
-    """The older weight versions of a rank when a checkpoint was written, and the number of batches before it."""
+    """The older weight versions of a rank when a checkpoint is written, and the number of batches before it."""
 
     schedule: str  # the family's name and options
     batch: int  # microbatches per step
@@ -32,7 +33,7 @@ class SavedVersions:
     older: Mapping[int, Mapping[torch.dtype, torch.Tensor]]  # versions
 
     def fits(self, schedule: str, weights: WeightVersions) -> bool:
-        """Return whether the saved versions belong to ``schedule``, and have the sizes of ``weights``."""
+        """Return whether the saved versions are of this schedule and have the sizes of ``weights``."""
         sizes = weights.sizes
         return self.schedule == schedule and all(
             {dtype: buffer.numel() for dtype, buffer in buffers.items()} == sizes for buffers in self.older.values()
@@ -40,9 +41,9 @@ class SavedVersions:
 
 
 def save(saved_now: Callable[[], SavedVersions | None], original: Callable, iteration, *args, **kwargs):
-    """Save a checkpoint as ``save_checkpoint`` does, and write the versions that ``saved_now`` returns into its folder.
+    """Save a checkpoint with ``original``, ``save_checkpoint``. Write older versions of the weights to its folder.
 
-    Non-persistent checkpoints get no such file.
+    ``saved_now`` returns these versions, or ``None`` if there are none. Non-persistent checkpoints get no file.
     """
     result = original(iteration, *args, **kwargs)
     saved = saved_now()
@@ -55,10 +56,10 @@ def save(saved_now: Callable[[], SavedVersions | None], original: Callable, iter
 
 
 def load(loaded: Callable[[SavedVersions | None], None], original: Callable, *args, load_arg="load", **kwargs):
-    """Load a checkpoint as ``load_checkpoint`` does, and call ``loaded`` with the older versions in its folder.
+    """Load a checkpoint with ``original``, ``load_checkpoint``. Pass the older versions in its folder to ``loaded``.
 
-    ``loaded`` gets ``None`` on all ranks if one rank has no such file. ``load_arg`` is the flag that names the folder:
-    only for ``load`` are versions read.
+    ``loaded`` gets ``None`` on all ranks if the file of any rank is missing. ``load_arg`` is the name of the flag with
+    the folder. Only for ``load``, and not for ``pretrained_checkpoint``, are older versions read.
     """
     result = original(*args, load_arg=load_arg, **kwargs)
     if load_arg == "load":

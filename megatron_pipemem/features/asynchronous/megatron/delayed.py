@@ -1,4 +1,4 @@
-"""Step the optimizer of double-buffered weights without a barrier, just before an action needs the updated weights."""
+"""Take the optimizer steps of double-buffered weights (PipeDream-2BW) when an action needs the new weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_pipemem.schedule.stream import gain_without_barrier
 
 
 class _Waiting(NamedTuple):
-    """A batch whose optimizer step has not been taken."""
+    """The gradients of a batch whose optimizer step has not been taken, with their norm and settings."""
 
     norm: LateNorm  # of its gradients, maybe not known yet
     gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]  # of the optimizer's parameters
@@ -30,12 +30,13 @@ class _Waiting(NamedTuple):
 
 
 class DelayedOptimizer(OverlappedOptimizer):
-    """Delays the optimizer steps of a training loop until the gradient norm is known.
+    """Postpones the optimizer steps of a training loop until the gradient norm is known.
 
-    With double-buffered weights, a batch's update is first needed by the batch after the next. Until then its gradients
-    are kept in separate memory, because the next batch accumulates into Megatron's buffers. ``settle`` then takes
-    Megatron's own step with the kept gradients, and with the norm and the learning rate of their batch. No step has to be
-    undone. ``weights`` holds the versions of the model's weights; a step makes the next one.
+    With double-buffered weights, the batch after the next one is the first that needs the updated weights. Until then
+    the gradients are kept in memory of their own, because the next batch accumulates into Megatron's buffers.
+    ``settle`` then takes Megatron's own step with the kept gradients, and with the norm and the learning rate of their
+    batch. So no step has to be undone. ``weights`` holds the versions of the model's weights. Each step makes a new
+    version.
     """
 
     delays = True
@@ -48,24 +49,27 @@ class DelayedOptimizer(OverlappedOptimizer):
 
     @property
     def waits(self) -> bool:
-        """Return whether the optimizer step of a batch is pending."""
+        """Whether an optimizer step is postponed and not yet taken."""
         return self._waiting is not None
 
     def open(self, pipeline: dist.ProcessGroup, on_host: bool) -> None:
-        """See ``OverlappedOptimizer.open``."""
+        """Create the process groups for the gradient norm. Every rank of the job must call this at the same time."""
         super().open(pipeline, on_host)
         # Megatron asks all ranks once whether any has such parameters. In the middle of a batch, not all could answer.
         for name in SEPARATE_GRAD_NORM_GROUPS:
             self.require().has_grad_norm_group(name)
 
     def _take(self, norm: LateNorm, take_step: Callable[[], tuple]) -> tuple[bool, LateNorm, None]:
-        """Keep the gradients and the settings of a step for ``settle``, in place of the step."""
+        """Keep the gradients and the optimizer's settings for ``settle``, and return as if the step had been taken."""
         optimizer = self.require()
         self._waiting = _Waiting(norm, self._keep(optimizer), hyperparameters(optimizer.param_groups))
         return self._ahead_of(norm, True)
 
     def settle(self) -> None:
-        """Take the pending optimizer step, if there is one: wait for its norm, and make the next version of the weights."""
+        """Take the postponed optimizer step, if there is one. It makes the next version of the weights.
+
+        The step waits for its gradient norm.
+        """
         waiting, self._waiting = self._waiting, None
         if waiting is None:
             return
@@ -84,7 +88,7 @@ class DelayedOptimizer(OverlappedOptimizer):
         weights.forget_updates()
 
     def told(self) -> Overlap:
-        """See ``OverlappedOptimizer.told``."""
+        """Return the statistics of the base class, and the bytes of the kept gradients."""
         waiting = sum(gradient.nbytes for gradient in self._kept.values())
         return super().told()._replace(waiting_gradient_bytes=waiting)
 
@@ -95,7 +99,9 @@ class DelayedOptimizer(OverlappedOptimizer):
         self._kept.clear()
 
     def _keep(self, optimizer: ChainedOptimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return every parameter with its gradient. Copy gradients out of the buffers that the next batch overwrites."""
+        """Return every parameter with its gradient. Gradients in buffers that the next batch overwrites are copied
+        first.
+        """
         chunks: list[Any] = self._chunks  # of DistributedDataParallel
         shared = {
             buffer.grad_data.untyped_storage().data_ptr()
@@ -119,7 +125,10 @@ class DelayedOptimizer(OverlappedOptimizer):
 
 
 class DelayedSteps(OverlappedSteps):
-    """Lets every rank begin the next batch as soon as its own actions of a batch are done, with double-buffered weights."""
+    """The extension that lets a rank begin the next batch when it has done its own actions of the previous one.
+
+    It is for double-buffered weights (PipeDream-2BW).
+    """
 
     def _gain(self, step: Step) -> float:
         shape, planned = step.shape, step.planned
@@ -131,7 +140,7 @@ class DelayedSteps(OverlappedSteps):
 
 @contextmanager
 def _shadowed(optimizer: ChainedOptimizer, **functions: Callable) -> Iterator[None]:
-    """Replace methods of the optimizer by ``functions`` within this block."""
+    """Replace methods of the optimizer by ``functions`` while the block runs."""
     vars(optimizer).update(functions)
     try:
         yield
@@ -142,9 +151,10 @@ def _shadowed(optimizer: ChainedOptimizer, **functions: Callable) -> Iterator[No
 
 @contextmanager
 def _as_they_were(groups: Sequence[tuple[dict, dict]]) -> Iterator[None]:
-    """Give the optimizer's parameter groups their settings of an earlier step within this block.
+    """Set the optimizer's parameter groups to earlier settings while the block runs.
 
-    ``groups`` pairs each group with those settings. Other changes that the block makes to a group stay.
+    ``groups`` has each parameter group with these settings, for example the learning rate. Other changes that the block
+    makes to a group are kept.
     """
     now = [
         (group, {name: group[name] for name, value in earlier.items() if group[name] != value})

@@ -1,4 +1,7 @@
-"""Run the training steps of a pipeline that is not flushed between steps, and keep its state from one call to the next."""
+"""Run the training steps of an asynchronous schedule, whose pipeline is not emptied between steps.
+
+The state of the pipeline is kept from one call of the forward-backward function to the next.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ WARNING = (
 
 @dataclass
 class _Stream:
-    """The state of a pipeline between two steps: its weight versions, and the microbatches in flight."""
+    """The state of a pipeline on this rank between two steps: weight versions and microbatches in flight."""
 
     chunks: list[torch.nn.Module]  # the model on this rank
     weights: WeightVersions  # their versions
@@ -58,9 +61,10 @@ class _Stream:
     router_scale: torch.Tensor | None = None
 
     def drop(self, waits: bool) -> None:
-        """Drop all microbatches in flight and all older weights.
+        """Drop all microbatches in flight and all weight versions but the newest.
 
-        ``waits`` says whether the optimizer step of the last batch is pending. It makes one more version.
+        ``waits`` says whether the optimizer step of the last batch has been postponed. This step will make one more
+        version.
         """
         self.weights.keep_only_newest()
         self.weights.renumber(-self.weights.newest - waits)
@@ -70,7 +74,10 @@ class _Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowPlan(Choice):
-    """The plan of a training step: the window of the schedule that runs in it. Steps at equal moments share a plan."""
+    """The plan of a training step, with the window: the part of the endless schedule that runs in this step.
+
+    Steps with equal numbers of batches before them, in flight and after them share one plan.
+    """
 
     window: windows.Window
 
@@ -80,7 +87,7 @@ class WindowPlan(Choice):
 
 
 class StepCall(NamedTuple):
-    """The plan of the present training step on this rank."""
+    """The plan of the current training step on this rank."""
 
     plan: WindowPlan
     device: int  # this rank's place in the pipeline
@@ -88,13 +95,15 @@ class StepCall(NamedTuple):
 
 
 class StageOptimizer:
-    """Catches the optimizer that a training loop builds, and takes its steps in the loop's place."""
+    """Takes over the optimizer that the training loop builds, and steps it after every microbatch."""
 
     def __init__(self) -> None:
         self._caught: Any = None
 
     def catch(self, original: Callable, config, model_chunks, *args, **kwargs):
-        """Build the optimizer as ``get_megatron_optimizer`` does, and let its ``step()`` do nothing: the loop calls it."""
+        """Build the optimizer with ``original`` (``get_megatron_optimizer``). Its ``step()``, which the loop calls,
+        does nothing.
+        """
         optimizer = original(config, model_chunks, *args, **kwargs)
         check_config(config, *asynchronous(per_batch=False))
         self.release()
@@ -104,9 +113,9 @@ class StageOptimizer:
         return optimizer
 
     def step(self, chunks: list[Any], reduce: Callable[[], None]) -> None:
-        """Update the parameters with the gradients of ``chunks``, and clear these gradients.
+        """Update the parameters with the gradients of ``chunks``, and zero these gradients.
 
-        ``reduce`` first sums the gradients over data-parallel ranks.
+        ``reduce`` is called first, and sums the gradients over data-parallel ranks.
         """
         reduce()
         self._caught.prepare_grads()
@@ -117,8 +126,10 @@ class StageOptimizer:
         self._caught.zero_grad()
 
     def require(self) -> None:
-        """Raises:
-        UnsupportedError: no optimizer has been caught.
+        """Check that an optimizer has been built since ``enable()``.
+
+        Raises:
+            UnsupportedError: no optimizer has been built.
         """
         if self._caught is None:
             raise UnsupportedError(
@@ -128,17 +139,17 @@ class StageOptimizer:
             )
 
     def release(self) -> None:
-        """Let the ``step()`` that the training loop calls update the parameters again."""
+        """Give the optimizer its own ``step()`` again."""
         if self._caught is not None:
             del self._caught.step
             self._caught = None
 
 
 class AsynchronousTraining(Extension):
-    """Runs the training steps of an asynchronous schedule.
+    """The extension that runs the training steps of an asynchronous schedule.
 
-    ``train_steps`` is the number of training steps of the run. Loops other than Megatron's need to give it. ``delayed``
-    takes the loop's optimizer steps, if ranks do not wait for each other at the end of a batch.
+    ``train_steps`` is the number of training steps of the run. Other loops than Megatron's need to give it. ``delayed``
+    takes the optimizer steps if ranks do not wait for each other at the end of a batch.
     """
 
     only_trains = True
@@ -165,11 +176,11 @@ class AsynchronousTraining(Extension):
         return replaced
 
     def choose(self, step: Step) -> Compiled:
-        """Return the program of the step, from the state that the step before has left.
+        """Return the program of the step. It continues with the microbatches that the previous step left in flight.
 
         Raises:
-            UnsupportedError: asynchronous schedules do not support the configuration, the batch size has changed, or the
-                number of steps is wrong.
+            UnsupportedError: asynchronous schedules do not support the configuration, the batch size has changed, or
+                the number of steps is wrong.
         """
         chunks, shape, device = step.chunks, step.shape, step.pipeline.device
         check_asynchronous(step.context.config, chunks, self._loop_updates)
@@ -191,7 +202,7 @@ class AsynchronousTraining(Extension):
 
     @property
     def _current(self) -> tuple[_Stream, StepCall]:
-        """The pipeline's state and the present step, which ``choose`` has set."""
+        """The pipeline's state and the plan of the current step, both set by ``choose``."""
         assert self._stream is not None and self._call is not None
         return self._stream, self._call
 
@@ -221,7 +232,9 @@ class AsynchronousTraining(Extension):
 
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
-        """Give the executor the microbatches in flight, and keep those that it leaves. If the step fails, all are dropped."""
+        """Give the executor the microbatches in flight, and keep those in flight after the step. If the step fails,
+        drop all.
+        """
         stream, call = self._current
         window = call.plan.window
         # Only this call keeps the forwards in flight: they go when their backwards have run.
@@ -248,11 +261,11 @@ class AsynchronousTraining(Extension):
 
     @property
     def _waits(self) -> bool:
-        """Return whether the optimizer step of the last batch is still to be taken."""
+        """Whether the optimizer step of the last batch has been postponed and not yet taken."""
         return self._delayed is not None and self._delayed.waits
 
     def _weight_bytes(self) -> WeightBytes:
-        """Return the bytes of all weight versions, predicted by the schedule and counted."""
+        """Return the bytes of all weight versions on this rank: those that the schedule predicts, and those counted."""
         stream, call = self._current
         weights, device = stream.weights, call.device
         planned = call.plan.window.versions_held[device]
@@ -275,7 +288,7 @@ class AsynchronousTraining(Extension):
         return stream
 
     def _take_up(self, stream: _Stream) -> None:
-        """Continue from the older weights next to the loaded checkpoint, if they fit this run."""
+        """Restore the older weight versions that were saved with the loaded checkpoint, if they fit this run."""
         saved, self._saved = self._saved, None
         if saved is None:
             return
@@ -297,17 +310,20 @@ class AsynchronousTraining(Extension):
         return SavedVersions(self._identity, stream.batch, stream.before, stream.weights.older())
 
     def _loaded(self, saved: SavedVersions | None) -> None:
-        """Drop what is in flight: the model has a checkpoint's weights now. ``saved`` has the older ones, for the next step."""
+        """Drop all microbatches in flight, because the model now has the weights of a checkpoint.
+
+        ``saved`` has the checkpoint's older weight versions. The next step restores them.
+        """
         if self._stream is not None:
             self._stream.drop(self._waits)
             self._stream = None
         self._saved = saved
 
     def _left(self, stream: _Stream) -> int | None:
-        """Return the number of training steps after this one; ``None`` if it is unknown.
+        """Return the number of training steps after this one, or ``None`` if it is unknown.
 
         Raises:
-            UnsupportedError: the loop runs more steps than it said, or runs one step again.
+            UnsupportedError: there are more steps than ``train_steps``, or the loop runs a step again.
         """
         left = steps_left() if self._train_steps is None else self._train_steps - self._steps - 1
         if self._train_steps is not None and left is not None and left < 0:
@@ -354,7 +370,7 @@ class AsynchronousTraining(Extension):
         return self._plans[shape, moment, single_queue]
 
     def close(self, orderly: bool) -> None:
-        """Show the newest weights in the model, drop what is in flight, and let the training loop step its optimizer again."""
+        """Set the model to the newest weights, drop all else, and give the optimizer its own ``step()`` again."""
         if self._stream is not None:
             self._stream.drop(self._waits)
             self._stream = None
@@ -363,10 +379,10 @@ class AsynchronousTraining(Extension):
 
 
 def check_asynchronous(config, chunks: list[torch.nn.Module], loop_updates: bool) -> None:
-    """Raise an UnsupportedError if the configuration or the model needs one version of the weights, or one update per step.
+    """Raise an UnsupportedError if the configuration or model cannot train with an asynchronous schedule.
 
-    ``loop_updates`` says whether the training loop steps the optimizer once per batch. Otherwise every microbatch has a
-    step.
+    ``loop_updates`` says whether the training loop steps the optimizer once per batch. Otherwise the optimizer is
+    stepped after every microbatch.
     """
     holders = [config, *(getattr(chunk, "ddp_config", None) for chunk in chunks)]
     refuse(

@@ -1,4 +1,4 @@
-"""Let steps follow each other without a barrier between them."""
+"""Run training steps on Megatron without a barrier between two steps."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from megatron_pipemem.mcore.step.extension import Extension
 
 
 def extensions(*_: object) -> list[Extension]:
-    """Return the extensions of a run without a barrier between steps."""
+    """Return the extension that lets training steps overlap."""
     return [OverlappedSteps(OverlappedOptimizer())]

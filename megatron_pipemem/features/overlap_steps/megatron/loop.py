@@ -1,8 +1,8 @@
-"""Keep Megatron's own training loop from joining all ranks at the end of every step.
+"""Replace the functions of Megatron's training loop at which all ranks wait for each other after every step.
 
-The loop's questions to other ranks about a step are answered here without them. Its log lines, evaluations, checkpoints
-and exits run when no step is pending. A gradient norm that is not printed goes to TensorBoard and W&B one step later,
-under its own iteration.
+The loop asks other ranks about each step. These questions are answered here without communication. Log lines,
+evaluations, checkpoints and exits run only when no optimizer step is pending. If a gradient norm is not printed, it is
+written to TensorBoard and W&B one step later, under its own iteration.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_pipemem.mcore.symbols import (
 
 
 class _Unwritten(NamedTuple):
-    """A norm that is not yet in TensorBoard and W&B."""
+    """A gradient norm that has not been written to TensorBoard and W&B."""
 
     iteration: int  # of its step
     samples: int  # consumed until then
@@ -38,7 +38,7 @@ class _Unwritten(NamedTuple):
 
 
 class TrainingLoop:
-    """Replaces functions of Megatron's training loop."""
+    """The replacements of functions of Megatron's training loop in a run with overlapping steps."""
 
     def __init__(self, optimizer: OverlappedOptimizer):
         self._optimizer = optimizer
@@ -46,7 +46,7 @@ class TrainingLoop:
         self._signals: LateSum | None = None
 
     def replacements(self) -> Replacements:
-        """Return the replacements in ``megatron.training``."""
+        """Return each replaced symbol of ``megatron.training`` with its replacement."""
         return [
             (ALL_OF_PIPELINE, self._all_of_pipeline),
             (MOST_OF_PIPELINE, self._most_of_pipeline),
@@ -58,11 +58,17 @@ class TrainingLoop:
         ]
 
     def _all_of_pipeline(self, original: Callable, value: bool, *args, **kwargs) -> bool:
-        """Every rank has taken its step."""
+        """Return ``value``, this rank's success of the step, in place of a logical AND over the pipeline's ranks.
+
+        Every rank takes its step, so the result is the same.
+        """
         return value if self._optimizer.answers_locally else original(value, *args, **kwargs)
 
     def _most_of_pipeline(self, original: Callable, value: LateNorm | float | None, *args, **kwargs):
-        """Every rank has the norm, and every rank's learning rate is the same."""
+        """Return ``value``, a norm or learning rate, rounded to fp32, in place of a maximum over the pipeline's ranks.
+
+        The value is the same on every rank.
+        """
         if not self._optimizer.answers_locally:
             return original(value, *args, **kwargs)
         if isinstance(value, LateNorm):
@@ -84,7 +90,9 @@ class TrainingLoop:
         return original(*bound.args, **bound.kwargs)
 
     def _write_norm(self) -> None:
-        """Write the norm of the step before, which every rank has ended by now."""
+        """Write the gradient norm of the previous step to TensorBoard and W&B. By now every rank has ended that
+        step.
+        """
         unwritten, self._unwritten = self._unwritten, None
         interval = scalar_interval()
         if unwritten is None or interval is None or unwritten.iteration % interval:
@@ -105,14 +113,14 @@ class TrainingLoop:
         return leaves
 
     def _signals_received(self, original: Callable[[Any], list], handler: Any) -> list:
-        """Report a signal one step after a rank has received it, when all ranks know it."""
+        """Return whether any rank had received an exit signal one step ago, and start asking for this step."""
         if not self._optimizer.overlaps:
             return original(handler)
         earlier, self._signals = self._signals, self._optimizer.total(float(handler._signal_received))
         return [] if earlier is None else [earlier.result().item() > 0]
 
     def finish(self) -> None:
-        """Leave nothing under way between ranks."""
+        """Wait for the sum over ranks that ``_signals_received`` has started."""
         if self._signals is not None:
             self._signals.result()
             self._signals = None

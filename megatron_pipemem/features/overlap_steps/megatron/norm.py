@@ -1,4 +1,4 @@
-"""Sum the gradient norm over all ranks while they compute."""
+"""Sum the gradient norm over all ranks in the background, while the ranks compute."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MARGIN = 1e-4
 
 
 class LateSum:
-    """A number that is summed over the ranks of a group while they compute."""
+    """The sum of a number over the ranks of a group. The communication runs in the background."""
 
     def __init__(self, own: torch.Tensor, group: dist.ProcessGroup):
         self._total = own.clone()
         self._work = dist.all_reduce(self._total, group=group, async_op=True)
 
     def result(self) -> torch.Tensor:
-        """Wait until every rank of the group has told its part, and return the sum."""
+        """Wait until every rank of the group has given its number, and return the sum."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -31,17 +31,18 @@ class LateSum:
 
 
 def rounded(value: float) -> float:
-    """Return a number in single precision, as it comes back from other ranks."""
+    """Round a number to fp32, as Megatron's reduction over ranks does."""
     return torch.tensor(value, dtype=torch.float).item()
 
 
 @total_ordering
 class LateNorm:
-    """The gradient norm of a step, known when every rank has ended it. Reading the value waits until then.
+    """The gradient norm of a step, before its sum over the ranks has arrived. Reading the value waits for the sum.
 
-    It equals Megatron's norm to the bit: the same parts, summed over the same ranks. ``everywhere`` is the sum of the
-    squares of all copies of the model, ``copies`` of them for each one in ``square``. With ``in_single`` the norm is
-    rounded to single precision.
+    The value equals Megatron's norm bit for bit, because the same parts are summed over the same ranks.
+
+    ``square`` is the squared norm of one copy of the model. ``everywhere`` is the sum of the squared norms of
+    ``copies`` copies, that is, over all ranks of the job. With ``in_single`` the value is rounded to fp32.
     """
 
     def __init__(self, square: LateSum, everywhere: LateSum, copies: int, in_single: bool = False):
@@ -49,7 +50,7 @@ class LateNorm:
         self._value: float | None = None
 
     def item(self) -> float:
-        """Return the norm."""
+        """Wait for the sum over the ranks, and return the norm."""
         if self._value is None:
             total = self._square.result()
             on_device = (
@@ -60,13 +61,13 @@ class LateNorm:
         return self._value
 
     def in_single(self) -> LateNorm:
-        """Return it rounded to single precision, as Megatron's loop logs it."""
+        """Return this norm rounded to fp32, as Megatron's loop logs it."""
         return LateNorm(self._square, self._everywhere, self._copies, in_single=True)
 
     def is_below(self, limit: float) -> bool:
-        """Return whether the norm is so far below the limit that Megatron clips nothing. ``False`` if the norm is NaN.
+        """Return whether the norm is so far below ``limit`` that Megatron would not clip. ``False`` if the norm is NaN.
 
-        The answer comes from one sum over all ranks of the job, so it is the same on every rank.
+        The result follows from one sum over all ranks of the job, so it is the same on every rank.
         """
         return self._everywhere.result().item() / self._copies <= (limit * (1 - MARGIN)) ** 2
 
@@ -89,11 +90,11 @@ class LateNorm:
 
 
 class Norms:
-    """Computes norms on communicators of their own, so that nothing else waits for them.
+    """Computes gradient norms in process groups of their own, so that no other communication waits for them.
 
-    Every rank of the job must make and close this at the same time. ``pipeline`` is the process group of this rank's
-    pipeline, whose time-out the new groups have. With ``on_host`` the host's network carries the norms, for devices on
-    which a waiting kernel would block all others.
+    Every rank of the job must create and close this object at the same time. The new groups have the time-out of
+    ``pipeline``, the process group of this rank's pipeline. With ``on_host`` they use Gloo. That is for devices on
+    which a waiting kernel would block all other kernels.
     """
 
     def __init__(self, optimizer: ChainedOptimizer, pipeline: dist.ProcessGroup, on_host: bool):
@@ -108,7 +109,7 @@ class Norms:
             (self._world,) = new_groups([everyone], pipeline, "PIPEMEM_EVERYONE", backend=backend)
 
     def start(self) -> LateNorm:
-        """Begin to sum up the norm of the gradients as they are now."""
+        """Start summing the norm of the gradients that this rank has now."""
         own = self._own_square()
         square = LateSum(own, self._group)
         if self._world is self._group:
@@ -116,11 +117,11 @@ class Norms:
         return LateNorm(square, LateSum(own, self._world), self._copies)
 
     def total(self, own: float) -> LateSum:
-        """Begin to sum a number up over all ranks of the job."""
+        """Start summing a number over all ranks of the job."""
         return LateSum(torch.tensor([own], dtype=torch.float, device=torch.cuda.current_device()), self._world)
 
     def _own_square(self) -> torch.Tensor:
-        """Return the square of the norm of this rank's part, computed as Megatron does."""
+        """Return the squared norm of this rank's gradients, computed as Megatron does."""
         gradients = [each for part in self._optimizer.chained_optimizers for each in part.get_grads_for_grad_norm()]
         device = torch.cuda.current_device()
         if not gradients:
@@ -130,5 +131,5 @@ class Norms:
         return norm**2.0
 
     def close(self) -> None:
-        """Close the communicators: nothing is under way on them."""
+        """Destroy the process groups. No sum may be running."""
         destroy_groups({self._group, self._world})

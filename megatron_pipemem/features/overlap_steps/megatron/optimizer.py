@@ -1,4 +1,4 @@
-"""Step Megatron's optimizer without waiting for the gradient norm, and take back a step that should have been clipped."""
+"""Take Megatron's optimizer steps without waiting for the gradient norm, and redo steps that needed clipping."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ CLEAN_STEPS = 10
 
 
 class OverlappedOptimizer:
-    """Takes the optimizer steps of a training loop.
+    """Takes the optimizer steps of Megatron's training loop, if possible without waiting for the gradient norm.
 
-    Without clipping, a step is taken, and its norm arrives later. With clipping, a step is taken without it and is
-    *pending* until ``validate`` knows the norm. Until then the gradients stay, even if the loop zeroes them, because
-    Megatron's own step may have to replace it.
+    If the run does not clip gradients, a step is final, and its norm is known later. If it does, a step is taken
+    without clipping and is *pending*: ``validate`` says later whether its norm was below the limit. Until then the
+    gradients are kept, even if the loop zeroes them, because ``redo`` may have to repeat the step with clipping.
 
-    One sum over all ranks of the job decides whether a step was right. So every rank decides the same, and no rank
-    waits for a message that another does not send.
+    The decision follows from one sum over all ranks of the job. So it is the same on every rank, and no rank waits for
+    a message that another does not send.
 
-    ``overlaps`` says whether steps may be taken without waiting, which the schedule must gain by. ``answers_locally``
-    says whether the loop's questions to other ranks about the last step are answered here.
+    ``overlaps`` says whether steps are taken without waiting for the norm. ``answers_locally`` says whether
+    ``TrainingLoop`` answers the loop's questions about the last step without communication.
     """
 
     delays = False
@@ -49,7 +49,7 @@ class OverlappedOptimizer:
         self._clean = self._ahead = self._redone = 0
 
     def catch(self, original: Callable, config, model_chunks: list[torch.nn.Module], *args, **kwargs):
-        """Build the optimizer as ``get_megatron_optimizer`` does, and take over its steps."""
+        """Build the optimizer with ``original``, ``get_megatron_optimizer``. Replace its ``step`` and ``zero_grad``."""
         optimizer = original(config, model_chunks, *args, **kwargs)
         self.release(orderly=True)
         self._caught, self._chunks, self._step = optimizer, list(model_chunks), optimizer.step
@@ -60,24 +60,24 @@ class OverlappedOptimizer:
 
     @property
     def clip(self) -> float:
-        """The largest norm that is not clipped; 0 where nothing is."""
+        """The norm above which gradients are clipped (``--clip-grad``), or 0 if the run does not clip."""
         return self.require().config.clip_grad
 
     @property
     def takes_back(self) -> bool:
-        """Whether a step may turn out to be wrong."""
+        """Whether a step may later have to be undone."""
         return self.clip > 0 and not self.delays
 
     @property
     def is_pending(self) -> bool:
-        """Return whether the last optimizer step may still have to be undone."""
+        """Whether the last optimizer step may still have to be undone."""
         return self._pending is not None
 
     def require(self) -> ChainedOptimizer:
-        """Return the optimizer.
+        """Return the optimizer that ``catch`` has built.
 
         Raises:
-            UnsupportedError: none has been caught.
+            UnsupportedError: no optimizer has been built since ``enable()``.
         """
         if self._caught is None:
             raise UnsupportedError(
@@ -88,14 +88,14 @@ class OverlappedOptimizer:
         return self._caught
 
     def open(self, pipeline: dist.ProcessGroup, on_host: bool) -> None:
-        """Make the communicators of steps without waiting (``Norms``). Every rank of the job must call this at the same
+        """Create the process groups for the gradient norm (``Norms``). Every rank of the job must call this at the same
         time.
         """
         self._norms = Norms(self._caught, pipeline, on_host)
 
     @torch.no_grad()
     def step(self) -> tuple[bool, LateNorm | float | None, int | None]:
-        """Update the parameters, as Megatron's ``step``; the norm may be one that is not known yet."""
+        """Take an optimizer step and return the same as Megatron's ``step``. The norm may be a ``LateNorm``."""
         self.settle()
         self.answers_locally = False
         optimizer, take_step = self.require(), self._step
@@ -107,7 +107,11 @@ class OverlappedOptimizer:
         return self._take(self._norms.start(), take_step)
 
     def _take(self, norm: LateNorm, take_step: Callable[[], tuple]) -> tuple[bool, LateNorm | float | None, int | None]:
-        """Step with gradients that are ready. Their norm may not be known yet."""
+        """Take an optimizer step with gradients that Megatron's ``prepare_grads`` has prepared.
+
+        The first steps wait for the norm and may clip. After ``CLEAN_STEPS`` steps in a row that needed no clipping, a
+        step is pending.
+        """
         optimizer = self.require()
         if self.clip > 0:
             if self._clean < CLEAN_STEPS:
@@ -122,18 +126,22 @@ class OverlappedOptimizer:
         return self._ahead_of(norm, optimizer.step_with_ready_grads())
 
     def _ahead_of(self, norm: LateNorm, stepped: bool) -> tuple[bool, LateNorm, None]:
-        """Return the result of a step that has not waited for its norm."""
+        """Count a step that has not waited for its norm, and return the result of Megatron's ``step`` for it."""
         self.answers_locally = True
         self._ahead += 1
         return stepped, norm, None
 
     def total(self, own: float) -> LateSum:
-        """Begin to sum a number up over all ranks of the job. Every rank must call this at the same time."""
+        """Start summing a number over all ranks of the job. Every rank must call this at the same time."""
         assert self._norms is not None, "open() comes before overlaps"
         return self._norms.total(own)
 
     def validate(self) -> bool:
-        """Return whether the pending step is valid, the same on every rank. A valid step is no longer pending."""
+        """Wait for the norm of the pending step, and return whether the step needed no clipping. If so, the step is
+        final.
+
+        The result is the same on every rank.
+        """
         assert self._pending is not None
         if not self._is_clean(self._pending):
             return False
@@ -142,7 +150,9 @@ class OverlappedOptimizer:
         return True
 
     def redo(self) -> None:
-        """Take the pending step back, and have Megatron's own taken in its place. Every rank must call this."""
+        """Undo the pending step, and take it again with Megatron's own ``step``, which clips. Every rank must call
+        this.
+        """
         assert self._snapshot is not None and self._step is not None, "a step is pending"
         with self._snapshot.rolled_back():
             self._step()
@@ -151,17 +161,18 @@ class OverlappedOptimizer:
         self._pay()
 
     def settle(self) -> None:
-        """Leave no step pending. Every rank must call this at the same time."""
+        """Make a pending step final, or redo it. Every rank must call this at the same time."""
         if self._pending is not None and not self.validate():
             self.redo()
 
     def zero_chunk(self, original: Callable, chunk: torch.nn.Module) -> None:
-        """Run in the place of DDP's ``zero_grad_buffer``."""
+        """Replace DDP's ``zero_grad_buffer``: postpone zeroing the gradients of ``chunk`` while a step is pending."""
         self._zero(partial(_zero_buffer, original, chunk)) if chunk in self._chunks else original(chunk)
 
     def release(self, orderly: bool) -> None:
-        """Give the optimizer back to the loop. If it is ``orderly``, the other ranks are there, and a pending step is
-        settled.
+        """Give the optimizer its own ``step`` and ``zero_grad`` again, and free the snapshot.
+
+        If ``orderly``, all ranks take part, and a pending step is settled first.
         """
         if self._caught is None:
             return
@@ -177,7 +188,7 @@ class OverlappedOptimizer:
         self._clean = self._ahead = self._redone = 0
 
     def told(self) -> Overlap:
-        """Return the statistics of the steps so far."""
+        """Return how many steps did not wait for their norm, how many were redone, and the bytes of the snapshot."""
         nbytes = 0 if self._snapshot is None else self._snapshot.nbytes
         return Overlap(self._ahead, self._redone, nbytes)
 
@@ -187,7 +198,7 @@ class OverlappedOptimizer:
         return clean
 
     def _zero(self, zero: Callable[[], None]) -> None:
-        """Zero gradients, or owe it while they may yet be needed."""
+        """Zero gradients now, or after the pending step is final."""
         self._owed.append(zero) if self.is_pending else zero()
 
     def _pay(self) -> None:
@@ -197,7 +208,10 @@ class OverlappedOptimizer:
 
 
 def _zero_buffer(original: Callable, chunk: Any) -> None:
-    """Zero a chunk's gradients, maybe in the middle of a step: whether it may reduce them by itself stays as it is."""
+    """Zero the gradients of a chunk, but keep DDP's ``is_last_microbatch``, which ``original`` sets to True.
+
+    In the middle of a step, DDP would otherwise begin to reduce gradients too early.
+    """
     groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
     last = [group.is_last_microbatch for group in groups]
     original(chunk)

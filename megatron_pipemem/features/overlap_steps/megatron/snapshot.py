@@ -1,11 +1,12 @@
-"""Keep the state that a step of Megatron's optimizers changes, and restore it to the bit.
+"""Copy the state that a step of Megatron's optimizers changes, and restore it bit for bit.
 
-A step changes the optimizer's parameters (fp32 masters, or the model's own if they are fp32), their state (Adam's
-moments) and its counters. The counters may be in the parameter groups, next to the learning rate and the weight decay of
-the training loop. The model's 16-bit parameters follow from the masters, so they are not kept.
+A step changes the optimizer's parameters, their state (Adam's moments) and the step counters. The parameters are fp32
+masters, or the model's own if those are fp32. The counters may be in the parameter groups, next to the learning rate
+and the weight decay of the training loop. The model's 16-bit parameters are not copied, because they follow from the
+masters.
 
-With the distributed optimizer a rank keeps its share. Other ranks' shares of the model's parameters are right again
-when the next step has gathered them.
+With the distributed optimizer, a rank copies its own share. The model's parameters of other shares are correct again
+after the next all-gather.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ _KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer
 
 
 class Snapshot:
-    """One state of an optimizer or a chain of them, on the device. Its memory is kept from step to step.
+    """A copy of the state of an optimizer, or of a chain of optimizers, in device memory. The memory is kept between
+    steps.
 
-    It raises an UnsupportedError if the optimizer is of an unknown kind, or the device has too little memory left.
+    Raise an UnsupportedError if the optimizer is of an unknown kind, or if the device has too little free memory.
     """
 
     def __init__(self, optimizer: MegatronOptimizer):
@@ -56,11 +58,11 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that the copies take."""
+        """The bytes that the copies occupy."""
         return sum(copy.nbytes for copy in self._copies)
 
     def take(self) -> None:
-        """Keep the state as it is. Later work on the current stream runs after the copies."""
+        """Copy the present state. Later work on the current stream runs after the copies."""
         self._states = [
             (store, parameter, dict(store[parameter]) if parameter in store else None)
             for store, parameter in _parameters(self._parts)
@@ -74,7 +76,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back as it was at ``take``. Gathers of parameters that are under way end before."""
+        """Restore the state of the last ``take``. All-gathers of parameters that are running end first."""
         for chunk in self._gathered:
             for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                 if buckets.param_gather_handle is not None:
@@ -95,10 +97,10 @@ class Snapshot:
 
     @contextmanager
     def rolled_back(self) -> Iterator[None]:
-        """Enclose the step that replaces the one since ``take``.
+        """Restore the state of ``take`` and run the block, which takes the optimizer step again.
 
-        The step begins with the state and the learning rate of ``take``. After it, the parameter groups have the
-        present settings of the training loop again, and the counts of the step. All ranks have its parameters.
+        In the block, the learning rate and other settings are those of ``take``. After it, the parameter groups have
+        their present settings again, but the step counters of the block. Then all ranks gather the new parameters.
         """
         now = hyperparameters(_groups(self._parts))
         self.restore()
@@ -111,7 +113,7 @@ class Snapshot:
             chunk.start_param_sync(force_sync=True)
 
     def close(self) -> None:
-        """Give the copies up."""
+        """Free the copies."""
         self._states, self._groups, self._tensors, self._copies = [], [], [], []
 
 
@@ -119,7 +121,7 @@ def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, ...]:
     """Return the optimizers of a chain that have parameters on this rank.
 
     Raises:
-        UnsupportedError: one of them is of a kind that keeps more than its parameters and their state.
+        UnsupportedError: an optimizer keeps more than its parameters and their state.
     """
     if type(optimizer) is ChainedOptimizer:
         return tuple(part for each in optimizer.chained_optimizers for part in parts_of(each))
@@ -135,7 +137,7 @@ def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, ...]:
 
 
 def _parameters(parts: Sequence[MegatronOptimizer]) -> Iterator[tuple[dict, torch.Tensor]]:
-    """Yield every parameter with the dictionary of its state, if any."""
+    """Yield ``(state, parameter)`` for every parameter. ``state`` is its optimizer's ``state`` dictionary."""
     for part in parts:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
@@ -143,7 +145,7 @@ def _parameters(parts: Sequence[MegatronOptimizer]) -> Iterator[tuple[dict, torc
 
 
 def _tensors(parts: Sequence[MegatronOptimizer]) -> Iterator[torch.Tensor]:
-    """Yield everything that a step writes to: always in the same order, as far as it is there already."""
+    """Yield every tensor that an optimizer step writes to and that exists now, always in the same order."""
     for state, parameter in _parameters(parts):
         yield parameter.detach()
         yield from (value for value in state.get(parameter, {}).values() if isinstance(value, torch.Tensor))
@@ -152,13 +154,15 @@ def _tensors(parts: Sequence[MegatronOptimizer]) -> Iterator[torch.Tensor]:
 
 
 def _most_bytes(parts: Sequence[MegatronOptimizer]) -> int:
-    """Return the bytes of a snapshot; before the first step, when there is no state, as of Adam."""
+    """Return the bytes of a snapshot. Before the first step there is no state yet, and Adam's two moments are
+    assumed.
+    """
     parameters = sum(parameter.nbytes for _, parameter in _parameters(parts))
     return max(sum(tensor.nbytes for tensor in _tensors(parts)), (1 + MOMENTS) * parameters)
 
 
 def hyperparameters(groups: Iterable[dict]) -> list[tuple[dict, dict]]:
-    """Return every group of an optimizer's parameters with a copy of its settings."""
+    """Return every parameter group with a copy of its settings, such as the learning rate."""
     return [(group, {name: value for name, value in group.items() if name != "params"}) for group in groups]
 
 
@@ -167,7 +171,7 @@ def _groups(parts: Sequence[MegatronOptimizer]) -> Iterator[dict]:
 
 
 def _gathered(parts: Sequence[MegatronOptimizer]) -> list[Any]:
-    """Return the model chunks whose parameters are gathered while others compute."""
+    """Return the model chunks with ``--overlap-param-gather``, whose parameters are gathered during computing."""
     chunks = {
         id(chunk): chunk
         for part in parts
@@ -178,7 +182,7 @@ def _gathered(parts: Sequence[MegatronOptimizer]) -> list[Any]:
 
 
 def _left_on(device: torch.device) -> int:
-    """Return the bytes that tensors can still take, those included that PyTorch's allocator keeps for them."""
+    """Return the bytes of device memory that new tensors can take, including free memory in PyTorch's allocator."""
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 

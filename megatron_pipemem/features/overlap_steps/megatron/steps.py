@@ -1,4 +1,4 @@
-"""Let training steps follow each other without a barrier between them."""
+"""The extension that runs training steps without a barrier between two steps."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ cut_of = lru_cache(maxsize=16)(validation_cut)
 
 
 class OverlappedSteps(Extension):
-    """Lets every rank begin a step as soon as it has done its own part of the one before.
+    """The extension that lets each rank begin a training step when it has done its own part of the previous one.
 
-    If gradients are clipped, the norm of a step is known in the middle of the next one. That one begins with forwards
-    that can be dropped. Before it goes on, ``LeadingForwards`` knows whether the weights were right.
+    If gradients are clipped, the norm of a step becomes known only during the next step. So the next step begins with
+    forwards that can be dropped (``LeadingForwards``). Before any other action, it checks whether the weights were
+    right.
     """
 
     def __init__(self, optimizer: OverlappedOptimizer):
@@ -54,7 +55,7 @@ class OverlappedSteps(Extension):
         ]
 
     def choose(self, step: Step) -> None:
-        """Evaluation needs the weights that are right."""
+        """Settle a pending optimizer step before an evaluation, which needs the final weights."""
         if step.forward_only:
             self._optimizer.settle()
 
@@ -69,12 +70,13 @@ class OverlappedSteps(Extension):
             step.trial = LeadingForwards(self._optimizer, step)
 
     def settle_now(self) -> None:
-        """Leave no step pending. Every rank must call this at the same time."""
+        """Make a pending optimizer step final, or redo it. Every rank must call this at the same time."""
         self._optimizer.settle()
 
     def _decide(self, step: Step) -> bool:
-        """Return whether steps of this shape overlap. All ranks of the job call this at the same time, and get the same
-        answer.
+        """Return whether steps of this shape overlap, and log the reason or the gain.
+
+        All ranks of the job call this at the same time, and get the same result.
         """
         optimizer = self._optimizer
         asked = step.context.config, step.chunks, optimizer.require(), optimizer.delays
@@ -90,11 +92,11 @@ class OverlappedSteps(Extension):
         return True
 
     def _gain(self, step: Step) -> float:
-        """Return the speed-up of consecutive steps without a barrier, by the plan of this step."""
+        """Return the simulated speed-up of consecutive steps without a barrier, for example 1.05."""
         return gain_without_barrier(step.planned.schedule, step.planned.costs)
 
     def _obstacle(self, step: Step, gain: float) -> str | None:
-        """Return the reason why overlapping steps are useless or impossible on this rank; ``None`` if there is none."""
+        """Return why overlapping steps are useless or impossible on this rank, or ``None``."""
         optimizer = self._optimizer.require()
         if gain <= LEAST_GAIN:
             name = step.planned.schedule.name
@@ -108,7 +110,7 @@ class OverlappedSteps(Extension):
         return None
 
     def close(self, orderly: bool) -> None:
-        """Leave the model with the weights that are right, and the loop with its optimizer."""
+        """Settle a pending optimizer step if ``orderly``, and give the training loop its own optimizer step back."""
         if orderly:
             self._loop.finish()
         self._optimizer.release(orderly)
@@ -116,9 +118,9 @@ class OverlappedSteps(Extension):
 
 
 class LeadingForwards(Trial):
-    """The forwards at the start of a step that run before it is known whether the weights are right.
+    """The forwards at the start of a step, which run before it is known whether the previous step must be redone.
 
-    The data of the step can be read twice from now on.
+    The step's data iterators are wrapped, so that the step can read its data a second time.
     """
 
     def __init__(self, optimizer: OverlappedOptimizer, step: Step):
@@ -149,10 +151,10 @@ class LeadingForwards(Trial):
 def check_overlapped(
     config, chunks: list[torch.nn.Module], optimizer: ChainedOptimizer, delays: bool = False
 ) -> list[str]:
-    """Return the reasons, a sentence each, why all ranks wait for each other after every step anyway.
+    """Return the settings because of which all ranks wait for each other after every step anyway, as sentences.
 
-    Raise an UnsupportedError for a configuration or an optimizer that needs a barrier between steps. With ``delays``, a
-    step is taken when its norm is known, and never taken back.
+    Raise an UnsupportedError for a configuration or an optimizer that needs a barrier between steps. ``delays`` says
+    that steps are taken only when their norm is known (``DelayedOptimizer``), so that they are never undone.
     """
     holders = [config, optimizer.config, *(getattr(chunk, "ddp_config", None) for chunk in chunks)]
 
@@ -173,13 +175,13 @@ def check_overlapped(
 
 
 class ForwardTraces:
-    """Remembers the losses of experts and of multi-token prediction that have been counted so far."""
+    """A copy of the sums in which Megatron collects the losses of experts and of multi-token prediction for its log."""
 
     def __init__(self) -> None:
         self._kept = {key: tensor.clone() for key, tensor in _counted()}
 
     def restore(self) -> None:
-        """Drop the counts since the start."""
+        """Set these sums back to the values that they had when this object was made."""
         for key, tensor in _counted():
             tensor.copy_(self._kept[key]) if key in self._kept else tensor.zero_()
 

@@ -8,5 +8,5 @@ from megatron_pipemem.request import Request
 
 
 def extensions(request: Request, *_: object) -> list[Extension]:
-    """Return the extensions of a run with sequence slices."""
+    """Return the extension of a run with sequence slices."""
     return [SequenceSlices(request.slice_cut)]

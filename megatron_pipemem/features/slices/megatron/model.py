@@ -1,7 +1,7 @@
-"""Make a chunk of Megatron's model take one slice of a sequence after the other.
+"""Make a chunk of a Megatron model compute one slice of a sequence instead of a whole sequence.
 
-Hooks do this while a step runs. The model gets its part of the tokens and labels, rotary embeddings begin at the
-slice's first position, and attention sees the keys and values of the earlier slices.
+Forward pre-hooks do this while a step runs. The model gets the slice's tokens and labels, rotary embeddings begin at
+the slice's first position, and attention gets the keys and values of the earlier slices too.
 """
 
 from __future__ import annotations
@@ -33,21 +33,24 @@ _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 
 @dataclass(eq=False)
 class KeyValueCaches:
-    """The keys and values of one sequence in all layers of a chunk. ``hold`` is called with each kept tensor."""
+    """The keys and values of one sequence in all layers of a chunk.
+
+    ``hold`` is called with each tensor that is kept here.
+    """
 
     tokens: int
     hold: Callable[[torch.Tensor], object]
     _caches: dict[tuple[torch.nn.Module, str], KeyValueCache] = field(default_factory=dict)
 
     def of(self, layer: torch.nn.Module, name: str) -> KeyValueCache:
-        """Return the cache of a layer's ``key`` or ``value``."""
+        """Return the cache of a layer. ``name`` is ``key`` or ``value``."""
         if (layer, name) not in self._caches:
             self._caches[layer, name] = KeyValueCache(self.tokens, self.hold)
         return self._caches[layer, name]
 
 
 class _SlicePart(NamedTuple):
-    """The tokens that run, and the kept tensors of the earlier ones."""
+    """The slice that runs now: its tokens from ``begin`` to ``end``, and the keys and values of earlier slices."""
 
     begin: int
     end: int
@@ -55,10 +58,7 @@ class _SlicePart(NamedTuple):
 
 
 class SlicedModel:
-    """A chunk of the model whose steps run in slices.
-
-    It raises an UnsupportedError if a part of the chunk cannot run slice by slice.
-    """
+    """A model chunk that can run slice by slice. Raise an UnsupportedError if a part of the chunk cannot."""
 
     def __init__(self, chunk: torch.nn.Module):
         model = unwrap_model(chunk)
@@ -83,7 +83,7 @@ class SlicedModel:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Register the hooks within this block. They act only within ``running``."""
+        """Register the hooks on the model while the block runs. They have an effect only inside ``running``."""
         with ExitStack() as stack:
 
             def hook(module: torch.nn.Module, before: Callable) -> None:
@@ -104,7 +104,10 @@ class SlicedModel:
 
     @contextmanager
     def running(self, begin: int, end: int, caches: KeyValueCaches) -> Iterator[None]:
-        """Let the model run the tokens ``begin`` to ``end`` (exclusive) within this block: forward, backward or again."""
+        """Make the model compute the tokens from ``begin`` to ``end`` (exclusive) while the block runs.
+
+        The block is a forward, a backward or a recomputation.
+        """
         before, self._part = self._part, _SlicePart(begin, end, caches)
         try:
             yield
@@ -159,8 +162,9 @@ class SlicedModel:
 
 
 def _check_attention(attention: Attention) -> None:
-    """Raises:
-    UnsupportedError: this attention cannot see the keys of earlier slices, or has masks that need whole sequences.
+    """Raise an UnsupportedError if a layer's attention cannot run slice by slice.
+
+    It must be able to use the keys and values of earlier slices, and its mask must not need whole sequences.
     """
     core = attention.core_attention
     if type(core) is not DotProductAttention:
@@ -184,5 +188,5 @@ def _check_attention(attention: Attention) -> None:
 
 
 def boundaries(tokens: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the begin and the end of every slice, given the tokens of each."""
+    """Return ``(first token, end)`` of each slice, given the slices' tokens: ``[2, 3]`` gives ``[(0, 2), (2, 5)]``."""
     return list(pairwise(accumulate(tokens, initial=0)))

@@ -1,4 +1,4 @@
-"""Run the steps of schedules with sequence slices, slice by slice of every sequence."""
+"""Run the steps of schedules with sequence slices on Megatron."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_pipemem.runtime.executor import StepFeature
 
 @dataclass(eq=False)
 class _OpenSequence:
-    """The shared data of the slices of one microbatch in flight."""
+    """The data that the slices of one microbatch share until the last backward."""
 
     caches: KeyValueCaches  # keys and values of its earlier slices
     data: Tape | None  # read by its first slice; ``None`` if the stage reads none
@@ -39,11 +39,12 @@ class _OpenSequence:
 
 @dataclass
 class SlicedStage(ChunkStage):
-    """A stage that runs slices. They are numbered through, and take the place of microbatches.
+    """A stage that runs slices in place of microbatches. With n slices, slice i of microbatch k has the number ``k * n
+    + i``.
 
-    Every slice calls the user's forward step, which reads the same batch each time. The loss function runs once per
-    microbatch, after the last slice, on the model's outputs for all of them. So the loss and its report are those of
-    the whole sequence.
+    Each slice calls the user's forward step, which reads the same batch each time. The loss function runs once for each
+    microbatch: after its last slice, with the model's outputs for all slices. So the loss and its report are those of
+    whole sequences.
     """
 
     sliced: SlicedModel = field(kw_only=True)
@@ -97,7 +98,7 @@ class SlicedStage(ChunkStage):
         return running, num_tokens
 
     def _begin_backward(self, sequence: _OpenSequence, loss: torch.Tensor, joined: torch.Tensor) -> None:
-        """Find the loss's gradient by the output of every slice: slices run backward one after the other."""
+        """Compute the gradient of the loss with respect to the output of each slice, for their later backwards."""
         (gradient,) = torch.autograd.grad(loss, joined, allow_unused=True)
         if gradient is None:
             raise UnsupportedError(
@@ -147,7 +148,9 @@ class SlicedStage(ChunkStage):
 
 
 class SequenceSlices(Extension):
-    """Cuts the sequences of steps whose schedule has slices, and does nothing in other steps (``slice_tokens``)."""
+    """The extension that cuts sequences into slices in steps whose schedule has slices. It does nothing in other
+    steps.
+    """
 
     def __init__(self, cut: str) -> None:
         self._cut = cut
@@ -155,10 +158,11 @@ class SequenceSlices(Extension):
         self._bounds: list[tuple[int, int]] = []
 
     def prepare(self, step: Step) -> None:
-        """Cut the sequences of the step into slices, and set the shape of every slice's messages.
+        """Choose the tokens of each slice of this step, and set the shapes of the slices' messages.
 
         Raises:
-            UnsupportedError: the model or its configuration cannot run in slices, or sequences cannot be cut into so many.
+            UnsupportedError: the model or its configuration cannot run in slices, or the sequences cannot be cut into
+                so many slices.
         """
         if step.program.schedule.slices == 1:
             return
@@ -184,7 +188,7 @@ class SequenceSlices(Extension):
                 self._models[chunk] = SlicedModel(chunk)
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
-        """Put other stages in the places of those that run whole microbatches."""
+        """Replace the stages of the step by stages that run slices."""
         if step.program.schedule.slices > 1:
             hold = _holder(step)
             for stage, runner in step.stages.items():
@@ -205,7 +209,10 @@ class SequenceSlices(Extension):
 
 
 def _holder(step: Step) -> Callable[[torch.Tensor], object]:
-    """Return a function that counts a tensor of several slices, and keeps it on the device."""
+    """Return a function that counts a tensor in the ledger, and excludes it from offload.
+
+    Such a tensor belongs to several slices.
+    """
     ledger = step.observation.ledger
 
     def hold(tensor: torch.Tensor) -> None:

@@ -40,9 +40,7 @@ def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Pe
 
 
 def gather_statistics(tensor: torch.Tensor, everyones: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
-    """Gather the ``HeadMicrobatch.statistics`` of all ranks, ``[3, tokens]``, in ``everyones``, ``[ranks, 3,
-    tokens]``.
-    """
+    """Gather ``HeadMicrobatch.statistics``, ``[3, tokens]``, of all ranks in ``everyones``, ``[ranks, 3, tokens]``."""
     work = dist.all_gather_into_tensor(everyones.flatten(0, 1), tensor, group=group, async_op=True)
     return Pending(work, lambda: everyones)
 
