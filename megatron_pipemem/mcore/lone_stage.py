@@ -47,7 +47,7 @@ from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.patching import PatchSet
 from megatron_pipemem.mcore.step.extension import observe
 from megatron_pipemem.mcore.step.split_backward import sharded_replacements
-from megatron_pipemem.mcore.symbols import DISPATCH, LINEAR
+from megatron_pipemem.mcore.symbols import DISPATCH, LINEAR, SHARE_STORAGE
 from megatron_pipemem.planner.counts import early_modules
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.runtime.executor import Executor
@@ -192,7 +192,8 @@ def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
         patches.install([(LINEAR, linear.split_linear)])
         patches.install(sharded_replacements(execution.weight_inputs))
         if fake:
-            patches.install([(DISPATCH, _evenly)])
+            # Megatron's function compiles an extension first, which takes a minute. Fake tensors have no data to share.
+            patches.install([(DISPATCH, _evenly), (SHARE_STORAGE, lambda original: lambda output, source: None)])
             # It compares and sets the states of random generators, which are never fake.
             tensor_parallel.get_cuda_rng_tracker().fork = nullcontext
         with FakeTensorMode() if fake else nullcontext():

@@ -53,10 +53,11 @@ FORWARD_STEP = Symbol(
 )
 BACKWARD_STEP = Symbol(_SCHEDULES, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
 
-# Profiling with fake tensors tells how many tokens every expert gets.
+# Profiling with fake tensors tells how many tokens every expert gets, and has no data that tensors could share.
 DISPATCH = Symbol(
     "megatron.core.transformer.moe.token_dispatcher", "MoEAlltoAllTokenDispatcher.preprocess", ("routing_map",)
 )
+SHARE_STORAGE = Symbol(_RANDOM, "_get_share_storage")
 
 # Which rank a chunk belongs to, and building the chunks.
 RANK = Symbol(_PARALLEL_STATE, "get_pipeline_model_parallel_rank")

@@ -142,8 +142,16 @@ def lane() -> Iterator[Callable]:
     """Calls a function where Megatron runs on the CPU."""
     if find_spec("megatron") is None:  # importing it takes seconds, which only the other process needs to spend
         pytest.skip("needs Megatron-Core")
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=activate) as process:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=without_compiler) as process:
         yield lambda function, *arguments: process.submit(function, *arguments).result()
+
+
+def without_compiler() -> None:
+    """Fake tensors need no extension of Megatron."""
+    activate()
+    from megatron.core.tensor_parallel import random
+
+    random.load_inline = None
 
 
 def profiled(model: Model, execution: Execution, cluster: Cluster | None) -> Profile:
