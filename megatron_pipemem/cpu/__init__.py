@@ -1,7 +1,7 @@
 """Run CUDA-only Megatron-Core on CPU ranks over gloo: for the quickstart, the tests and teaching.
 
 Megatron asks ``torch.cuda`` for devices, streams and random generators, and NCCL for its process groups. `activate`
-replaces them by stand-ins in this process, until it ends:
+replaces these in this process, until the process ends:
 
 * ``cuda``            ``torch.cuda``: one device per local rank, streams and events that never wait, and CPU tensors;
 * ``process_groups``  gloo process groups in place of NCCL's;
@@ -82,7 +82,7 @@ def ignore_missing_packages() -> None:
 
 
 def missing_packages() -> str | None:
-    """Return one line that replaces the ignored warnings, or ``None`` if no package is missing."""
+    """Return one line that names the missing GPU packages, or ``None`` if none is missing."""
     missing = [name for name in ("apex", "transformer_engine") if importlib.util.find_spec(name) is None]
     if not missing:
         return None
@@ -92,12 +92,12 @@ def missing_packages() -> str | None:
 
 
 def _is_about_a_gpu(record: logging.LogRecord) -> bool:
-    """Return False for the warning that CUDA's random state is the CPU's, which is intended here."""
+    """Return False for Megatron's warning that the random state of the CPU has changed, which is intended here."""
     return not record.getMessage().startswith("CPU RNG state changed")
 
 
 def shorten_log() -> None:
-    """Shorten this rank's log: Megatron's INFO lines only from rank 0, and its list of arguments in one line."""
+    """Shorten this rank's log: Megatron's INFO lines on rank 0 only, and its list of arguments as one line."""
     if (said := missing_packages()) is not None:
         logger.info("CPU ranks: %s", said)
     if os.environ.get("RANK", "0") != "0":

@@ -1,11 +1,11 @@
 """A ``torch.cuda`` that needs no GPU and answers requests for CUDA tensors with CPU tensors.
 
-There is one device per local rank. Streams and events are always complete, because CPU tensors are ready when the call that
-makes them returns. Functions that are not listed here (CUDA graphs, memory pools, profilers) keep PyTorch's own behaviour
-and report that CUDA is missing.
+There is one device per local rank. Streams and events are always complete, because CPU tensors are ready when the call
+that makes them returns. Functions that are not listed here (CUDA graphs, memory pools, profilers) keep PyTorch's own
+behaviour and report that CUDA is missing.
 
-Functions are replaced one by one. PyTorch's TorchFunctionMode would not do: it holds for one thread and is suspended during
-a backward pass, so recomputation and custom gradients would still reach CUDA.
+Functions are replaced one by one. PyTorch's TorchFunctionMode would not work: it acts on one thread and is suspended
+during a backward pass, so recomputation and custom gradients would still call CUDA.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CAPABILITY = (8, 0)  # the oldest generation with bfloat16; newer ones switch on
 
 
 class HostStream:
-    """Replace ``torch.cuda.Stream``: its work is done as soon as it is issued."""
+    """Replaces ``torch.cuda.Stream``. Its work is done as soon as the call that issues it returns."""
 
     cuda_stream = 0
 
@@ -54,7 +54,7 @@ class HostStream:
 
 
 class Event:
-    """Replace ``torch.cuda.Event`` by a wall-clock time stamp that is always complete."""
+    """Replaces ``torch.cuda.Event`` by a time of the host's clock. It is always complete."""
 
     def __init__(self, *_: Any, **__: Any):
         self._seconds = 0.0
@@ -75,7 +75,7 @@ class Event:
 
 
 class _Device:
-    """The state of ``current_device`` and ``current_stream``."""
+    """The present device index and stream of ``torch.cuda``."""
 
     def __init__(self) -> None:
         self.index = 0
@@ -84,7 +84,7 @@ class _Device:
 
     @property
     def count(self) -> int:
-        """The number of local ranks, read each time, because processes may be forked after `_install_surface`."""
+        """The number of local ranks, read at every call, because processes may be forked after `_install_surface`."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
     def set_index(self, device: Any) -> None:
@@ -123,7 +123,7 @@ def _zero(*_: Any, **__: Any) -> int:
 
 
 class _Generators(Sequence[torch.Generator]):
-    """The sequence of generators, which has the CPU's generator for every device."""
+    """A sequence of random generators with one entry per device, each the CPU's generator."""
 
     def __init__(self, generator: torch.Generator, device: _Device):
         self._generator = generator
@@ -137,7 +137,7 @@ class _Generators(Sequence[torch.Generator]):
 
 
 def _install_surface() -> None:
-    """Replace the functions and classes of ``torch.cuda`` and ``torch.accelerator`` that Megatron-Core touches."""
+    """Replace the functions and classes of ``torch.cuda`` and ``torch.accelerator`` that Megatron-Core calls."""
     device = _Device()
     generator = torch.default_generator  # CUDA's random state is the CPU's, because kernels here draw from it
     functions = {
@@ -208,7 +208,7 @@ def _install_surface() -> None:
 
 
 def _eager(model: Any = None, **_: Any) -> Any:
-    """Replace ``torch.compile``, as a function or as a decorator with options, without compiling anything."""
+    """Replace ``torch.compile``, as a function or decorator, by returning the model uncompiled."""
     return model if model is not None else lambda function: function
 
 
@@ -227,7 +227,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap ``create`` to make pageable CPU tensors for CUDA devices and for pinned memory."""
+    """Wrap a function that makes tensors, so that it makes pageable CPU tensors instead of CUDA or pinned ones."""
 
     @functools.wraps(create)
     def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -249,7 +249,10 @@ def _to(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _type(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``type`` to return names like ``torch.cuda.FloatTensor``, by which Megatron's optimizers sort parameters."""
+    """Wrap ``Tensor.type`` to return names like ``torch.cuda.FloatTensor``.
+
+    Megatron's optimizers sort parameters by these names.
+    """
 
     @functools.wraps(type_of)
     def wrapper(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -267,7 +270,7 @@ def _itself(tensor: Any, *_: Any, **__: Any) -> Any:
 
 
 def _install_redirections() -> None:
-    """Redirect tensor factories, tensor methods and ``Module.cuda``, in all threads until the process ends."""
+    """Make tensor factories, tensor methods and ``Module.cuda`` use the CPU, in all threads until the process ends."""
     factories = _device_constructors()  # cached by PyTorch, which keeps the originals
     for name, function in list(vars(torch).items()):
         if name in _LIKE or (callable(function) and function in factories):
@@ -283,6 +286,6 @@ def _install_redirections() -> None:
 
 
 def install() -> None:
-    """Replace ``torch.cuda`` and redirect its tensors, in all threads until the process ends."""
+    """Replace ``torch.cuda``, and make CUDA tensors CPU tensors, in all threads until the process ends."""
     _install_surface()
     _install_redirections()

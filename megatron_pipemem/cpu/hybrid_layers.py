@@ -1,8 +1,9 @@
-"""Layers of a HybridModel that need neither Transformer Engine nor a GPU, made of Megatron-Core's own "local" layers.
+"""Layers of a HybridModel that need neither Transformer Engine nor a GPU, made of Megatron-Core's "local" layers.
 
-A training script uses them with ``--spec megatron_pipemem.cpu.hybrid_layers hybrid_stack_spec``. Megatron-Core has such a
-specification only for its GPTModel. Checkpoints have the keys of Megatron's own ``hybrid_stack_spec``. Mamba layers need the
-packages ``mamba_ssm`` and ``einops``. Gated delta nets (``G``) and sparse attention (``D``) are not supported.
+A training script uses them with ``--spec megatron_pipemem.cpu.hybrid_layers hybrid_stack_spec``. Megatron-Core has a
+local specification for its GPTModel only. Checkpoints have the keys of Megatron's own ``hybrid_stack_spec``. Mamba
+layers need the packages ``mamba_ssm`` and ``einops``. Gated delta nets (``G``) and sparse attention (``D``) are not
+supported.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from megatron_pipemem.errors import UnsupportedError
 
 
 class _NoLocalLayer:
-    """Raise an error in the place of a layer that Megatron would silently replace by an identity."""
+    """Raises an error if a model has this layer. Without it, Megatron would silently build an identity instead."""
 
     def __init__(self, *args: object, **kwargs: object):
         raise UnsupportedError(

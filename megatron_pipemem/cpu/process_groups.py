@@ -1,4 +1,4 @@
-"""Process groups over gloo in place of NCCL's, with little load on a rank's processor and memory."""
+"""Replace NCCL's process groups by gloo's, with little use of a rank's processor and memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RELEASE_SECONDS = 1.0
 
 
 def _on_one_device(create: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the constructor of gloo's groups so that all groups share the device of the first one.
+    """Wrap the constructor of gloo's process groups so that all groups share the gloo device of the first group.
 
     PyTorch gives every group its own device, whose thread wakes up a hundred times per second. Megatron makes dozens of
     groups. With 60 of them, four idle ranks keep a quarter of a core busy.
@@ -42,7 +42,7 @@ def _on_one_device(create: Callable[..., None]) -> Callable[..., None]:
 
 
 def _over_gloo(create: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``create`` so that NCCL becomes gloo, without the keyword arguments that gloo does not take."""
+    """Wrap a function that makes process groups: NCCL becomes gloo, and arguments that gloo lacks are dropped."""
 
     @functools.wraps(create)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -59,12 +59,12 @@ def _gloo(backend: Any) -> Any:
 
 
 def _releasing(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``collective`` so that gloo holds no tensor after the wait.
+    """Wrap a collective so that gloo holds none of its tensors after the wait.
 
-    A thread of gloo drops its tensors some time after a collective is complete, because it needs the interpreter's lock.
-    Until then it holds memory that the program has freed, and byte counts differ from run to run. Here the thread gets
-    tensors of its own with the same storage, and ``wait`` waits until the thread has dropped them. Dropping them here
-    earlier would make PyTorch hand the Python object to the thread without a lock, which corrupts memory.
+    A thread of gloo releases its tensors some time after a collective is complete, because it needs the interpreter's
+    lock. Until then it holds memory that the program has freed, and byte counts differ between runs. Here the thread
+    gets new tensor objects with the same storage, and ``wait`` waits until the thread has released them. If they were
+    released here earlier, PyTorch would hand the Python object to the thread without a lock, which corrupts memory.
     """
 
     @functools.wraps(collective)
@@ -82,7 +82,7 @@ def _releasing(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lend(values: Sequence[Any], lent: list[torch.Tensor]) -> list[Any]:
-    """Return the values with a new tensor object for every dense tensor, also in lists. The new objects go to ``lent``."""
+    """Return the values with a new tensor object for every dense tensor, also in lists, and add these to ``lent``."""
     found = []
     for value in values:
         if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided:
@@ -95,7 +95,7 @@ def _lend(values: Sequence[Any], lent: list[torch.Tensor]) -> list[Any]:
 
 
 def _await_release(lent: list[torch.Tensor]) -> None:
-    """Wait until these tensors have no other references, but at most a second, because a caller may keep one."""
+    """Wait until gloo has released these tensors, at most one second, because a caller may keep one."""
     patience = time.monotonic() + _RELEASE_SECONDS
     while lent:
         # Python has the references of the list and of the call, and C++ has the one of Python.
@@ -113,7 +113,7 @@ _late: list[torch.Tensor] = []
 
 
 def _keep(lent: list[torch.Tensor]) -> None:
-    """Empty the list, and keep its tensors until gloo has dropped them."""
+    """Empty the list, and keep its tensors elsewhere until gloo has released them."""
     _late[:] = [each for each in (*_late, *lent) if not _held_by_python_alone(each)]
     lent.clear()
 
@@ -123,7 +123,7 @@ def _held_by_python_alone(tensor: torch.Tensor) -> bool:
 
 
 class _ReleasingWork(Work):
-    """A running collective. After the wait it holds neither its tensors nor its result."""
+    """A running collective, which holds neither its tensors nor its result after ``wait``."""
 
     def __init__(self, work: Work, lent: list[torch.Tensor]):
         super().__init__()
@@ -156,13 +156,13 @@ class _ReleasingWork(Work):
         return super().get_future() if self._work is None else self._shared().get_future()
 
     def _shared(self) -> Any:
-        """Return the work. Callers may keep its tensors from now on, so ``wait`` does not wait for their release."""
+        """Return the work of gloo, whose tensors callers may keep, so that ``wait`` does not wait for their release."""
         _keep(self._lent)
         return self._work
 
 
 def install() -> None:
-    """Wrap collectives and functions that make groups, in both modules that export them, and share gloo's device."""
+    """Replace the functions of torch.distributed that make groups or run collectives, and share one gloo device."""
     gloo: Any = distributed_c10d.ProcessGroupGloo
     gloo.__init__ = _on_one_device(gloo.__init__)
     makers = ("init_process_group", "new_group")

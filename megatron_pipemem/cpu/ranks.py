@@ -1,7 +1,8 @@
 """Start ranks on this machine quickly, by forking a process that has imported Megatron.
 
-The import of Megatron takes ten seconds of a core, and with torchrun every rank of every run repeats it. The fork server of
-`multiprocessing` does it once. That server neither trains nor starts threads, and every run still gets new processes.
+The import of Megatron takes ten seconds of a core, and with torchrun every rank of every run repeats it. The fork
+server of `multiprocessing` imports it once. The server neither trains nor starts threads, and every run still gets new
+processes.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ _NEW = multiprocessing.get_context("spawn")
 def start_ranks(
     target: Callable[..., object], arguments: Sequence[tuple], logs: Sequence[Path], *, forked: bool = True
 ) -> list[BaseProcess]:
-    """Start one process per rank, with the environment of torchrun's ranks and its output appended to a log.
+    """Start one process per rank, with the environment variables of torchrun, and append its output to its log.
 
-    ``target`` must be a function of a module, not of a script. Forked ranks have Megatron imported and the CPU lane active;
-    others are new interpreters. Each process leads its own session, so `end_ranks` also ends the processes that it started.
+    ``target`` must be a function of a module, not of a script. Forked ranks have Megatron imported and `cpu.activate`
+    called. Without ``forked``, ranks are new interpreters. Each process leads its own session, so `end_ranks` also ends
+    the processes that it started.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

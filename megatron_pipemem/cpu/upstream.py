@@ -1,4 +1,4 @@
-"""Parts that Megatron-Core needs on the CPU besides PyTorch: extensions, an optimizer, a checkpoint writer."""
+"""Parts of Megatron-Core that need a replacement on the CPU: extensions, an optimizer, a checkpoint writer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 class FusedAdam(torch.optim.Adam):
-    """Replace Apex's ``FusedAdam`` by PyTorch's Adam, bit for bit, with ``group["step"]`` as the only step."""
+    """PyTorch's Adam under the name of Apex's ``FusedAdam``, with one step number per group, ``group["step"]``."""
 
     def __init__(self, params, adam_w_mode: bool = True, **options):
         super().__init__(params, decoupled_weight_decay=adam_w_mode, **options)
@@ -35,7 +35,7 @@ class FusedAdam(torch.optim.Adam):
                 group["step"] = int(state.pop("step"))
 
     def _states(self) -> Iterator[tuple[dict, dict]]:
-        """Yield the group and the state of each parameter that has a state."""
+        """Yield (group, state) of each parameter that the optimizer has a state for."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if self.state.get(parameter):
@@ -43,7 +43,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 def _install_adam() -> None:
-    """Make Megatron use this optimizer if it found neither Apex's nor Transformer Engine's."""
+    """Make Megatron use ``FusedAdam`` of this module if neither Apex nor Transformer Engine is installed."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -58,7 +58,10 @@ def _install_adam() -> None:
 
 
 def _copied(write_buckets: list, non_blocking: bool = True) -> list:
-    """Return a plan with copied tensors, because training would change them. Replaces Megatron's ``preload_tensors``."""
+    """Replace Megatron's ``preload_tensors``: return the write plan with copied tensors.
+
+    Training would change the original tensors while they are written.
+    """
     return [
         (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
         for file, key, (data, tensors) in write_buckets
@@ -66,7 +69,7 @@ def _copied(write_buckets: list, non_blocking: bool = True) -> list:
 
 
 def _install_writer() -> None:
-    """Replace the start of Megatron's persistent checkpoint writer, and its way to copy tensors."""
+    """Let Megatron's persistent checkpoint writer start by fork, and copy the tensors that it writes."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
@@ -78,7 +81,7 @@ def _install_writer() -> None:
 
 
 def _build_norm(cls: Any, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """Build PyTorch's own norm for configurations that Megatron leaves to Apex or Transformer Engine.
+    """Build PyTorch's own norm, also for settings for which Megatron needs Apex or Transformer Engine.
 
     Sequence parallelism only needs a mark on the norm's parameters. Megatron then sums their gradients over the
     tensor-parallel ranks. Persistent and memory-efficient norms are other kernels for the same formula.
@@ -92,7 +95,10 @@ def _build_norm(cls: Any, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Mo
 
 
 def _accumulate_weight_gradient(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """Compute ``main_grad += grad_output^T @ total_input`` for (tokens, features), like Apex's ``wgrad_gemm_accum_fp32``."""
+    """Add ``grad_output^T @ total_input`` to ``main_grad``, as Apex's ``wgrad_gemm_accum_fp32``.
+
+    Both inputs have the shape (tokens, features).
+    """
     main_grad.add_(grad_output.t().matmul(total_input))
 
 
@@ -104,8 +110,9 @@ def _fused_gradients() -> ModuleType:
 
 
 def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return the result that Megatron's ``maybe_move_tensor_to_cpu`` has for a GPU tensor. That function leaves CPU
-    tensors unchanged, but an all-to-all takes no tensors as split sizes.
+    """Replace Megatron's ``maybe_move_tensor_to_cpu``: return a numpy array if asked, for a CPU tensor too.
+
+    Megatron leaves CPU tensors as they are, but an all-to-all takes no tensors as split sizes.
     """
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -117,9 +124,10 @@ def _build_attention(
     v_channels: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Build the local attention also for values whose width differs from the keys'. Upstream, only Transformer Engine can.
+    """Build the local attention also if values have another width than keys, as in latent attention.
 
-    The width of keys does not matter, because latent attention sets its scale. The width of values sets that of the output.
+    In Megatron only Transformer Engine can do this. The width of keys does not matter, because latent attention sets
+    the scale. The width of values is that of the output.
     """
     type(self).build_for_one_width(self, *args, **kwargs)
     if v_channels is not None:
@@ -127,7 +135,7 @@ def _build_attention(
 
 
 def install(emulate_fused_gradients: bool) -> None:
-    """Prepare and import Megatron-Core."""
+    """Replace the parts of Megatron-Core that need a GPU, and import it."""
     if emulate_fused_gradients:
         sys.modules.setdefault("fused_weight_gradient_mlp_cuda", _fused_gradients())
 

@@ -1,4 +1,4 @@
-"""Import Megatron on the CPU lane when this module is imported, in the process that ranks are forked from (see ``ranks``)."""
+"""Import Megatron and call `cpu.activate`, in the process from which ranks are forked (see ``ranks``)."""
 
 from __future__ import annotations
 

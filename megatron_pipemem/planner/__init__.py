@@ -1,4 +1,4 @@
-"""Prices of every way to run a model on a cluster, and the search for the best (``pipemem plan``).
+"""Predict the time and memory of every way to run a model on a cluster, and find the best (``pipemem plan``).
 
 * ``counts``          parameters, FLOPs and relative weights of layers
 * ``activations``     the bytes that a microbatch keeps, tensor by tensor
@@ -8,7 +8,7 @@
 * ``step``            a run on a placement: costs of stages, bytes of ranks, seconds outside the schedule
 * ``memory``          the memory of a run as configured
 * ``space``           all choices of the planner
-* ``replay``          the price of one order under many costs
+* ``replay``          the time of one order of passes under many costs
 * ``variants``        offload, vocabulary parallelism and other variants of runs
 * ``balance``         the layers per stage with which one schedule is fastest (``pipemem layout``)
 * ``changes``         changes of a run, simulated with its measured times

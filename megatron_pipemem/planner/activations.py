@@ -1,10 +1,10 @@
-"""The bytes that one microbatch keeps on a rank, tensor by tensor, with the pass that needs each.
+"""The bytes that one microbatch keeps on a rank, tensor by tensor, with the pass that needs each tensor.
 
-The tensors are those that Megatron's modules keep after F. Inputs of norms, queries, keys, values and the softmax's
-sums are needed by I. Outputs of norms and activations are inputs of linear layers and needed by W. A tensor that two
-operations keep counts once. With 16-bit elements and no dropout a GPT layer keeps ``32bsh``, with dropout masks
-``34bsh``, and ``20bsh`` if norms, activation and masks are recomputed (arXiv 2503.01328). Tests count the same on
-Megatron's own modules, with fake tensors.
+The tensors are those that Megatron's modules keep after F. I needs the inputs of norms, the queries, keys and values,
+and the softmax's sums. W needs the inputs of linear layers, which are outputs of norms and activations. A tensor that
+two operations keep counts once. With 16-bit elements and no dropout, a GPT layer keeps ``32bsh``; with dropout masks it
+keeps ``34bsh``. If norms, activation and masks are recomputed, it keeps ``20bsh`` (arXiv 2503.01328). Tests count the
+same on Megatron's own modules, with fake tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SUM = 4  # bytes of a statistic, a softmax's sum, or a logit's exponential: alw
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor that is kept after F."""
+    """A tensor that a layer keeps after F, for one microbatch."""
 
     name: str
     nbytes: float  # on one rank, for one microbatch
@@ -34,14 +34,14 @@ class Saved:
 
 @dataclass(frozen=True)
 class Kept(Summed):
-    """Bytes that a part of a stage keeps of one microbatch."""
+    """The bytes of one microbatch that a part of a stage keeps after F and after I."""
 
     saved: float = 0.0  # from F to I
     after_input: float = 0.0  # from I to W: the inputs of linear layers, and the gradients of their outputs
 
 
 def layer_tensors(model: Model, execution: Execution, kind: str | None = None) -> tuple[Saved, ...]:
-    """Return the tensors that one layer keeps without recomputation, its input first."""
+    """Return the tensors that one layer keeps without recomputation, the layer's input first."""
     shrinks = execution.product_element / execution.element
     return tuple(
         each if each.needed == "I" else replace(each, nbytes=each.nbytes * shrinks)
@@ -71,9 +71,10 @@ def _statistics(name: str, model: Model, execution: Execution, recompute: tuple[
 
 
 def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """Yield the tensors of attention. Queries, keys and values are views of the projection's output, which each keeps whole.
+    """Yield the tensors that an attention block keeps.
 
-    With fewer key heads than tensor-parallel ranks, every rank gathers the output of all ranks to find its own.
+    Queries, keys and values are views of the projection's output, so each keeps the whole output. If there are fewer
+    key heads than tensor-parallel ranks, every rank gathers the output of all ranks to find its own part.
     """
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     groups = execution.key_groups(model)
@@ -106,7 +107,7 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 
 def _unquantised_output(execution: Execution, nbytes: float) -> Iterable[Saved]:
-    """Yield the output of attention in 16 bits for its backward, if the next projection keeps it in 8 bits."""
+    """Yield the 16-bit output of attention, if the next projection keeps it in 8 bits and so does not share it."""
     if execution.fp8 != "none" and execution.attention == "flash":
         yield Saved("attention's output in 16 bits", nbytes, "I", ("core_attn",))
 
@@ -132,7 +133,10 @@ def _score_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 
 def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """Yield the tensors of multi-head latent attention. The latents are whole on every rank, or split by sequence."""
+    """Yield the tensors that multi-head latent attention keeps.
+
+    Every rank has whole latents, or with sequence parallelism a part of the tokens.
+    """
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     rows = n / execution.sequence_ranks * e
     # Megatron's own layers gather the latents. A rank's part of the queries' latent is a view of all of it.
@@ -160,7 +164,10 @@ def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 
 def _ffn_tensors(model: Model, execution: Execution, width: int, within: tuple[str, ...]) -> Iterable[Saved]:
-    """Yield the tensors of a dense FFN. Recomputing a module of ``within`` makes all of them again."""
+    """Yield the tensors that a dense FFN of this width keeps.
+
+    ``within`` names the modules whose recomputation makes all of these tensors again.
+    """
     inner = execution.tokens(model) * width / execution.tp * execution.element
     yield Saved("activation's input", inner * (model.projections - 1), "I", within)
     yield Saved("second projection's input", inner, "W", (*within, "activation"))
@@ -169,7 +176,10 @@ def _ffn_tensors(model: Model, execution: Execution, width: int, within: tuple[s
 
 
 def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """Yield the tensors of experts. An expert-tensor-parallel rank has the group's tokens and a part of each expert."""
+    """Yield the tensors that a mixture-of-experts block keeps.
+
+    A rank of an expert-tensor-parallel group has all tokens of the group, and a part of each expert.
+    """
     n, e = execution.tokens(model), execution.element
     visits = n * execution.expert_visits(model)
     inner = visits * model.expert_width / execution.expert_tp * e
@@ -187,7 +197,7 @@ def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 
 def _router_bytes(model: Model) -> float:
-    """Return the bytes per token of scores, of the chosen experts, and of the order that sorts tokens by expert."""
+    """Return the router's bytes per token: scores, chosen experts, and the order that sorts tokens by expert."""
     chosen, index = model.experts_per_token, 8
     sorting = index * (model.experts + chosen)
     if model.router_score == "softmax":
@@ -197,7 +207,7 @@ def _router_bytes(model: Model) -> float:
 
 
 def _mamba_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """Yield the tensors of a Mamba block with Megatron's default kernel.
+    """Yield the tensors that a Mamba block keeps with Megatron's default kernel.
 
     ``mamba_split_conv1d_scan_combined`` of the package mamba_ssm keeps its input and its output before the gate, and
     scans again in I.
@@ -213,7 +223,7 @@ def _mamba_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 
 def _merge_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """Yield the tensors that multi-token prediction keeps before its layer, and those of the norm after it."""
+    """Yield the tensors of multi-token prediction outside its layer: before the layer, and of the norm after it."""
     between = message_bytes(model, execution)
     yield Saved("hidden states", between, "I")
     for name in ("hidden states'", "embedding's", "final"):
@@ -235,7 +245,7 @@ _WITHIN = {
 
 
 def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> Kept:
-    """Return the bytes that one layer keeps, with recomputation."""
+    """Return the bytes that one layer keeps, with the run's recomputation."""
     kind = kind or model.kinds[0]
     tensors = layer_tensors(model, execution, kind)
     after_input = sum(each.nbytes for each in tensors if each.needed == "W" and not each.early)
@@ -244,8 +254,9 @@ def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
 
 
 def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
-    """Return the bytes that offload of one layer moves each way: all that it keeps except statistics and sums,
-    which are few.
+    """Return the bytes of one layer that offload moves to the host, and later back.
+
+    These are all bytes that the layer keeps, except the few of norm statistics and softmax sums.
     """
     return sum(each.nbytes for each in _kept(layer_tensors(model, execution, kind), execution) if not each.statistic)
 
@@ -257,7 +268,7 @@ def _kept(tensors: Sequence[Saved], execution: Execution) -> list[Saved]:
 
 
 def head_bytes(model: Model, execution: Execution) -> Kept:
-    """Return the bytes of final norm, output layer and loss: mostly the exponentials of the logits, in fp32."""
+    """Return the bytes that final norm, output layer and loss keep: mostly the fp32 exponentials of the logits."""
     between = message_bytes(model, execution)
     statistics = _statistics("final norm's statistics", model, execution).nbytes
     logits = execution.tokens(model) * execution.vocabulary_rows(model)
@@ -267,20 +278,20 @@ def head_bytes(model: Model, execution: Execution) -> Kept:
 
 
 def embedding_bytes(model: Model, execution: Execution) -> Kept:
-    """Return the bytes that the embedding keeps: only a dropout's mask, because its output is its first layer's input."""
+    """Return the bytes that the embedding keeps: only a dropout mask, because its output counts for the first layer."""
     mask = execution.tokens(model) * model.hidden / execution.sequence_ranks if model.dropout else 0.0
     return Kept(mask, 0.0)
 
 
 def message_bytes(model: Model, execution: Execution) -> float:
-    """Return the bytes of one microbatch's activations between two stages, equal to those of their gradients."""
+    """Return the bytes of one microbatch's activations between two stages; a gradient has as many."""
     return execution.tokens(model) * model.hidden / execution.sequence_ranks * execution.element
 
 
 def _gradient_bytes(model: Model, execution: Execution, kind: str) -> float:
-    """Return the bytes of the output gradients of all linear layers, which wait with the inputs for W.
+    """Return the bytes of the output gradients of a layer's linear layers, which are kept from I to W.
 
-    Sequence parallelism gathers the output gradients of layers whose inputs are cut, because it scatters their outputs.
+    With sequence parallelism, an output gradient is whole if the layer's input is cut, because I gathers it.
     """
     widths = sum(
         each.width(execution.tp) * each.visits / (execution.sequence_ranks if _output_is_shard(each, execution) else 1)
@@ -292,11 +303,11 @@ def _gradient_bytes(model: Model, execution: Execution, kind: str) -> float:
 
 
 def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
-    """Return the growth of the inputs of one layer's linear layers in I, if they wait for W.
+    """Return the bytes by which I enlarges the kept inputs of a layer's linear layers.
 
-    With sequence parallelism a layer with cut outputs gets a part of the sequence and computes on all of it.
-    Transformer Engine gathers the parts in I, and keeps the result unless W gathers again, as in Megatron's own
-    layers.
+    With sequence parallelism, a linear layer with cut outputs keeps its rank's part of the sequence, and computes on
+    all of it. Transformer Engine gathers the parts in I, and keeps the whole until W, unless W gathers it again.
+    Megatron's own layers always gather again in W.
     """
     inputs = sum(
         each.inputs
@@ -308,7 +319,7 @@ def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) 
 
 
 def gathered_in_weight(model: Model, execution: Execution, layers: Iterable[Matrix]) -> list[float]:
-    """Return the bytes of every tensor that W gathers."""
+    """Return the bytes of each tensor that W gathers over tensor-parallel ranks, for these linear layers."""
     if not execution.sequence_parallel:
         return []
     layers = list(layers)
@@ -318,16 +329,22 @@ def gathered_in_weight(model: Model, execution: Execution, layers: Iterable[Matr
 
 
 def _input_is_shard(matrix: Matrix, execution: Execution) -> bool:
-    """Return whether W gathers the input. Megatron's own layers always do so when we split them."""
+    """Return whether only a shard of the input is kept until W, as always in Megatron's own layers.
+
+    W then gathers the input again.
+    """
     kept = execution.weight_inputs == "sharded" or execution.implementation == "local"
     return kept and _is_gathered(matrix, "columns")
 
 
 def _output_is_shard(matrix: Matrix, execution: Execution) -> bool:
-    """Return whether W gathers the output's gradient. A gradient that is quantised while it is gathered stays gathered."""
+    """Return whether only a shard of the output gradient is kept until W, which gathers it.
+
+    A gradient that is quantised while it is gathered is kept whole.
+    """
     return execution.weight_inputs == "sharded" and execution.fp8 == "none" and _is_gathered(matrix, "rows")
 
 
 def _is_gathered(matrix: Matrix, cut: MatrixCut) -> bool:
-    """Return whether a matrix has this cut and sequence parallelism gathers for it."""
+    """Return whether a matrix has this cut and sequence parallelism gathers its operand."""
     return matrix.cut == cut and matrix.waits and not matrix.routed

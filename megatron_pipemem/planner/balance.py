@@ -1,11 +1,11 @@
-"""The layers of every stage with which one schedule's step is shortest, compared with the even split.
+"""Find the layers of every stage with which one schedule's step is shortest, and compare them with the even split.
 
-The partition makes the slowest rank as fast as whole layers allow, and often leaves a choice: the lighter stages of
-the other ranks. Steps are simulated to choose. The search starts from several cuts: the partition's, the even cut,
-and equally many layers on stage after stage with the rest on the last one. The last two are also relieved of layers
-that make a rank the slowest. From the best start single layers move to other stages as long as a step gets shorter.
-The slowest rank must not get slower, and the fullest rank must fit its device. Moved layers must gain enough for an
-irregular layout.
+The partition makes the slowest rank as fast as whole layers allow. It often leaves a choice: the other ranks' lighter
+stages. Steps are simulated to choose. The search starts from several layouts: the partition's, the even one, and one
+with equally many layers on stage after stage and the rest on the last. The last two are also changed by moving layers
+away from the slowest rank. From the best start, single layers move to other stages as long as the step gets shorter.
+The slowest rank must not get slower, and the fullest rank must fit its device. An irregular layout must gain at least
+``AS_GOOD``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to divide a model's layers among stages, with its predicted times and bytes."""
+    """A division of a model's layers among stages, with its predicted times and bytes."""
 
     name: str
     layers: tuple[int, ...]  # pieces of every stage, see ``config.layout``
@@ -51,24 +51,24 @@ class Layout:
 
     @property
     def stage_seconds(self) -> tuple[float, ...]:
-        """Seconds of every stage per microbatch, forward and backward."""
+        """Seconds of forward and backward of one microbatch on every stage."""
         seconds = self.step.costs.seconds(self.step.placement)
         return tuple(map(sum, zip(seconds[Kind.F], seconds[Kind.B], strict=True)))
 
     @property
     def slowest(self) -> float:
-        """Seconds per microbatch of the busiest rank."""
+        """Seconds that the busiest rank computes per microbatch."""
         return max(self.step.work)
 
     @property
     def imbalance(self) -> float:
-        """Share by which the slowest rank takes longer than the mean."""
+        """Fraction by which the busiest rank computes longer than the mean of all ranks."""
         return self.slowest * len(self.step.work) / sum(self.step.work) - 1
 
 
 @dataclass(frozen=True)
 class Balance:
-    """The layouts of a run."""
+    """The best, the even and the given layout of a run."""
 
     best: Layout  # the layout with the shortest step found
     even: Layout  # layers divided evenly, or nearly so
@@ -80,7 +80,7 @@ class Balance:
 
     @property
     def even_is_as_good(self) -> bool:
-        """Whether the even split's step is about as short as the best one."""
+        """Whether the step of the even split is at most ``AS_GOOD`` longer than the best one."""
         return self.even.seconds <= self.best.seconds * (1 + AS_GOOD)
 
 
@@ -88,7 +88,7 @@ def balance(run: Run, given: str | None = None, room: float | None = None) -> Ba
     """Return the best layout of a run under its schedule, and the even one.
 
     ``given`` is a layout in Megatron's form that replaces the run's. ``room`` is the memory of a device in bytes, by
-    default the cluster's limit, and 0 if the memory is unknown.
+    default the cluster's limit. A value of 0 means that the memory is unknown.
     """
     run.execution.check(run.model)
     scale = _Scale(run, run.cluster.memory_bytes if room is None else room)
@@ -101,7 +101,7 @@ def balance(run: Run, given: str | None = None, room: float | None = None) -> Ba
 
 
 class _Scale:
-    """Prices of the layouts of one run."""
+    """Predicts the times and bytes of one run with different layouts."""
 
     def __init__(self, run: Run, room: float) -> None:
         self.run, self._room, cut = run, room, run.parallelism
@@ -120,13 +120,13 @@ class _Scale:
         return schedule_of(_with_microbatches(self.run, microbatches), self._request)
 
     def _replay(self, microbatches: int) -> Replay:
-        """Return the replay of a step, which all layouts share."""
+        """Return the replay of a step with that many microbatches, which all layouts share."""
         if microbatches not in self._replays:
             self._replays[microbatches] = Replay(self._order_of(microbatches))
         return self._replays[microbatches]
 
     def layout(self, name: str, layers: tuple[int, ...]) -> Layout:
-        """Return the layout with these layers per stage, priced."""
+        """Return the layout with these layers per stage, and predict its times and bytes."""
         step = self._step(layers)
         if self._barriers:
             shape = Shape(self.placement.num_devices, None, self._order.num_microbatches)
@@ -148,7 +148,7 @@ class _Scale:
         return priced(timing, cut.pp, cut.microbatches)
 
     def best(self) -> tuple[int, ...]:
-        """Return the layers of every stage with the shortest step among the tried ones."""
+        """Return the layers of every stage in the fastest layout that the search has tried."""
         own = self._step(None)
         by_hand = (layout.even(self.run.model, self.stages), self._alike(max(own.work)))
         cuts = dict.fromkeys((own.layers, *by_hand, *map(self._relieved, by_hand)))
@@ -164,7 +164,10 @@ class _Scale:
         return (start if start in balanced else _shortest(balanced, self._room)).layers
 
     def _alike(self, slowest: float) -> tuple[int, ...]:
-        """Return the cut with equally many layers on stage after stage, as many as fit the slowest rank's share."""
+        """Return the layout with the same number of layers on every stage, and the rest on the last stage.
+
+        The number is the largest with which no rank is slower than ``slowest`` seconds.
+        """
         share = slowest * self.placement.num_devices / self.stages
         each = max(1, int(share * (1 + _TOLERANCE) / max(self._loads.seconds[: self.run.model.layers])))
         left, counts = len(self._loads.seconds), []
@@ -174,11 +177,11 @@ class _Scale:
         return (*counts[:-1], counts[-1] + self._stays)
 
     def _relieved(self, layers: tuple[int, ...]) -> tuple[int, ...]:
-        """Return layers per stage after moving single layers away from the slowest rank."""
+        """Return the layers per stage after single layers have moved away from the slowest rank."""
         return shared_out(self._loads, self._stays, self.placement, layers)
 
     def _moved(self, start: Layout) -> Layout:
-        """Move single pieces between stages, near ones first, as long as a (possibly shortened) step gets faster."""
+        """Move single layers between stages, nearby stages first, as long as the compared step gets shorter."""
         best, slowest, shortest = start.layers, start.slowest, self._short(start.step)
         most, left, tried, at = max(self._room, *start.held), _SIMULATED, 0, 0
         pairs = [(a, b) for a in range(self.stages) for b in range(self.stages) if a != b]
@@ -203,17 +206,17 @@ class _Scale:
         return self.layout("", best)
 
     def _short(self, step: PlannedStep) -> float:
-        """Return the seconds of a step, or of a shorter one that is enough for a comparison."""
+        """Return the seconds of the step that layouts are compared by; it may have fewer microbatches than the run's."""
         return self._replay(self._count).makespan(step.costs)
 
     def _may_replace(self, best: tuple[int, ...], layers: tuple[int, ...], source: int) -> bool:
-        """Return whether stages can hold these layers, which have one piece less on ``source`` than ``best``."""
+        """Return whether stages can hold these layers, with one layer less on ``source`` than in ``best``."""
         # An empty middle stage only forwards its input, and stock Megatron may hang there.
         least = int(0 < source < self.stages - 1)
         return layers[source] >= least and layers[-1] >= self._stays and self._lacking(layers) <= self._lacking(best)
 
     def _lacking(self, layers: tuple[int, ...]) -> int:
-        """Return the number of ranks without a layer of the kind that every rank needs."""
+        """Return the number of ranks that lack a layer of the kind that every rank needs."""
         if not any(self._loads.needed):
             return 0
         ends = list(accumulate(layers, initial=0))
@@ -231,9 +234,9 @@ def _standing(left: int) -> str:
 
 
 def _shortest(layouts: Sequence[Layout], room: float) -> Layout:
-    """Return the fitting layout with the shortest step.
+    """Return the layout with the shortest step among those that fit into ``room`` bytes.
 
-    If none fits, take the one with the lowest peak among those with about the shortest step.
+    If none fits, take the layouts with about the shortest step, and of these the one with the lowest peak.
     """
     if fitting := [each for each in layouts if max(each.held) <= room]:
         return min(fitting, key=lambda each: each.seconds)
@@ -250,7 +253,7 @@ def _with_microbatches(run: Run, count: int) -> Run:
 
 
 def _checked_request(run: Run) -> Request:
-    """Return the request of a run, or raise an UnsupportedError if layouts cannot be compared under its schedule."""
+    """Return the request of a run; raise an UnsupportedError if layouts cannot be compared under its schedule."""
     if run.parallelism.pp == 1:
         raise UnsupportedError(
             "no-pipeline", "one pipeline rank has no layers to share; give more ranks, as in --devices 8"
@@ -272,7 +275,7 @@ def _checked_request(run: Run) -> Request:
 
 
 def _given(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:
-    """Return the pieces of every stage in the layout of the user or the run; ``None`` if there is none."""
+    """Return the layers of every stage in the layout that the user or the run gives; ``None`` if there is none."""
     pattern = run.model.pattern is not None
     key = layout.PATTERN if pattern else layout.FLAG
     asked = text if text is not None else run.flags.get(key)

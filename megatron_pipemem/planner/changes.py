@@ -1,8 +1,8 @@
-"""Changes of a run, simulated with its own measured times: other schedules, cuts, offload, and more.
+"""Simulate changes of a run with its own measured times: other schedules, other layers per stage, offload, and more.
 
-Every change is simulated alone, and compared with the run's own schedule, simulated with the same times. Other cuts
-are priced by the layers of the measured step. Middle stages have layers only, so they give the time of a layer. The
-excess of the first and the last stage over their layers is embedding and head, which stay in place.
+Every change is simulated alone, and compared with the run's own schedule, simulated with the same times. Other
+divisions of the layers are priced by the layers of the measured step. Middle stages have only layers, so they give the
+time of a layer. The rest of the first and the last stage is embedding and head, which stay in place.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PARTS = {
 
 
 def _parts_of(values: Sequence[float], counts: Sequence[int]) -> PartPrices:
-    """Split the measured values of stages into a price per layer, and the excess of the first and the last stage."""
+    """Split measured values of stages into values of their layers, and the rest of the first and the last stage."""
     each = [value / count for value, count in zip(values, counts, strict=True) if count]
     inner = [value / count for value, count in zip(values[1:-1], counts[1:-1], strict=True) if count]
     usual = median(inner) if inner else min(each, key=abs, default=0.0)
@@ -62,7 +62,7 @@ def _parts_of(values: Sequence[float], counts: Sequence[int]) -> PartPrices:
 
 @dataclass(frozen=True)
 class MeasuredLayers:
-    """The measured costs of a run's layers, and of the two ends of its model."""
+    """The measured costs of a run's layers, and of its embedding and head."""
 
     counts: tuple[int, ...]  # layers of every stage of the run; pieces if its layers are unknown
     are_known: bool  # whether they are layers
@@ -76,10 +76,10 @@ class MeasuredLayers:
         layers: Sequence[int] | None = None,
         memory: Mapping[Kind, Sequence[float]] | None = None,
     ) -> MeasuredLayers:
-        """Return the measured costs of a step's layers.
+        """Return the costs of layers, embedding and head that the measured stages of a step give.
 
-        ``layers`` has the number per stage. ``memory`` has, per kind of action, the change of the device's bytes per
-        stage.
+        ``layers`` has the number of layers of each stage. ``memory`` has, by kind of action, the change of the device's
+        bytes on each stage.
         """
         stages = step.schedule.placement.model_stages
         counts = tuple(layers or (_PIECES,) * step.schedule.num_stages)[:stages]
@@ -93,16 +93,19 @@ class MeasuredLayers:
 
     @property
     def head(self) -> float:
-        """Seconds of the head's forward and backward."""
+        """Seconds of F, I and W of the head for one microbatch."""
         return sum(shared.last for shared in self.seconds.values())
 
     @property
     def embedding(self) -> float:
-        """Seconds of the embedding's forward and backward."""
+        """Seconds of F, I and W of the embedding for one microbatch."""
         return sum(shared.first for shared in self.seconds.values())
 
     def costs(self, counts: Sequence[int], p2p: Mapping[tuple[int, int], float], with_ends: bool = True) -> Costs:
-        """Return the costs of another cut, by default with embedding and head on the first and the last stage."""
+        """Return the costs of stages with these numbers of layers.
+
+        With ``with_ends``, the first stage has the embedding and the last stage the head.
+        """
 
         def of_stages(parts: PartPrices) -> tuple[float, ...]:
             return (parts if with_ends else replace(parts, first=0.0, last=0.0)).of_stages(counts)
@@ -112,9 +115,9 @@ class MeasuredLayers:
         return Costs(seconds[Kind.F], seconds[Kind.I], seconds[Kind.W], p2p, held)
 
     def cut(self, placement: Placement, with_ends: bool = True) -> tuple[int, ...]:
-        """Return the number of layers of every stage for another placement, balanced by the measured times.
+        """Return the number of layers of every stage of another placement, balanced by the measured times.
 
-        If the run's layers are unknown, return even numbers of pieces.
+        If the run's layers are unknown, return equal numbers of pieces.
         """
         total = sum(self.counts)
         if not self.are_known:
@@ -127,10 +130,10 @@ class MeasuredLayers:
 
 
 def stage_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dict[Kind, tuple[float, ...]]:
-    """Return the changes of held bytes by F, I and W, messages included.
+    """Return the changes of held bytes by F, I and W, with those of their messages added.
 
-    If the run did not split its backwards, W frees everything that F and I hold. With several slices, W frees the bytes
-    that B freed, because B of a slice also frees memory that other slices took.
+    If the run did not split its backwards, W frees all bytes that F and I have added. With several slices, W frees the
+    bytes that B freed, because B of a slice also frees memory that other slices took.
     """
     stages = len(next(iter(memory.values())))
     none = (0.0,) * stages
@@ -158,7 +161,7 @@ _LARGEST_SEARCH, _LARGEST_OFFLOAD = 20_000, 8_000  # actions of a step
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a run, and its predicted time and memory."""
+    """One change of a run, with its predicted seconds and peak memory."""
 
     kind: str  # of the change; best_changes returns at most one per kind
     what: str  # the change in words
@@ -171,7 +174,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Case:
-    """A run's step, and other facts of the run."""
+    """The measured step of a run, and other facts of the run that changes depend on."""
 
     step: MeasuredStep
     layers: tuple[int, ...] | None = None  # of every stage; ``None`` if unknown
@@ -201,7 +204,7 @@ class Case:
 
     @cached_property
     def own(self) -> Timeline:
-        """Return the run's own schedule, simulated with its own times."""
+        """The timeline of the run's own schedule, simulated with its measured times."""
         memory = None
         if self.memory is not None:
             kinds = RECOMPUTE | MEMORY | VOCABULARY
@@ -212,7 +215,7 @@ class Case:
 
     @property
     def as_ran(self) -> Timeline:
-        """Return the measured step, with the bubble rate of the run."""
+        """The timeline of the measured step, with the run's bubble rate."""
         return replace(self.step.timeline(self.own.costs), measured=Measured(self.bubble_rate))
 
     @cached_property
@@ -221,21 +224,24 @@ class Case:
 
     @property
     def cap(self) -> str:
-        """Return the peak memory of the run as a value of ``--pipemem-memory-cap``."""
+        """The peak memory of the run as a value of ``--pipemem-memory-cap``."""
         return f"{self.own.peak:.0f}B" if self.in_bytes else f"{self.own.peak:.4g}"
 
     def flags(self, *flags: str) -> str:
-        """Return these flags as one text. For a run on stock's schedule, add the flag of our schedule with the same order."""
+        """Return these flags as one text.
+
+        For a run with Megatron's own schedule, add ``--pipemem-schedule`` with our schedule of the same order.
+        """
         stock = megatrons_own(self.schedule.placement.num_chunks)
         ours = f"--pipemem-schedule {stock}" if self.is_stock else ""
         return " ".join(filter(None, (ours, *flags)))
 
     def priced(self, costs: Costs) -> Costs:
-        """Return the costs of a cut with the measured vocabulary passes and microbatches."""
+        """Return the costs of stages with the measured costs of vocabulary passes and of unequal microbatches added."""
         return replace(costs, vocabulary=self.step.vocabulary, microbatch=self.own.costs.microbatch)
 
     def layout_flag(self, counts: tuple[int, ...]) -> str:
-        """Return the flag for these layers per stage; empty if they are even or unknown."""
+        """Return Megatron's flag for these layers per stage; an empty text if they are equal or unknown."""
         if self.layers is None or len(set(counts)) == 1:
             return ""
         slices = (*counts[:-1], counts[-1] + bool(self.mtp_layers))
@@ -243,7 +249,10 @@ class Case:
 
 
 def best_changes(case: Case) -> list[Change]:
-    """Return the best change of every kind, if it saves enough: first those within the run's memory, then by time."""
+    """Return the best change of every kind that saves at least ``WORTH`` of the step.
+
+    Changes that need no more memory than the run come first, then the fastest.
+    """
     if case.schedule.placement.replicas > 1 or case.schedule.updates is not None or case.schedule.slices > 1:
         return []
     by_kind: dict[str, list[Change]] = {}
@@ -262,7 +271,7 @@ def best_changes(case: Case) -> list[Change]:
 
 
 def _best(changes: list[Change]) -> Change:
-    """Return the simplest change that is about as fast as the fastest."""
+    """Return the simplest of the changes that are at most ``WORTH`` slower than the fastest."""
     enough = min(each.seconds for each in changes) * (1 + WORTH)
     return min((each for each in changes if each.seconds <= enough), key=lambda each: (each.effort, each.seconds))
 
@@ -282,7 +291,7 @@ def _all(case: Case) -> Iterator[Change]:
 
 
 def _layouts(case: Case) -> Iterator[Change]:
-    """Yield the same schedule with other layers per stage, balanced by their measured times."""
+    """Yield the run's schedule with other layers per stage, balanced by the measured times of layers."""
     placement = case.schedule.placement
     if case.layers is None or _is_extended(case.schedule):
         return
@@ -294,7 +303,7 @@ def _layouts(case: Case) -> Iterator[Change]:
 
 
 def _orders(case: Case) -> Iterator[tuple[str, Schedule, Costs, tuple[int, ...]]]:
-    """Yield the schedules of all families and of searches within the run's memory, with costs and layers."""
+    """Yield the name, schedule, costs and layers of every family, and of searches within the run's memory."""
     own, p, m = case.schedule, case.schedule.num_devices, case.schedule.num_microbatches
     barriers = own.vocabulary_barriers
     for each in families():
@@ -355,7 +364,7 @@ def _order(
 
 
 def _offloads(case: Case, orders: list[tuple[Change, tuple[Schedule, Costs]]]) -> Iterator[Change]:
-    """Yield the fastest order that exceeds the run's memory, with its excess offloaded."""
+    """Yield the fastest schedule that needs more memory than the run, with enough activations offloaded to fit."""
     faster = [each for each in orders if each[0].kind == MORE_MEMORY]
     if not faster or _is_extended(case.schedule):
         return
@@ -373,7 +382,7 @@ def _offloads(case: Case, orders: list[tuple[Change, tuple[Schedule, Costs]]]) -
 
 
 def _without(case: Case) -> Iterator[Change]:
-    """Yield the same schedule without recomputation, without offload, and without the barrier at the end of a step."""
+    """Yield the run's schedule without recomputation, without offload, and without the barrier between steps."""
     schedule, costs = case.schedule, case.own.costs
     for kind, dropped, words, flags in (
         ("recompute", RECOMPUTE, "nothing recomputed", "--pipemem-recompute none"),
@@ -394,7 +403,7 @@ def _without(case: Case) -> Iterator[Change]:
 
 
 def _vocabularies(case: Case) -> Iterator[Change]:
-    """Yield the same order with embedding and head cut over all devices."""
+    """Yield the run's schedule with vocabulary parallelism: embedding and head cut over all devices."""
     measured, placement = case.measured, case.schedule.placement
     if "vocabulary" in case.refused or _is_extended(case.schedule) or measured.head <= 0:
         return
@@ -415,7 +424,7 @@ def _vocabularies(case: Case) -> Iterator[Change]:
 
 
 def _ordered(case: Case) -> Iterator[Change]:
-    """Yield the same schedule with its microbatches in a better order, if their costs differ."""
+    """Yield the run's schedule with its microbatches in a better order, if their costs differ."""
     if case.ordered or case.own.costs.microbatch is None:
         return
     from megatron_pipemem.search.step_plan import plan_step  # only here, because numpy takes long to load
@@ -427,14 +436,14 @@ def _ordered(case: Case) -> Iterator[Change]:
 
 
 def _cut_for(case: Case, placement: Placement) -> tuple[Costs, tuple[int, ...]]:
-    """Return costs and layers for another placement. With as many stages as the run, its layers stay."""
+    """Return costs and layers per stage for another placement; with as many stages as the run, layers stay."""
     measured = case.measured
     counts = measured.counts if placement.num_stages == len(measured.counts) else measured.cut(placement)
     return case.priced(measured.costs(counts, case.p2p)), counts
 
 
 def _may_place(case: Case, placement: Placement, name: str) -> bool:
-    """Return whether the run's configuration and its layers allow a placement."""
+    """Return whether the run's configuration and its number of layers allow a placement."""
     if placement.replicas > 1 or (case.layers is not None and placement.num_stages > sum(case.layers) + 2):
         return False
     if placement.num_chunks > 1 and name != megatrons_own(placement.num_chunks) and "reordered" in case.refused:
@@ -443,5 +452,5 @@ def _may_place(case: Case, placement: Placement, name: str) -> bool:
 
 
 def _is_extended(schedule: Schedule) -> bool:
-    """Return whether the orders have more than forwards and backwards."""
+    """Return whether a schedule has other passes than forwards and backwards, such as recomputation."""
     return any(action.kind not in PLAIN for order in schedule.orders for action in order)

@@ -1,14 +1,14 @@
-"""Parameters and FLOPs of layers, block by block, from the matrices of each block, and weights of layers for balancing.
+"""Count parameters and FLOPs of layers from the matrices of their blocks, and weigh layers for balancing.
 
 A linear layer with ``k`` inputs and ``n`` outputs takes ``2 k n`` FLOPs per token in each of F, I and W. Attention
-scores and their product with the values take ``4 s^2`` per sequence and query channel in F, twice that in I and
-nothing in W. The causal half is counted in full, as in the papers and in MFU. Norms, activations and softmax count
-nothing. For ``a`` heads of ``h/a`` channels and an FFN of ``4h`` a layer thus takes ``bsh(24h + 4s)`` in F, ``bsh(24h
-+ 8s)`` in I and ``24bsh^2`` in W, and the head takes ``2bshV`` in each (arXiv 2401.10241, arXiv 2411.05288).
+scores and their product with the values take ``4 s^2`` per sequence and query channel in F, twice that in I and nothing
+in W. The causal half is counted in full, as in the papers and in MFU. Norms, activations and softmax count nothing.
+Take ``a`` heads of ``h/a`` channels and an FFN of ``4h``. A layer then takes ``bsh(24h + 4s)`` in F, ``bsh(24h + 8s)``
+in I and ``24bsh^2`` in W. The head takes ``2bshV`` in each (arXiv 2401.10241, arXiv 2411.05288).
 
-The weight of a layer is the number of FLOPs of its forward and backward for one token, divided by 6. It is derived
-from Megatron's configuration or a training script's flags. A matrix counts its elements, attention its scores and
-values over the whole sequence, and a Mamba layer its scan.
+The weight of a layer is the number of FLOPs of its forward and backward for one token, divided by 6. It is computed
+from Megatron's configuration or a training script's flags. A matrix counts its elements, attention counts its scores
+and values over the whole sequence, and a Mamba layer counts its scan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MatrixCut = Literal["columns", "rows", "none"]
 
 @dataclass(frozen=True)
 class Matrix:
-    """A linear layer of a block."""
+    """A linear layer of a block, and how ranks share it."""
 
     inputs: int  # channels, of all tensor-parallel ranks
     outputs: int  # likewise
@@ -58,7 +58,7 @@ class Matrix:
         return self.outputs / ((self.ranks or tp) if self.cut == "columns" else 1)
 
     def products(self, tp: int) -> float:
-        """Return the multiplications per token on one of ``tp`` ranks."""
+        """Return the multiplications per token on one of ``tp`` ranks, for all uses of the layer."""
         return self.inputs * self.outputs * self.visits / (1 if self.cut == "none" else self.ranks or tp)
 
     def depth(self, tp: int) -> float:
@@ -67,14 +67,14 @@ class Matrix:
 
 
 def early_modules(model: Model, execution: Execution) -> frozenset[EarlyWeights]:
-    """Return the modules of a model whose weight gradients are computed in I."""
+    """Return the modules of a model whose weight gradients are computed in I and not in W."""
     width = model.expert_width / execution.expert_tp if model.experts else 0
     return early_weights(execution.early_weights, model.hidden, width)
 
 
 @lru_cache(maxsize=1024)
 def matrices(model: Model, execution: Execution, block: str) -> tuple[Matrix, ...]:
-    """Return the linear layers of a block."""
+    """Return the linear layers of a block, such as attention."""
     return tuple(_MATRICES[Sublayer(block)](model, execution))
 
 
@@ -136,7 +136,7 @@ _MATRICES = {
 
 
 def _other_parameters(model: Model, execution: Execution, block: Sublayer) -> int:
-    """Return the number of parameters of a block's norms and convolutions."""
+    """Return the number of parameters of a block outside its matrices: of norms and convolutions."""
     per_channel = 2 if model.norm == "layernorm" else 1
     if block is Sublayer.MERGE:  # norms of the embedding, of the hidden states, and after the layer
         return 3 * per_channel * model.hidden
@@ -154,7 +154,7 @@ def _other_parameters(model: Model, execution: Execution, block: Sublayer) -> in
 
 
 def core_flops(model: Model, execution: Execution, block: str) -> float:
-    """Return the FLOPs of a block's F outside its matrices: attention's scores and values, or a scan."""
+    """Return the FLOPs of a block's F outside its matrices: of attention scores and values, or of a scan."""
     n, s, tp = execution.tokens(model), model.sequence, execution.tp
     if block == Sublayer.ATTENTION:
         return 4 * n * s * model.query_width / tp
@@ -167,7 +167,7 @@ def core_flops(model: Model, execution: Execution, block: str) -> float:
 
 @lru_cache(maxsize=1024)
 def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> Passes:
-    """Return the FLOPs of one layer, one microbatch and one rank. Recomputation is included, as part of I."""
+    """Return the FLOPs of F, I and W of one layer on one rank for one microbatch; I includes recomputation."""
     linear = core = again = 0.0
     for block in kind or model.kinds[0]:
         for each in matrices(model, execution, block):
@@ -185,7 +185,7 @@ def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> 
 
 @lru_cache(maxsize=1024)
 def early_share(model: Model, execution: Execution, kind: str) -> float:
-    """Return the share of I in the seconds of a layer's weight gradients, by FLOPs."""
+    """Return the fraction of a layer's weight-gradient FLOPs that I computes and not W."""
     products: dict[bool, float] = {True: 0.0, False: 0.0}
     for block in kind:
         for each in matrices(model, execution, block):
@@ -195,19 +195,25 @@ def early_share(model: Model, execution: Execution, kind: str) -> float:
 
 @lru_cache(maxsize=1024)
 def attention_share(model: Model) -> float:
-    """Return the share of attention scores and values in the FLOPs of F, over all layers. The causal half is not cut off."""
+    """Return the fraction of F's FLOPs, over all layers, in attention scores and values.
+
+    Scores that the causal mask removes are counted.
+    """
     passes = [layer_flops(model, Execution(), kind) for kind in model.all_kinds]
     return 1 - sum(each.weight for each in passes) / sum(each.forward for each in passes)
 
 
 def head_flops(model: Model, execution: Execution) -> Passes:
-    """Return the FLOPs of the output layer, one microbatch and one rank, for the predictions of all depths."""
+    """Return the FLOPs of the output layer on one rank for one microbatch.
+
+    With multi-token prediction, the output layer runs once for each predicted token.
+    """
     product = 2 * execution.tokens(model) * model.hidden * execution.vocabulary_rows(model)
     return Passes(product, product, product) * model.heads_of_output
 
 
 def model_flops(model: Model) -> float:
-    """Return the FLOPs of one whole sequence for MFU: forward and backward without recomputation."""
+    """Return the FLOPs of forward and backward of one whole sequence, without recomputation, as MFU counts them."""
     layers = sum(layer_flops(model, Execution(), kind).total for kind in model.all_kinds)
     return layers + 6 * model.sequence * model.hidden * model.vocabulary * model.heads_of_output
 
@@ -223,7 +229,10 @@ def layer_parameters(model: Model, execution: Execution, kind: str | None = None
 
 
 def expert_parameters(model: Model, execution: Execution, kind: str) -> int:
-    """Return the number of a layer's expert parameters on one rank. Fewer ranks share the optimizer of these."""
+    """Return the number of a layer's expert parameters on one rank.
+
+    They count apart because fewer ranks share their optimizer state.
+    """
     copies = model.experts // execution.ep
     of_experts = (
         each for block in kind if block == Sublayer.EXPERTS for each in _ffn(model, model.expert_width, (), copies)
@@ -232,14 +241,14 @@ def expert_parameters(model: Model, execution: Execution, kind: str) -> int:
 
 
 def embedding_parameters(model: Model, execution: Execution) -> int:
-    """Return the number of parameters of the input embedding on one rank, learned positions included."""
+    """Return the number of parameters of the input embedding on one rank, including learned positions."""
     return model.hidden * (execution.vocabulary_rows(model) + (model.sequence if model.position == "learned" else 0))
 
 
 def head_parameters(model: Model, execution: Execution) -> int:
     """Return the number of parameters of final norm and output layer on one rank.
 
-    A tied head far from its embedding has a copy of it, which counts too.
+    A tied head counts in full, because the last stage has a copy of the embedding.
     """
     return model.hidden * (execution.vocabulary_rows(model) + (2 if model.norm == "layernorm" else 1))
 
@@ -266,7 +275,10 @@ _DELTA_NET, _SPARSE = "G", "D"  # symbols of layers that the planner cannot pric
 
 
 def layer_weight(symbol: str, of: Sizes, sequence: int) -> float:
-    """Return the weight of one block (FLOPs per token / 6) by its ``symbol`` in a hybrid pattern; 0 for invalid sizes."""
+    """Return the weight (FLOPs per token / 6) of one block, by its ``symbol`` in a hybrid pattern.
+
+    Invalid sizes give 0.
+    """
     if symbol == _DELTA_NET:
         return _delta_net(of)
     # Sparse attention computes scores for a part of the sequence, and an index for the whole.
@@ -279,14 +291,14 @@ def layer_weight(symbol: str, of: Sizes, sequence: int) -> float:
 
 
 def head_weight(of: Sizes, vocabulary: int) -> float:
-    """Return the weight of an output layer with ``vocabulary`` rows, in the unit of ``layer_weight``: its matrix elements."""
+    """Return the weight of an output layer with ``vocabulary`` rows, in the unit of ``layer_weight``."""
     return of("hidden_size") * vocabulary
 
 
 def sizes_of(flags: Mapping[str, object]) -> Sizes:
-    """Return a function from an attribute of Megatron's configuration to its value by a script's flags, or its default.
+    """Return a function that maps an attribute of Megatron's configuration to its value by a script's flags.
 
-    ``flags`` has names without leading dashes.
+    ``flags`` has names without leading dashes. An attribute without a flag has Megatron's default.
     """
 
     def of(attribute: str) -> float:
@@ -302,7 +314,7 @@ def sizes_of(flags: Mapping[str, object]) -> Sizes:
 
 
 def _model(symbol: str, of: Sizes, sequence: int) -> Model:
-    """Return a model with one layer of a kind."""
+    """Return a model with one layer, of the kind that ``symbol`` names in a hybrid pattern."""
 
     names = {**_ATTRIBUTES, "mamba_head_dim": "mamba_head_dim"}
     if symbol == Sublayer.LATENT_ATTENTION:

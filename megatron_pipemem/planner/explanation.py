@@ -1,4 +1,4 @@
-"""The facts of ``pipemem explain``: the time of a measured step by cause, and the changes that would save most."""
+"""Compute the facts of ``pipemem explain``: the time of a measured step by cause, and the best changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LACKS_STEP = (
 
 
 def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Case | None:
-    """Return a run's last step from the file of ``--pipemem-report``; ``None`` if the report lacks it.
+    """Return the last step of a run from its ``--pipemem-report`` file; ``None`` if the file has no step.
 
     Raise a KeyError, TypeError or ValueError if the file is not a report.
     """
@@ -66,7 +66,7 @@ def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Ca
 
 
 def _split(plan: Mapping[str, Any], schedule: Schedule) -> Costs:
-    """Return the run's prices, which divide a fused backward into I and W; unit costs if it had none."""
+    """Return the run's costs, by which a fused B is divided into I and W; unit costs if the run had none."""
     prices = plan["costs"]
     if plan["priced_by"] == UNIT or len(prices["forward"]) not in (
         schedule.num_stages,
@@ -78,7 +78,10 @@ def _split(plan: Mapping[str, Any], schedule: Schedule) -> Costs:
 
 
 def explain(case: Case) -> dict[str, Any]:
-    """Return the JSON of ``pipemem explain``: the time of a step by cause, and the changes that would save most."""
+    """Return the JSON object of ``pipemem explain``.
+
+    It has the time of a step by cause, and the ``SHOWN`` changes that would save most.
+    """
     step, schedule = case.step, case.schedule
     changes = best_changes(case)[:SHOWN]
     usual, n = case.step.of_stages(), schedule.slices
@@ -108,7 +111,7 @@ def explain(case: Case) -> dict[str, Any]:
 
 
 def _idle(step: MeasuredStep) -> list[dict[str, Any]]:
-    """Return every device's work and idle time by cause, in nanoseconds. Their sum is the length of the step."""
+    """Return the nanoseconds that every device works, and idles by cause, in a step; together, the step's length."""
     work: Sequence[int] = step.work_of(step.seconds)
     return [
         {

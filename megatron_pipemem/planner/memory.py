@@ -1,4 +1,4 @@
-"""The memory of a run as configured, on devices and hosts."""
+"""Predict the memory that a configured run needs, on devices and on hosts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The peak bytes of every pipeline rank."""
+    """The peak bytes of every pipeline rank on its device and on its host."""
 
     device: tuple[float, ...]  # on its device, everything included
     host: tuple[float, ...]  # of its activations on the host
@@ -34,9 +34,10 @@ class MemoryUse:
 
 
 def held(run: Run, request: Request | None = None) -> MemoryUse | None:
-    """Return the bytes that a run holds; ``None`` if it leaves the layers of the stages to Megatron.
+    """Return the peak bytes of a run; ``None`` if the run leaves the layers of each stage to Megatron.
 
-    For a search the result is the least possible, and for open vocabulary parallelism the way with the least.
+    For ``auto`` schedules, these are the least bytes that any schedule can need. For ``auto`` vocabulary parallelism,
+    they are those of the way that needs least.
     """
     choice, cut = run.schedule, run.parallelism
     request = request or request_of(run)
@@ -61,7 +62,7 @@ def held(run: Run, request: Request | None = None) -> MemoryUse | None:
 
 
 def request_of(run: Run) -> Request:
-    """Return the schedule request of a run. Megatron's own schedule is replaced by the equal one of this package."""
+    """Return the schedule request of a run. Stock's schedule becomes our schedule with the same order."""
     choice, cut = run.schedule, run.parallelism
     recompute = "selective" if choice.recomputes_by_action else str(run.flags.get("pipemem-recompute", "none"))
     given = {each.name: getattr(choice, each.name) for each in fields(ScheduleOptions)}
@@ -74,14 +75,14 @@ def request_of(run: Run) -> Request:
 
 
 def schedule_of(run: Run, request: Request) -> Schedule:
-    """Return the schedule that a run names, before offload and vocabulary passes are added."""
+    """Return the schedule that a run names, without offload and vocabulary passes."""
     cut = run.parallelism
     shape = Shape(cut.pp, None, cut.microbatches)
     return choose(request.decided(0).without_offload(), shape, Knowledge()).schedule
 
 
 def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
-    """Return the numbers of vocabulary barriers that a run may have; 0 for an uncut vocabulary."""
+    """Return the possible numbers of vocabulary barriers of a run; 0 means an uncut vocabulary."""
     asked = run.schedule.vocab_parallel
     if run.parallelism.pp == 1:
         return (0,)
@@ -120,6 +121,6 @@ def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, .
 
 
 def _sliced(run: Run, slices: int) -> Run:
-    """Return the run with its number of slices set, or unchanged if slices have no prices of their own."""
+    """Return the run with that many slices; the run unchanged if slices cannot be priced for it."""
     cut = replace(run, schedule=replace(run.schedule, name=AUTO, slices=slices))
     return cut if why_not_sliced(cut) is None else run

@@ -1,11 +1,11 @@
-"""The layers of every stage, chosen so that the slowest device is as fast as whole layers allow.
+"""Choose the layers of every stage so that the slowest device is as fast as whole layers allow.
 
-Stages are contiguous slices of the model, as in Alpa's inter-operator pass (arXiv 2201.12023), with GPipe's cost
-function (arXiv 1811.06965): a stage takes the sum of its layers, and a pipeline is as fast as its slowest stage. A
-dynamic programme over (stages, layers) is exact for that, and a second one takes the least memory among equals. If a
-device holds several stages, single layers then move away from the slowest device as long as that helps. This is exact
-too if all layers are equal. If every device needs a layer of some kind and one has none, the cut begins again with
-one on every device's first stage.
+Stages are contiguous slices of the model, as in Alpa's inter-operator pass (arXiv 2201.12023). The cost function is
+GPipe's (arXiv 1811.06965): a stage takes the sum of its layers, and a pipeline is as fast as its slowest stage. A
+dynamic programme over (stages, layers) is exact for that. Among equally fast results, a second one takes that with the
+least memory. If a device holds several stages, single layers then move away from the slowest device as long as that
+helps. This is exact too if all layers are equal. Some models need a layer of one kind on every device. If a device has
+none, the programme runs again with such a layer at the start of every device's first stage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Loads:
-    """The loads that are divided among stages."""
+    """The seconds and bytes of layers, embedding and head that are divided among stages."""
 
     seconds: Sequence[float]  # per layer, forward and backward of one microbatch
     first: float = 0.0  # seconds of the embedding, on the first stage
@@ -39,9 +39,9 @@ class Loads:
 
 
 def partition(loads: Loads, placement: Placement, start: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the layers of every stage, in model order.
+    """Return the number of layers of every stage, in the order of the stages.
 
-    ``start`` replaces the cut with the fastest stages, and only its slowest device is relieved.
+    With ``start``, begin with these numbers, and only move layers away from the slowest device.
     """
     if not loads.seconds or placement.replicas > 1:
         raise UnsupportedError(
@@ -59,7 +59,10 @@ def partition(loads: Loads, placement: Placement, start: Sequence[int] | None = 
 
 
 def _cut(measure: _Measure, with_needed: int = 0) -> list[int]:
-    """Return the layers of every stage. Each of the first ``with_needed`` stages starts with a needed layer."""
+    """Return the layers per stage with the fastest slowest stage, and then the least memory.
+
+    Each of the first ``with_needed`` stages starts with a layer of the kind that every device needs.
+    """
     seconds, nbytes = measure.stage_tables(with_needed)
     slowest = _least_maximum(seconds)[0]
     counts = _least_maximum(
@@ -69,9 +72,10 @@ def _cut(measure: _Measure, with_needed: int = 0) -> list[int]:
 
 
 def _least_maximum(tables: Sequence[np.ndarray]) -> tuple[float, list[int]]:
-    """Return the cut whose largest stage is smallest.
+    """Return the layers per stage whose largest load is smallest, and that load.
 
-    ``table[i, j]`` is the load of a stage with layers ``i`` to ``j - 1``, and infinite for ``j < i``.
+    ``tables`` has one table per stage. ``table[i, j]`` is the load of the stage with layers ``i`` to ``j - 1``, and
+    infinite for ``j < i``.
     """
     best = np.full(len(tables[0]), np.inf)
     best[0] = 0.0
@@ -89,7 +93,7 @@ def _least_maximum(tables: Sequence[np.ndarray]) -> tuple[float, list[int]]:
 
 
 class _Measure:
-    """Loads of stages and devices."""
+    """Computes the seconds and bytes of stages and devices for given layers per stage."""
 
     def __init__(self, loads: Loads, placement: Placement) -> None:
         layers, stages = len(loads.seconds), placement.num_stages
@@ -109,8 +113,9 @@ class _Measure:
         self._end_bytes[-1] += loads.last_bytes
 
     def stage_tables(self, with_needed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return seconds and bytes of every stage for every slice. The first ``with_needed`` stages must have a
-        needed layer.
+        """Return for each stage the seconds, and the bytes, of every range of layers.
+
+        Each of the first ``with_needed`` stages must have a layer of the kind that every device needs.
         """
         size = len(self._seconds)
         valid = np.arange(size)[:, None] <= np.arange(size)[None, :]
@@ -124,7 +129,7 @@ class _Measure:
         )
 
     def keys(self, counts: np.ndarray) -> np.ndarray:
-        """Return the values to minimise, in order, for every row of counts.
+        """Return for every row of layers per stage the values to minimise, the most important first.
 
         They are: devices without a needed layer; the slowest device; the sum of squares, so that several slow devices
         improve one by one; the slowest stage; the most memory.
@@ -141,18 +146,18 @@ class _Measure:
         return np.round(values / unit) * unit
 
     def devices_without(self, counts: np.ndarray) -> np.ndarray:
-        """Return, for every row of counts, the number of devices without a needed layer."""
+        """Return for every row of layers per stage the number of devices that lack a needed layer."""
         return (_of_stages(self._needed, counts) @ self._owners == 0).sum(axis=1)
 
     def slowest_stages(self, counts: np.ndarray) -> list[int]:
-        """Return the stages of the slowest device that have layers."""
+        """Return the stages of the slowest device, except those without layers."""
         seconds = _of_stages(self._seconds, counts) + self._end_seconds
         slowest = np.bincount(self.devices, seconds, self.num_devices).argmax()
         return [int(stage) for stage in np.flatnonzero(self.devices == slowest) if counts[stage]]
 
 
 def _move_layers(start: list[int], measure: _Measure) -> list[int]:
-    """Take single layers from the slowest device as long as the keys fall."""
+    """Move single layers away from the slowest device as long as ``_Measure.keys`` get smaller."""
     counts = np.array(start)
     moves = np.eye(len(counts), dtype=int)
     while True:
@@ -166,7 +171,7 @@ def _move_layers(start: list[int], measure: _Measure) -> list[int]:
 
 
 def _of_stages(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the sum over every stage's layers, from cumulative sums and counts per stage."""
+    """Return the sum of a value over the layers of every stage, from its cumulative sums."""
     ends = np.cumsum(counts, axis=-1)
     return sums[ends] - sums[ends - counts]
 

@@ -1,17 +1,18 @@
 """The planner: a best-first search for the fastest ways to run a model on a cluster within its memory.
 
-Every cut of the model first enters the queue with a cheap bound: all its work, divided evenly. The most promising cut
-is then priced stage by stage and queued with the certified bound of its placement within the memory left for
-activations. After that its schedules are queued with their simulated times. An entry that leaves the queue with a
-simulated time is the next best plan, because no waiting entry can beat it. There are two exceptions. A variant of an
-order is assumed to be no faster than the order alone, which is tested and not proved. Offload that takes long to plan
-is set aside, and counted as such. At the end searches for better orders start from cuts whose bound leaves room.
+A cut is a choice of tensor, pipeline, data and other parallelism. Every cut first enters a queue with a cheap lower
+bound of its step time: all its work, divided evenly. The cut with the lowest bound is then priced stage by stage. It
+enters the queue again with the proved bound of its placement within the memory left for activations. After that its
+schedules enter the queue with their simulated times. An entry that leaves the queue with a simulated time is the next
+best plan, because no waiting entry can be faster. There are two exceptions. A variant of an order is assumed to be no
+faster than the order alone, which is tested and not proved. Offload that takes long to plan is put aside until the
+queue is empty. At the end, searches for better orders start from cuts whose bound leaves a possible gain.
 
 Asynchronous schedules are priced only if the limits name them. They train differently, so they never compete with the
-others. A step takes the makespan of a window, because the training loop joins all ranks at its end. So there are
-still bubbles. Without that barrier it takes the period of windows, and the gradients of a second batch take memory. A
-rank holds several versions of its parameters, and the whole optimizer, which cannot be sharded. A family that updates
-after every microbatch pays for reduction and optimizer each time, with nothing to hide them.
+others. A step takes the makespan of a window of microbatches, because the training loop joins all ranks at its end. So
+there are still bubbles. Without that barrier it takes the period of windows, and the gradients of a second batch take
+memory. A rank holds several versions of its parameters, and the whole optimizer, which cannot be sharded. A family that
+updates after every microbatch pays for reduction and optimizer each time, with nothing to hide them.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ bytes of activations per device."""
 
 
 def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, rejected: Counter[str]) -> Iterator[Priced]:
-    """Yield the asynchronous families that the limits name and that can run this cut, priced."""
+    """Yield the priced asynchronous families that the limits name and that can run with this parallelism."""
     named = limits.allowed.get("schedule", ())
     p = run.parallelism.pp
     for each in families():
@@ -134,10 +135,10 @@ def plan(
     search_seconds: float = 5.0,
     pace: MeasuredSlowdown | None = None,
 ) -> Answer:
-    """Rank the ways to run a model. There are no plans if nothing fits.
+    """Return the ``top`` fastest ways to run a model on the run's cluster; none if nothing fits.
 
-    ``memory`` is that of a device in bytes, by default the cluster's limit. ``search_seconds`` are for each of at
-    most three searches of an order, 0 for none.
+    ``memory`` is that of a device in bytes, by default the cluster's limit. ``search_seconds`` is the time limit for
+    each of at most three searches of an order; 0 for no search.
     """
     started = time.perf_counter()
     memory = run.cluster.memory_bytes if memory is None else memory
@@ -171,7 +172,7 @@ class _Planner:
                 self._put(least_seconds(cut, pace), cut)
 
     def best(self, count: int) -> list[Plan]:
-        """Return the next best plans."""
+        """Return the next ``count`` plans, the fastest first."""
         found: list[Plan] = []
         while (self.queue or self.aside) and len(found) < count:
             if not self.queue:
@@ -194,7 +195,7 @@ class _Planner:
         return found
 
     def search(self, plans: list[Plan], seconds: float) -> Iterator[Plan]:
-        """Search better orders for the most promising groups whose bounds leave room."""
+        """Search orders for the groups with the lowest bounds, if a bound is lower than the plans found."""
         slowest = plans[-1].seconds if plans else float("inf")
         reached: dict[int, float] = {}
         for each in plans:
@@ -227,10 +228,10 @@ class _Planner:
                 yield made
 
     def _put(self, seconds: float, entry: Run | Group | Base | Plan) -> None:
-        """Queue an entry by its time.
+        """Put an entry into the queue, by its time or lower bound in seconds.
 
-        A bound sums the same seconds in another order, and rounding may put it above the time that it bounds. So it
-        is lowered slightly.
+        A bound sums the same seconds in another order, and rounding may make it greater than the time. So it is lowered
+        slightly.
         """
         if not isinstance(entry, Plan) or entry.extended:
             seconds *= 1 - _ROUNDING
@@ -297,7 +298,7 @@ class _Planner:
             self._put(made.seconds, made)
 
     def _run_order(self, group: Group, order: Order) -> Plan | None:
-        """Return the plan of an order; ``None`` if it does not fit."""
+        """Return the plan of an order; ``None`` if it does not fit into the memory."""
         cut, slices = group.run.parallelism, _slices(group.run)
         if slices == 1 and "costs" not in family(order.name).options:
             return self._plan(Base(group, order), None, self._measured(group, order))
@@ -312,7 +313,10 @@ class _Planner:
         return replace(found, order=None)  # its name and the number of slices are enough
 
     def _measured(self, group: Group, order: Order) -> OrderPrice:
-        """Return the price of an order alone. Offload and both vocabulary variants start from it."""
+        """Return the time and peaks of an order without a variant, from a cache.
+
+        Offload and both ways of vocabulary parallelism start from the same order.
+        """
         cut, costs = group.run.parallelism, group.step.costs
         key = (order, cut.pp, cut.microbatches, same_passes(costs))
         if key not in self._times:
@@ -321,7 +325,7 @@ class _Planner:
         return self._times[key]
 
     def _consider(self, group: Group, variant: Variant, order: Order) -> None:
-        """Queue a variant of an order with the time of the order alone."""
+        """Queue the variant of an order, with the time of the order alone as a lower bound."""
         seconds, peaks = self._measured(group, order)
         if variant.frees_memory and self._fits(group, peaks):
             self.rejected[f"{variant.name}: the order fits without"] += 1
@@ -331,7 +335,10 @@ class _Planner:
             self._put(max(group.bound, seconds + group.step.outside), Base(group, order))
 
     def _affords(self, entry: Group | Base) -> bool:
-        """Return whether to try an entry now. Planning of copies takes longest with many chunks."""
+        """Return whether to try an entry now, or later because its offload takes long to plan.
+
+        Planning takes longest with many chunks.
+        """
         group = entry.group if isinstance(entry, Base) else entry
         if group.variant is None or not group.variant.frees_memory:
             return True
@@ -344,7 +351,10 @@ class _Planner:
         return True
 
     def _vary(self, base: Base, microbatches: int) -> None:
-        """Queue a variant, simulated with ``microbatches``. Each further one adds the busiest device's work to the time."""
+        """Simulate the variant of an order with ``microbatches`` microbatches, and queue its plan.
+
+        Each further microbatch of the run adds the busiest device's work to the time.
+        """
         rest = base.group.run.parallelism.microbatches - microbatches
         group, order, variant = base.group, base.order, base.group.variant
         assert variant is not None
@@ -364,7 +374,10 @@ class _Planner:
         self._wait(found)
 
     def _built(self, base: Base, build: Callable[[int], Schedule], microbatches: int) -> Plan | None:
-        """Return a plan for an order that is built for its costs, if it fits. A long step has no order in the plan."""
+        """Return a plan for an order that ``build`` makes, if it fits into the memory.
+
+        The plan of a long step has no list of actions.
+        """
         run, step = base.group.run, base.group.step
         if 3 * microbatches * _slices(run) * step.placement.num_stages <= MOST_ACTIONS:
             return self._found(base, build(microbatches))
@@ -376,12 +389,12 @@ class _Planner:
         return self._plan(base, None, priced(timing, run.parallelism.pp, microbatches))
 
     def _found(self, base: Base, schedule: Schedule) -> Plan | None:
-        """Return a plan for an order without a family's name, if it fits."""
+        """Return a plan for a schedule that no family's name describes, if it fits into the memory."""
         timing = Timing.simulated(schedule, base.group.step.costs, base.group.run.schedule.overlap_steps)
         return self._plan(base, schedule, timing.price)
 
     def _plan(self, base: Base, schedule: Schedule | None, price: OrderPrice) -> Plan | None:
-        """Return a plan, if it fits."""
+        """Return a plan with this time and these peaks; ``None`` if it does not fit into the memory."""
         if not self._fits(base.group, price.peaks):
             return None
         return Plan(_configured(base), base, schedule, price.seconds, base.group.step.held(price.peaks))
@@ -395,7 +408,7 @@ def _standing(found: int, count: int, waiting: int, bound: float) -> str:
 
 
 def _short(run: Run) -> int:
-    """Return the microbatches of the shortest step from which a whole one can be extended."""
+    """Return the number of microbatches of the shortest step by which the run's step can be predicted."""
     return shortest(run.parallelism.pp, run.parallelism.microbatches)
 
 
@@ -404,12 +417,12 @@ def _slices(run: Run) -> int:
 
 
 def _units(run: Run) -> int:
-    """Return the number of forwards of a stage: microbatches, or their slices."""
+    """Return the number of forwards of a stage in a step: one per microbatch, or per slice of one."""
     return run.parallelism.microbatches * _slices(run)
 
 
 def _busiest(step: PlannedStep, slices: int = 1) -> float:
-    """Return the seconds per microbatch of the busiest device, vocabulary passes included."""
+    """Return the seconds that the busiest device computes per microbatch, including vocabulary passes."""
     prices, vocabulary = step.costs.seconds(step.placement, slices), step.costs.vocabulary
     cut = {} if vocabulary is None else vocabulary.seconds(step.placement.num_devices)
     return max(
@@ -424,7 +437,7 @@ def _count(entries: Sequence[Entry]) -> int:
 
 
 def _configured(base: Base) -> Run:
-    """Return the run with this schedule, and with a layout if its layers are not even."""
+    """Return the run with this order's schedule, and with a layout if its stages have different numbers of layers."""
     group, order = base.group, base.order
     # Without a pipeline Megatron takes its own step, which our schedules do not replace.
     choice = replace(group.run.schedule, name=order.name)

@@ -1,4 +1,4 @@
-"""Results and queue entries of the planner, and a plan as a run for ``pipemem launch`` and as JSON."""
+"""The planner's results and queue entries, and the output of a plan as JSON or as a run for ``pipemem launch``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to run, with its predicted times and bytes."""
+    """A way to run a model, with its predicted times and bytes."""
 
     run: Run = field(repr=False)
     """The run for ``pipemem launch``. ``schedule.name`` of a searched order is a file that is still to be written."""
@@ -35,12 +35,12 @@ class Plan:
 
     @property
     def schedule(self) -> str:
-        """Return the name of its order."""
+        """The name of the plan's order of passes: a family, or ``search`` for an order that was searched."""
         return self.base.order.name
 
     @property
     def variant(self) -> str:
-        """Return the name of its variant; ``plain`` if it has none."""
+        """The name of the plan's variant, such as ``offload`` or ``vocabulary-2``; ``plain`` if it has none."""
         return PLAIN if self.base.group.variant is None else self.base.group.variant.name
 
     @property
@@ -49,17 +49,17 @@ class Plan:
 
     @property
     def hides_messages(self) -> bool:
-        """Return whether the plan hides messages within layers in a way that only Megatron's own schedules can."""
+        """Whether the plan hides messages within layers, which only Megatron's own schedules can."""
         return hides_messages(self.run)
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
+        """Seconds of a whole training step."""
         return self.makespan + self.step.outside
 
     @cached_property
     def gain(self) -> float | None:
-        """Return the speed-up of its steps without the barrier, 1 if there is none; ``None`` if the plan has the barrier."""
+        """The makespan with a barrier between steps over the period without; ``None`` for a plan with the barrier."""
         if not self.run.schedule.overlap_steps:
             return None
         cut, costs = self.run.parallelism, self.step.costs
@@ -73,7 +73,7 @@ class Plan:
 
     @cached_property
     def share_of_1f1b(self) -> float | None:
-        """Return the peak of the activations as a share of the bytes of 1F1B with the same parallelism."""
+        """The peak bytes of activations as a fraction of 1F1B's with the same parallelism; ``None`` if that is 0."""
         cut = self.run.parallelism
         linear = Placement.linear(cut.pp)
         whole = bytes_of_1f1b(price(self.run, linear).costs, linear, cut.microbatches)
@@ -86,17 +86,17 @@ class Plan:
 
     @property
     def work(self) -> float:
-        """Seconds that the busiest rank computes."""
+        """Seconds of a step in which the busiest rank computes."""
         return self.run.parallelism.microbatches * max(self.step.work)
 
     @property
     def bubble_rate(self) -> float:
-        """Share of the makespan in which the busiest rank idles."""
+        """Fraction of the makespan in which the busiest rank idles."""
         return max(0.0, 1 - self.work / self.makespan)
 
     @property
     def losses(self) -> dict[str, float]:
-        """Seconds of a step outside the model's own computing, by cause, the largest first."""
+        """Seconds of a step beyond the model's evenly divided computation, by cause, the largest first."""
         m, step = self.run.parallelism.microbatches, self.step
         busiest = step.work.index(max(step.work))
         found = {
@@ -111,7 +111,10 @@ class Plan:
 
     @property
     def binds(self) -> str:
-        """Return the largest loss, and the gain by more memory if there is one."""
+        """The cause that costs most, and its fraction of the step, as text.
+
+        If more memory would save 1 % or more of the step, the text says so.
+        """
         cause, seconds = next(iter(self.losses.items()))
         text = f"{cause} {seconds / self.seconds:.1%}"
         gained = self.base.group.memory_seconds / self.seconds
@@ -119,7 +122,10 @@ class Plan:
 
 
 def run_files(plan: Plan, path: Path) -> dict[Path, str]:
-    """Return the files of a plan's run with their texts. An order without a name becomes a schedule file next to ``path``."""
+    """Return the texts of the files that a plan's run needs, by path.
+
+    A searched order becomes a schedule file next to ``path``.
+    """
     run, files = plan.run, {}
     if plan.order is not None:
         order = path.with_suffix(".csv")
@@ -132,7 +138,7 @@ def run_files(plan: Plan, path: Path) -> dict[Path, str]:
 
 
 def facts(plan: Plan) -> dict[str, Any]:
-    """Return a plan's seconds and bytes for JSON."""
+    """Return a plan's seconds, bytes and settings as a JSON object."""
     cut = plan.run.parallelism
     return {
         "schedule": plan.schedule,
@@ -157,7 +163,10 @@ def facts(plan: Plan) -> dict[str, Any]:
 
 
 def gibibytes(nbytes: float) -> str:
-    """Return the bytes as a limit in GiB: rounded up, to a tenth or, below one GiB, to two digits."""
+    """Return a number of bytes in GiB as text, rounded up so that it is safe as a limit.
+
+    From 1 GiB it has one decimal, below that two significant digits.
+    """
     amount = nbytes / GIB
     digits = 1 if amount >= 1 or amount <= 0 else 1 - floor(log10(amount))
     tenths = floor(amount * 10**digits)
@@ -175,7 +184,7 @@ def _heading(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of the planner."""
+    """The plans that the planner has found, and the reasons against all other ways."""
 
     plans: tuple[Plan, ...] = field(repr=False)  # the fastest first
     rejected: Counter[str] = field(repr=False)  # number of other ways, by reason
@@ -185,7 +194,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Group:
-    """A run's parallelism with one placement, and the schedules to consider for them."""
+    """A run's parallelism with one placement and variant, and the families of schedules to try."""
 
     run: Run  # with its parallelism
     step: PlannedStep
@@ -197,7 +206,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Base:
-    """An order of a cut, before its variant is applied."""
+    """A family of schedules for a run's parallelism, before the variant is applied."""
 
     group: Group = field(repr=False)  # cut, placement and variant
     order: Order

@@ -1,37 +1,38 @@
-"""Prices of the parts of a model on one rank: seconds of F, I and W, bytes, parameters, and the offload ratio.
+"""Predict seconds, bytes and parameters of the parts of a model on one rank, and the offload ratio.
 
 Formulas, with ``n`` tokens of a microbatch on the rank and ``e`` bytes per element:
 
 * matrix products: FLOPs of ``planner.counts`` over the speed that the cluster achieves on large ones. Tiles are
-computed in waves over the device's multiprocessors, and the last wave is half empty on average. So a product of ``n``
-by ``k`` and ``k`` by ``c`` takes as long as one with ``_HALF_WAVE`` results more than ``n c``: small microbatches and
-slices are slower;
+  computed in waves over the device's multiprocessors, and the last wave is half empty on average. So a product of ``n``
+  by ``k`` and ``k`` by ``c`` takes as long as one with ``_HALF_WAVE`` results more than ``n c``: small microbatches and
+  slices are slower;
 * with an fp8 recipe, linear layers run at ``fp8_tflops``, and quantising their inputs moves bytes. Attention and the
-head stay in 16 bits;
-* norms, activations, residuals: F writes and reads once every tensor that the layer could keep, and I does that
-twice, at the speed of the device's memory;
+  head stay in 16 bits;
+* norms, activations, residuals: F writes and reads once every tensor that the layer could keep, and I does that twice,
+  at the speed of the device's memory;
 * tensor parallelism: two all-reduces of ``n h e`` bytes in F and in I, or with sequence parallelism as many bytes in
-gathers and scatters. Gathers of W start early enough to run during its products, so W takes the longer of the two
-times;
-* context parallelism: keys and values go round the ring in F, and once more with their gradients in I (arXiv
-2310.01889). Attention hides them if it takes longer;
+  gathers and scatters. Gathers of W start early enough to run during its products, so W takes the longer of the two
+  times;
+* context parallelism: in F, each rank's keys and values pass all other ranks one after another. In I they do so again,
+  with their gradients (arXiv 2310.01889). Attention hides these messages if it takes longer;
 * expert parallelism: two all-to-all in F and in I of the tokens that leave the rank;
 * a ring of ``r`` ranks moves ``(r - 1) / r`` of the bytes in a gather or scatter, and twice that in an all-reduce;
 * recomputation belongs to I, with its communication;
 * ``--tp-comm-overlap`` and ``--overlap-moe-expert-parallel-comm`` of Megatron's own schedules hide messages behind
-matrix products. A tensor-parallel ring of ``r`` ranks exposes at least ``1 / r`` of its messages. An all-to-all
-exposes its excess over the products of a pair of microbatches. Passes without a partner, at the ends of a pipeline,
-are priced as hidden too.
+  matrix products. A tensor-parallel ring of ``r`` ranks exposes at least ``1 / r`` of its messages. An all-to-all
+  exposes its excess over the products of a pair of microbatches. Passes without a partner, at the ends of a pipeline,
+  are priced as hidden too.
 
-Seconds are the time that a pass occupies its device, messages included. The planner, `pipemem profile` without a
-measurement, and the costs files of the latter agree on this. A measurement runs on one device alone, so it has the
-seconds of computing only.
+Seconds are the time that a pass occupies its device, including messages. The planner, `pipemem profile` without a
+measurement, and the costs files of the latter agree on this. A measurement runs on one device alone, so its seconds are
+those of computing only.
 
-The offload ratio k is the time of a layer's activations to the host and back over the time of the layer's F, I and W.
-The paper (arXiv 2503.01328) has ``k = 10 / (3 (6h + s)) * C / B`` for GPT-3's layer in 16 bits with norms, activation
-and dropout recomputed (``20bsh`` bytes, ``12bsh(6h + s)`` FLOPs). ``C`` is the achieved FLOP/s, and ``B`` the bytes
-per second of one direction. Here bytes and FLOPs are those of any model, cut and recomputed in any way. For ``k <=
-1`` computing hides all copies of a channel that carries one direction at a time; otherwise it hides a share ``1/k``.
+The offload ratio k is the time to move a layer's activations to the host and back, over the time of the layer's F, I
+and W. The paper (arXiv 2503.01328) has ``k = 10 / (3 (6h + s)) * C / B`` for GPT-3's layer in 16 bits with norms,
+activation and dropout recomputed (``20bsh`` bytes, ``12bsh(6h + s)`` FLOPs). ``C`` is the achieved FLOP/s, and ``B``
+the bytes per second of one direction. Here bytes and FLOPs are those of any model, cut and recomputed in any way. For
+``k <= 1`` computing hides all copies of a link that carries one direction at a time; otherwise it hides the fraction
+``1/k``.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ _ADAM_BYTES = 4 + 3 * 2 * 4 + 2
 
 @dataclass(frozen=True)
 class Price(Summed):
-    """One layer, the embedding or the head, on one rank and for one microbatch."""
+    """The seconds, bytes and parameters of one layer, the embedding or the head.
+
+    They are those of one rank and one microbatch.
+    """
 
     seconds: Passes = Passes()  # everything included
     communication: Passes = Passes()  # the part of them in tensor-, context- and expert-parallel messages
@@ -72,14 +76,17 @@ class Price(Summed):
 
 @dataclass(frozen=True)
 class MeasuredSlowdown:
-    """The ratio of measured computing to the formulas, per pass. A profile of one cut is used for all cuts."""
+    """Measured seconds of F, I and W over the formulas' seconds, for a layer and for the head.
+
+    A profile with one parallelism is used for every parallelism.
+    """
 
     layer: Passes = _AS_MODELLED
     head: Passes = _AS_MODELLED
 
 
 def each_pass(function: Callable[..., float], *passes: Passes) -> Passes:
-    """Apply a function to the costs of F, of I and of W."""
+    """Return ``function`` of the values for F, of those for I, and of those for W."""
     return Passes(*(function(*(getattr(each, kind) for each in passes)) for kind in ("forward", "input", "weight")))
 
 
@@ -87,7 +94,7 @@ def each_pass(function: Callable[..., float], *passes: Passes) -> Passes:
 def layer(
     model: Model, execution: Execution, cluster: Cluster, kind: str | None = None, pace: Passes = _AS_MODELLED
 ) -> Price:
-    """Price one layer. ``pace``: measured over modelled seconds of F, I and W."""
+    """Predict the seconds and bytes of one layer. ``pace`` is the measured over the predicted seconds of F, I and W."""
     kind = kind or model.kinds[0]
     flops = counts.layer_flops(model, execution, kind)
     plain = counts.layer_flops(model, replace(execution, recompute="none"), kind)
@@ -135,7 +142,10 @@ def layer(
 
 @lru_cache(maxsize=1024)
 def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
-    """Price the input embedding: its rows are copied and their gradients added, and summed over tensor-parallel ranks."""
+    """Predict the seconds and bytes of the input embedding.
+
+    F copies rows of the table, and sums them over tensor-parallel ranks. W adds their gradients.
+    """
     nbytes = execution.tokens(model) * model.hidden * execution.element
     moving = 2 * nbytes / (cluster.memory_gb_per_s * 1e9)
     messages = all_reduce(nbytes, execution.tp, cluster.link(execution.tp))
@@ -149,9 +159,10 @@ def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
 
 @lru_cache(maxsize=1024)
 def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _AS_MODELLED) -> Price:
-    """Price final norm, output layer and loss, of the predictions of all depths.
+    """Predict the seconds and bytes of final norm, output layer and loss.
 
-    The logits are read and written in fp32 twice in F and once in I.
+    With multi-token prediction, they run once for each predicted token. The logits are read and written in fp32 twice
+    in F and once in I.
     """
     flops = counts.head_flops(model, execution)
     between = execution.tokens(model) * model.hidden * execution.element
@@ -179,9 +190,9 @@ def ahead(
     pace: MeasuredSlowdown | None = None,
     looks_up: bool = True,
 ) -> Price:
-    """Price all layers of multi-token prediction, which are on one stage.
+    """Predict the seconds and bytes of all layers of multi-token prediction, which are on one stage.
 
-    With ``looks_up`` they look embeddings up in a copy of the embedding on their stage.
+    With ``looks_up``, their stage has a copy of the embedding, in which they look up tokens.
     """
     layers = model.all_kinds[model.layers :]
     if not layers:
@@ -194,27 +205,27 @@ def ahead(
 
 
 def last(model: Model, execution: Execution, cluster: Cluster) -> Price:
-    """Price the parts after the layers in the default case: multi-token prediction and the head."""
+    """Predict the seconds and bytes of the parts after the last layer: multi-token prediction and the head."""
     return ahead(model, execution, cluster) + head(model, execution, cluster)
 
 
 def logit_bytes(model: Model, execution: Execution) -> float:
-    """Return the bytes of the logits of one microbatch on one rank, in fp32."""
+    """Return the fp32 bytes of one microbatch's logits on one rank."""
     return execution.tokens(model) * execution.vocabulary_rows(model) * _LOGIT
 
 
 def adam_seconds(cluster: Cluster) -> float:
-    """Return the seconds of one optimizer step per parameter, which the device's memory limits."""
+    """Return the seconds of an optimizer step per parameter, at the speed of the device's memory."""
     return _ADAM_BYTES / (cluster.memory_gb_per_s * 1e9)
 
 
 def gather(nbytes: float, ranks: int, link: Link) -> float:
-    """Return the seconds of an all-gather of ``nbytes`` in all. A reduce-scatter takes as long."""
+    """Return the seconds of an all-gather whose result has ``nbytes``; a reduce-scatter takes as long."""
     return link.seconds(nbytes * (ranks - 1) / ranks) if ranks > 1 else 0.0
 
 
 def _shown_gathers(model: Model, execution: Execution, cluster: Cluster, kind: str, products: float) -> float:
-    """Return the exposed seconds of W's gathers, beyond the products during which they run."""
+    """Return the seconds by which the gathers of W take longer than its ``products``, during which they run."""
     layers = [each for block in kind for each in counts.matrices(model, execution, block)]
     gathered = activations.gathered_in_weight(model, execution, layers)
     gathers = sum(gather(nbytes, execution.tp, cluster.link(execution.tp)) for nbytes in gathered)
@@ -222,12 +233,12 @@ def _shown_gathers(model: Model, execution: Execution, cluster: Cluster, kind: s
 
 
 def all_reduce(nbytes: float, ranks: int, link: Link) -> float:
-    """Return the seconds of an all-reduce: a scatter of sums and a gather."""
+    """Return the seconds of an all-reduce of ``nbytes``: a reduce-scatter and an all-gather."""
     return 2 * gather(nbytes, ranks, link)
 
 
 def _tails(model: Model, execution: Execution, kind: str) -> Passes:
-    """Return the FLOPs that fit into the half-empty waves: the inner dimensions of a layer's products, summed.
+    """Return the FLOPs that would fill the half-empty last waves of a layer's products, in F, I and W.
 
     The products of all experts count once, because they are computed in groups.
     """
@@ -245,23 +256,23 @@ def _cached_bytes(model: Model, execution: Execution, kind: str) -> float:
 
 
 def _product_seconds(execution: Execution, cluster: Cluster, flops: Passes, tails: Passes) -> Passes:
-    """Return the seconds of matrix products. Attention is never in 8 bits.
+    """Return the seconds of matrix products. Linear layers may be in 8 bits, and attention never is.
 
-    W has linear layers alone, and F and I have equally many FLOPs of linear layers.
+    W has linear layers only. F and I each have as many FLOPs of linear layers as W.
     """
     linear = Passes(flops.weight, flops.weight, flops.weight)
     return (linear + tails) * (1 / _rate(execution, cluster)) + (flops + linear * -1) * (1 / cluster.flops)
 
 
 def _rate(execution: Execution, cluster: Cluster) -> float:
-    """Return the FLOPs per second of linear layers."""
+    """Return the achieved FLOPs per second of linear layers."""
     return cluster.flops if execution.fp8 == "none" else cluster.fp8_flops
 
 
 def _quantising_seconds(model: Model, execution: Execution, cluster: Cluster, kind: str) -> Passes:
-    """Return the seconds to quantise inputs and output gradients of linear layers.
+    """Return the seconds to quantise the inputs and output gradients of a layer's linear layers.
 
-    They are read, and written in 8 bits twice: by rows for one product, by columns for the other.
+    Each is read once and written in 8 bits twice: by rows for one product, and by columns for the other.
     """
     if execution.fp8 == "none":
         return Passes()
@@ -275,9 +286,9 @@ def _quantising_seconds(model: Model, execution: Execution, cluster: Cluster, ki
 
 
 def _shown_messages(execution: Execution, messages: Sequence[tuple[float, float]], products: Passes) -> Passes:
-    """Return the exposed seconds of a layer's messages in F and in I.
+    """Return the seconds of a layer's messages that no computation hides, in F and in I.
 
-    ``messages``: tensor-parallel and expert-parallel seconds of every block in F; I has as many.
+    ``messages`` has the seconds of tensor-parallel and of expert-parallel messages of every block in F. I has as many.
     """
     shown = Passes()
     for tensor, expert in messages:
@@ -297,7 +308,7 @@ def _shown_messages(execution: Execution, messages: Sequence[tuple[float, float]
 
 
 def _block_messages(model: Model, execution: Execution, cluster: Cluster, block: Sublayer) -> tuple[float, float]:
-    """Return the seconds of a block's tensor-parallel and expert-parallel messages in F."""
+    """Return the seconds of a block's tensor-parallel messages, and of its expert-parallel messages, in F."""
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     link = cluster.link(tp)
     ranks = execution.expert_tp if block is Sublayer.EXPERTS else tp
@@ -316,7 +327,10 @@ def _block_messages(model: Model, execution: Execution, cluster: Cluster, block:
 
 
 def _ring_seconds(model: Model, execution: Execution, cluster: Cluster, block: Sublayer) -> float:
-    """Return the exposed seconds of F in which keys and values go round the context-parallel ring (arXiv 2310.01889)."""
+    """Return the seconds of F in which keys and values pass the context-parallel ranks without attention to hide them.
+
+    The ranks form a ring (arXiv 2310.01889).
+    """
     if block not in (Sublayer.ATTENTION, Sublayer.LATENT_ATTENTION) or execution.cp == 1:
         return 0.0
     width: float = 2 * execution.key_groups(model) * model.channels
@@ -339,10 +353,10 @@ def offload_ratio(
     sharing: int = 1,
     seconds: float | None = None,
 ) -> float:
-    """Return k of the model's most frequent layer.
+    """Return the offload ratio k of the model's most frequent kind of layer.
 
-    ``flops`` is the achieved speed per second. ``sharing`` counts devices that use the channel at once. ``seconds``
-    are measured seconds of the layer's F, I and W, if there are any.
+    ``flops`` is the achieved number per second. ``sharing`` is the number of devices that use the link to the host at
+    once. ``seconds`` are the measured seconds of the layer's F, I and W, if there are any.
     """
     if seconds is None:
         seconds = layer_flops(model, execution, model.main_kind).total / flops
@@ -350,12 +364,12 @@ def offload_ratio(
 
 
 def cluster_offload_ratio(model: Model, execution: Execution, cluster: Cluster) -> float:
-    """Return k of one layer on the first device of a node, if the devices that share its switch move as much."""
+    """Return the offload ratio k on a cluster's first device, if all devices of its switch move as many bytes."""
     return offload_ratio(model, execution, cluster.flops, cluster.host, cluster.sharing(0))
 
 
 def cheap_recompute(execution: Execution) -> Execution:
-    """Return an execution with norms, activation and dropout masks recomputed, as offload assumes."""
+    """Return the execution with recomputation of norms, activation and dropout masks added, as offload assumes."""
     if execution.recompute == "full":
         return execution
     modules = execution.recompute_modules if execution.recompute == "selective" else ()

@@ -1,9 +1,9 @@
 """Costs of the parts of a model on one rank, and the costs of stages made of them.
 
-A stage has its layers and its *frame*, which depends on its place in the pipeline. The first frame holds the
-embedding, and the last one final norm, head and loss. Seconds, bytes and parameters of a stage are sums over these,
-so one profile prices every cut of the model. Profiles come from formulas (``from_formulas``), or from running stages
-of Megatron's modules (``mcore.profiling``), for real or with fake tensors.
+A stage has its layers and its *frame*: all parts that are not layers. The first stage's frame has the embedding, and
+the last one's has final norm, head and loss. Seconds, bytes and parameters of a stage are sums over its layers and its
+frame, so one profile gives the costs of every division into stages. Profiles come from formulas (``from_formulas``), or
+from running stages of Megatron's modules (``mcore.profiling``), for real or with fake tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Source = Literal["formulas", "fake tensors", "measured"]
 
 @dataclass(frozen=True)
 class Part:
-    """A layer or a frame, per microbatch and on one rank."""
+    """The costs of a layer or a frame, on one rank and for one microbatch."""
 
     seconds: Passes = field(default_factory=Passes)
     memory: dict[Kind, float] = field(default_factory=dict)
@@ -43,12 +43,12 @@ class Part:
 
     @property
     def saved(self) -> float:
-        """Bytes held from F to I, without messages."""
+        """Bytes that are kept from F to I, except messages."""
         return self._net(Kind.F, Kind.RECV_F, Kind.SEND_F)
 
     @property
     def released_at_input(self) -> float:
-        """Bytes that I gives back, without messages."""
+        """Bytes that I frees, except messages."""
         return -self._net(Kind.I, Kind.RECV_I, Kind.SEND_I)
 
     def _net(self, *kinds: Kind) -> float:
@@ -81,7 +81,7 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class Profile:
-    """The costs of one model with one cut and one way to run it."""
+    """The costs of the parts of one model, with one parallelism and one execution."""
 
     model: Model
     execution: Execution
@@ -102,15 +102,15 @@ class Profile:
 
     @property
     def layer(self) -> Part:
-        """The most frequent layer of the model."""
+        """The costs of the model's most frequent kind of layer."""
         return self.layers[self.model.main_kind]
 
     def costs(self, link: Link | None = None) -> Costs:
-        """Return seconds and bytes of the parts, which price the stages of any placement."""
+        """Return the costs of layers and frames, from which stages of any placement are priced."""
         return Costs(**costs_arguments(self.to_json(link)))
 
     def slowdown(self, cluster: Cluster) -> MeasuredSlowdown:
-        """Return the ratio of measured computing to ``planner.prices`` on a device of this cluster."""
+        """Return the measured seconds over those that ``planner.prices`` predicts for a device of this cluster."""
         if self.source != "measured":
             raise ConfigError(
                 "wrong-file",
@@ -127,7 +127,7 @@ class Profile:
         )
 
     def to_json(self, link: Link | None = None) -> dict[str, Any]:
-        """Return the content of a file for ``--pipemem-costs``: prices of the parts, and the rest of this profile."""
+        """Return the JSON object for ``--pipemem-costs``: the costs of layers and frames, and the rest of this profile."""
         whole = asdict(self)
         parts = {name: whole.pop(name) for name in _PARTS}
         if self.end_layers is None:
@@ -137,7 +137,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, path: str | Path) -> Profile:
-        """Read a file of ``pipemem profile --output``."""
+        """Read a profile from a file that ``pipemem profile --output`` wrote."""
         whole, parts = read_json(path, "a profile"), {}
         try:
             if not isinstance(whole, dict) or not isinstance(whole.get("profile"), dict):
@@ -162,7 +162,7 @@ class Profile:
 
 
 def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profile:
-    """Return the profile by the planner's prices, without running anything."""
+    """Return the profile that ``planner.prices`` predicts, without running anything."""
     message = message_bytes(model, execution)
     # The ledger counts a layer's input as the message that brought it, also in the frame of the first stage. A stage
     # exchanges these messages with the stages before and after it. A result counts until it is sent.
@@ -183,7 +183,7 @@ def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profi
 
 
 def speed(cluster: Cluster) -> str:
-    """Return the speed of a device that the formulas assume, as text."""
+    """Return the speed of a device that the formulas assume, as text in TFLOP/s."""
     return f"{cluster.tflops:g} TFLOP/s peak, {cluster.achieved:.0%} of it achieved"
 
 
@@ -194,7 +194,7 @@ def _priced(price: Price) -> Part:
 
 
 def slowdown_of(path: Path, run: Run) -> MeasuredSlowdown:
-    """Return the ratio of measured to modelled computing, from a measured profile of a run's model.
+    """Read a measured profile of the run's model, and return its seconds over those of the formulas.
 
     Raise a ConfigError if the profile is of another model (``other-model``), or was not measured.
     """

@@ -1,12 +1,13 @@
-"""Prices of long steps from their repeating part, and of one order under many costs.
+"""Predict the time of long steps from their repeating part, and of one order under many costs.
 
-A planner prices the same order again and again, for other tensor parallelism or microbatch sizes. The dependencies of
-every pass are computed once. A replay is then one sweep over the passes, and agrees with ``simulate``.
+A planner needs the time of the same order again and again, for other tensor parallelism or microbatch sizes. The
+dependencies of its passes are computed once. A replay then needs one loop over the passes, and agrees with
+``simulate``.
 
-The middle of a long step repeats. If all devices reach it later by one time, they also leave it later by that time. So
-compare a short step with one of a few more microbatches. If these delay the last passes of all devices by the same time
-``d``, then equally many further microbatches add ``d`` again, and the price of a step of any length follows. If the
-delays differ, the step does not repeat yet, and twice as many microbatches are tried.
+The middle of a long step repeats. If all devices reach it later by the same time, they also leave it later by that
+time. So a short step is compared with one of a few more microbatches. If these delay the last passes of all devices by
+the same time ``d``, then equally many further microbatches add ``d`` again. The time of a step of any length follows.
+If the delays differ, the step does not repeat yet, and twice as many microbatches are tried.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ MOST_ACTIONS = 300_000
 
 
 class OrderPrice(NamedTuple):
-    """The price of a step."""
+    """The predicted seconds and peak memory of a step."""
 
     seconds: float  # of the step; the period if no barrier stands between steps
     peaks: tuple[float, ...]  # peak memory of every device
 
 
 class Timing(NamedTuple):
-    """The times of a schedule's step."""
+    """A schedule, its predicted seconds and peaks, and the end of each of its passes."""
 
     schedule: Schedule
     price: OrderPrice
@@ -48,7 +49,7 @@ class Timing(NamedTuple):
 
     @classmethod
     def simulated(cls, schedule: Schedule, costs: Costs, overlaps: bool = False) -> Timing:
-        """Return the timing of any schedule, simulated. With ``overlaps``, its seconds are the period without a barrier."""
+        """Simulate a schedule of any kind. With ``overlaps``, its seconds are the period of steps without a barrier."""
         timeline = simulate(schedule, costs)
         seconds = stream(schedule, costs, steps=1).period if overlaps else timeline.makespan
         return cls(
@@ -57,10 +58,11 @@ class Timing(NamedTuple):
 
 
 def priced(run: Callable[[int], Timing], num_devices: int, num_microbatches: int) -> OrderPrice:
-    """Return the price of a step of any length.
+    """Return the time and peaks of a step of any length, from short steps if the step is long.
 
-    ``run`` prices a step with the given number of microbatches. A step with few microbatches per device is run as a whole.
-    A longer one is extended from two shorter steps once these repeat, or once the next step would have too many actions.
+    ``run`` simulates a step with a given number of microbatches. A step with few microbatches per device is simulated
+    as a whole. A longer one is extended from two shorter steps once these repeat, or once the next step would have too
+    many actions.
     """
     rhythm, count = _rhythm(num_devices), shortest(num_devices, num_microbatches)
     while 2 * (count + rhythm) < num_microbatches:
@@ -73,7 +75,7 @@ def priced(run: Callable[[int], Timing], num_devices: int, num_microbatches: int
 
 
 def shortest(num_devices: int, num_microbatches: int) -> int:
-    """Return the microbatches of the shortest step from which a long one can be extended."""
+    """Return the number of microbatches of the shortest step from which a step of this length can be extended."""
     rhythm = _rhythm(num_devices)
     short = _congruent(_SHORT * num_devices, num_microbatches, rhythm)
     return short if 2 * (short + rhythm) < num_microbatches else num_microbatches
@@ -85,9 +87,9 @@ def _congruent(least: int, number: int, modulus: int) -> int:
 
 
 def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> OrderPrice:
-    """Return the price of a step with more microbatches, from the difference of two steps.
+    """Return the time and peaks of a step with more microbatches, from the difference between two steps.
 
-    Peaks are those of the longer step, or grow with the microbatches if a device holds all of them at once.
+    Peaks are those of the longer step. If a device holds all microbatches at once, its peak grows with their number.
     """
     (before, held_before), (after, held_after) = shorter.price, longer.price
     few, many = shorter.schedule.num_microbatches, longer.schedule.num_microbatches
@@ -100,13 +102,16 @@ def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> OrderPr
 
 
 def _rhythm(num_devices: int) -> int:
-    """Return the number of microbatches after which the orders of all families repeat. Their groups have p or p/2 of them."""
+    """Return the number of microbatches after which the orders of all families repeat.
+
+    Families have groups of p or p/2 microbatches.
+    """
     whole = lcm(num_devices, -(-num_devices // 2))
     return whole if whole <= _LONGEST_RHYTHM * num_devices else num_devices
 
 
 def _repeats(shorter: Timing, longer: Timing) -> bool:
-    """Return whether both steps have the same passes in their second halves, all delayed by one time in the longer step."""
+    """Return whether the second halves of both steps have the same passes, with equal delays in the longer step."""
     later, rounding = longer.price.seconds - shorter.price.seconds, 1e-9 * longer.price.seconds
     if longer.price.peaks != shorter.price.peaks:
         return False
@@ -121,7 +126,10 @@ def _repeats(shorter: Timing, longer: Timing) -> bool:
 
 
 class Replay:
-    """Prices one schedule under many costs. The schedule has only F, I, W and B of whole microbatches."""
+    """Predicts the time of one schedule under many costs.
+
+    The schedule has only F, I, W and B of whole microbatches.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -131,15 +139,15 @@ class Replay:
         self._steps = list(found.graph.steps(found.walk.nodes))
 
     def makespan(self, costs: Costs) -> float:
-        """Return the makespan in seconds."""
+        """Return the seconds from the first start to the last end of a step."""
         return max(self._run(costs)(self._idle).free)
 
     def period(self, costs: Costs) -> float:
-        """Return the period in seconds, without a barrier between steps."""
+        """Return the seconds from one step to the next if there is no barrier between steps."""
         return self._repeated(costs)[0]
 
     def timing(self, costs: Costs, overlaps: bool = False) -> Timing:
-        """Return the timing of a step. With ``overlaps`` there is no barrier between steps, and its seconds are the period."""
+        """Return the times of a step. With ``overlaps``, its seconds are the period of steps without a barrier."""
         seconds, begins = self._repeated(costs) if overlaps else (None, self._idle)
         times = self._run(costs)([begin - min(begins) for begin in begins])
         lanes = self._found.lanes[: self.schedule.num_devices]
@@ -152,13 +160,13 @@ class Replay:
         return (0.0,) * self.schedule.num_devices
 
     def _repeated(self, costs: Costs) -> tuple[float, tuple[float, ...]]:
-        """Return the period without a barrier, and the times at which devices begin a step once steps repeat."""
+        """Return the period of steps without a barrier, and the seconds at which each device then begins a step."""
         run, devices = self._run(costs), self.schedule.num_devices
         period, ends = until_they_repeat(self.schedule.name, lambda _, begins: run(begins).free[:devices], self._idle)
         return period, ends[-1]
 
     def _run(self, costs: Costs) -> Callable[[Sequence[float]], Times]:
-        """Return a function that runs a step, given the times at which devices begin it."""
+        """Return a function that computes the times of a step from the seconds at which devices begin it."""
         costs.require_alike("a replay")
         found, seconds = self._found, costs.seconds(self.schedule.placement)
         prices = [seconds[kind][stage] for kind, stage in found.kinds]
@@ -173,12 +181,12 @@ class Replay:
         return run
 
     def peaks(self, costs: Costs) -> tuple[float, ...]:
-        """Return the peak memory of every device."""
+        """Return the peak memory of every device, in the unit of the costs."""
         return peaks(self.schedule, costs)
 
 
 def replay(name: str, num_devices: int, num_microbatches: int, chunks: int | None) -> Replay:
-    """Return the replay of a family's schedule, from a cache."""
+    """Return the replay of a family's schedule, from a cache if it is there."""
     kept = _short_replay if num_microbatches <= 3 * _SHORT * num_devices else _long_replay
     return kept(name, num_devices, num_microbatches, chunks)
 
@@ -200,7 +208,7 @@ def family_schedule(
 
 
 def same_passes(costs: Costs) -> tuple[object, ...]:
-    """Return the part of the costs that a replay depends on: all but transfers and vocabulary passes."""
+    """Return the costs that a replay depends on: all but those of offload and vocabulary passes."""
     links = tuple(sorted(costs.p2p.items())) if isinstance(costs.p2p, Mapping) else costs.p2p
     kept = None if costs.memory is None else tuple(costs.memory.get(kind) for kind in PLAIN)
     return costs.forward, costs.backward_input, costs.backward_weight, links, kept
@@ -209,7 +217,7 @@ def same_passes(costs: Costs) -> tuple[object, ...]:
 def measured(
     name: str, num_devices: int, num_microbatches: int, chunks: int | None, costs: Costs, overlaps: bool = False
 ) -> OrderPrice:
-    """Return the price of a family's step. With ``overlaps`` its seconds are the period without a barrier."""
+    """Return the predicted time and peaks of a family's step; with ``overlaps``, the period without a barrier."""
 
     def run(count: int) -> Timing:
         return replay(name, num_devices, count, chunks).timing(costs, overlaps)

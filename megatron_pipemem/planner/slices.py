@@ -1,13 +1,13 @@
-"""The price of a run whose microbatches are cut along their sequences into slices (arXiv 2406.03488, 2504.14519).
+"""Predict a run whose microbatches are cut along their sequences into slices (arXiv 2406.03488, 2504.14519).
 
-A slice is priced as a microbatch with a shorter sequence: its matrix products lose as much to partly filled waves of GPU
-blocks, and its messages have the same latency. Only attention differs:
+A slice is priced as a microbatch with a shorter sequence. Its matrix products lose as much to partly filled waves of
+GPU blocks, and its messages have the same latency. Only attention differs:
 
-* causal attention of a slice sees the slices before it. A slice from ``x0`` to ``x1``, as shares of the sequence,
-takes ``x1^2 - x0^2`` of the time of the whole sequence. Of ``n`` equal slices, the last one takes ``2 n - 1`` times
-as long as the first;
-* F of a microbatch's first slice allocates all its keys and values, ``2 groups head_dim s b e / tp`` bytes per layer.
-I of its last slice, the first to run backward, allocates all their gradients. I of the first slice frees both.
+* causal attention of a slice sees the slices before it. A slice from ``x0`` to ``x1``, as shares of the sequence, takes
+  ``x1^2 - x0^2`` of the time of the whole sequence. Of ``n`` equal slices, the last one takes ``2 n - 1`` times as long
+  as the first;
+* F of a microbatch's first slice allocates all its keys and values, ``2 groups head_dim s b e / tp`` bytes per layer. I
+  of its last slice, the first to run backward, allocates all their gradients. I of the first slice frees both.
 
 The other tensors that F keeps scale with tokens. Buffers are those of a slice.
 """
@@ -32,7 +32,10 @@ from megatron_pipemem.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class Attention:
-    """The costs of attention in a stage's microbatch, which slices do not share in proportion to their tokens."""
+    """The seconds and bytes of attention in a stage for one microbatch.
+
+    They are not proportional to the tokens of a slice.
+    """
 
     seconds: Passes = Passes()  # for the whole sequence, the part of F and I that grows with its square
     keys: float = 0.0  # bytes of keys and values
@@ -42,7 +45,7 @@ class Attention:
 
 
 def why_not_sliced(run: Run) -> str | None:
-    """Return the reason why a run's microbatches cannot be cut or priced in its number of slices; ``None`` if they can."""
+    """Return the reason why a run cannot be cut into its slices, or not be priced with them; ``None`` if it can."""
     model, cut, slices = run.model, run.parallelism, run.schedule.slices or 1
     if run.schedule.overlap_steps:
         return "slices are not planned without a barrier between steps"
@@ -64,7 +67,7 @@ def why_not_sliced(run: Run) -> str | None:
 
 
 def run_slices(run: Run, slices: int) -> tuple[int, ...]:
-    """Return the tokens of every slice of a run's sequences."""
+    """Return the number of tokens of each slice of a run's sequences."""
     cut = run.parallelism
     ranks = cut.tp if cut.sequence_parallel else 1
     share = counts.attention_share(run.model)
@@ -72,7 +75,10 @@ def run_slices(run: Run, slices: int) -> tuple[int, ...]:
 
 
 def attention(model: Model, execution: Execution, run: Run, kind: str, pace: Passes) -> Attention:
-    """Return the costs of attention in one layer, which slices of a sequence do not share in proportion to their tokens."""
+    """Return the seconds and bytes of attention in one layer for one microbatch.
+
+    The seconds are the part of F and I that grows with the square of the sequence length.
+    """
     whole = counts.layer_flops(model, execution, kind)
     half = counts.layer_flops(replace(model, sequence=model.sequence // 2), execution, kind)
     # FLOPs are the sum of a linear and a quadratic term in the sequence length. This is the quadratic one.
@@ -89,7 +95,7 @@ def sliced_step(
     pace: MeasuredSlowdown | None = None,
     shared_ends: bool = False,
 ) -> PlannedStep:
-    """Price a run whose microbatches are cut into slices: costs are per stage and slice."""
+    """Predict a step whose microbatches are cut into slices. Its costs have one value per stage and slice."""
     whole, model = price(run, placement, layers, pace, shared_ends), run.model
     tokens = run_slices(run, run.schedule.slices or 1)
     short = {
@@ -135,7 +141,7 @@ def sliced_step(
 
 @dataclass(frozen=True)
 class _Slice:
-    """A slice and its place in the sequence."""
+    """A slice, its position in the sequence, and the predicted step of sequences with its length."""
 
     step: PlannedStep  # of sequences with its length
     begin: int  # its first token
@@ -144,12 +150,12 @@ class _Slice:
 
     @property
     def share(self) -> float:
-        """The slice's share of the tokens of the sequence."""
+        """The slice's tokens as a fraction of the sequence's."""
         return (self.end - self.begin) / self.sequence
 
     @property
     def earlier(self) -> float:
-        """The slice's attention to the keys of earlier slices, as a share of the attention of the whole sequence."""
+        """The time of the slice's attention to earlier slices, as a fraction of the whole sequence's attention."""
         return (self.end**2 - self.begin**2) / self.sequence**2 - self.share**2
 
 
@@ -158,9 +164,9 @@ def _each(combine: Callable[[Iterable], float], tables: Sequence[Sequence[float]
 
 
 def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> tuple[float, ...]:
-    """Return the seconds of every stage and slice: those of a short sequence, plus attention to the earlier slices.
+    """Return the seconds of a pass per stage and slice: of a short sequence, plus attention to earlier slices.
 
-    ``square`` has the seconds of the whole sequence's attention per stage.
+    ``square`` has the seconds of attention of the whole sequence on each stage.
     """
     parts = [each.step.costs.seconds(each.step.placement)[kind] for each in slices]
     return tuple(
@@ -171,7 +177,7 @@ def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> t
 
 
 def _again(run: Run, placement: Placement, slices: Sequence[_Slice], shared: Sequence[Attention]) -> tuple[float, ...]:
-    """Return the seconds of recomputation per device and microbatch, with attention to the earlier slices."""
+    """Return the seconds of recomputation per device for one microbatch, including attention to earlier slices."""
     runs_again = run.execution.recompute == "full" or run.execution.recomputes("core_attn")
     # I computes attention's two products twice, and recomputation computes them once more.
     rest = sum(each.earlier for each in slices) / 3 * runs_again
@@ -182,8 +188,9 @@ def _again(run: Run, placement: Placement, slices: Sequence[_Slice], shared: Seq
 
 
 def _links(slices: Sequence[_Slice]) -> dict[tuple[int, int], float]:
-    """Return the seconds that the messages of all slices of a microbatch take on every link. The costs give each slice an
-    equal share.
+    """Return the seconds of the messages of all slices of a microbatch together, by link.
+
+    The costs give each slice an equal share.
     """
     found: dict[tuple[int, int], float] = {}
     for each in slices:
@@ -194,10 +201,10 @@ def _links(slices: Sequence[_Slice]) -> dict[tuple[int, int], float]:
 
 
 def _memory(slices: Sequence[_Slice], keys: Sequence[float], apart: bool) -> dict[Kind, tuple[float, ...]]:
-    """Return the change of held bytes by the passes of every stage and slice.
+    """Return the bytes by which F, I and W change the held memory, one value per stage and slice.
 
-    ``keys`` are the bytes of keys and values of a microbatch, per stage. ``apart`` says that the
-    bytes of F do not include them, because all activations of F are recomputed.
+    ``keys`` are the bytes of a microbatch's keys and values on each stage. With ``apart``, the bytes of F leave them
+    out, because all activations of F are recomputed.
     """
     changes: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
     for stage, cached in enumerate(keys):

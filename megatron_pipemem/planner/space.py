@@ -1,4 +1,4 @@
-"""The choices of the planner: every cut of a model over a cluster, and every schedule for it."""
+"""The choices of the planner: every parallelism of a model on a cluster, and every schedule for it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _LEAST_SAVED = 0.02  # of a layer's bytes
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a user: key -> allowed values. Keys that are left out are free."""
+    """The values that a user allows for each key, such as ``tp``. Keys that are left out may have any value."""
 
     allowed: Mapping[str, Collection[object]] = field(default_factory=dict)  # of ``KEYS``
 
@@ -62,7 +62,7 @@ class Limits:
                 raise ConfigError("unknown-key", f"cannot be limited; {nearest(key, KEYS)}", key=key)
 
     def check(self, run: Run) -> None:
-        """Raise a ConfigError for a value that is impossible for this run."""
+        """Raise a ConfigError for an allowed value that this run cannot have."""
         for key, values in self.allowed.items():
             possible = KEYS[key](run)
             for value in values:
@@ -79,11 +79,12 @@ class Limits:
 
 
 def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
-    """Yield every possible cut of a run's model over all devices of its cluster, without a schedule.
+    """Yield the run with every possible parallelism over all devices of its cluster, without a schedule.
 
     Expert parallelism, the global batch and the modules of selective recomputation stay as in the run. So do context
-    parallelism and slices, unless the limits name them. Flags that hide messages within layers under Megatron's own
-    schedules alone are kept for these, and left out for ours. ``rejected`` counts impossible cuts by reason.
+    parallelism and slices, unless the limits name them. Some flags hide messages within layers, but under Megatron's
+    own schedules only. Such a run is yielded with these flags, for Megatron's schedules, and without them, for ours.
+    ``rejected`` counts impossible ways by reason.
     """
     given, devices = run.parallelism, run.cluster.num_devices
     if devices % given.cp and "cp" not in limits.allowed:
@@ -125,13 +126,16 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
 
 
 def without_overlap(run: Run) -> Run:
-    """Return a run without the flags that hide messages under Megatron's own schedules alone."""
+    """Return the run without the flags that only Megatron's own schedules support.
+
+    Most of them hide messages within layers.
+    """
     apart = {flag: value for flag, value in run.flags.items() if flag not in STOCKS_ALONE}
     return replace(run, megatron=apart)
 
 
 def hides_messages(run: Run) -> bool:
-    """Return whether a run hides messages within layers in a way that only Megatron's own schedules can."""
+    """Return whether a run hides messages within layers, which only Megatron's own schedules can."""
     execution = run.execution
     return execution.tp_overlap or execution.ep_overlap
 
@@ -171,7 +175,7 @@ class Order:
 
 
 def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, list[Order]]:
-    """Return the families of schedules for a cut, by their placement."""
+    """Return the families of schedules that can run with a parallelism, by their placement."""
     found: dict[Placement, list[Order]] = {}
     pp, layers, slices = run.parallelism.pp, run.model.layers, run.schedule.slices or 1
     stock = _stock_orders(run) if hides_messages(run) else None
@@ -201,10 +205,10 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
 
 
 def _stock_orders(run: Run) -> tuple[str, ...]:
-    """Return the families whose orders Megatron has itself.
+    """Return the families whose orders Megatron's own schedules have, if they can run.
 
-    With several chunks Megatron needs whole groups of microbatches. To run microbatches in pairs it needs several
-    chunks, and experts on several ranks that are not recomputed.
+    With several chunks, Megatron needs a number of microbatches that ``pp`` divides. To overlap expert-parallel
+    messages it needs several chunks, and experts on several ranks that are not recomputed.
     """
     cut, execution = run.parallelism, run.execution
     if execution.ep_overlap and (execution.ep == 1 or execution.recompute == "full" or execution.recomputes("moe")):
@@ -216,7 +220,7 @@ def _stock_orders(run: Run) -> tuple[str, ...]:
 
 
 def _runs_whole(each: Family) -> bool:
-    """Return whether a family runs whole microbatches synchronously."""
+    """Return whether a family is synchronous and does not cut microbatches into slices."""
     return not (each.asynchronous or each.slices > 1)
 
 

@@ -1,21 +1,21 @@
-"""The price of a run on a placement: costs of its stages, bytes of its ranks, and seconds of a step outside the pipeline.
+"""Predict a run on a placement: costs of its stages, bytes of its ranks, and seconds of a step outside the pipeline.
 
 A step takes the makespan of the schedule, then the part of the data-parallel reduction that no computing hides, then
 the optimizer:
 
 * with the distributed optimizer every rank reduces the fp32 gradients of its shard, and gathers parameters, over the
-data-parallel (and context-parallel) ranks. Without it all gradients are reduced. The backward of the last microbatch
-may hide the reduction, and the forward of the first may hide the gather. The rest is exposed;
+  data-parallel (and context-parallel) ranks. Without it all gradients are reduced. The backward of the last microbatch
+  may hide the reduction, and the forward of the first may hide the gather. The rest is exposed;
 * the optimizer reads and writes gradients, master parameters and moments of the rank's shard once;
 * a message of the pipeline holds one microbatch's activations. It stays within a node if both ranks do, with ranks in
-Megatron's order: tensor, context, data, pipeline.
+  Megatron's order: tensor, context, data, pipeline.
 
-Bytes of a rank are parameters, fp32 gradients, the optimizer or its shard, the activations that the schedule keeps,
-and buffers. Buffers are messages in flight, the logits' gradient on the rank of the head, and one layer's working set
-if whole layers are recomputed. If the devices hold several replicas of the model, all of that exists once per
-replica, but a microbatch runs through one of them. The fp32 gradients of the replicas are summed, two ranks at a
-time, before the reduction, and no computing is left to hide either. If a step may be rolled back, its previous state
-takes memory on the device or the host.
+Bytes of a rank are parameters, fp32 gradients, the optimizer or its shard, the activations that the schedule keeps, and
+buffers. Buffers are messages in flight, the logits' gradient on the rank of the head, and one layer's activations if
+whole layers are recomputed. If the devices hold several replicas of the model, all of that exists once per replica, but
+a microbatch runs through only one of them. The fp32 gradients of the replicas are summed, two ranks at a time, before
+the reduction, and no computing is left to hide either. If a step may be rolled back, its previous state takes memory on
+the device or the host.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MESSAGES_IN_FLIGHT = 2  # per stage and direction: one in use, and one that arr
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The part of a step's price that does not depend on the order of passes."""
+    """The predicted costs, bytes and seconds of a step that do not depend on the order of passes."""
 
     placement: Placement
     layers: tuple[int, ...]  # pieces of every stage of one replica of the model
@@ -75,28 +75,28 @@ class PlannedStep:
 
     @property
     def saved(self) -> Sequence[float]:
-        """Return the bytes that a microbatch's forward keeps, per stage."""
+        """The bytes that one microbatch's forward keeps on each stage."""
         kept = (self.costs.memory or {}).get(Kind.F, (0.0,) * self.placement.num_stages)
         assert not isinstance(kept, PartPrices), "a step is priced stage by stage"
         return listed(kept)
 
     def held(self, kept: Sequence[float]) -> tuple[float, ...]:
-        """Return all bytes of every device, given those of its activations. Limits are compared with this sum."""
+        """Return all bytes of each device, given the bytes of its activations. Limits are compared with this sum."""
         return tuple(a + s + b for a, s, b in zip(kept, self.static, self.buffers, strict=True))
 
     def room(self, memory: float) -> tuple[float, ...]:
-        """Return the bytes left for activations on every device, up to the rounding of ``held``."""
+        """Return the bytes of each device's ``memory`` that are left for activations, up to rounding."""
         return tuple(memory - s - b for s, b in zip(self.static, self.buffers, strict=True))
 
     @property
     def outside(self) -> float:
-        """Seconds of a step outside the schedule."""
+        """Seconds of a step outside the schedule: exposed reduction, and optimizer."""
         return self.reduction + self.optimizer
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """The settings that the costs of a stage depend on."""
+    """The settings of a run that the costs of its stages depend on."""
 
     model: Model
     execution: Execution
@@ -115,26 +115,32 @@ class _Cut:
         return self.dp * self.execution.cp
 
     def parts(self) -> list[Price]:
-        """Return the price of every piece of the model, in order."""
+        """Return the predictions for each layer of the model, and for multi-token prediction as one layer, in order."""
         layers = [
             prices.layer(self.model, self.execution, self.cluster, kind, self.pace.layer) for kind in self.model.kinds
         ]
         return [*layers, self.ahead()][: self.model.pieces]
 
     def ahead(self) -> Price:
-        """Return the price of multi-token prediction, without a copy of the embedding if all devices share it."""
+        """Return the prediction for all layers of multi-token prediction.
+
+        It has no copy of the embedding if all devices share the embedding.
+        """
         return prices.ahead(self.model, self.execution, self.cluster, self.pace, not self.shared_ends)
 
     def ends(self) -> tuple[Price, Price]:
-        """Return the prices before and after the pieces: embedding and head, unless all devices share them.
+        """Return the predictions for embedding and head; both are empty if all devices share them.
 
-        A hybrid model's multi-token prediction is part of the last one, because its pattern puts it on the last stage.
+        In a hybrid model, multi-token prediction is added to the head, because its pattern puts it on the last stage.
         """
         first, last = (Price(), Price()) if self.shared_ends else self.vocabulary()
         return first, last + self.ahead() if self.model.pattern is not None else last
 
     def share(self, devices: int) -> list[Price]:
-        """Return the prices of shared embedding and head on every device. Their messages belong to the schedule."""
+        """Return the predictions for a device's share of embedding and head, if all devices share them.
+
+        Their messages belong to the schedule.
+        """
         if not self.shared_ends:
             return []
         return [
@@ -146,24 +152,27 @@ class _Cut:
         ]
 
     def vocabulary(self) -> tuple[Price, Price]:
-        """Return the prices of embedding and head."""
+        """Return the predictions for the embedding and for the head."""
         return (
             prices.embedding(self.model, self.execution, self.cluster),
             prices.head(self.model, self.execution, self.cluster, self.pace.head),
         )
 
     def everything(self) -> list[Price]:
-        """Return the prices of all parts of the model."""
+        """Return the predictions for all parts of the model, with the embedding and the head."""
         return [*self.parts(), *replace(self, shared_ends=False).ends()]
 
     def static(self, part: Price) -> float:
-        """Return the bytes of parameters, gradients and optimizer on one rank, with the state for a rollback."""
+        """Return the bytes of a part's parameters, gradients and optimizer state on one rank.
+
+        If a step may be rolled back, the state for that is included.
+        """
         element, optimizer = self.execution.element, _OPTIMIZER[self.execution.precision]
         held = part.parameters * (element + self.gradients * GRADIENT) + part.cached
         return held + (optimizer + _ROLLBACK * self.rolls_back) * self.updated(part)
 
     def updated(self, part: Price) -> float:
-        """Return the number of parameters in the rank's shard of the optimizer."""
+        """Return the number of a part's parameters that one rank's optimizer updates."""
         if not self.distributed:
             return part.parameters
         of_experts = part.experts / max(1.0, self.execution.expert_replicas(self.replicas))
@@ -177,9 +186,11 @@ def price(
     pace: MeasuredSlowdown | None = None,
     shared_ends: bool = False,
 ) -> PlannedStep:
-    """Price a run. ``layers`` are the pieces of every stage of one replica, by default the planner's partition.
+    """Predict a run's step on a placement.
 
-    With ``shared_ends`` every device holds an equal share of embedding and head, and the costs leave their seconds out.
+    ``layers`` has the pieces (layers, or multi-token prediction) of each stage of one replica, by default from the
+    planner's partition. With ``shared_ends``, every device holds an equal share of embedding and head, and the costs
+    leave out their seconds.
     """
     cut = replace(_cut(run, pace), shared_ends=shared_ends)
     return _step(cut, placement, layers or balanced(cut, placement))
@@ -200,30 +211,31 @@ def _cut(run: Run, pace: MeasuredSlowdown | None) -> _Cut:
 
 
 def least_seconds(run: Run, pace: MeasuredSlowdown | None = None) -> float:
-    """Return the seconds that no step of this cut can beat: all work, divided evenly."""
+    """Return a lower bound in seconds for every step of a run with this parallelism: all work, divided evenly."""
     cut = _cut(run, pace)
     work = sum(part.seconds.total for part in cut.everything())
     return run.parallelism.microbatches * work / run.parallelism.pp
 
 
 def least_static(run: Run) -> float:
-    """Return the least bytes of parameters, gradients and optimizer on the fullest rank of any placement."""
+    """Return a lower bound, for any placement, of the fullest rank's bytes of parameters, gradients and optimizer."""
     cut = _cut(run, None)
     return sum(cut.static(part) for part in cut.everything()) / run.parallelism.pp
 
 
 @lru_cache(maxsize=4096)
 def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
-    """Return the layers of every stage by the planner's partition."""
+    """Return the number of layers of every stage that ``partition`` chooses."""
     return shared_out(*_loads(cut, placement), placement)
 
 
 def shared_out(
     loads: Loads, stays: bool, placement: Placement, start: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
-    """Return the number of layers of every stage by ``partition``. With ``start``, only its slowest rank gives layers away.
+    """Return the number of layers of every stage by ``partition``, with multi-token prediction as one layer.
 
-    With ``stays`` multi-token prediction stays with the head and counts to the last stage.
+    With ``start``, only the slowest rank gives layers away. With ``stays``, multi-token prediction is on the stage of
+    the head, and counts there.
     """
     from megatron_pipemem.planner.partition import partition  # only here, because numpy takes long to load
 
@@ -236,9 +248,9 @@ def shared_out(
 
 
 def loads_of(run: Run, placement: Placement, shared_ends: bool = False) -> tuple[Loads, bool]:
-    """Return the loads of a run's layers and ends, and whether multi-token prediction stays on the stage of the head.
+    """Return the loads to divide among stages, and whether multi-token prediction stays on the stage of the head.
 
-    If it stays there, its load is part of the load after the last layer. Otherwise it is a layer of its own.
+    If it stays there, its load is part of ``last``. Otherwise it is a layer.
     """
     return _loads(replace(_cut(run, None), shared_ends=shared_ends), placement)
 
@@ -341,7 +353,7 @@ def _buffers(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> tuple[
 
 
 def _sums(cut: _Cut, device: list[Price], placement: Placement) -> float:
-    """Return the seconds in which one rank sums the gradients of its stages with their replicas on other ranks."""
+    """Return the seconds in which one rank sums its stages' gradients with those of their replicas on other ranks."""
     if placement.replicas == 1:
         return 0.0
     nbytes = sum(part.parameters for part in device) * GRADIENT
@@ -350,7 +362,7 @@ def _sums(cut: _Cut, device: list[Price], placement: Placement) -> float:
 
 
 def _exposed(cut: _Cut, device: list[Price], replicas: int) -> float:
-    """Return the exposed seconds of one rank's data-parallel messages."""
+    """Return the seconds of one rank's data-parallel messages that no computing hides."""
     if cut.replicas == 1:
         return 0.0
     experts = sum(part.experts for part in device)
@@ -370,12 +382,15 @@ def _exposed(cut: _Cut, device: list[Price], replicas: int) -> float:
 
 
 def mfu(run: Run, seconds: float) -> float:
-    """Return a step's model FLOPs as a share of the devices' peak."""
+    """Return the model FLOPs utilisation: a step's model FLOPs as a fraction of all devices' peak."""
     flops = model_flops(run.model) * run.parallelism.global_batch
     return flops / (seconds * run.parallelism.ranks * run.cluster.tflops * 1e12)
 
 
 def ends_seconds(run: Run, pace: MeasuredSlowdown | None = None) -> tuple[float, float]:
-    """Return the seconds per microbatch of embedding and head, forward and backward, on one rank, without messages."""
+    """Return the seconds per microbatch of the embedding and of the head, forward and backward, without messages.
+
+    Each is computed as a whole by one rank.
+    """
     embedding, head = (part.seconds.total - part.communication.total for part in _cut(run, pace).vocabulary())
     return embedding, head

@@ -1,12 +1,12 @@
-"""Variants of a run besides its order of passes: offload, vocabulary parallelism, and variants that others register.
+"""Variants of a run besides its order of passes: offload, vocabulary parallelism, and variants that features register.
 
 A variant changes the costs of stages, adds actions to an order, or both, and names the run's configuration.
 
 * Offload (arXiv 2503.01328): activations wait on the host. Copies are planned within the memory of each device and
-host, the longest-lived activations first.
+  host, the longest-lived activations first.
 * Vocabulary parallelism (arXiv 2411.05288): embedding and head are cut over all pipeline ranks. Every rank holds an
-equal share of both, with its passes and collectives between the others. Collectives use the slowest link of the
-pipeline. They also slow the layers' kernels (7 to 8 % of F and B in the paper's profile), which is not priced.
+  equal share of both, with its passes and collectives between the others. Collectives use the slowest link of the
+  pipeline. They also slow the layers' kernels (7 to 8 % of F and B in the paper's profile), which is not priced.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, Vocabula
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of a run."""
+    """A change of a run that the planner tries with every order, such as offload."""
 
     name: str  # for ``--only variant=NAME`` and tables
     choice: Callable[[ScheduleChoice], ScheduleChoice]
@@ -56,7 +56,7 @@ _VARIANTS: dict[str, Variant] = {}
 
 
 def register_variant(variant: Variant) -> Variant:
-    """Add a variant to those of the planner."""
+    """Add a variant to those that the planner tries."""
     if variant.name in _VARIANTS or variant.name == PLAIN:
         raise UnsupportedError("exists-already", f"variant {variant.name!r} is registered already; pick another name")
     _VARIANTS[variant.name] = variant
@@ -64,7 +64,7 @@ def register_variant(variant: Variant) -> Variant:
 
 
 def variants() -> tuple[Variant, ...]:
-    """Return all registered variants, without the plain one."""
+    """Return all registered variants. ``plain``, which changes nothing, is not among them."""
     return tuple(_VARIANTS.values())
 
 
@@ -75,7 +75,7 @@ HOST_MEMORY = "pipemem-host-memory"
 def offload_step(
     run: Run, placement: Placement, pace: MeasuredSlowdown | None = None, layers: tuple[int, ...] | None = None
 ) -> PlannedStep:
-    """Price a step with the channel to the host, its traffic, and the memory of the host."""
+    """Predict a step with offload: with the link to the host, the bytes of copies, and the memory of the host."""
     step = price(run, placement, layers, pace)
     host, moved = run.cluster.host, step.moved
     ways = (host.d2h_gb_per_s, host.h2d_gb_per_s)
@@ -88,7 +88,7 @@ def offload_step(
 
 
 def host_bytes(run: Run) -> float:
-    """Return the bytes of host memory for one rank."""
+    """Return the bytes of host memory that one rank may use for activations."""
     given = run.flags.get(HOST_MEMORY)
     if given is None:
         return DEFAULT_HOST_SHARE * run.cluster.host_bytes
@@ -96,9 +96,9 @@ def host_bytes(run: Run) -> float:
 
 
 def offloaded(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Schedule:
-    """Return the schedule with copies to the host and back so that it fits into ``room`` bytes of activations per device.
+    """Return the schedule with enough copies to the host and back to fit into ``room`` bytes per device.
 
-    Raise an UnsupportedError if too much has to stay.
+    ``room`` is the memory for activations. Raise an UnsupportedError if too many activations have to stay on a device.
     """
     request = Request.for_order(schedule, MemoryCap(room, True))
     shape = Shape(schedule.num_devices, None, schedule.num_microbatches)
@@ -119,9 +119,9 @@ def vocabulary_step(
     pace: MeasuredSlowdown | None = None,
     layers: tuple[int, ...] | None = None,
 ) -> PlannedStep:
-    """Price a step with embedding and head cut over all devices, with the seconds and bytes of their passes.
+    """Predict a step with embedding and head cut over all devices, including the seconds and bytes of their passes.
 
-    Slices have equal parts of these, and their own prices of layers.
+    If microbatches are cut into slices, each slice has an equal part of these passes, and its own costs of layers.
     """
     sliced = (run.schedule.slices or 1) > 1 and why_not_sliced(run) is None
     step = (sliced_step if sliced else price)(run, placement, layers, pace, shared_ends=True)

@@ -7,9 +7,9 @@ configuration has been checked.
 
 ``backward_dw()`` alone is right only directly after the backward of the same microbatch, and with DDP:
 
-* It replaces ``grad`` instead of adding to it, which loses earlier microbatches if there is no ``main_grad``. * With
-fused accumulation it does not set ``grad``, and DDP's hook treats a missing ``grad`` as an error. * Before 2.20 it
-fails on a bias that Megatron adds itself, unless the bias has a ``grad`` already.
+* It replaces ``grad`` instead of adding to it, which loses earlier microbatches if there is no ``main_grad``.
+* With fused accumulation it does not set ``grad``, and DDP's hook treats a missing ``grad`` as an error.
+* Before 2.20 it fails on a bias that Megatron adds itself, unless the bias has a ``grad`` already.
 
 So the gradient that a backward leaves in ``grad`` is kept with its microbatch, and put back for its W.
 """
