@@ -1,4 +1,7 @@
-"""``pipemem advise``: compare the schedule of a launch script, a command line or a run file with others."""
+"""``pipemem advise``: compare the schedule of an existing run with other schedules.
+
+The run is given as a launch script, a command line, a run file or a recipe of Megatron-Bridge.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,14 @@ def advise_command(
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A shell variable of the script. Repeatable.")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Devices of the run, if the script does not say them.")
+        int | None, typer.Option(min=1, help="Number of devices of the run, if the script does not give it.")
     ] = None,
     cluster: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="Devices whose speed and memory are taken.")
+        str, typer.Option(metavar="NAME|FILE", help="Cluster whose device speed and memory the comparison assumes.")
     ] = _CLUSTER,
-    vocabulary: Annotated[int | None, typer.Option(min=1, help="Tokens, if the script does not say them.")] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in the vocabulary, if the script does not give their number.")
+    ] = None,
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prices that `pipemem profile` measured of this model.")
     ] = None,
@@ -55,8 +60,8 @@ def advise_command(
 ) -> None:
     """Compare a run's schedule with others, and print the line that changes it.
 
-    The run keeps its parallel sizes and microbatches; `pipemem plan` ranks others. Nothing of a script is executed: its
-    variables are followed, and Megatron's own parser says which flags there are.
+    Parallel sizes and microbatches stay as they are. To change them too, use `pipemem plan`. A script is read and not
+    executed: shell variables are replaced by their values, and Megatron's own parser reads the flags.
 
     Examples:
         # a launch script; variables that it takes from outside
@@ -81,20 +86,20 @@ def advise_command(
 
 
 def advise_words(words: list[str], devices: int | None) -> None:
-    """Print the advice for a program with its flags, on so many devices."""
+    """Print the advice for a command line ``words``: a training script and its flags, on ``devices`` devices."""
     reading = read_command(words, Context(_known(), load(_CLUSTER, Cluster), devices))
     print_facts(console(), _lines(reading, advise(reading.run), measured=False))
 
 
 def _known() -> dict[str, dict[str, Any]]:
-    """Return Megatron's flags.
+    """Return the flags that the installed Megatron accepts, by name.
 
     Raises:
         UpstreamError: Megatron is not installed.
     """
     if known := known_flags():
         return known
-    raise UpstreamError("not-installed", f"Megatron's own parser reads the flags, and is not installed; {INSTALL}")
+    raise UpstreamError("not-installed", f"flags are read by Megatron's own parser, which is not installed; {INSTALL}")
 
 
 def _read(
@@ -127,7 +132,7 @@ def _variables(texts: list[str] | tuple[()]) -> dict[str, str]:
 
 
 def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, str]]:
-    """Return the answer: a name and a fact for every line."""
+    """Return the printed answer as pairs of a name and a text, one per line."""
     run, today, stock = reading.run, advice.today, advice.stock
     cut, model, cluster = run.parallelism, run.model, run.cluster
     sizes = ", ".join(
@@ -161,14 +166,14 @@ def _compared(way: Way, today: Way, reading: Reading) -> str:
 
 
 def _addition(reading: Reading, way: Way) -> str:
-    """Return the flags, or the statements of a recipe, that bring a run to a way."""
+    """Return the changes that make the run use ``way``: flags of a script, or Python statements for a recipe."""
     if reading.program.startswith(PREFIX):
         return "; ".join(changes(reading.run, way.run, way.step.placement.num_chunks))
     return shlex.join(changed_flags(reading.run, way.run)[0])
 
 
 def _answer(reading: Reading, advice: Advice) -> str:
-    """Return the line to paste, or why there is none."""
+    """Return the line for the user to add, or the reason why nothing should be added."""
     best = next(iter(advice.proposals.values()), None)
     stock = advice.stock
     if best is None and stock is not None and stock.gain(advice.today) >= AS_FAST:

@@ -1,4 +1,6 @@
-"""The command ``pipemem``: one entry per subcommand. A subcommand's module is imported when the subcommand is called."""
+"""The command ``pipemem``, and the table of its subcommands. A subcommand's module is imported only when it is
+called.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,12 @@ help."""
 
 
 def markup() -> Literal["markdown"] | None:
-    """Return the markup mode of help texts; ``None`` means plain text."""
+    """Return the markup mode of help texts, or ``None`` for plain text if the terminal is narrow."""
     return "markdown" if Console().width >= _LEAST_COLUMNS else None
 
 
 class CommandWithExamples(TyperCommand):
-    """Print the examples of a command's docstring at the end of its help, each in a line that can be copied whole.
+    """A command whose help ends with the examples of its docstring, each in one line that can be copied.
 
     Below ``Examples:``, the docstring has pairs of lines: a comment with the purpose, then the command line.
     """
@@ -58,7 +60,10 @@ class CommandWithExamples(TyperCommand):
 
 
 class RunCommand(CommandWithExamples):
-    """Add the plugin's flags to the help of ``pipemem run``. Every argument after the script belongs to the script."""
+    """The command ``pipemem run``. Its help also lists the plugin's flags.
+
+    Every argument after the script belongs to the script.
+    """
 
     ignore_unknown_options = True
     allow_interspersed_args = False
@@ -73,7 +78,7 @@ class RunCommand(CommandWithExamples):
 
 @dataclass(frozen=True)
 class _Entry:
-    """Name the function and the summary of a command."""
+    """The function and the summary of a subcommand."""
 
     function: str  # "module.name" within megatron_pipemem.cli
     told: str  # first sentence of its help: the list of all commands imports no command
@@ -156,7 +161,7 @@ _ENTRIES = {
 
 
 def load_command(name: str) -> CommandWithExamples:
-    """Import the function of a command, and return the command with all its options."""
+    """Import the function of a subcommand, and return the command with its options."""
     entry = _ENTRIES[name]
     module, _, function = entry.function.partition(".")
     alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
@@ -167,12 +172,12 @@ def load_command(name: str) -> CommandWithExamples:
 
 
 def load_commands() -> dict[str, CommandWithExamples]:
-    """Return all commands by name, hidden ones included."""
+    """Return all subcommands by name, hidden ones included."""
     return {name: load_command(name) for name in _ENTRIES}
 
 
 class _Group(TyperGroup):
-    """List commands without importing them, and import the command that is called."""
+    """The command ``pipemem``. It lists its subcommands without importing them, and imports the one that is called."""
 
     def __init__(self, **settings: Any) -> None:
         listed = {name: TyperCommand(name, help=each.told, hidden=each.hidden) for name, each in _ENTRIES.items()}
@@ -188,7 +193,7 @@ class _Group(TyperGroup):
         super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> object:
-        """Run the command. Report a user error or an interrupt in one line on stderr, without a traceback."""
+        """Run the subcommand. Report a user's error or an interrupt in one line on stderr, without a traceback."""
         try:
             return super().invoke(ctx)
         except PipememError as error:

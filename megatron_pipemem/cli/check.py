@@ -1,4 +1,4 @@
-"""``pipemem check``: prove a schedule, report the place of a fault in a file, and write the schedule in another form."""
+"""``pipemem check``: prove that a schedule can run, say where a file is wrong, and write the schedule to a file."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ def check(
 ) -> None:
     """Prove that a schedule can run: complete, ordered, free of deadlock, within memory. Write it to a file if asked.
 
-    A table has one line per device and one action per comma-separated cell. If a table holds messages, they are checked
-    too. --microbatches gives the microbatches of a step if the table leaves them open. A table that adds gradients in
-    another order than the microbatches is valid, with a note that Megatron cannot run it. Exit code 0: valid. 1: invalid,
-    with the reason. 2: the file cannot be read, with the place of the error.
+    A schedule file has one line per device and one action per comma-separated cell. If it has messages, they are
+    checked too. Give --microbatches if the number of microbatches does not follow from the file. A file may add up
+    gradients in another order than that of the microbatches. It is then valid, with a note that Megatron cannot run it.
+    Exit code 0: valid. 1: invalid, with the reason. 2: the file cannot be read, with the place of the error.
 
-    --write to a .csv file writes the compute actions, which torch.distributed.pipelining loads as compute_only. --write to
-    a .txt file writes the whole program with messages and gradient reductions, which torch loads as compute_comms. In a file
-    for torch, both ends of a pair of devices post their messages in one order, because torch's communicators need it.
-    An invalid schedule is not written.
+    --write to a .csv file writes the compute actions, which torch.distributed.pipelining loads as compute_only. --write
+    to a .txt file writes the whole program with messages and gradient reductions, which torch loads as compute_comms.
+    In a file for torch, two devices post the messages between them in the same order, because torch's communicators
+    need it. An invalid schedule is not written.
 
     Examples:
         # detect the letters of a file
@@ -131,7 +131,7 @@ def check(
 
 
 def _refuse(source: str, fault: Fault, table: Table, facts: dict[str, object], as_json: bool) -> NoReturn:
-    """Report why a file is not valid, and exit."""
+    """Print the reason why a file is invalid, and exit with code 1."""
     if as_json:
         print_json({"valid": False, **facts, **_fault_json(fault)})
     report_error(f"{source} is not valid: {_headline(fault)} [{fault.error.code}]")
@@ -141,7 +141,7 @@ def _refuse(source: str, fault: Fault, table: Table, facts: dict[str, object], a
 
 
 def _write(schedule: Schedule, target: Path, to_dialect: _Letters, lowered: bool | None) -> dict[str, object]:
-    """Write a schedule as a table, and return the facts that the command prints."""
+    """Write a schedule to the file ``target``, and return what the command prints about it, by name."""
     with_messages = target.suffix == ".txt" if lowered is None else lowered
     letters = "torch-new" if to_dialect == "torch" else to_dialect
     header = write_header(schedule.header(schedule.orders))
@@ -162,7 +162,7 @@ def _write(schedule: Schedule, target: Path, to_dialect: _Letters, lowered: bool
 
 
 def _cap(text: str | None) -> float | tuple[float, ...] | None:
-    """Return the cap in activation units, or raise an ``UnsupportedError`` for a cap in bytes."""
+    """Return the memory cap in activation units. Raise an ``UnsupportedError`` for a cap in bytes."""
     cap = None if text is None else parse_caps(text)
     if cap is not None and cap.in_bytes:
         raise UnsupportedError(
@@ -201,7 +201,7 @@ def _headline(fault: Fault) -> str:
 
 
 def _cycle_lines(cycle: tuple[Wait, ...], table: Table) -> list[str]:
-    """Return the waits of a deadlock, one line per device, and a last line that closes the circle."""
+    """Return the lines that show a deadlock: one for each waiting device, and one that returns to the first device."""
     before = {wait.device: wait for wait in cycle}
     lines = []
     for wait in cycle:

@@ -1,4 +1,4 @@
-"""Helpers of all commands: print results, errors and notes, and show progress on stderr."""
+"""Functions that all commands use to print results, errors and notes, and to show progress on stderr."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAMES = 20
 
 
 def console() -> Console:
-    """Return the console for a command's answer, wide enough for tables if the output is a file or a pipe."""
+    """Return the console for a command's result. If the output is a file or a pipe, it is 130 columns wide."""
     out = Console(highlight=False)
     if not out.is_terminal and "COLUMNS" not in os.environ:
         out.width = _WIDTH_OF_FILES
@@ -39,7 +39,7 @@ def console() -> Console:
 
 
 def print_facts(out: Console, told: Iterable[tuple[str, str]]) -> None:
-    """Print one line per name and fact. On a terminal, a long fact continues in its own column."""
+    """Print each name with its text in a line. On a terminal, a long text is wrapped in its own column."""
     fits = None if out.width == _WIDTH_OF_FILES else max(20, out.width - _NAMES - 1)
     for name, fact in told:
         lines = [fact] if fits is None else wrap(fact, fits, break_long_words=False, break_on_hyphens=False) or [""]
@@ -49,7 +49,7 @@ def print_facts(out: Console, told: Iterable[tuple[str, str]]) -> None:
 
 
 def print_json(result: object) -> None:
-    """Print a result as JSON, or raise a ``CostsError`` if it holds infinite numbers."""
+    """Print a result as JSON. Raise a ``CostsError`` if it has infinite numbers."""
     try:
         typer.echo(json.dumps(result, indent=2, allow_nan=False))
     except ValueError:
@@ -81,8 +81,10 @@ _MOST_SECONDS = 600.0
 
 @contextmanager
 def showing(text: str) -> Iterator[Listener]:
-    """Show progress on stderr within this block: first ``text``, then each message of ``doing``, ``tell`` and the yielded
-    function. Print nothing to stdout within the block. An inner ``showing`` writes to the line of the outer one.
+    """Show progress on stderr while the block runs: first ``text``, then each message of ``doing`` and ``tell``.
+
+    The block may also pass messages to the function that it gets. It must not print to stdout. If another ``showing``
+    is active, its line is used.
     """
     # The command that lists all commands does not import schedules.
     from megatron_pipemem.schedule.display import doing, has_listener, listening
@@ -133,7 +135,7 @@ class _Line:
 
 
 def duration(seconds: float) -> str:
-    """Write a duration in its two largest units."""
+    """Return a duration as text: ``45 s``, ``5 min`` or ``2 h 10 min``."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -1,4 +1,4 @@
-"""``pipemem launch``, ``init`` and ``grid``: write a run file, start a run, or start a grid of runs."""
+"""``pipemem init``, ``launch`` and ``grid``: write a run file, start a run, or start many runs with varied keys."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def launch(
 
 
 def slurm_options(launcher: str, sbatch: Sequence[str] | None, srun: Sequence[str] | None) -> slurm.Options:
-    """Return the options for Slurm, or raise an ``UnsupportedError`` if the launcher is not Slurm."""
+    """Return the options for sbatch and srun. Raise an ``UnsupportedError`` if they are given for another launcher."""
     for flag, given in (("--sbatch", sbatch), ("--srun", srun)):
         if given and launcher != "slurm":
             raise UnsupportedError(
@@ -158,7 +158,7 @@ def slurm_options(launcher: str, sbatch: Sequence[str] | None, srun: Sequence[st
 
 
 def _submit(job: Command, print_only: bool, as_json: bool) -> None:
-    """Submit a run's job, or print the command and the batch file."""
+    """Submit a run to Slurm, or print the command and the batch file if ``print_only``."""
     if as_json and print_only:
         print_json({"command": list(job.words), "script": str(slurm.batch_file(BATCH_FILE))})
     elif print_only:
@@ -172,7 +172,9 @@ def _submit(job: Command, print_only: bool, as_json: bool) -> None:
 
 
 def check_script_flags(run: Run) -> None:
-    """Raise a ConfigError if Megatron would refuse a flag of the run. A user's own script may take more flags."""
+    """Raise a ConfigError if Megatron does not know a flag of the run. Runs with a script of their own are not
+    checked.
+    """
     if run.script is None:
         from megatron_pipemem.mcore.known_flags import check_flags
 
@@ -248,12 +250,14 @@ def init(
 
 
 def _name(given: str, path: Path) -> str:
-    """Return the name of a model or cluster, with a path relative to the run file."""
+    """Return the name of a model or cluster for the run file. A path to a YAML file is made relative to the run
+    file.
+    """
     return os.path.relpath(given, path.parent) if given.endswith((".yaml", ".yml")) else given
 
 
 def _completed(raw: dict[str, Any], flags: dict[str, Any], model: Model, cluster: Cluster) -> Run:
-    """Set the keys and flags that depend on the model and the cluster, and return the run."""
+    """Set the precision, the number of nodes and the flags that follow from model and cluster, and return the run."""
     if cluster.backend == "gloo":
         raw["precision"] = "fp32"
     else:
@@ -269,7 +273,7 @@ def _completed(raw: dict[str, Any], flags: dict[str, Any], model: Model, cluster
 
 
 def _text(raw: dict[str, Any], path: Path) -> str:
-    """Return the text of a run file, with comments for its readers."""
+    """Return the text of a run file, with comments that explain its keys and the next commands."""
     lines = [
         "# Next steps (docs/launching.md has all keys):",
         f"#     pipemem plan {path}",
@@ -308,9 +312,10 @@ def grid(
 ) -> None:
     """Train every point of a grid and compare them.
 
-    Points that cannot work are left out before anything starts, with the reason. Every point has a folder with its run
-    file, its log and its result. A point that fails does not stop the others. The comparison is that of `pipemem report`.
-    The exit code is 1 if a point failed or no point could run.
+    A point is one combination of the values that GRID.yaml gives. Points that cannot run are left out before anything
+    starts, with the reason. Every point has a folder with its run file, its log and its result. A point that fails does
+    not stop the others. At the end, points are compared as in `pipemem report`. The exit code is 1 if a point failed or
+    no point could run.
 
     Examples:
         # train every point on this machine
@@ -365,7 +370,9 @@ def grid(
 
 
 def _write_down(store: Store, grid_file: Path, points: Sequence[GridPoint], resume: bool, progress: Console) -> None:
-    """Write the points to the grid's folder, and print the points that are left out."""
+    """Write the points of a new grid to its folder, or those to run again with ``resume``. Print points that cannot
+    run.
+    """
     if not store.exists():
         store.create(grid_file, points)
     elif resume:
@@ -391,7 +398,7 @@ def grid_result(
 
 
 def _train(store: Store, launcher: Launcher, max_parallel: int, options: Options, console: Console) -> list[int]:
-    """Start the points without a result, wait for them, and return those that ended without one."""
+    """Start the grid points that have no result, and wait for them. Return the points that ended without a result."""
     settings = store.settings()
 
     def tell_ending(ending: Sequence[int]) -> None:
@@ -418,7 +425,10 @@ def _train(store: Store, launcher: Launcher, max_parallel: int, options: Options
 
 
 class _Standing:
-    """Show the running and the remaining points whenever they change, from any thread. ``done`` counts earlier results."""
+    """Shows how many grid points have ended, are running and remain. Threads may call it.
+
+    ``done`` is the number of points that had a result before.
+    """
 
     def __init__(self, labels: Sequence[str], done: int, show: Listener, console: Console) -> None:
         self._labels, self._done, self._show, self._console = labels, done, show, console
@@ -429,7 +439,7 @@ class _Standing:
         self._show(self._line())
 
     def take(self, index: int, result: Result | None) -> None:
-        """Record that a point has started, or has ended with a result."""
+        """Note that point ``index`` has started if ``result`` is None, or else has ended with this result."""
         name = self._labels[index]
         with self._guard:
             if result is None:
@@ -446,12 +456,12 @@ class _Standing:
             self._console.print(line, soft_wrap=True, markup=False)
 
     def hear(self, queue: str) -> None:
-        """Record Slurm's description of its queue, and show it."""
+        """Show the state of Slurm's queue, given as text."""
         self._queue = queue
         self._show(self._line())
 
     def stop(self, running: int) -> None:
-        """Report that the running points are being ended."""
+        """Print that this number of running points is being stopped."""
         self._console.print(f"ending {running} running points", soft_wrap=True)
 
     def _line(self) -> str:
@@ -464,7 +474,7 @@ class _Standing:
 
 @contextmanager
 def _terminated_as_interrupt() -> Iterator[None]:
-    """Make SIGTERM end the points as an interrupt does."""
+    """Make SIGTERM raise SystemExit while the block runs, so that the points are stopped as after Ctrl-C."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
@@ -473,7 +483,7 @@ def _terminated_as_interrupt() -> Iterator[None]:
 
 
 def _print_commands(points: Sequence[GridPoint], store: Store, as_json: bool) -> None:
-    """Print the commands that start each point by hand."""
+    """Print, for each point, the command that starts it without the grid."""
     rows = []
     for point in points:
         changes = point.changes | {"output": os.path.relpath(store.place(point.index))}
@@ -488,7 +498,7 @@ def _print_commands(points: Sequence[GridPoint], store: Store, as_json: bool) ->
 
 
 def _print_jobs(points: Sequence[GridPoint], store: Store, max_parallel: int, options: Options, as_json: bool) -> None:
-    """Print the commands that submit the points, and the batch file."""
+    """Print the commands that submit the points to Slurm, and the batch file."""
     runs = {point.index: point.run for point in points if point.run is not None and point.reason is None}
     jobs = slurm.array_jobs(store.folder, runs, max_parallel, options)
     left_out = {label(point.settings): point.reason for point in points if point.reason is not None}
@@ -502,5 +512,5 @@ def _print_jobs(points: Sequence[GridPoint], store: Store, max_parallel: int, op
 
 
 def _yaml(value: object) -> str:
-    """Write a value as JSON, which is valid YAML."""
+    """Return a value as YAML in one line: text as it is, all else as JSON."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,6 +1,7 @@
-"""Turn the options of a command into costs and a schedule.
+"""Make costs and a schedule from the options of a command.
 
-A schedule is read from a file or chosen as a run chooses it. The LM head is put on the last stage or cut over all devices.
+A schedule is read from a file, or chosen in the same way as in a run. Its LM head is on the last stage or cut over all
+devices.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ from megatron_pipemem.search.result import ResultCache
 
 
 def price_layers(names: Sequence[str], asked: Question) -> Costs:
-    """Return the costs that the options give, with the channel to the host."""
+    """Return the costs that the options give, including the seconds of copies to the host."""
     check_layers(asked.layers, asked.devices or 1)
     costs, ratio = with_channel(parse_costs(asked.costs, asked.p2p), asked.offload_ratio), asked.offload_ratio
     sends = asked.offload != OFF or any(is_file(name) or (name != AUTO and family(name).offloads) for name in names)
     if ratio is not None and not sends:
         raise UnsupportedError(
             "needs-option",
-            f"--offload-ratio {ratio:g} is the speed of the way to the host, but nothing is offloaded; give --offload too",
+            f"--offload-ratio {ratio:g} is the time of copies to the host, but nothing is offloaded; give --offload too",
         )
     return costs
 
@@ -71,7 +72,11 @@ def _check_price(option: str, price: float, kind: str) -> None:
 
 
 def with_channel(costs: Costs, ratio: float | None) -> Costs:
-    """Return the costs with the channel of an offload ratio. The default is the costs' own channel, or ratio 1."""
+    """Return the costs with the seconds of copies to the host for an offload ratio.
+
+    The ratio is the seconds of copying activations out and back, per second of their F, I and W. Without one, the
+    channel of the costs is kept, or else the ratio is 1.
+    """
     if ratio is None and costs.channel is not None:
         return costs
     if ratio is not None:
@@ -87,7 +92,7 @@ def with_channel(costs: Costs, ratio: float | None) -> Costs:
 
 
 def parse_costs(text: str, p2p: float | None) -> Costs:
-    """Return costs from ``F,I,W`` or a JSON file; ``p2p`` overrides the file's."""
+    """Return the costs from text ``F,I,W`` or from a JSON file. ``p2p`` replaces the seconds of a message."""
     if p2p is not None:
         _check_price("p2p", p2p, "seconds")
     if text.endswith(".json") or Path(text).is_file():
@@ -106,7 +111,7 @@ def parse_costs(text: str, p2p: float | None) -> Costs:
 
 
 def note_uneven_cuts(costs: Costs, placements: Iterable[Placement]) -> None:
-    """Report stages with unequal numbers of layers, unless the costs ask for that cut."""
+    """Print a note if stages get unequal numbers of layers and the costs do not ask for this cut."""
     parts = costs.part_prices
     if parts is None:
         return
@@ -121,7 +126,7 @@ def note_uneven_cuts(costs: Costs, placements: Iterable[Placement]) -> None:
 
 
 def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | None:
-    """Return the seconds of the whole head, or ``None`` if neither the options nor the costs give them."""
+    """Return the seconds of a forward and backward of the whole LM head, or ``None`` if they are not given."""
     if asked.head_cost is None:
         return None if costs.part_prices is None else costs.part_prices.head
     try:
@@ -146,7 +151,7 @@ def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | Non
 
 
 def priced_head(asked: Prices, costs: Costs, schedule: Schedule, barriers: int) -> Costs:
-    """Return the costs with the LM head cut over the devices with so many barriers; 0 puts it on the last stage."""
+    """Return the costs with the LM head: cut over all devices with 1 or 2 barriers, or on the last stage if 0."""
     seconds = head_seconds(asked, costs, schedule)
     if seconds is None:
         return costs
@@ -158,7 +163,9 @@ def priced_head(asked: Prices, costs: Costs, schedule: Schedule, barriers: int) 
 
 
 def named(name: str, chunks: int | None) -> str:
-    """Return the family of a name. For ``stock`` it is Megatron's own order with so many chunks, and a note says so."""
+    """Return the name of a schedule family. ``stock`` is replaced by Megatron's own schedule for ``chunks``, with a
+    note.
+    """
     if name != STOCK:
         return name
     own = megatrons_own(chunks)
@@ -168,7 +175,7 @@ def named(name: str, chunks: int | None) -> str:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Hold a command's request and the schedule that was chosen for it."""
+    """The request of a command, and the schedule that was chosen for it."""
 
     request: Request
     shape: Shape
@@ -181,11 +188,11 @@ class Loaded:
 
     @property
     def memory_cap(self) -> float | tuple[float, ...] | None:
-        """Return the cap in the unit of the costs."""
+        """The memory cap in the unit of the costs: one number, or one per device."""
         return None if self.request.memory_cap is None else self.request.memory_cap.amount
 
     def again(self, request: Request, costs: Costs) -> Loaded:
-        """Return the choice for another request and other costs."""
+        """Choose a schedule for another request and other costs, with the same shape and memory per action."""
         knowledge = replace(self.knowledge, costs=replace(costs, memory=self.knowledge.costs.memory))
         return Loaded(request, self.shape, knowledge, choose(request, self.shape, knowledge))
 
@@ -198,11 +205,11 @@ def load_schedule(
     offload: str = OFF,
     host_memory: str | None = None,
 ) -> Loaded:
-    """Return the schedule that a user named, proved valid.
+    """Return the schedule that the user named, after proving that it is valid.
 
-    A CSV file is read; other names are built by their family or searched for. A file's own messages are dropped, and its
-    letters are reported on stderr unless they are ours. ``size`` may repeat the file's numbers, but not change them.
-    With ``auto`` for ``name`` and ``offload``, one search finds both.
+    A file is read. Any other name is built by its family or searched for. Messages in the file are ignored. A note on
+    stderr names the letters of the file if they are not this package's. Numbers in ``size`` must equal those of the
+    file. With ``auto`` for both ``name`` and ``offload``, one search chooses both.
     """
     devices, microbatches, settings = size.devices, size.microbatches, _settings(size)
     costs = costs or Costs()
@@ -248,7 +255,10 @@ def _settings(size: Size) -> dict[str, Any]:
 
 
 def _proved(path: Path, dialect: Dialect, costs: Costs, cap: MemoryCap | None, yes: bool) -> Schedule:
-    """Return the schedule of a file, proved within the cap. Report it if only other programs can run it."""
+    """Return the schedule of a file, after proving that it is valid within the cap.
+
+    Print a note if Megatron cannot run it, but other programs can.
+    """
     table, schedule = _read(path, dialect, None, yes)
     if table.letters != "pipemem":
         report_note(f"{path} is read in the letters of {LETTERS[table.letters]} ({table.reason})")
@@ -270,14 +280,19 @@ def _host_budget(host_memory: str | None, costs: Costs) -> float | None:
 
 
 def read_file(name: str, size: Size, dialect: Dialect) -> tuple[Table, Schedule]:
-    """Return a file's table and its schedule, not validated yet, with the microbatches that the options give."""
+    """Return the table in a schedule file, and its schedule, which is not validated yet.
+
+    ``size`` gives the number of microbatches if the file does not determine it.
+    """
     table, schedule = _read(Path(name), dialect, size.microbatches, size.yes)
     _check_counts(name, schedule, size.devices, None, _settings(size))
     return table, schedule
 
 
 def _read(path: Path, dialect: Dialect, microbatches: int | None, yes: bool) -> tuple[Table, Schedule]:
-    """Return a file's table and its schedule. ``microbatches`` overrides the number that the table suggests."""
+    """Return the table in a file, and its schedule. ``microbatches`` replaces the number that follows from the
+    table.
+    """
     text = read_schedule_file(path)
     try:
         table = read_table(text, dialect)
@@ -290,7 +305,7 @@ def _read(path: Path, dialect: Dialect, microbatches: int | None, yes: bool) -> 
 
 
 def _likely_chunks(name: str, settings: Mapping[str, Any]) -> int:
-    """Return an estimate of the stages per device, or of the slices, without building anything."""
+    """Estimate the stages per device, or the slices of a sequence, from the options, without building the schedule."""
     said = {"chunks": 1, "max_chunks": 1, "slices": 1, "waves": 2}
     if name == AUTO and "slices" in settings:
         settings = {**settings, "slices": max(slice_counts(settings["slices"]))}
@@ -317,7 +332,7 @@ def _check_counts(
 
 
 def load_and_simulate(name: str, asked: Question, prices: Costs) -> tuple[Loaded, Timeline, str]:
-    """Return the schedule with its LM head placed, its simulation, and the reason for the placement of the head."""
+    """Return the schedule with its LM head, its simulated timeline, and the reason for the place of the head."""
     loaded = load_schedule(name, asked, costs=prices, offload=asked.offload, host_memory=asked.host_memory)
     note_uneven_cuts(prices, [loaded.schedule.placement])
     loaded, prices, reason = _with_head(loaded, _with_attention(loaded, prices, asked), asked)
@@ -329,7 +344,7 @@ _FINE = 2**20
 
 
 def _with_attention(loaded: Loaded, prices: Costs, asked: Question) -> Costs:
-    """Return one price per slice if attention makes later slices take longer."""
+    """Return costs with a price for each slice, if --attention-share makes later slices take longer."""
     if asked.slice_cut not in SLICE_CUTS:
         raise UnsupportedError("bad-choice", f"--slice-cut {asked.slice_cut!r} is not one of {', '.join(SLICE_CUTS)}")
     share, slices = asked.attention_share, loaded.schedule.slices
@@ -346,7 +361,7 @@ def _with_attention(loaded: Loaded, prices: Costs, asked: Question) -> Costs:
 
 
 def check_attention(asked: Question, schedules: Iterable[Schedule]) -> None:
-    """Raise an UnsupportedError if --attention-share has no slices to price, or --slice-cut has no attention share."""
+    """Raise an UnsupportedError for --attention-share without slices, or --slice-cut without --attention-share."""
     if asked.attention_share is not None and all(schedule.slices == 1 for schedule in schedules):
         raise UnsupportedError(
             "needs-option",

@@ -1,4 +1,4 @@
-"""Options that several commands share, their completion, and early checks of their values."""
+"""Options that several commands share, their completion in the shell, and early checks of their values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIALECT_HELP = "Letters of the file. By default they are detected and reported."
 
 
 def at_least_one(parameter: typer.CallbackParam, count: int | None) -> int | None:
-    """Return the value of an option that must be at least 1."""
+    """Return the value of an option. Raise an ``UnsupportedError`` if it is less than 1."""
     if count is not None and count < 1:
         raise UnsupportedError("bad-number", f"{parameter.opts[0]} must be at least 1, not {count}")
     return count
@@ -60,7 +60,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Hold the options that give the size of a schedule."""
+    """The options for the size of a schedule: devices, microbatches, chunks and memory."""
 
     devices: Devices = None
     microbatches: Microbatches = None
@@ -78,7 +78,7 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Hold the options that give the costs of a model's layers and head."""
+    """The options for the costs of a model's layers and LM head."""
 
     costs: Annotated[
         str,
@@ -110,7 +110,7 @@ class Prices:
 
 @dataclass(frozen=True, kw_only=True)
 class Question(Prices, Size):
-    """Hold the options of a simulation."""
+    """The options of a simulation."""
 
     offload: Annotated[
         str,
@@ -151,7 +151,7 @@ class Question(Prices, Size):
 
 
 def takes_group(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that takes the fields of its one dataclass argument as options."""
+    """Replace a command's one dataclass argument by an option for each field of the dataclass."""
     hints, own = get_type_hints(command, include_extras=True), signature(command).parameters
     name, group = next((name, hint) for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint))
     of_group = get_type_hints(group, include_extras=True)
@@ -174,7 +174,7 @@ def takes_group(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def is_file(name: str) -> bool:
-    """Return whether ``name`` is a file rather than a family."""
+    """Return whether ``name`` is a schedule file. Otherwise it is the name of a schedule."""
     return name.endswith((".csv", ".txt")) or "/" in name or Path(name).is_file()
 
 
@@ -182,12 +182,12 @@ _SCHEDULE_FILES = (".csv", ".txt")
 
 
 def complete_families(incomplete: str) -> list[tuple[str, str]]:
-    """Return the schedules whose name begins with ``incomplete``, each with its summary."""
+    """Return ``(name, summary)`` of all schedules whose name begins with ``incomplete``."""
     return [(each.name, each.summary) for each in families() if each.name.startswith(incomplete)]
 
 
 def complete_schedules(incomplete: str) -> list[tuple[str, str]]:
-    """Return ``auto``, and the schedules, schedule files and folders whose name begins with ``incomplete``."""
+    """Return schedules, schedule files, folders and ``auto`` that begin with ``incomplete``, with descriptions."""
     found = complete_families(incomplete)
     if AUTO.startswith(incomplete):
         found.append((AUTO, "the fastest that a search finds"))
@@ -201,7 +201,7 @@ def complete_schedules(incomplete: str) -> list[tuple[str, str]]:
 
 
 def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: bool = True) -> None:
-    """Refuse a schedule that takes long to build, unless ``yes``."""
+    """Raise an ``UnsupportedError`` if a schedule of this size takes long to build, unless ``yes``."""
     if not yes:
         counts = f"--devices {devices} and --microbatches {microbatches}"
         if chunks > MAX_CHUNKS:
@@ -210,7 +210,7 @@ def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: 
 
 
 def check_steps(schedule: Schedule, steps: int, yes: bool) -> None:
-    """Refuse steps that take long to simulate, unless ``yes``."""
+    """Raise an ``UnsupportedError`` if so many steps take long to simulate, unless ``yes``."""
     if not yes:
         placement, counts = schedule.placement, f"--steps {steps} of {schedule.num_microbatches} microbatches"
         check_affordable(
@@ -219,7 +219,7 @@ def check_steps(schedule: Schedule, steps: int, yes: bool) -> None:
 
 
 def check_output(path: Path | None, suffixes: Sequence[str], kind: str) -> None:
-    """Check that the output file, if given, can be written. Commands call this before they compute."""
+    """Check, before a command computes, that its output file has one of the suffixes and can be written."""
     if path is not None:
         check_suffix(path, suffixes, kind)
         check_writable(path)

@@ -199,7 +199,10 @@ def _table(plans: Sequence[Plan]) -> FittingTable:
 
 
 def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) -> tuple[Plan | None, Plan | None]:
-    """Return the fastest plan with Megatron's overlap and the fastest without it, or no plans if the run has no overlap."""
+    """Return two plans: the fastest with Megatron's overlap of messages within layers, and the fastest without it.
+
+    Both are ``None`` if the run has no such overlap.
+    """
     if not any(run.flags.get(flag) for flag in STOCK_OVERLAPS.values()):
         return None, None
     kept = next((each for each in answer.plans if each.hides_messages), None)
@@ -208,7 +211,7 @@ def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) 
 
 
 def _worth_of_overlap(kept: Plan | None, other: Plan) -> str:
-    """Return the value of Megatron's overlap in words."""
+    """Return a sentence on the time that Megatron's overlap of messages within layers saves."""
     shown = other.losses["messages within layers"] / other.seconds
     text = f"without Megatron's overlap, messages within layers take {shown:.0%} of a step of {other.schedule}"
     if kept is None:
@@ -219,7 +222,7 @@ def _worth_of_overlap(kept: Plan | None, other: Plan) -> str:
 
 
 def _gain(plan: Plan) -> str:
-    """Return the gain of steps without a barrier, as text."""
+    """Return the speed-up without a barrier between steps, such as ``1.050``, or ``none``."""
     return "none" if plan.gain is None or plan.gain <= LEAST_GAIN else f"{plan.gain:.3f}"
 
 
@@ -306,12 +309,16 @@ def layout_command(
 
 
 def _is_run(of: str) -> bool:
-    """Return whether the argument is a run file rather than a model."""
+    """Return whether the argument is a run file. Otherwise it is a model."""
     return of.endswith((".yaml", ".yml")) and bool({"model", "cluster", "parallelism"} & set(read_raw(of)))
 
 
 def _of_cut(context: typer.Context, of: str, cut: _Cut) -> dict[str, Any]:
-    """Return the options of the parallelism by keys of a run file. Refuse them if the argument is a run file itself."""
+    """Return the options of the parallelism as keys of a run file, for example ``parallelism.tp``.
+
+    If ``of`` is a run file, it has these keys itself. Then return nothing, and raise an UnsupportedError if an option
+    is given.
+    """
     if _is_run(of):
         check_runs_own(context, _OF_CUT)
         return {}
@@ -322,7 +329,7 @@ def _of_cut(context: typer.Context, of: str, cut: _Cut) -> dict[str, Any]:
 def _run_of(
     context: typer.Context, of: str, overrides: Iterable[str], changes: Mapping[str, Any], microbatches: int | None
 ) -> Run:
-    """Return the run that the argument and the options describe."""
+    """Return the run that a run file or a model describes, together with the options."""
     is_run = _is_run(of)
     raw = read_raw(of) if is_run else {"model": of, "cluster": DEFAULT_CLUSTER}
     for key, value in (*map(parse_override, overrides), *((k, v) for k, v in changes.items() if v is not None)):
@@ -343,7 +350,10 @@ def _run_of(
 
 
 def _check_stock_groups(run: Run) -> None:
-    """Check that stock Megatron's interleaved schedule, which runs microbatches in groups, accepts their number."""
+    """Raise an UnsupportedError if stock Megatron's interleaved schedule cannot run this number of microbatches.
+
+    It runs microbatches in groups.
+    """
     parts = run.parallelism
     if run.schedule.name != STOCK or (parts.chunks or 1) == 1:
         return
@@ -359,7 +369,7 @@ def _check_stock_groups(run: Run) -> None:
 
 
 def _paste(run: Run, each: Layout) -> str:
-    """Return the flags with which a training script cuts its model into this layout."""
+    """Return the flags that make a training script use this layout."""
     cut, choice = run.parallelism, run.schedule
     flags: dict[str, object] = {"pipeline-model-parallel-size": cut.pp}
     of_layout = layout.flags(run.model, each.layers)
@@ -416,7 +426,7 @@ def _print_layouts(run: Run, found: Balance, of: str, knows_memory: bool) -> Non
 
 
 def _verdict(run: Run, found: Balance, knows_memory: bool) -> str:
-    """Compare the even split with the best layout, in words."""
+    """Return a sentence that compares the even split of layers with the best layout."""
     stages, room = len(found.best.layers), run.cluster.memory_bytes
     if found.even.layers == found.best.layers:
         text = "is the best layout found"
@@ -434,7 +444,7 @@ def _verdict(run: Run, found: Balance, knows_memory: bool) -> str:
 
 
 def _ranks(run: Run, found: Balance, knows_memory: bool) -> FittingTable:
-    """Return a table of each rank's layers and work. A bar per layout has one shade for each of the rank's stages."""
+    """Return a table with a row for each pipeline rank: its layers, and a bar of its time, for every layout."""
     chosen, cut = run.schedule.name, run.parallelism
     name = chosen if chosen != STOCK else "stock 1F1B" if (cut.chunks or 1) == 1 else "stock interleaved"
     columns = ["rank"]
@@ -463,12 +473,12 @@ def _ranks(run: Run, found: Balance, knows_memory: bool) -> FittingTable:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Return milliseconds with enough digits to tell the ranks of a small model apart."""
+    """Return seconds as milliseconds, with three digits below 10 ms and one decimal above."""
     milliseconds = 1e3 * seconds
     return f"{milliseconds:.1f}" if milliseconds >= 10 else f"{milliseconds:.3g}"
 
 
 def _bar(seconds: Sequence[float], longest: float) -> str:
-    """Return a bar with one shade per stage. Its length is relative to the longest bar, and rounding keeps its total."""
+    """Return a text bar with one shade per stage. A bar of ``longest`` seconds has 16 columns."""
     ends = [round(_BAR * end / longest) for end in accumulate(seconds, initial=0.0)]
     return "".join(_SHADES[at % len(_SHADES)] * (b - a) for at, (a, b) in enumerate(pairwise(ends)))

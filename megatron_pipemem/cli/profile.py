@@ -1,6 +1,6 @@
-"""``pipemem profile``: seconds and bytes of a model's layers, measured or from formulas.
+"""``pipemem profile``: measure the seconds and bytes of a model's layers, or compute them by formulas.
 
-``pipemem layout`` shares the options that describe the model's parallelism.
+``pipemem layout`` uses the same options for the model's parallelism.
 """
 
 from __future__ import annotations
@@ -50,14 +50,16 @@ def cut_options(*names: str) -> type:
 
 
 def _typed_as(name: str) -> tuple[str, Any, Any]:
-    """Return the name, type and default of an option. ``Execution`` checks the values of a field with few values."""
+    """Return the name, type and default of the option for a field. ``Execution`` itself checks the values of
+    enumerations.
+    """
     hint, values = _HINTS[name], get_args(_HINTS[name])
     flag = typer.Option(f"--{name.replace('_', '-')}", metavar="|".join(values) or None, help=_TOLD[name])
     return name, Annotated[str if values else hint, flag], getattr(Execution, name)
 
 
 def check_runs_own(context: typer.Context, names: Collection[str]) -> None:
-    """Refuse options that a run file already states."""
+    """Raise an UnsupportedError if one of these options is given, because the run file has its value."""
     for parameter in context.command.params:
         given = context.get_parameter_source(parameter.name)
         if parameter.name in names and given is not None and given.name == "COMMANDLINE":
@@ -171,7 +173,11 @@ def _bandwidths() -> Bandwidths | None:
 
 
 def _ratios(found: Profile, cluster: Cluster) -> dict[str, float]:
-    """Return k of the layer as it runs, and with its cheap parts recomputed, from measured or configured bandwidths."""
+    """Return the offload ratio k of a layer as it runs, and with recomputed norms and activation functions.
+
+    k is the seconds of copying a layer's activations out and back, per second of its F, I and W. Bandwidths are
+    measured, or those of the cluster.
+    """
     executions = {"as_is": found.execution, "cheap_recomputed": cheap_recompute(found.execution)}
     if (measured := found.bandwidths) is None:
         return {name: cluster_offload_ratio(found.model, each, cluster) for name, each in executions.items()}

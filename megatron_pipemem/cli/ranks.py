@@ -1,11 +1,12 @@
-"""Start this node's ranks, and end all ranks together with one readable error when one of them fails.
+"""Start this node's ranks. When one rank fails, end all ranks, and print one readable error.
 
-``python -m megatron_pipemem.cli.ranks`` takes torchrun's own flags, and prints the first cause of a failure last.
+``python -m megatron_pipemem.cli.ranks`` takes the same flags as torchrun. The last thing that it prints is the first
+cause of a failure.
 
-The first rank that fails claims a key in a store that all ranks can reach, prints its error and exits. Every other rank
-watches that key and exits quietly, even if it is blocked in a collective, in a rendezvous or in its own computation.
-The store is at MASTER_ADDR:MASTER_PORT, as for PyTorch's ``env://`` rendezvous. torchrun keeps it. If srun or a user
-started the ranks, rank 0 keeps it.
+The first rank that fails writes a key to a store that all ranks can reach, prints its error and exits. Every other rank
+polls that key in a thread. It exits without a message, even if it is blocked in a collective, in a rendezvous or in its
+own computation. The store is at MASTER_ADDR:MASTER_PORT, as for PyTorch's ``env://`` rendezvous. torchrun runs the
+store. If srun or a user started the ranks, rank 0 runs it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _ENDED_BY_LAUNCHER = -15  # SIGTERM: torchrun sends it to the remaining ranks
 
 
 def main() -> None:
-    """Start this node's ranks and wait for them."""
+    """Start this node's ranks, wait for them, and print the first cause if they fail."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -51,7 +52,7 @@ def main() -> None:
 
 
 def first_cause(failures: Mapping[int, Any]) -> str:
-    """Return an error text: the rank that failed first, its error, and advice."""
+    """Return text with the rank that failed first, its error, and advice. ``failures`` are torchrun's, by rank."""
     # A killed rank reports nothing, but the ranks that lose it do.
     killed = {
         rank: each for rank, each in failures.items() if each.exitcode < 0 and each.exitcode != _ENDED_BY_LAUNCHER
@@ -93,10 +94,12 @@ _LOST_PEER = (
 
 @contextlib.contextmanager
 def rank_guard() -> Iterator[None]:
-    """Run one rank's script. If it fails here or on another rank, end the process without returning to the caller.
+    """Run one rank's script in the block. If this or another rank fails, end the process without returning to the
+    caller.
 
-    Exit codes: 1 after an exception on any rank, 130 after an interrupt, the script's own code after ``sys.exit``. A single
-    rank, or a rank without torchrun's environment variables, prints its errors the same way and watches no other rank.
+    Exit codes: 1 after an exception on any rank, 130 after an interrupt, the script's own code after ``sys.exit``. A
+    single rank, or a rank without torchrun's environment variables, prints its errors the same way and watches no other
+    rank.
     """
     board = _FailureBoard.from_environment()
     done = threading.Event()
@@ -142,7 +145,7 @@ def rank_guard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refused_together() -> Iterator[None]:
-    """Run checks that have the same result on all ranks of a job on one node. If they fail, rank 0 reports the error.
+    """Run checks in the block that have the same result on all ranks of a one-node job. Only rank 0 reports a failure.
 
     The ranks need no store for this, so torch is not imported.
     """
@@ -158,7 +161,10 @@ def refused_together() -> Iterator[None]:
 
 
 class _FailureBoard:
-    """Hold the key of the first failure in the store at ``host:port``. Each thread connects when it first needs to."""
+    """The key of the job's first failure, in the store at ``host:port``.
+
+    Each thread has its own connection, which is opened at its first use.
+    """
 
     def __init__(self, rank: int, host: str, port: int, run: str):
         self._rank = rank
@@ -169,7 +175,7 @@ class _FailureBoard:
 
     @classmethod
     def from_environment(cls) -> _FailureBoard | None:
-        """Return the board of this rank's job, or None for a single process."""
+        """Return the board of this rank's job, or None if the job has one process."""
         job = os.environ
         if int(job.get("WORLD_SIZE", 1)) < 2 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= job.keys():
             return None
@@ -177,7 +183,10 @@ class _FailureBoard:
         return cls(int(job["RANK"]), job["MASTER_ADDR"], int(job["MASTER_PORT"]), run)
 
     def _store(self):
-        """Return a connection, or None if the store is not open. The store's own client would wait and log every attempt."""
+        """Return this thread's connection to the store, or None if the store does not exist yet.
+
+        A connection is tried first, because the store's client would wait and log every attempt.
+        """
         store = getattr(self._local, "store", None)
         if store is None:
             from torch.distributed import TCPStore
@@ -193,7 +202,7 @@ class _FailureBoard:
         return store
 
     def announced(self) -> bool:
-        """Return whether some rank has failed, or raise a ConnectionError if the store's process has ended."""
+        """Return whether any rank has failed. Raise a ConnectionError if the process that runs the store has ended."""
         store = self._store()
         try:
             return store is not None and store.check([self._key])
@@ -201,8 +210,9 @@ class _FailureBoard:
             raise ConnectionError("the rendezvous store has closed") from error
 
     def claim(self, summary: str, seconds: float) -> bool:
-        """Announce ``summary`` as the first failure unless another rank announces one within ``seconds``. Return whether this
-        rank's failure is the first.
+        """Write ``summary`` as the first failure, unless another rank writes one within ``seconds``.
+
+        Return whether this rank's failure is the first.
         """
         deadline = time.monotonic() + seconds
         try:
@@ -220,9 +230,10 @@ class _FailureBoard:
         return False
 
     def stay(self) -> None:
-        """Stay until the other ranks had time to read of this failure. If the store was not open yet, wait for it first.
+        """Wait until other ranks have had time to read this failure.
 
-        Without a launcher that ends all ranks, the other ranks would wait for this one in their rendezvous.
+        If the store was not open when this rank failed, wait for it first and write the failure. Without a launcher
+        that ends all ranks, other ranks would otherwise wait for this one in their rendezvous.
         """
         deadline = time.monotonic() + _KEEPER_SECONDS
         with contextlib.suppress(RuntimeError):  # the store has closed, and with it the other ranks
@@ -236,7 +247,7 @@ class _FailureBoard:
 
 
 def _follow(board: _FailureBoard, done: threading.Event) -> None:
-    """End this process soon after another rank has failed, unless ``done`` is set first."""
+    """Poll the board, and end this process soon after another rank has failed. Return if ``done`` is set first."""
     while not done.wait(_POLL_SECONDS):
         try:
             if board.announced() and not done.is_set():
@@ -252,7 +263,10 @@ def _follow_down() -> NoReturn:
 
 
 def _exit(code: int, board: _FailureBoard | None = None) -> NoReturn:
-    """Exit after other ranks had time to read ``board``. The interpreter's own exit would wait for other ranks."""
+    """End the process when other ranks have had time to read ``board``.
+
+    ``os._exit`` is used, because the interpreter's usual exit would wait for other ranks.
+    """
     if board is not None:
         board.stay()
     for child in multiprocessing.active_children():  # Megatron's checkpoint writer leaves a process that would stay
@@ -273,7 +287,7 @@ def _summary(error: BaseException) -> str:
 
 
 def _last_words(error: BaseException) -> list[str]:
-    """Return the lines of an error: the rank that failed, its error, advice, and where to look next."""
+    """Return the lines of an error message: the rank that failed, its error, and advice."""
     words = [f"rank {os.environ.get('RANK', 0)} failed: {_summary(error)}"]
     words += [f"at: {note}" for note in getattr(error, "__notes__", ())]
     if _lost_a_peer(error):
@@ -289,7 +303,7 @@ def _last_words(error: BaseException) -> list[str]:
 
 
 def _argparse_message(stop: SystemExit) -> str | None:
-    """Return the message of a command line parser that ended the process, and the nearest flag to a wrong one."""
+    """Return the message of an argparse parser that ended the process, with the nearest flag to an unknown one."""
     for frame, _ in traceback.walk_tb(stop.__traceback__):
         parser = frame.f_locals.get("self")
         if frame.f_code.co_name == "exit" and isinstance(parser, argparse.ArgumentParser):
@@ -302,7 +316,9 @@ def _argparse_message(stop: SystemExit) -> str | None:
 
 @contextlib.contextmanager
 def _errors_without_usage() -> Iterator[None]:
-    """Make argument parsers print errors without their usage: Megatron's has a thousand lines on every rank."""
+    """Keep argparse from printing the usage before an error while the block runs. Megatron's usage has a thousand
+    lines.
+    """
     usage = argparse.ArgumentParser.print_usage
     argparse.ArgumentParser.print_usage = lambda self, file=None: None  # type: ignore[method-assign]
     try:
@@ -312,7 +328,7 @@ def _errors_without_usage() -> Iterator[None]:
 
 
 def _mute() -> None:
-    """Mute errors that only follow from another rank's error, because they do not name the cause."""
+    """Send stderr to /dev/null, because errors that follow from another rank's failure do not name its cause."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -321,9 +337,9 @@ def _mute() -> None:
 
 
 def _report(error: BaseException) -> None:
-    """Print the error, and write it for torchrun, which prints it at the end.
+    """Print the error, and write it to the file from which torchrun prints it at the end.
 
-    The traceback of our own errors is left out, because their message is complete. PIPEMEM_TRACEBACK=1 shows it.
+    Errors of this package have no traceback, because their message is complete. PIPEMEM_TRACEBACK=1 shows it.
     """
     wanted = not isinstance(error, PipememError) or "PIPEMEM_TRACEBACK" in os.environ
     trace = "".join(traceback.format_exception(error)) if wanted else ""
@@ -336,10 +352,10 @@ def _report(error: BaseException) -> None:
 
 
 def _tell_torchrun(summary: str, text: str, early: bool) -> bool:
-    """Write the error file that torchrun prints, and return whether torchrun asked for one.
+    """Write the error file that torchrun prints, and return whether torchrun has asked for one.
 
-    torchrun compares whole seconds and blames the lowest rank among equal ones. ``early`` subtracts a second, so that
-    torchrun blames this rank.
+    torchrun compares times in whole seconds, and blames the lowest rank if they are equal. ``early`` makes the time one
+    second earlier, so that torchrun blames this rank.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         details = {"py_callstack": text, "timestamp": str(int(time.time()) - early)}

@@ -1,4 +1,4 @@
-"""``pipemem report``, ``explain`` and ``trace``: results of a run or a grid, causes of idle time, and the measured step."""
+"""``pipemem report``, ``explain`` and ``trace``: results of a run or grid, causes of idle time, the measured step."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def report(
 
 
 def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
-    """Print and draw the results so far, and return them."""
+    """Print a table and save a picture of the grid points that have results, and return all results."""
     settings, results = store.settings(), store.results()
     points = [each for each in results if each is not None and each.peak_bytes and each.seconds_per_step]
     drawn = picture if points else None
@@ -165,7 +165,7 @@ def explain_command(
 
 
 def read_case(path: Path, search_seconds: float) -> Case:
-    """Return the measured step of a report."""
+    """Return the measured step in a report, with its schedule and costs. ``path`` is the report file or its folder."""
     path = path / REPORT if path.is_dir() else path
     with report_of(path) as report:
         case = case_of_report(report, search_seconds)
@@ -213,7 +213,7 @@ def trace(
 
 
 def _save_trace(case: Case, path: Path) -> Path:
-    """Draw the plan, simulated with the run's usual times, and the measured step."""
+    """Draw the measured step and the plan with the measured times into one file, and return its path."""
     plan, run = case.own, case.as_ran
     name = case.schedule.name
     plan, run = (

@@ -1,4 +1,4 @@
-"""``pipemem run``: start an unchanged Megatron script with the plugin on, and on CPU ranks if asked."""
+"""``pipemem run``: run an unchanged Megatron script with the plugin, on CPU ranks if asked."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def run_script(
 
 
 def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) -> None:
-    """Run ``script`` as ``python script arguments`` would, on every rank that torchrun or srun started.
+    """Run ``script`` as ``python script arguments`` would, on a rank that torchrun or srun started.
 
-    The plugin is enabled only if an argument starts with ``--pipemem-``. Without one, the script runs on stock Megatron.
-    Imports resolve from the script's folder. A failure ends the process, see ``rank_guard``.
+    The plugin is enabled only if an argument starts with ``--pipemem-``. Without one, the script runs on stock
+    Megatron. Imports resolve from the script's folder. A failure ends the process (see ``rank_guard``).
     """
     job = os.environ
     checks = [each for each in arguments if each.partition("=")[0] == CHECK]
@@ -78,7 +78,7 @@ def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) ->
 
 
 def _check(script: Path, arguments: list[str], devices: str) -> None:
-    """Print the advice for a launch on its first rank."""
+    """Compare the launch's schedule with others and print the advice, on rank 0. ``devices`` is a number or empty."""
     from megatron_pipemem.cli.advise import advise_words
 
     if devices and not devices.isdecimal():
@@ -89,7 +89,10 @@ def _check(script: Path, arguments: list[str], devices: str) -> None:
 
 
 def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Request | None, list[str]]:
-    """Return the request of the plugin's flags, and the script's own arguments, without slow imports."""
+    """Return the request that the plugin's flags make, or None without such flags, and the script's own arguments.
+
+    Nothing that is slow to import is needed.
+    """
     if str(script).startswith("-"):
         near = get_close_matches(str(script), _OPTIONS, n=1)
         hint = f"did you mean {near[0]}?" if near else "give the script first, and its flags after it"
@@ -106,7 +109,7 @@ def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Request | N
 
 
 def _prepare(cpu: bool, request: Request | None, verbose: bool) -> None:
-    """Activate the CPU lane and enable the plugin, if asked."""
+    """Make Megatron run on the CPU if ``cpu``, and enable the plugin if there is a request."""
     if cpu:
         from megatron_pipemem.cpu import activate
 

@@ -45,10 +45,10 @@ def schedules(
 ) -> None:
     """List the schedules to choose from, with peak memory, bubble and needs; or explain one of them.
 
-    Peaks are in activation units: 1 is the peak of 1F1B's first device. They hold for equal stages that hold nothing more
-    from I to W than from F to I. Bubbles are for many microbatches. F, I, W and B are the seconds of one device's share of
-    the model; p counts devices, m microbatches and v chunks. Asynchronous schedules update weights in the middle of a step,
-    so they train differently from all others.
+    Peaks are in activation units: 1 is the peak of 1F1B's first device. They assume equal stages that hold no more
+    between I and W than between F and I. Bubbles are for many microbatches. F, I, W and B are the seconds of one
+    device's share of the model; p counts devices, m microbatches and v chunks. Asynchronous schedules update weights in
+    the middle of a step, so they train differently from all others.
 
     Examples:
         # list the schedules to choose from, with formulas

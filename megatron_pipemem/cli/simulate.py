@@ -1,4 +1,4 @@
-"""``pipemem simulate``, ``show`` and ``pareto``: time and memory of schedules before any run."""
+"""``pipemem simulate``, ``show`` and ``pareto``: predict the time and memory of schedules."""
 
 from __future__ import annotations
 
@@ -99,16 +99,19 @@ def simulate(
     """Simulate a schedule: makespan, bubble, peak memory, messages, and the lower bound of the makespan.
 
     Costs are for one device's whole share of the model and one microbatch, for any number of chunks. Makespans of
-    different placements are therefore comparable. The lower bound holds for every order of the same placement within the
-    memory cap. Without a cap, it holds within this schedule's own peak. For ``auto`` it holds for every placement tried.
-    With several replicas, or with ``--vocab-parallel``, it is the busiest device's work.
+    different placements are therefore comparable.
 
-    A costs file may give microbatches different weights, and a price to every slice of a schedule with sequence slices:
-    lists of one value per stage and slice, stage by stage. ``--attention-share`` makes such prices from one number.
+    The lower bound holds for every order of the same placement within the memory cap. Without a cap, it holds for
+    orders with no higher peak than this schedule. For ``auto`` it holds for every placement tried. With several
+    replicas, or with ``--vocab-parallel``, it is the busiest device's work.
 
-    With ``--steps``, every device begins a step as soon as it has finished the step before, as with an optimizer that
-    validates later. The period is then the time from step to step, and the gain compares it with steps that end together.
-    A run does so with --pipemem-overlap-steps. Otherwise, as in stock Megatron, all devices wait at the end of a step.
+    A costs file may give microbatches different weights. It may also give each slice of a schedule with sequence slices
+    its own price: lists of one value per stage and slice, stage by stage. ``--attention-share`` makes such prices from
+    one number.
+
+    With ``--steps``, every device begins a step as soon as it has finished the previous step. A run does so with
+    --pipemem-overlap-steps. The period is the time from step to step. The gain compares it with steps at whose end all
+    devices wait, as in stock Megatron.
 
     Examples:
         # compare schedules with each other, with 1F1B and with interleaved 1F1B
@@ -175,7 +178,7 @@ _COMPARED = ("schedule", "chunks", "makespan", "to 1f1b", "bubble", "peak", "byt
 
 
 def _compare(names: list[str], asked: Question, as_json: bool) -> None:
-    """Print the facts of several schedules and of Megatron's own, one row each."""
+    """Print a table of several schedules and of Megatron's own, one row each."""
     names = [named(name, asked.chunks) for name in names]
     prices, rows = price_layers(names, asked), []
     for name in [*names, *(own for own in _OWN if own not in names)]:
@@ -210,7 +213,7 @@ def _compare(names: list[str], asked: Question, as_json: bool) -> None:
 
 
 def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
-    """Prove the program with one hardware queue per rank, and return its makespan and bubble."""
+    """Return makespan and bubble of the schedule if each rank has one hardware queue, after proving its program."""
     program = lower(schedule, single_queue=True, costs=costs)
     validate_program(program, microbatch_order=False)
     run = run_single_queues(program, costs)
@@ -218,7 +221,7 @@ def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
 
 
 def _without_barrier(loaded: Loaded, costs: Costs, steps: int) -> dict[str, Any]:
-    """Return the period of steps without a barrier, and the reason if a run refuses such steps."""
+    """Return the results of steps without a barrier, and the reason if a run would refuse such steps."""
     found = stream(loaded.schedule, costs, steps=steps)
     facts: dict[str, Any] = {
         "steps": steps,
@@ -235,7 +238,10 @@ def _without_barrier(loaded: Loaded, costs: Costs, steps: int) -> dict[str, Any]
 
 
 def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
-    """Return the keys of ``--json``. ``peak_activations`` are in activation units even if the costs have bytes."""
+    """Return the results of a simulation by key of ``--json``.
+
+    ``peak_activations`` are in activation units, even if the costs have bytes.
+    """
     schedule, search, weights = timeline.schedule, loaded.chosen.search, timeline.costs.microbatch
     in_units = Costs(microbatch=weights, slice_units=timeline.costs.slice_units)
     activations = peaks(schedule, in_units)
@@ -268,8 +274,9 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
 
 
 def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
-    """Return the lower bound of the makespan. Without backwards, with replicas or with vocabulary passes, it is the busiest
-    device's work.
+    """Return the lower bound of the makespan, in the unit of the costs.
+
+    It is the busiest device's work for schedules without backwards, with replicas or with vocabulary passes.
     """
     schedule = timeline.schedule
     if (
@@ -295,7 +302,7 @@ _SHORT = {"single_queue_makespan": "one queue: makespan", "single_queue_bubble_r
 
 
 def _told(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield the facts in words, without those that have their value in ``_USUAL``."""
+    """Yield the results as pairs of a name and a text, without those that have their usual value (``_USUAL``)."""
     for key, fact in facts.items():
         if any(each != _USUAL.get(key) for each in (fact if isinstance(fact, list) else [fact])):
             yield _SHORT.get(key, key.replace("_", " ")), _text(key, fact)
@@ -369,7 +376,9 @@ def show(
 
 
 def _data(timeline: Timeline, output: Path | None) -> dict[str, object]:
-    """Return the picture as data: per device ``[action, start, end, held after]``."""
+    """Return the drawn schedule as data. ``timeline`` has, for each device, ``[action, start, end, memory after
+    it]``.
+    """
     return {
         "schedule": timeline.schedule.name,
         "devices": timeline.schedule.num_devices,
@@ -402,13 +411,13 @@ def pareto(
 ) -> None:
     """Compare bubble and peak memory of all families and of searched schedules, and list the best trade-offs.
 
-    A schedule is dominated if another one has a smaller bubble in no more memory. Peaks are shares of 1F1B's bytes for the
-    same model if ``--costs FILE`` has bytes (``pipemem profile``). Otherwise they are in activation units, for equal stages
-    that hold nothing more from I to W than from F to I.
+    A schedule is dominated if another one has a smaller bubble in no more memory. Peaks are shares of 1F1B's bytes for
+    the same model if ``--costs FILE`` has bytes (``pipemem profile``). Otherwise they are in activation units, and
+    assume equal stages that hold no more between I and W than between F and I.
 
-    With ``--vocab-parallel auto`` every schedule is listed three times: with the head on the last stage, and cut over all
-    devices by either algorithm. Asynchronous families and families with two replicas of the weights are left out, because
-    they train differently or hold more weights.
+    With ``--vocab-parallel auto`` every schedule is listed three times: with the head on the last stage, and cut over
+    all devices by either algorithm. Asynchronous families and families with two replicas of the weights are left out,
+    because they train differently or hold more weights.
 
     Examples:
         # see which schedules are worth choosing
@@ -470,7 +479,7 @@ def pareto(
 
 
 def _in_shares(costs: Costs, asked: Prices, devices: int, microbatches: int) -> Costs:
-    """Return the costs with memory in shares of 1F1B's bytes, or in activation units."""
+    """Return the costs with memory as a share of 1F1B's bytes, or in activation units if they have no bytes."""
     if asked.vocab_parallel != OFF:  # the costs do not hold the bytes of the head's shards
         costs = replace(costs, memory=None)
     return in_shares_of_1f1b(costs, devices, microbatches)
@@ -495,7 +504,7 @@ def _name(choice: ParetoPoint) -> str:
 
 
 def _point(choice: ParetoPoint, work: float) -> picture.Point:
-    """Return a choice as a point. Its bubble is the part of its makespan beyond ``work``."""
+    """Return a schedule as a point of the picture. Its bubble is the part of its makespan beyond ``work``."""
     return picture.Point(
         _name(choice),
         choice.schedule.placement.name,

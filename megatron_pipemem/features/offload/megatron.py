@@ -93,7 +93,7 @@ class Offloading(Extension):
             self._switches = ()
             if self._options.switches:
                 self._switches = _shared_channels(gather((socket.gethostname(), _place())), self._options.switches)
-                tell(logger, "places that share a channel to the host: %s", self._switches)
+                tell(logger, "pipeline ranks that share a channel to the host: %s", self._switches)
         return self._switches
 
     def links(self, num_devices: int) -> tuple[HostLink, ...]:
@@ -113,7 +113,7 @@ class Offloading(Extension):
                 own = done_by_all(partial(_measured, engine, turn == own_turn)) or own
             seen = [(at, link) for at, link in gather((place, own)) if link is not None]
             self._links = tuple(_slowest([link for at, link in seen if at == device]) for device in range(num_devices))
-            tell(logger, "links to the host: %s", self._links)
+            tell(logger, "links to the host, by pipeline rank: %s", self._links)
         return self._links
 
     def choose(self, step: Step) -> None:

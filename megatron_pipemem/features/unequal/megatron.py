@@ -169,8 +169,8 @@ class UnequalMicrobatches(Extension):
             if iterator is not None and not hasattr(iterator, "__next__"):
                 raise UnsupportedError(
                     "data-iterator",
-                    f"the data iterator is a {type(iterator).__name__} without __next__, so its microbatches cannot be dealt "
-                    "in another order; give the forward-backward function an iterator, or drop --pipemem-microbatch-costs",
+                    f"the data iterator is a {type(iterator).__name__} without __next__, so its microbatches cannot be "
+                    "reordered; give the forward-backward function an iterator, or drop --pipemem-microbatch-costs",
                 )
         for iterator, stage in zip(step.iterators, step.pipeline.stages, strict=False):
             if iterator is None or not (stage == 0 or placement.next_stage(stage) is None):
@@ -323,8 +323,8 @@ class _Contents:
             raise UnsupportedError(
                 "cannot-weigh",
                 f"the data iterator yields a {type(batch).__name__} without 'tokens' or 'input_ids' of shape [b, s] for "
-                f"microbatch {number}, and so nothing to weigh it by; pass --pipemem-microbatch-costs module:function, with a "
-                "function that takes it and returns its weight",
+                f"microbatch {number}, so its cost is unknown; pass --pipemem-microbatch-costs module:function, with a "
+                "function that takes the item and returns its weight",
             )
         mask = fields.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.shape == tokens.shape:
@@ -414,7 +414,7 @@ def _by_function(
             raise UnsupportedError(
                 "cannot-weigh",
                 f"{name} fails for microbatch {number} of training step {iteration + 1}: {type(error).__name__}: {error}; it "
-                "gets an item of the data iterator, and is to return a time, or a time and a memory",
+                "is called with an item of the data iterator, and must return a time, or a time and a memory",
             ) from error
         pairs.append(found if isinstance(found, tuple) and len(found) == 2 else (found, 1.0))
     try:

@@ -84,8 +84,8 @@ def _read(iteration: int) -> SavedVersions | None:
     if not all(gather(path.is_file())):
         tell(
             logger,
-            "no older versions of the weights are next to the checkpoint, so the first microbatches use the newest, as at "
-            "the start of a run",
+            "no older weights were saved with the checkpoint, so the first microbatches use the newest weights, as at the "
+            "start of a run",
             level=logging.WARNING,
         )
         return None

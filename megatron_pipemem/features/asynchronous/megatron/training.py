@@ -295,8 +295,8 @@ class AsynchronousTraining(Extension):
         if not all(gather(saved.batch == stream.batch and saved.fits(self._identity, stream.weights))):
             tell(
                 logger,
-                "the older versions of the weights next to the checkpoint are of another schedule, batch size or split of "
-                "the model, so the first microbatches use the newest, as at the start of a run",
+                "the older weights that were saved with the checkpoint are of another schedule, batch size or split of "
+                "the model, so the first microbatches use the newest weights, as at the start of a run",
                 level=logging.WARNING,
             )
             return
@@ -329,15 +329,15 @@ class AsynchronousTraining(Extension):
         if self._train_steps is not None and left is not None and left < 0:
             raise UnsupportedError(
                 "steps-exhausted",
-                f"more than train_steps={self._train_steps} steps; the last one left the pipeline empty, so give "
-                "enable() the number of all training steps of this run",
+                f"the loop runs more than train_steps={self._train_steps} steps; the last of these left the pipeline "
+                "empty, so give enable() the number of all training steps of this run",
             )
         if left is None:
             if stream.before == 0:
                 tell(
                     logger,
-                    "the last training step is unknown, so every step reads data of the next one; give it by "
-                    "enable(..., train_steps=N)",
+                    "the number of training steps is unknown, so every step, the last one too, reads data of the next step; "
+                    "give it by enable(..., train_steps=N)",
                     level=logging.WARNING,
                 )
         elif left == stream.left and stream.before:

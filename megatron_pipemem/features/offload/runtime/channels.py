@@ -261,6 +261,6 @@ def _lost(direction: Direction, error: BaseException | None) -> OffloadError:
     reason = "the thread has ended" if error is None else f"{type(error).__name__}: {error}"
     return OffloadError(
         "offload-thread",
-        f"the thread that carries every {direction.value} of activations failed ({reason}); "
+        f"the thread that copies activations ({direction.value}) failed: {reason}; "
         "this step cannot be completed; restart from the last checkpoint, and without activation offload if it fails again",
     )

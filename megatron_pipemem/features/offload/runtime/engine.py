@@ -438,8 +438,8 @@ class OffloadEngine:
             if self._guard and not (written is not None and torch.equal(checksum(storage.bytes()), written)):
                 raise OffloadError(
                     "changed-while-away",
-                    f"activations of {storage.key} returned from the host with other bytes; some code wrote into their memory "
-                    "while they were away",
+                    f"activations of {storage.key} returned from the host with other bytes: some code wrote to their memory "
+                    "while they were on the host; find that code, or turn offload off",
                 )
 
     def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:

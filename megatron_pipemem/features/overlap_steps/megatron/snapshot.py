@@ -52,8 +52,8 @@ class Snapshot:
         if device is not None and device.type == "cuda" and needed > (left := _left_on(device)):
             raise UnsupportedError(
                 "does-not-fit",
-                f"the state to roll a step back to takes {format_bytes(needed)} of the device, and {format_bytes(left)} are "
-                "left; drop --pipemem-overlap-steps, or pass --clip-grad 0, which needs no rollback",
+                f"a copy of the optimizer's state, to undo a step, takes {format_bytes(needed)} of device memory, and "
+                f"{format_bytes(left)} are free; drop --pipemem-overlap-steps, or pass --clip-grad 0, which needs no copy",
             )
 
     @property
@@ -130,7 +130,7 @@ def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, ...]:
         name = type(optimizer).__name__ if type(optimizer) not in _KNOWN else type(inner).__name__
         raise UnsupportedError(
             "no-rollback",
-            f"steps of {name} cannot be rolled back, because it keeps more than parameters and their state; drop "
+            f"steps of {name} cannot be undone, because it keeps more than parameters and their state; drop "
             "--pipemem-overlap-steps, or train with --optimizer adam or sgd on the device",
         )
     return () if optimizer.is_stub_optimizer else (optimizer,)

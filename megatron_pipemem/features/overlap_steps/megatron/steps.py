@@ -88,7 +88,9 @@ class OverlappedSteps(Extension):
             return False
         if not any(self._gains.values()):
             optimizer.open(step.pipeline.group, on_host=step.programs.queues == (True,))
-        tell(logger, "steps follow each other without a barrier, which is planned to be %.3f times as fast", gain)
+        tell(
+            logger, "steps follow each other without a barrier; the plan predicts that this is %.3f times as fast", gain
+        )
         return True
 
     def _gain(self, step: Step) -> float:

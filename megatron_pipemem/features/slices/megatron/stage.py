@@ -103,8 +103,8 @@ class SlicedStage(ChunkStage):
         if gradient is None:
             raise UnsupportedError(
                 "slices-forward-step",
-                "the loss function does not use its argument, and sequence slices are joined there; compute the loss from "
-                "that argument, or take a schedule without slices",
+                "the loss function does not use its argument, which has the outputs of all sequence slices; compute the "
+                "loss from that argument, or take a schedule without slices",
             )
         self.hold(gradient)
         sequence.gradients = gradient.split([end - begin for begin, end in self.bounds], dim=1)

@@ -444,8 +444,8 @@ def _check_ends(model: Any, first: Any, last: Any) -> None:
     if getattr(model.config, "mtp_num_layers", None) and getattr(model.config, "context_parallel_size", 1) > 1:
         raise UnsupportedError(
             "vocabulary-model",
-            "multi-token prediction looks up tokens that other context-parallel ranks have, and the shards of an embedding "
-            "do not; pass --context-parallel-size 1, or --pipemem-vocab-parallel off",
+            "multi-token prediction looks up tokens of other context-parallel ranks, which a cut embedding does not get; "
+            "pass --context-parallel-size 1, or --pipemem-vocab-parallel off",
         )
     if first is not None and type(getattr(first, "embedding", None)) is not LanguageModelEmbedding:
         raise _uncuttable(
@@ -461,7 +461,7 @@ def _check_ends(model: Any, first: Any, last: Any) -> None:
         )
     if getattr(head, "output_dtype", None) is not None:
         raise _uncuttable(
-            "logits of a number format of their own cannot be cut over the pipeline; drop --output-logit-dtype, or"
+            "a head whose logits have another dtype cannot be cut over the pipeline; drop --output-logit-dtype, or"
         )
     if getattr(head, "bias", None) is not None:
         raise _uncuttable("an output layer with a bias cannot be cut over the pipeline; drop the bias, or")

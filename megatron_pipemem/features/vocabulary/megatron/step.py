@@ -102,7 +102,7 @@ def share_batch(
     if shapes is None:
         raise UnsupportedError(
             "vocabulary-forward-step",
-            "vocabulary parallelism needs the tokens of microbatches that differ before the step runs; pass "
+            "microbatches may differ in shape, and vocabulary parallelism needs their tokens before the step runs; pass "
             "--pipemem-message-shapes step and let the forward step give the model input_ids of shape [b, s], or pass "
             "--pipemem-vocab-parallel off",
         )
@@ -196,8 +196,8 @@ class LastStage(ChunkStage):
             if head.losses is not None and output is not head.losses:
                 raise UnsupportedError(
                     "vocabulary-forward-step",
-                    "the forward step changes the model's token losses before it returns them, which are not known yet with "
-                    "vocabulary parallelism; do it in the loss function, or pass --pipemem-vocab-parallel off",
+                    "the forward step changes the model's token losses before it returns them, but with vocabulary parallelism "
+                    "they are not known yet; change them in the loss function, or pass --pipemem-vocab-parallel off",
                 )
             self._awaiting[microbatch] = loss_function, output.dtype, head.further
             head.further = None
