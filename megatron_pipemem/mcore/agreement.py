@@ -113,7 +113,7 @@ _UNKNOWN, _KNOWN, _FAILED = range(3)
 def groups_of_copy(groups: ProcessGroupCollection, pipeline: dist.ProcessGroup) -> Groups:
     """Return the tensor-, context- and pipeline-parallel groups of this rank that have more than one rank.
 
-    Data that pass along these groups one after another get from the first rank of a copy of the model to all its ranks.
+    If a value is broadcast along these groups, one after another, it reaches all ranks of a copy of the model.
     """
     return [group for group in (groups.tp, groups.cp, pipeline) if group.size() > 1]
 

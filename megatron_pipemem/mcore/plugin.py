@@ -193,7 +193,7 @@ def settle() -> None:
 
 
 def write_report() -> None:
-    """Write the report and the timelines that were asked for. ``megatron.training`` runs do this by themselves.
+    """Write the report and the timelines that the settings ask for. Programs without ``megatron.training`` call this.
 
     Every rank must call it, after its last step and before ``disable()``.
     """
@@ -225,8 +225,8 @@ def place_model_chunks() -> AbstractContextManager[None]:
     """Return a context in which a program builds its own chunks for the schedule.
 
     It is for programs whose code calls ``GPTModel`` or ``HybridModel`` once per chunk, with ``vp_stage``, like mbridge.
-    They must read the numbers of layers from the layers, or ask Megatron's functions for them. A program that computes
-    them from ranks gets wrong numbers without an error if the schedule does not deal chunks round robin.
+    Such a program must read the numbers of layers from the layers, or ask Megatron's functions for them. A program that
+    computes them from ranks gets wrong numbers without an error if the schedule does not deal chunks round robin.
 
     Raises:
         UnsupportedError: the plugin is not enabled; within the block, a chunk cannot be placed, or chunks are missing.

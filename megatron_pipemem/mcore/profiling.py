@@ -1,4 +1,4 @@
-"""Measure the parts of a model's stages on this device: time and memory of each stage, run alone (``lone_stage``)."""
+"""Measure the time and memory of a model's stages on this device, each run alone (``lone_stage``)."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class MeasurementUpdate:
-    """The reason and the measurements for a new plan."""
+    """New measurements to plan with, and the reason for planning again."""
 
     reason: str
     costs: Costs | None

@@ -206,7 +206,7 @@ class _Scale:
         return self.layout("", best)
 
     def _short(self, step: PlannedStep) -> float:
-        """Return the seconds of the step that layouts are compared by; it may have fewer microbatches than the run's."""
+        """Return the seconds of the step by which layouts are compared, which may have fewer microbatches."""
         return self._replay(self._count).makespan(step.costs)
 
     def _may_replace(self, best: tuple[int, ...], layers: tuple[int, ...], source: int) -> bool:

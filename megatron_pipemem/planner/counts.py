@@ -67,14 +67,14 @@ class Matrix:
 
 
 def early_modules(model: Model, execution: Execution) -> frozenset[EarlyWeights]:
-    """Return the modules of a model whose weight gradients are computed in I and not in W."""
+    """Return the modules of a model whose weight gradients pass I computes, and not W."""
     width = model.expert_width / execution.expert_tp if model.experts else 0
     return early_weights(execution.early_weights, model.hidden, width)
 
 
 @lru_cache(maxsize=1024)
 def matrices(model: Model, execution: Execution, block: str) -> tuple[Matrix, ...]:
-    """Return the linear layers of a block, such as attention."""
+    """Return the linear layers of a block: attention, FFN, experts, or another kind of ``Sublayer``."""
     return tuple(_MATRICES[Sublayer(block)](model, execution))
 
 
@@ -185,7 +185,7 @@ def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> 
 
 @lru_cache(maxsize=1024)
 def early_share(model: Model, execution: Execution, kind: str) -> float:
-    """Return the fraction of a layer's weight-gradient FLOPs that I computes and not W."""
+    """Return the fraction of a layer's weight-gradient FLOPs that pass I computes, and not W."""
     products: dict[bool, float] = {True: 0.0, False: 0.0}
     for block in kind:
         for each in matrices(model, execution, block):

@@ -111,7 +111,10 @@ def explain(case: Case) -> dict[str, Any]:
 
 
 def _idle(step: MeasuredStep) -> list[dict[str, Any]]:
-    """Return the nanoseconds that every device works, and idles by cause, in a step; together, the step's length."""
+    """Return for every device the nanoseconds of work in a step, and of idle time by cause.
+
+    Together these are the length of the step.
+    """
     work: Sequence[int] = step.work_of(step.seconds)
     return [
         {

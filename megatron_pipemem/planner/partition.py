@@ -59,7 +59,7 @@ def partition(loads: Loads, placement: Placement, start: Sequence[int] | None = 
 
 
 def _cut(measure: _Measure, with_needed: int = 0) -> list[int]:
-    """Return the layers per stage with the fastest slowest stage, and then the least memory.
+    """Return the layers per stage for which the slowest stage takes least, and among these the least memory.
 
     Each of the first ``with_needed`` stages starts with a layer of the kind that every device needs.
     """

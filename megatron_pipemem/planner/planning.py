@@ -195,7 +195,7 @@ class _Planner:
         return found
 
     def search(self, plans: list[Plan], seconds: float) -> Iterator[Plan]:
-        """Search orders for the groups with the lowest bounds, if a bound is lower than the plans found."""
+        """Search orders for the groups with the lowest bounds, if these are lower than the times of the plans found."""
         slowest = plans[-1].seconds if plans else float("inf")
         reached: dict[int, float] = {}
         for each in plans:

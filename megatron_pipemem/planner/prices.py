@@ -76,7 +76,7 @@ class Price(Summed):
 
 @dataclass(frozen=True)
 class MeasuredSlowdown:
-    """Measured seconds of F, I and W over the formulas' seconds, for a layer and for the head.
+    """The ratios of measured to predicted seconds of F, I and W, for a layer and for the head.
 
     A profile with one parallelism is used for every parallelism.
     """
@@ -86,7 +86,7 @@ class MeasuredSlowdown:
 
 
 def each_pass(function: Callable[..., float], *passes: Passes) -> Passes:
-    """Return ``function`` of the values for F, of those for I, and of those for W."""
+    """Apply ``function`` to the F values of ``passes``, to their I values and to their W values."""
     return Passes(*(function(*(getattr(each, kind) for each in passes)) for kind in ("forward", "input", "weight")))
 
 
@@ -94,7 +94,9 @@ def each_pass(function: Callable[..., float], *passes: Passes) -> Passes:
 def layer(
     model: Model, execution: Execution, cluster: Cluster, kind: str | None = None, pace: Passes = _AS_MODELLED
 ) -> Price:
-    """Predict the seconds and bytes of one layer. ``pace`` is the measured over the predicted seconds of F, I and W."""
+    """Predict the seconds and bytes of one layer. ``pace`` has the ratios of measured to predicted seconds of F, I and
+    W.
+    """
     kind = kind or model.kinds[0]
     flops = counts.layer_flops(model, execution, kind)
     plain = counts.layer_flops(model, replace(execution, recompute="none"), kind)
@@ -215,7 +217,7 @@ def logit_bytes(model: Model, execution: Execution) -> float:
 
 
 def adam_seconds(cluster: Cluster) -> float:
-    """Return the seconds of an optimizer step per parameter, at the speed of the device's memory."""
+    """Return the seconds of an optimizer step per parameter, which the speed of the device's memory limits."""
     return _ADAM_BYTES / (cluster.memory_gb_per_s * 1e9)
 
 

@@ -48,7 +48,7 @@ class Part:
 
     @property
     def released_at_input(self) -> float:
-        """Bytes that I frees, except messages."""
+        """Bytes that pass I frees, except messages."""
         return -self._net(Kind.I, Kind.RECV_I, Kind.SEND_I)
 
     def _net(self, *kinds: Kind) -> float:
@@ -110,7 +110,7 @@ class Profile:
         return Costs(**costs_arguments(self.to_json(link)))
 
     def slowdown(self, cluster: Cluster) -> MeasuredSlowdown:
-        """Return the measured seconds over those that ``planner.prices`` predicts for a device of this cluster."""
+        """Return the ratios of measured seconds to those that ``planner.prices`` predicts for a device of this cluster."""
         if self.source != "measured":
             raise ConfigError(
                 "wrong-file",
@@ -127,7 +127,7 @@ class Profile:
         )
 
     def to_json(self, link: Link | None = None) -> dict[str, Any]:
-        """Return the JSON object for ``--pipemem-costs``: the costs of layers and frames, and the rest of this profile."""
+        """Return the JSON object for ``--pipemem-costs``: costs of layers and frames, and the rest of this profile."""
         whole = asdict(self)
         parts = {name: whole.pop(name) for name in _PARTS}
         if self.end_layers is None:
@@ -194,7 +194,7 @@ def _priced(price: Price) -> Part:
 
 
 def slowdown_of(path: Path, run: Run) -> MeasuredSlowdown:
-    """Read a measured profile of the run's model, and return its seconds over those of the formulas.
+    """Read a measured profile of the run's model, and return the ratios of its seconds to predicted seconds.
 
     Raise a ConfigError if the profile is of another model (``other-model``), or was not measured.
     """

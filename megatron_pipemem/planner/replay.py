@@ -49,7 +49,7 @@ class Timing(NamedTuple):
 
     @classmethod
     def simulated(cls, schedule: Schedule, costs: Costs, overlaps: bool = False) -> Timing:
-        """Simulate a schedule of any kind. With ``overlaps``, its seconds are the period of steps without a barrier."""
+        """Return the simulated times of a schedule; with ``overlaps``, the seconds are the period without a barrier."""
         timeline = simulate(schedule, costs)
         seconds = stream(schedule, costs, steps=1).period if overlaps else timeline.makespan
         return cls(
@@ -147,7 +147,7 @@ class Replay:
         return self._repeated(costs)[0]
 
     def timing(self, costs: Costs, overlaps: bool = False) -> Timing:
-        """Return the times of a step. With ``overlaps``, its seconds are the period of steps without a barrier."""
+        """Return the times of a step; with ``overlaps``, the seconds are the period of steps without a barrier."""
         seconds, begins = self._repeated(costs) if overlaps else (None, self._idle)
         times = self._run(costs)([begin - min(begins) for begin in begins])
         lanes = self._found.lanes[: self.schedule.num_devices]

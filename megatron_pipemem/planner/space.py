@@ -82,9 +82,9 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
     """Yield the run with every possible parallelism over all devices of its cluster, without a schedule.
 
     Expert parallelism, the global batch and the modules of selective recomputation stay as in the run. So do context
-    parallelism and slices, unless the limits name them. Some flags hide messages within layers, but under Megatron's
-    own schedules only. Such a run is yielded with these flags, for Megatron's schedules, and without them, for ours.
-    ``rejected`` counts impossible ways by reason.
+    parallelism and slices, unless the limits name them. Some flags hide messages within layers, but only under
+    Megatron's own schedules. A run with such flags is yielded twice: with these flags for Megatron's schedules, and
+    without them for ours. ``rejected`` counts impossible ways by reason.
     """
     given, devices = run.parallelism, run.cluster.num_devices
     if devices % given.cp and "cp" not in limits.allowed:

@@ -137,7 +137,7 @@ class _Cut:
         return first, last + self.ahead() if self.model.pattern is not None else last
 
     def share(self, devices: int) -> list[Price]:
-        """Return the predictions for a device's share of embedding and head, if all devices share them.
+        """Return the predictions for one device's share of embedding and head; none if devices do not share them.
 
         Their messages belong to the schedule.
         """

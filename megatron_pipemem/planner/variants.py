@@ -1,4 +1,4 @@
-"""Variants of a run besides its order of passes: offload, vocabulary parallelism, and variants that features register.
+"""Variants of a run besides its order of passes: offload, vocabulary parallelism, and registered ones.
 
 A variant changes the costs of stages, adds actions to an order, or both, and names the run's configuration.
 

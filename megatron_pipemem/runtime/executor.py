@@ -72,7 +72,7 @@ class RankProgram:
 
 @lru_cache(maxsize=32)  # a run has few programs: training, evaluation, and their versions before a new plan
 def settle(program: Program, device: int) -> RankProgram:
-    """Return a device's instructions, with the sent messages whose memory each received message lets the device free.
+    """Return a device's instructions, and for each received message the sent messages that it lets the device free.
 
     The cache compares programs by identity.
     """
@@ -386,8 +386,8 @@ class Executor:
     def drop(self, drain: Sequence[Action]) -> None:
         """Drop the results of all actions so far, and complete every message that has been started.
 
-        ``drain`` are the receives of messages that other ranks have sent, and sends of messages that other ranks wait
-        for. The content of these sends is not used.
+        ``drain`` holds receives of messages that other ranks have sent, and sends that other ranks wait for. The
+        content of these sends is not used.
         """
         for action in drain:
             if action.kind in RECEIVES:

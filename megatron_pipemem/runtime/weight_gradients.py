@@ -56,7 +56,7 @@ class DeferredWeightGradient(Protocol):
         """Return the tensors that this work keeps in memory, for the activation ledger."""
 
     def begin(self) -> None:
-        """Start the communication of this work, if any, to overlap it with other products. Called once, before ``run``."""
+        """Start this work's communication, if any, so that it overlaps other products. Called once, before ``run``."""
         return
 
     def run(self) -> None:
@@ -154,7 +154,7 @@ def current_queue() -> WeightGradientQueue | None:
 
 
 def is_early(weight: torch.Tensor) -> bool:
-    """Return whether the gradient of a weight is computed in I and not in W."""
+    """Return whether pass I computes the gradient of a weight, and not W."""
     return hasattr(weight, EARLY)
 
 

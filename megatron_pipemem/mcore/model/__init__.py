@@ -1,1 +1,1 @@
-"""Megatron's models as schedules need them: placed on stages, with backwards that split."""
+"""Place Megatron's models on stages, run them as stages, and split their backwards."""

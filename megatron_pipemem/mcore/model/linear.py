@@ -95,7 +95,7 @@ def _tell_unsplit(argument: str) -> None:
 
 
 def countable_linear(original: Callable, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-    """Return the result of Megatron's linear function, with saved tensors left unchanged by hooks.
+    """Return the result of Megatron's linear function; its saved tensors bypass autograd's saved-tensor hooks.
 
     The ledger counts the input. With fused gradient accumulation, Megatron's backward sets a mark on the saved weight,
     and DDP reads it from the parameter. A hook would return another object for the weight, and DDP would miss the mark.
@@ -122,11 +122,11 @@ class _Call:
     tp_group: dist.ProcessGroup
 
     def gather(self, input: torch.Tensor) -> Arriving:
-        """Return the whole input if sequence parallelism shards its rows: ``[s/t, b, h] -> [s, b, h]``."""
+        """Return the input, gathered if sequence parallelism shards its rows: ``[s/t, b, h] -> [s, b, h]``."""
         return gather_rows(input, self.tp_group) if self.sequence_parallel else Arriving(input)
 
     def reduce(self, grad_input: torch.Tensor) -> Arriving:
-        """Return the sum of the input gradient over tensor-parallel ranks; this rank's rows with sequence parallelism."""
+        """Return the sum of the input gradient over tensor-parallel ranks; with sequence parallelism, this rank's rows."""
         if self.sequence_parallel:
             size = (grad_input.size(0) // self.tp_group.size(), *grad_input.shape[1:])
             shard = torch.empty(size, dtype=grad_input.dtype, device=grad_input.device)
@@ -240,7 +240,7 @@ def add_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def attach_ddp_hooks(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """Make the W of each weight call DDP's hook of the weight, and return the parameters that got this attribute.
+    """Make the W of each weight call DDP's hook of that weight; return the weights that were not attached before.
 
     Chunks without DDP are skipped.
     """
@@ -264,7 +264,7 @@ _EXPERTS = re.compile(r"(?:^|\.)experts\.(?:local_experts\.\d+\.)?linear_(fc[12]
 
 
 def early_modules(asked: str, config: Any) -> frozenset[EarlyWeights]:
-    """Return the modules whose weight gradients are computed in I and not in W, by the setting ``asked``.
+    """Return the modules whose weight gradients pass I computes, not W, by the setting ``asked``.
 
     The result depends on the model's size (``options.early_weights``).
     """
@@ -276,7 +276,7 @@ def early_modules(asked: str, config: Any) -> frozenset[EarlyWeights]:
 
 
 def mark_early(chunks: Sequence[torch.nn.Module], modules: Collection[EarlyWeights]) -> list[torch.nn.Parameter]:
-    """Mark the weights of these modules so that I computes their gradients; return the newly marked weights."""
+    """Mark the weights of these modules so that pass I computes their gradients; return the newly marked weights."""
     found = dict.fromkeys(weight for chunk in chunks for name, weight in _weights(chunk) if name in modules)
     marked = [weight for weight in found if not is_early(weight)]
     for weight in marked:

@@ -146,7 +146,7 @@ class ChunkPlacement(Feature):
             self._rank_now = outer
 
     def replacements(self) -> Replacements:
-        """Return the functions of Megatron to replace: none if the placement is round robin and no vocabulary is cut."""
+        """Return the functions of Megatron to replace; none for round robin with an uncut vocabulary."""
         ranks: Replacements = [
             (RANK, lambda original: original() if self._rank_now is None else self._rank_now),
             (IS_FIRST, self._predicate),
@@ -216,7 +216,7 @@ class ChunkPlacement(Feature):
         module.register_forward_pre_hook(_refuse_generation, with_kwargs=True)
 
     def _layers_of_stage(self, original: Callable[..., int], model, *args, **kwargs) -> int:
-        """Answer Megatron's question for the layers of a chunk, also while no chunk is built or run.
+        """Return the number of layers, or the first layer, of a chunk when Megatron asks, also outside of the chunk.
 
         ``original`` counts the layers for a round-robin rank, so the real rank is replaced by that of the chunk.
         """

@@ -451,7 +451,7 @@ class Tape(IteratorWrapper):
         self._rewound = True
 
     def again(self) -> Tape:
-        """Return another tape that yields the kept items, and keep them here too."""
+        """Return a second tape that yields the kept items. This tape keeps its own items."""
         tape = Tape(self._iterator)
         tape._seen = [copy.copy(batch) for batch in self._seen]
         tape.rewind()

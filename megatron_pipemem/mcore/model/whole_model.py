@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Chunk(NamedTuple):
-    """The contents of one model chunk."""
+    """The layer numbers, the ends and the number of parameters of one model chunk."""
 
     layers: tuple[int, ...]
     """global numbers, from 1"""

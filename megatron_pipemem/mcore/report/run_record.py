@@ -289,7 +289,7 @@ class RunRecord:
         return drawn
 
     def _shared(self) -> list[run_report.Shared] | None:
-        """Return the weight bytes and step times of every rank of this pipeline; ``None`` if a rank could not measure."""
+        """Return the weight bytes and step times of all ranks of this pipeline; ``None`` if a rank could not measure."""
         if self.group is None:  # no step has begun, on any rank
             return None
         own = None

@@ -85,7 +85,7 @@ class OfRank:
 
 @dataclass(frozen=True)
 class Summary:
-    """The part of the report that one rank contributes."""
+    """One rank's measurements and losses, from which rank 0 writes the report."""
 
     rank: int  # of the world
     losses: list[float | None]  # of every step, if this rank knows them

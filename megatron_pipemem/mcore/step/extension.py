@@ -57,7 +57,7 @@ def waits_at_first_launch(device: torch.device) -> bool:
 
 
 class LaunchKind(NamedTuple):
-    """The properties of a step that decide which kernels it launches."""
+    """The properties of a step on which its kernels depend."""
 
     forward_only: bool
     logits: bool  # whether the step returns other data than losses
@@ -152,7 +152,9 @@ class Observation:
 
     @property
     def on_device(self) -> Callable[[torch.Tensor], object] | None:
-        """The function by which an offload engine reports device memory to the ledger."""
+        """The ledger's function for counting a tensor on the device, which an offload engine calls; ``None`` without a
+        ledger.
+        """
         return None if self.ledger is None else self.ledger.hold
 
 

@@ -288,7 +288,7 @@ def _leaves(form: object) -> list[_Leaf]:
 
 
 def _restore(form: object, tensors: Iterator[torch.Tensor]) -> Any:
-    """Return data of the structure ``form``, with ``tensors`` in place of its leaves, on this rank's device."""
+    """Return data of the structure ``form`` on this rank's device, with ``tensors`` in place of its leaves."""
 
     def restored(value: object) -> object:
         if isinstance(value, _Leaf):
