@@ -84,7 +84,7 @@ class Symbol:
 
 
 Replacements = list[tuple[Symbol, Callable]]
-"""Symbols with their new functions, which get the original before the caller's arguments."""
+"""Functions to replace, and their new functions. A new function gets the original as its first argument."""
 
 
 class Feature:

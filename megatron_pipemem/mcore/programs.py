@@ -70,11 +70,11 @@ class MeasurementUpdate:
 
     reason: str
     costs: Costs | None
-    """Seconds, or ``None`` when nothing was timed."""
+    """Measured costs in seconds, or ``None`` if nothing was timed."""
     changes: MemoryDeltas | None
-    """Bytes, or ``None`` when nothing was counted."""
+    """Counted bytes, or ``None`` if nothing was counted."""
     minimum_gain: float
-    """The part of the makespan that a schedule must save to replace the one that runs."""
+    """The fraction of the makespan that a schedule must save to replace the one that runs."""
 
 
 class Compiled(NamedTuple):

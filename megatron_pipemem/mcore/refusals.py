@@ -23,7 +23,7 @@ from megatron_pipemem.mcore.loop_arguments import keeps_checkpoints
 from megatron_pipemem.schedule.placement import Placement
 
 _OLDEST = "2.8"
-"""Version of Transformer Engine whose modules say which weight gradients they keep for later."""
+"""The oldest version of Transformer Engine whose modules tell which weight gradients they defer."""
 
 
 def _of(config) -> Callable[[str], object]:

@@ -77,7 +77,7 @@ class Replanner(Extension):
         self._failure: str | None = None
         self._links: dict[Edge, float] | None = None
         self._message: MessageFormat | None = None
-        """of the last step: where microbatches differ, those of the next one are not known when it is planned"""
+        """The message format of the last step. The format of the next step may be unknown when it is planned."""
 
     def choose(self, step: Step) -> None:
         """Plan the step again if the earlier steps gave new measurements."""

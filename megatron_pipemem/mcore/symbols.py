@@ -127,7 +127,7 @@ TRANSFORMER_ENGINE = (
     ),
     Symbol("transformer_engine.pytorch.module._common", "WeightGradStore.put", ("self", "tensor_list", "func")),
 )
-"""How its modules gather, and how they keep tensors for W. It need not be installed."""
+"""Functions by which Transformer Engine gathers tensors and keeps them for W, if it is installed."""
 
 # The losses of multi-token prediction, where the head is cut over the pipeline.
 PROCESS_MTP_LOSS = tuple(
@@ -218,4 +218,4 @@ USED = (
     Symbol("megatron.core.utils", "prepare_input_tensors_for_wgrad_compute", ("grad_output", "all_gathered_input")),
     Symbol("megatron.core.utils", "get_tensor_model_parallel_group_if_none", ("tp_group",)),
 )
-"""A change of these would break steps in the middle."""
+"""Functions that steps call. If one of them changed, a step would fail in the middle."""

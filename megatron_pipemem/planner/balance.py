@@ -34,7 +34,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 
 AS_GOOD = 0.005
-"""Least gain of another layout, as a share of a step."""
+"""The least gain for which another layout is chosen, as a fraction of a step."""
 _SIMULATED = 300  # steps, at most
 _TOLERANCE = 1e-9
 
@@ -261,7 +261,7 @@ def _checked_request(run: Run) -> Request:
     if AUTO in (run.schedule.name, run.schedule.vocab_parallel):
         raise UnsupportedError(
             "missing-option",
-            "a layout is priced under one schedule; name it, and the cut of the vocabulary, in place of auto",
+            "layouts are compared under one schedule; name the schedule, and off, 1 or 2 for the vocabulary, in place of auto",
         )
     request = replace(request_of(run).without_offload(), recompute="none")  # the prices of layers include recomputation
     if request.file is None:

@@ -36,13 +36,13 @@ from megatron_pipemem.schedule.stream import stream
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM, VocabularyCosts
 
 _PIECES = 12
-"""Pieces of a stage whose layers are unknown: it can be cut in two, three or four."""
+"""The number of pieces of a stage whose layers are unknown, so that 2, 3 or 4 stages can share them."""
 _PARTS = {
     Kind.F: (Kind.F, Kind.RECV_F, Kind.SEND_F),
     Kind.I: (Kind.I, Kind.RECV_I, Kind.SEND_I),
     Kind.W: (Kind.W, Kind.REDUCE_GRAD),
 }
-"""Compute actions with their messages. The bytes of a message belong to the action that needs it or makes it."""
+"""Passes with their messages. The bytes of a message count for the pass that needs it or makes it."""
 
 
 def _parts_of(values: Sequence[float], counts: Sequence[int]) -> PartPrices:
@@ -150,7 +150,7 @@ def stage_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dic
 
 
 WORTH = 0.01
-"""Least gain of a change, as a share of the step. Smaller gains are below the accuracy of measured times."""
+"""The least gain of a change that is shown, as a fraction of the step: the accuracy of measured times."""
 SAME_MEMORY, MORE_MEMORY, OFFLOAD = "schedule", "schedule with more memory", "schedule with offload"
 _ORDERS = (SAME_MEMORY, OFFLOAD, MORE_MEMORY)
 """Kinds of changes with a new order of actions, the simplest first."""
@@ -179,7 +179,7 @@ class Case:
     step: MeasuredStep
     layers: tuple[int, ...] | None = None  # of every stage; ``None`` if unknown
     memory: Mapping[Kind, tuple[float, ...]] | None = None
-    """Per kind of action, the change of the device's bytes, one value per stage and slice; ``None`` for activation units."""
+    """By kind of action, the change of the device's bytes, one value per stage and slice. ``None``: activation units."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Changes that the run's configuration excludes, by name, with the reason (``mcore.report.run_report``)."""
     ordered: bool = False  # whether its microbatches are already ordered by their costs

@@ -41,7 +41,7 @@ class Matrix:
     routed: bool = False  # whether a dispatcher brings it whole sequences of tokens
     ranks: int | None = None  # number of ranks that share it, if not the tensor-parallel ones
     waits: bool = True
-    """Whether its backward is split, so that its weight gradient may be computed in W. The router's backward is not."""
+    """Whether the layer's backward is split, so that W may compute its weight gradient. The router's is not."""
     early: bool = False  # whether its weight gradient is computed in I nevertheless
     recompute: tuple[str, ...] = ()  # modules of ``Recomputable`` that repeat its F
 
@@ -254,7 +254,7 @@ def head_parameters(model: Model, execution: Execution) -> int:
 
 
 Sizes = Callable[[str], float]
-"""The value of an attribute of Megatron's configuration; 0 or ``None`` if it is not set."""
+"""A function from an attribute of Megatron's configuration to its value; 0 or ``None`` if it is not set."""
 
 # Attributes of Megatron's configuration by the field of a model, if their names differ.
 _ATTRIBUTES = {

@@ -17,12 +17,12 @@ from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.schedule import Schedule
 
 SHOWN = 3
-"""Number of changes in the explanation."""
+"""The number of changes that the explanation shows."""
 LACKS_STEP = (
     "has no times of actions: an earlier version wrote it, an asynchronous schedule or steps without a barrier ran, or some "
     "actions could not be timed; train a few steps again with --pipemem-report"
 )
-"""The fault of a report that cannot be explained."""
+"""Why a report without a recorded step cannot be explained."""
 
 
 def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Case | None:

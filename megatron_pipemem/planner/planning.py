@@ -64,8 +64,8 @@ _PER_MICROBATCH = ("overlap-grad-reduce",)
 
 
 Priced = tuple[Base, float, tuple[float, ...]]
-"""A cut with a family, with all parameter versions in its static bytes; seconds of a step in the middle of the run;
-bytes of activations per device."""
+"""A parallelism with a family, whose static bytes include all parameter versions; seconds of a step in the middle of the
+run; bytes of activations per device."""
 
 
 def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, rejected: Counter[str]) -> Iterator[Priced]:
@@ -366,7 +366,7 @@ class _Planner:
         try:
             found = self._built(base, build, microbatches)
         except PipememError as error:
-            self.rejected[f"{variant.name} cannot be had with {order.name}: {error}"] += 1
+            self.rejected[f"{variant.name} cannot be combined with {order.name}: {error}"] += 1
             return
         if found is not None and rest:
             makespan = found.makespan + rest * _busiest(group.step)

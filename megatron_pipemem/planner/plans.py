@@ -213,4 +213,4 @@ class Base:
 
 
 Entry = tuple[float, int, Run | Group | Base | Plan]
-"""Seconds or a lower bound of them, a number that separates equals, and the entry."""
+"""Seconds of a step or their lower bound, a serial number for equal seconds, and the entry."""

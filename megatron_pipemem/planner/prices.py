@@ -50,7 +50,7 @@ from megatron_pipemem.planner.counts import layer_flops
 
 _HALF_WAVE = 2**20  # results: half of some 120 multiprocessors times a tile of 128 x 128
 _REPEATS: dict[str, tuple[str, ...]] = {Sublayer.FFN: ("mlp",), Sublayer.EXPERTS: ("moe",)}
-"""Modules whose recomputation sends a block's messages of F once more."""
+"""Modules by block. Recomputing one of them sends the messages of the block's F again."""
 _AS_MODELLED = Passes(1.0, 1.0, 1.0)
 _LOGIT = 4  # bytes: the loss is computed in fp32
 # Bytes per parameter of a mixed-precision Adam: fp32 gradient, master copy and two moments, and the 16-bit parameter.
@@ -94,9 +94,7 @@ def each_pass(function: Callable[..., float], *passes: Passes) -> Passes:
 def layer(
     model: Model, execution: Execution, cluster: Cluster, kind: str | None = None, pace: Passes = _AS_MODELLED
 ) -> Price:
-    """Predict the seconds and bytes of one layer. ``pace`` has the ratios of measured to predicted seconds of F, I and
-    W.
-    """
+    """Predict the seconds and bytes of one layer; ``pace`` has the measured over the predicted seconds of passes."""
     kind = kind or model.kinds[0]
     flops = counts.layer_flops(model, execution, kind)
     plain = counts.layer_flops(model, replace(execution, recompute="none"), kind)

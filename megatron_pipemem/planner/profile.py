@@ -86,7 +86,7 @@ class Profile:
     model: Model
     execution: Execution
     source: Source
-    """Origin of bytes and parameters. Measured seconds are of computing alone. ``formulas`` and ``fake tensors`` have
+    """The origin of bytes and parameters. Measured seconds are those of computing alone. ``formulas`` and ``fake tensors`` have
     the seconds of ``planner.prices``, which add tensor-, context- and expert-parallel messages."""
     device: str  # the measured device, or the speed in the formulas
     layers: dict[str, Part]  # one layer of every kind in the model

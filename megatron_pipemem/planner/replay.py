@@ -30,7 +30,7 @@ _SHORT = 3  # microbatches per device of the shortest step that may have a rhyth
 _LONGEST_RHYTHM = 8  # microbatches per device
 _SHORT_REPLAYS, _LONG_REPLAYS = 256, 4  # sizes of the caches
 MOST_ACTIONS = 300_000
-"""Actions of a step that is built as a whole. Longer ones are priced by shorter ones."""
+"""The most actions of a step that is built as a whole. Longer steps are predicted from shorter ones."""
 
 
 class OrderPrice(NamedTuple):

@@ -26,7 +26,7 @@ from megatron_pipemem.schedule.registry import families, family, sliced_families
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 SEARCHED = "search"
-"""Stands among the names of families for an order that is searched for."""
+"""The name of a searched order, in place of a family's."""
 OUTCLASSED = {
     "gpipe": "1f1b is as fast and holds less",
     "looped-bfs": "interleaved is as fast and holds less",
@@ -42,7 +42,7 @@ OUTCLASSED = {
 OF_REPLICAS = {DISTRIBUTED: True, "overlap-grad-reduce": True, "overlap-param-gather": True}
 """Flags that the prices of several data-parallel ranks assume, unless the run sets them otherwise."""
 STOCKS_ALONE = (*STOCK_OVERLAPS.values(), "defer-embedding-wgrad-compute", "wgrad-deferral-limit")
-"""Flags that hide messages or move the head's W under Megatron's own schedules, and that no other schedule needs."""
+"""Flags that hide messages or move the head's W. Only Megatron's own schedules support these."""
 _KEPT_OF_SCHEDULE = ("recompute_modules", "overlap_steps")
 _MOST_CHUNKS = 8
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -258,4 +258,4 @@ KEYS: Mapping[str, Callable[[Run], Sequence[Any]]] = {
     "schedule": lambda run: [SEARCHED, *_names()],
     "variant": lambda run: [PLAIN, *(each.name for each in variants())],
 }
-"""Keys that may be limited -> the possible values for a run."""
+"""Functions from a run to the possible values of a key, by the keys that may be limited."""

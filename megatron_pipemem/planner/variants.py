@@ -44,10 +44,10 @@ class Variant:
     """Returns the step with other costs and bytes, given placement and pace. Its costs must be a lower bound for orders
     from ``apply``, so that the planner may leave out slower ones."""
     apply: Callable[[Schedule, PlannedStep, tuple[float, ...]], Schedule]
-    """Returns the order with further actions, within the given bytes per device. Raises a PipememError if there is none."""
+    """Returns the order with further actions, within the given bytes per device, or raises a PipememError."""
     frees_memory: bool = False
-    """Whether it is only for orders that exceed the memory. Otherwise it holds at least as much as the order alone. In
-    both cases it takes at least as long."""
+    """Whether the variant is only for orders that exceed the memory. Otherwise it holds at least as much as the order alone.
+    In both cases it takes at least as long."""
 
 
 PLAIN = "plain"

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 GRADIENT_READY = "_pipemem_gradient_ready"
 """Attribute of a weight: the function to call when a microbatch's gradient of the weight is complete."""
 EARLY = "_pipemem_early"
-"""Attribute of a weight whose gradient is computed in I."""
+"""Attribute of a weight whose gradient pass I computes, and not W."""
 
 _AHEAD = 2
 """Number of GEMMs between the start of a gather and its own GEMM. A projection's GEMM is shorter than the next layer's gather,

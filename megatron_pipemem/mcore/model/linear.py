@@ -260,7 +260,7 @@ def attach_ddp_hooks(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
 
 
 _EXPERTS = re.compile(r"(?:^|\.)experts\.(?:local_experts\.\d+\.)?linear_(fc[12])\.weight")
-"""Weights of routed experts, which Megatron computes one by one or in groups."""
+"""Names of routed experts' weights, for experts that are single modules or one grouped module."""
 
 
 def early_modules(asked: str, config: Any) -> frozenset[EarlyWeights]:

@@ -231,7 +231,7 @@ class ChunkStage:
     counters: Sequence[ActivationCounter] = ()
     _again: dict[int, _Again] = field(default_factory=dict)
     _has_run: bool = False
-    """in this step: quantised weights are made in the first forward and kept, and not every stage begins with microbatch 0"""
+    """Whether a forward has run in this step: the first one makes quantised weights, and is not always microbatch 0."""
     _set_input_tensor: Callable[[list], None] = field(init=False)
     _experts: tuple[torch.nn.Module, ...] = field(init=False)
 

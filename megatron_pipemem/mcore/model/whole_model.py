@@ -28,9 +28,9 @@ class _Chunk(NamedTuple):
     """The layer numbers, the ends and the number of parameters of one model chunk."""
 
     layers: tuple[int, ...]
-    """global numbers, from 1"""
+    """Numbers of the layers in the whole model, from 1."""
     of: int
-    """layers of the whole model, as its configuration says"""
+    """The number of layers of the whole model, by its configuration."""
     embeds: bool
     has_head: bool
     parameters: int

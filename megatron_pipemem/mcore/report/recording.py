@@ -42,7 +42,7 @@ from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.schedule import Program
 
 _Numbers = tuple[RecordedStep, int | None, float]
-"""The last step of a rank, its predicted peak and its planned bubble."""
+"""The last step of a rank, its predicted peak in bytes, and its planned bubble rate."""
 
 
 class Recording(Extension):

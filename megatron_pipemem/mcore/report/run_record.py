@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 _TIMELINES = ("html", "png", "json")
 STEPS, LOSSES, FILES = "measuring of steps", "losses", "all of its files"
-"""Parts of the record that may fail, each by itself."""
+"""Parts of the record. If one fails, the others are still written."""
 
 
 @dataclass
@@ -67,19 +67,19 @@ class RunRecord:
     _program: Program | None = None
     _device: int = 0
     _changes: dict[bool, dict[Kind, list[int]]] = field(default_factory=lambda: {False: {}, True: {}})
-    """of the microbatches that give experts the fewest tokens, and of those that give them most"""
+    """Bytes by kind of action and stage. The key tells whether experts got the most tokens, or the fewest."""
     _host_changes: dict[Kind, list[int]] = field(default_factory=dict)
     _learnt: set[tuple[Kind, int]] = field(default_factory=set)
     _slices: int = 1
-    """tokens of the microbatches that the learnt bytes are of"""
+    """The number of slices per microbatch in the steps from which bytes were learnt."""
     _by_tokens: dict[tuple, tuple[BytesByTokens, BytesByTokens]] = field(default_factory=dict)
-    """where microbatches differ: on the device and on the host, for every treatment of this rank's stages"""
+    """Predictions for microbatches that differ, on the device and on the host, by the value of ``_treatments``."""
     _uneven: bool = False
-    """whether experts get other numbers of tokens in every microbatch"""
+    """Whether the number of tokens that experts get differs between microbatches."""
     _treatments: dict[int, tuple[Kind | None, bool]] = field(default_factory=dict)
     _weights: WeightBytes | None = None
     _counted: list[tuple[Action, int, int]] = field(default_factory=list)
-    """every action of the last counted step, with the bytes after it on the device and on the host"""
+    """Every action of the last counted step, with the bytes after it on the device and on the host."""
     _is_settled: bool = False
     _last: list[TracedAction] = field(default_factory=list)
     _last_plan: Choice | None = None

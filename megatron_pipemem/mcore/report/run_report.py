@@ -26,7 +26,7 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.simulator import Measured, Timeline, count_messages
 
 Plans = Sequence[tuple[int, Choice]]
-"""The step that each plan was first run in, and the plan."""
+"""Pairs of a plan and the number of the first step that ran it, as (step, plan)."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ def _finite(value: float | None) -> float | None:
 
 
 _TYPICAL = 2
-"""The first step opens channels, and the second one begins when it has: the time between them is not typical."""
+"""The first step takes longer, because it opens channels. So the time until the second step does not count."""
 
 
 def count_layers(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> dict[int, int]:

@@ -32,7 +32,7 @@ from megatron_pipemem.schedule.schedule import Order, Program
 # order computes while messages travel.
 
 FIRST_STEPS = 2
-"""The second step adds to existing gradients, which takes other kernels."""
+"""Steps of a kind that may launch a kernel for the first time. The second adds to existing gradients."""
 
 _ONE_QUEUE = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "NCCL_LAUNCH_ORDER_IMPLICIT")
 """With the value 1, these variables put all launches of a rank, or all of its messages, into one order. Megatron sets the
@@ -152,9 +152,7 @@ class Observation:
 
     @property
     def on_device(self) -> Callable[[torch.Tensor], object] | None:
-        """The ledger's function for counting a tensor on the device, which an offload engine calls; ``None`` without a
-        ledger.
-        """
+        """The ledger's function for counting a tensor on the device, for an offload engine; ``None`` without a ledger."""
         return None if self.ledger is None else self.ledger.hold
 
 

@@ -20,7 +20,7 @@ from megatron_pipemem.runtime.executor import Executor, Handlers, Instruction, S
 from megatron_pipemem.schedule.action import COMPLETING, Action, Kind
 
 Listener = Callable[[Any, torch.Tensor], None]
-"""Takes a bucket group of Megatron's, and the parameter in it whose gradient a microbatch has completed."""
+"""A function that is called with a bucket group and a parameter when a microbatch has added its gradient."""
 
 
 class GradientReductions(Extension):
@@ -39,7 +39,7 @@ class GradientReductions(Extension):
 
     def __init__(self) -> None:
         self._norms: list[tuple[Callable, list[torch.Tensor]]] | None = None
-        """of this step, with Megatron's check; ``None`` between steps"""
+        """Gradient norms of this step, each with the check that Megatron would call; ``None`` between steps."""
         self._listener: Listener | None = None
 
     def replacements(self) -> Replacements:

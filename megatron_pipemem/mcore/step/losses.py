@@ -26,7 +26,7 @@ from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.schedule import Schedule
 
 _ALIGNMENT = 16
-"""Bytes. Tensors of every type begin at a multiple of their element's size."""
+"""In bytes, so that every tensor in the buffer begins at a multiple of its element's size."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class LossCarrier:
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
         self._known: dict[tuple[int, int, Hashable], bytes] = {}
-        """The form of the last data of every route and kind, pickled; alike at both ends."""
+        """The pickled structure of the last data, by sender, receiver and kind. Both ends have the same."""
         self._sent: tuple[dist.Work, torch.Tensor] | None = None
         self._begun = False
         # One for the run: every stream has a pool of memory of its own.
@@ -226,7 +226,7 @@ def _kind(step: StepContext, schedule: Schedule) -> Hashable:
 
 
 _LOGGED = ("loss_values", "correct_values", "total_values")
-"""Data that Megatron keeps for every depth of multi-token prediction."""
+"""The entries that Megatron logs for each token of multi-token prediction."""
 
 
 def sum_depths(step: Step) -> None:
