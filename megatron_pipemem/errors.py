@@ -39,6 +39,7 @@ CODES = {
     "cannot-read": "A file cannot be read: no permission, not text, or damaged. Give another one.",
     "cannot-write": "A file cannot be written: no permission, no folder, a full disk. Give another path.",
     "exists-already": "A file, grid or name exists already. Choose another, or continue with it as the message says.",
+    "no-answer": "A process that imports Megatron takes too long or does not start. Ask for less, or mend what it waits for.",
     "no-file": "There is no such file, script or folder. Check the path.",
     "no-gpu": "The cluster of the run has GPUs and this machine has none. Start it there, or use `--print`.",
     "not-installed": "A package or program is not installed here. The message names it.",

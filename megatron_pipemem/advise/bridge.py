@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -17,6 +15,7 @@ from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Model
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError, UpstreamError
+from megatron_pipemem.launch.asking import answers
 from megatron_pipemem.launch.command import model_flags
 from megatron_pipemem.planner.space import STOCKS_ALONE
 from megatron_pipemem.schedule.options import STOCK
@@ -50,23 +49,13 @@ def evaluate(names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the configurations of recipes, as ``mcore.bridge_recipe.evaluated`` returns them, in the order of the names.
 
     Raises:
-        UpstreamError: Megatron-Bridge cannot be imported (``not-installed``).
+        UpstreamError: Megatron-Bridge cannot be imported (``not-installed``), or a recipe takes too long (``no-answer``).
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", _CHILD, *names],
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["?"])[-1]
-        raise UpstreamError(
-            "not-installed", f"Megatron-Bridge cannot be imported ({reason}); pip install megatron-bridge"
-        )
-    for line in done.stdout.splitlines():
-        if line.startswith("RECIPE "):
-            yield json.loads(line.removeprefix("RECIPE "))
+    try:
+        yield from answers(["-m", _CHILD, *names], _SECONDS, "Megatron-Bridge")
+    except UpstreamError as error:
+        hint = "pip install megatron-bridge" if error.code == "not-installed" else "a recipe may wait for a network"
+        raise UpstreamError(error.code, f"{error}; {hint}") from error
 
 
 def read_recipe(name: str, context: Context) -> Reading:

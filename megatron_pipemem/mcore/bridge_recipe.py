@@ -16,6 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_pipemem.launch.asking import MARK
+
 KNOWN = {
     "deepseek-ai/DeepSeek-V3": "deepseek-v3",
     "deepseek-ai/DeepSeek-V3-Base": "deepseek-v3",
@@ -147,9 +149,9 @@ def main(names: list[str]) -> None:
         try:
             recipe = _own(name) if ":" in name else found.get(name)
             facts = {"names": sorted(found)} if recipe is None else evaluated(recipe)
-        except Exception as error:  # a recipe is foreign code
+        except (Exception, SystemExit) as error:  # a recipe is foreign code
             facts = {"name": name, "error": f"{type(error).__name__}: {error}"}
-        sys.stdout.write("RECIPE " + json.dumps(facts | {"asked": name}, default=str) + "\n")
+        sys.stdout.write(MARK + json.dumps(facts | {"asked": name}, default=str) + "\n")
 
 
 if __name__ == "__main__":

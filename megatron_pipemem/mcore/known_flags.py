@@ -8,8 +8,6 @@ import hashlib
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -17,8 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.errors import ConfigError, UpstreamError
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.launch.asking import answers
 from megatron_pipemem.launch.command import flag_parser
 from megatron_pipemem.mcore import is_installed
 from megatron_pipemem.reading import read_json
@@ -26,15 +25,14 @@ from megatron_pipemem.search.result import default_folder
 
 logger = logging.getLogger(__name__)
 
-# In a process of its own: importing Megatron takes seconds and leaves much behind.
 _ASK = """
-import argparse, json, logging, sys, warnings
-warnings.simplefilter("ignore")
+import argparse, json, sys
 from megatron.training.arguments import add_megatron_arguments
+from megatron_pipemem.launch.asking import MARK
 from megatron_pipemem.mcore.known_flags import described
 parser = argparse.ArgumentParser(allow_abbrev=False)
 add_megatron_arguments(parser)
-sys.stdout.write("FLAGS " + json.dumps(described(parser)))
+sys.stdout.write(MARK + json.dumps(described(parser)))
 """
 _SECONDS = 120
 
@@ -117,20 +115,10 @@ def _megatrons_flags() -> dict[str, dict[str, Any]]:
     except OSError:  # no place for it
         path = Path(os.devnull)
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        logger.warning("the flags are not checked, because Megatron's parser did not start: %s", error)
+        (known,) = answers(["-c", _ASK], _SECONDS, "Megatron's parser")
+    except (UpstreamError, ValueError) as error:  # ValueError: not one answer
+        logger.warning("the flags are not checked: %s", error)
         return {}
-    told = [line for line in done.stdout.splitlines() if line.startswith("FLAGS ")]
-    if done.returncode or not told:
-        logger.warning(
-            "the flags are not checked, because Megatron's parser failed: %s",
-            (done.stderr.strip().splitlines() or ["?"])[-1],
-        )
-        return {}
-    known = json.loads(told[-1].removeprefix("FLAGS "))
     with suppress(OSError):  # it is asked again
         write_whole(path, json.dumps(known))
     return known
