@@ -1,8 +1,8 @@
-"""Check each contract of this package with Megatron-Core, on the Megatron-Core that Python finds.
+"""Check that the installed Megatron-Core has the properties that this package needs, its *contracts*.
 
-    python scripts/contracts.py [--only CONTRACT ...] [--log FILE] [--verbose]
+python scripts/contracts.py [--only CONTRACT ...] [--log FILE] [--verbose]
 
-A contract is shown by tests of the package. They train on four CPU ranks if needed, and compare with that Megatron's own
+Tests of the package prove each contract. They train on four CPU ranks if needed, and compare with that Megatron's own
 schedule. A broken contract is printed with its reason in one line, and the log has the details. ``contracts.sh`` checks
 another version or source tree.
 """
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Contract(NamedTuple):
-    """A property of Megatron-Core that the package needs, with the tests that show it."""
+    """A property of Megatron-Core that the package needs, and the tests that prove it."""
 
     promise: str  # the property, as a sentence
     tests: tuple[str, ...]
@@ -38,15 +38,15 @@ CONTRACTS = {
         "every function that is replaced or used is there, with its parameters", ("tests/mcore/test_symbols.py",)
     ),
     "linear": Contract(
-        "a split backward on one chunk per rank (zb-h1) trains as stock, and its peak bytes are foretold",
+        "a split backward on one chunk per rank (zb-h1) trains as stock, and its peak bytes are as predicted",
         (f"{_FAMILIES}::test_trains_as_stock[zb-h1-tied]", f"{_FAMILIES}::test_peak_bytes_are_foretold[zb-h1-tied]"),
     ),
     "V": Contract(
-        "a V placement (v-half) trains as stock, and its peak bytes are foretold",
+        "a V placement (v-half) trains as stock, and its peak bytes are as predicted",
         (f"{_FAMILIES}::test_trains_as_stock[v-half-tied]", f"{_FAMILIES}::test_peak_bytes_are_foretold[v-half-tied]"),
     ),
     "offload": Contract(
-        "activations that wait on the host (zbv) change nothing but memory, by as many bytes as foretold",
+        "activations that wait on the host (zbv) change nothing but memory, by as many bytes as predicted",
         (f"{_TRAINING}/test_offload.py::test_everything_that_fits_leaves_a_v",),
     ),
     "vocabulary": Contract(
@@ -58,7 +58,7 @@ CONTRACTS = {
 
 @dataclass(eq=False)
 class Verdicts:
-    """Collect pytest's results by contract."""
+    """A pytest plugin that collects the results of tests by contract."""
 
     contracts: dict[str, Contract]
     passed: set[str] = field(default_factory=set)
@@ -81,7 +81,7 @@ class Verdicts:
                     self.passed.add(name)
 
     def lines(self) -> list[str]:
-        """Return a line for every contract, and a line for every reason of a broken one."""
+        """Return a line for each contract, and below a broken one a line for each reason."""
         told = []
         for name, contract in self.contracts.items():
             reasons = list(dict.fromkeys(self.reasons.get(name, ())))
@@ -94,12 +94,12 @@ class Verdicts:
 
     @property
     def all_kept(self) -> bool:
-        """Whether tests have shown every contract and found none broken."""
+        """Whether a test has passed for each contract, and none has failed or was skipped."""
         return not self.reasons and self.passed == set(self.contracts)
 
 
 def last_words(traceback: str) -> str:
-    """Return the error of a failed test in one line, from the first rank that reports one.
+    """Return the error of a failed test as one line, from the first rank that reports an error.
 
     ``traceback`` is pytest's. Its lines after ``E`` may hold the tracebacks of several ranks.
     """
@@ -110,7 +110,7 @@ def last_words(traceback: str) -> str:
 
 
 def _is_error(line: str) -> bool:
-    """Return whether a line names an exception, as ``package.SomeError: what happened`` does."""
+    """Return whether a line begins with the name of an exception: ``package.SomeError: message``."""
     name = line.partition(":")[0]
     return name.replace(".", "").isidentifier() and name.rpartition(".")[2][:1].isupper()
 

@@ -1,9 +1,10 @@
-"""Write the tables of the documents: schedules under two cost vectors, all schedules, sequence slices, flags, codes of
-errors, refused combinations, the price of one hardware queue, and the quickstart's last run.
+"""Write the generated tables of the documents.
 
-    python scripts/doc_tables.py [--quickstart out/quickstart]
+python scripts/doc_tables.py [--quickstart out/quickstart]
 
-Without ``--quickstart`` the quickstart's table stays as it is.
+They are: schedules under two cost vectors, all schedules, sequence slices, flags, codes of errors, refused
+combinations, the price of one hardware queue, and the quickstart's last run. Without ``--quickstart`` the quickstart's
+table stays as it is.
 """
 
 from __future__ import annotations
@@ -116,14 +117,14 @@ def table_of_costs() -> str:
 
 @cache
 def _memory(implementation: str) -> Costs:
-    """Return costs with the bytes of layers, embedding and head of Llama-70B."""
+    """Return costs with the bytes of Llama-70B, for layers of Megatron (``local``) or of Transformer Engine."""
     model, cluster = replace(load("llama3-70b", Model), sequence=SEQUENCE), load("h100-80g", Cluster)
     cut = {"tp": TENSOR_RANKS, "sequence_parallel": True, "implementation": implementation}
     return Costs(memory=from_formulas(model, typed(cut, Execution), cluster).costs().memory)
 
 
 def _peaks(run: Timeline) -> list[float]:
-    """Return the peak in activation units, and as shares of 1F1B's bytes with each implementation of layers."""
+    """Return the peak in activation units, and then its share of 1F1B's bytes for each implementation of layers."""
     shares = [share_of_1f1b(simulate(run.schedule, _memory(each))) for each in LAYERS.values()]
     return [run.peak, *(share for share in shares if share is not None)]
 
@@ -180,7 +181,10 @@ def table_of_slices() -> str:
 
 
 def list_of_queues() -> str:
-    """Prove every family in every model, and price its order for one hardware queue."""
+    """Return, for each family, how much longer its step gets with one hardware queue per rank.
+
+    Both programs of each family are proved first.
+    """
     prices, costs = [], Costs(1, 1.5, 0.5, p2p=0.02)
     for family in families():
         schedule = build_schedule(family.name, num_devices=DEVICES, num_microbatches=MICROBATCHES, costs=costs)
@@ -196,7 +200,7 @@ _filled = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyp
 
 
 def _items(entries: Iterable[tuple[str, str]]) -> str:
-    """Return names and meanings as a list with lines of at most 120 columns."""
+    """Return pairs of a name and a meaning as a Markdown list, with lines of at most 120 columns."""
     return "\n".join(_filled(f"- {name}: {meaning}", subsequent_indent="  ") for name, meaning in entries)
 
 
@@ -214,13 +218,13 @@ def list_of_flags() -> str:
 
 
 def list_of_conflicts() -> str:
-    """Return the features of this package that exclude each other, as a list."""
+    """Return a Markdown list of the features that exclude each other."""
     entries = ((one, ", ".join(WORDS[other] for other in excluded)) for one, excluded in CONFLICTS.items())
     return _items((f"{WORDS[one]}, not with", others) for one, others in entries)
 
 
 def list_of_refusals() -> str:
-    """Return the attributes of Megatron's configuration that each feature refuses, as a list."""
+    """Return a Markdown list of the attributes of Megatron's configuration that each feature refuses."""
     tables = [each for each in vars(refusals).values() if isinstance(each, refusals.Refusals)]
     return _items(
         (each.feature.strip() or "with every schedule", ", ".join(f"`{option}`" for option in each.sentences))
@@ -229,7 +233,7 @@ def list_of_refusals() -> str:
 
 
 def table_of_quickstart(output: Path) -> str:
-    """Return the rows of the last quickstart run, without title and caption."""
+    """Return the table of the last quickstart run, without title and caption."""
     text, table = io.StringIO(), quickstart.table(json.loads((output / "summary.json").read_text(encoding="utf-8")))
     table.title = table.caption = ""
     Console(file=text, width=100).print(table)
@@ -242,7 +246,10 @@ def _between(block: str, marks: re.Match[str]) -> str:
 
 
 def written(text: str, blocks: Mapping[str, str]) -> str:
-    """Return the text with new blocks between ``<!-- NAME -->`` and ``<!-- end of NAME -->``."""
+    """Return the text with the lines between ``<!-- NAME -->`` and ``<!-- end of NAME -->`` replaced.
+
+    ``blocks`` has the new lines by name.
+    """
     for name, block in blocks.items():
         mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
         text, count = mark.subn(partial(_between, block), text)

@@ -1,12 +1,13 @@
-"""Run a Megatron script in one process on the CPU, with the update rule of an asynchronous schedule but without a pipeline.
+"""Train in one process on the CPU, without a pipeline, by the update rule of an asynchronous schedule.
 
-    pipemem run --cpu scripts/emulate.py RULE STAGES SCRIPT [flags of the script and --pipemem-* flags]
+pipemem run --cpu scripts/emulate.py RULE STAGES SCRIPT [flags of the script and --pipemem-* flags]
 
-The result is the reference for asynchronous training, computed only from the papers' update rules.
+The losses are the reference for asynchronous training, because they follow from the papers' update rules only.
 
-One process holds the whole model and runs Megatron's own schedule without a pipeline. Before a gradient, the weights are
-overwritten by those of the rule, and afterwards by the newest ones. Then the optimizer steps. The code shares nothing with the
-pipeline that it predicts: it has no schedule and no executor, and it copies weights.
+One process holds the whole model and runs Megatron's own schedule without a pipeline. Before it computes a gradient, it
+overwrites the weights by the version that the rule wants. Afterwards it restores the newest weights and steps the
+optimizer. The code shares nothing with the pipeline that it checks: it has no schedule and no executor, and copies
+weights.
 
 * ``pipedream-2bw`` (arXiv 2006.09503): ``W(t+1) = W(t) - lr * gradient(W(t-1))`` with ``W(-1) = W(0)``, per batch;
 * ``pipedream`` (arXiv 1806.03377): for the gradient of microbatch ``k``, stage ``s`` of ``n`` has the weights after
@@ -34,10 +35,10 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 @contextmanager
 def emulated(rule: str, num_stages: int, replicas: int = 1) -> Iterator[None]:
-    """Make Megatron's training steps without a pipeline follow ``rule`` within this block.
+    """Make Megatron's training steps without a pipeline follow ``rule`` while the block runs.
 
-    Layers are cut evenly over ``num_stages`` emulated stages, with embedding and head on the end stages. ``replicas``
-    emulated data-parallel replicas share an update, so as many microbatches do.
+    Layers are cut evenly into ``num_stages`` emulated stages. Embedding and head are on the first and last stage. An
+    update uses one microbatch of each of the ``replicas`` emulated data-parallel replicas.
     """
     from unittest import mock
 
@@ -79,7 +80,7 @@ class _Emulator:
         """Copies of all weights, by the number of updates before."""
 
     def step(self, *, model, num_microbatches: int, forward_only: bool = False, **call) -> list:
-        """Run a step instead of Megatron's forward-backward function."""
+        """Run a training step by the rule. It replaces Megatron's forward-backward function."""
         chunk = model[0] if isinstance(model, list) else model
         if forward_only:
             return self._original(model=model, num_microbatches=num_microbatches, forward_only=True, **call)
@@ -107,7 +108,7 @@ class _Emulator:
         return data
 
     def forward_step(self, *args, current_microbatch=None, **kwargs):
-        """Run a microbatch's forward with its number in the pipeline, because random numbers may depend on it."""
+        """Run the forward of a microbatch with its number in the batch, on which random numbers may depend."""
         number = current_microbatch if self._microbatch is None else self._microbatch
         return self._forward_step(*args, current_microbatch=number, **kwargs)
 
@@ -116,7 +117,7 @@ class _Emulator:
         self._history.pop(self._updates - most, None)
 
     def _show(self, chunk, updates_of) -> None:
-        """Overwrite the weights of every stage by those after ``updates_of(stage)`` updates."""
+        """Set the weights of each stage to those after ``updates_of(stage)`` updates."""
         for number, (parameter, stage) in enumerate(
             zip(chunk.parameters(), self._stages_of_parameters(chunk), strict=True)
         ):

@@ -1,7 +1,7 @@
-"""Plain pretraining with Megatron-Core's own training loop, as ``pretrain_gpt.py`` runs it.
+"""Pretrain with Megatron-Core's own training loop, as Megatron's ``pretrain_gpt.py`` does.
 
-It trains a GPTModel, or a HybridModel if ``--hybrid-layer-pattern`` is given. The ``megatron-core[training]`` wheel has the
-loop, but no script that calls it.
+The model is a GPTModel, or a HybridModel if ``--hybrid-layer-pattern`` is given. The ``megatron-core[training]`` wheel
+has the training loop, but no script that calls it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _FIELDS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
 def get_batch(data: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
     """Return this rank's part of the next microbatch.
 
-    Fields have the shape (microbatch size, tokens), or are None if the stage does not use them. Data is read by
-    tensor-parallel rank 0 of the first stage, the last stage and stages of multi-token prediction. That rank sends it to
-    its tensor-parallel group.
+    Fields have the shape (microbatch size, tokens), or are None if the stage does not use them. On the first stage, the
+    last stage and stages of multi-token prediction, tensor-parallel rank 0 reads the data and sends them to its
+    tensor-parallel group.
     """
     args = get_args()
     predicts_further = _predicts_further(vp_stage)
@@ -79,13 +79,17 @@ def _layout() -> PipelineParallelLayerLayout | None:
 
 
 def _predicts_further(vp_stage: int | None) -> bool:
-    """Return whether this stage has layers of multi-token prediction, which look up tokens of their own."""
+    """Return whether this stage has layers of multi-token prediction. These look up tokens too."""
     depths = get_args().mtp_num_layers
     return mtp_on_this_rank(_layout(), depths, ignore_virtual=vp_stage is None, vp_stage=vp_stage)
 
 
 def get_embedding_ranks(pipeline: list[int]) -> list[int]:
-    """Return the ranks of a pipeline that need the embedding or a copy of it, in order, and the last rank."""
+    """Return the ranks of Megatron's embedding group in ascending order.
+
+    They are the pipeline's first and last rank, and the ranks of multi-token prediction. If there is multi-token
+    prediction and the head is untied, the last rank is not added for its head.
+    """
     args, ends = get_args(), {pipeline[0], pipeline[-1]}
     if args.mtp_num_layers and args.untie_embeddings_and_output_weights:
         ends = {pipeline[0]}  # Megatron would sum the head's gradient with the embedding's
@@ -96,7 +100,7 @@ def get_embedding_ranks(pipeline: list[int]) -> list[int]:
 def loss_func(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the summed loss of a microbatch, its number of tokens, and both for Megatron's log.
+    """Return the summed loss of a microbatch, its number of tokens, and both in one tensor for Megatron's log.
 
     ``loss_mask`` and ``output`` have the shape (microbatch size, tokens). The mask is 1 for tokens that count.
     """
@@ -107,7 +111,9 @@ def loss_func(
 
 
 def forward_step(data: Iterator[Batch] | None, model: GPTModel) -> tuple[torch.Tensor, partial]:
-    """Run the forward of one stage. Return its output, and the function that turns the last stage's output into a loss."""
+    """Run the forward of one stage. Return its output, and a function that computes the loss from the last stage's
+    output.
+    """
     batch = get_batch(data, get_attr_wrapped_model(model, "vp_stage"))
     output = model(
         batch["tokens"],
@@ -120,7 +126,7 @@ def forward_step(data: Iterator[Batch] | None, model: GPTModel) -> tuple[torch.T
 
 
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple:
-    """Return train, validation and test datasets with at least ``num_samples``, on the ranks that read data."""
+    """Build the train, validation and test datasets with at least ``num_samples`` each, on ranks that read data."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(

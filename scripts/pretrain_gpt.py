@@ -1,4 +1,4 @@
-"""Train a GPT with Megatron-Core's own training loop, taking Megatron's flags.
+"""Train a GPT with Megatron-Core's own training loop and Megatron's flags.
 
 Start it with ``pipemem run`` to choose a pipeline schedule, or with torchrun to train on stock Megatron.
 """

@@ -1,14 +1,15 @@
-"""Train one small GPT on four CPU ranks under stock Megatron and under our schedules, and compare losses and memory.
+"""Train one small GPT on four CPU ranks with stock Megatron and with this package, and compare losses and memory.
 
-    ./scripts/quickstart.sh [--iterations N] [--only NAME ...] [--output DIR] [--verbose]
+./scripts/quickstart.sh [--iterations N] [--only NAME ...] [--output DIR] [--verbose]
 
-Every run starts from scratch, with dropout, and reads the same text: the sources of Python's own asyncio package. First
-weights and dropout are drawn by layer (--pipemem-random layerwise), so they do not depend on a layer's place. Losses are
-compared bit for bit with stock Megatron's 1F1B. Asynchronous schedules train differently, so their losses are compared with
-those of their update rule in one process. Results: OUTPUT/summary.json, and a log and pictures of every run.
+Every run starts from scratch, with dropout, and reads the same text: the sources of Python's own asyncio package.
+Initial weights and dropout are drawn by layer (--pipemem-random layerwise), so they do not depend on the layer's rank.
+Losses are compared bit for bit with stock Megatron's 1F1B. Asynchronous schedules train differently. Their losses are
+compared with a run of their update rule in one process. Results are in OUTPUT/summary.json, with a log and pictures of
+every run.
 
-Gradients are not clipped. The norm is a sum over ranks, and its last bit depends on the layers of each rank. Clipping would
-carry that bit into the losses. Stock 1F1B and stock interleaved differ in the same way.
+Gradients are not clipped. The gradient norm is a sum over ranks, and its last bit depends on the layers of each rank.
+Clipping would carry that bit into the losses. Stock 1F1B and stock interleaved differ in the same way.
 
 Chimera, GEMS and DualPipe train two replicas of the model and add up their gradients in another order. Their losses are
 compared within 1e-6 and marked ~, even if a processor rounds them to the same bits.
@@ -80,12 +81,12 @@ TRAINING = {
 
 
 class RunFailed(Exception):
-    """A training run that ended with an error. The message is the end of its log."""
+    """The error of a training run that failed. The message is the end of its log."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. With engine ``stock``, Megatron's own schedule runs and the plugin only measures."""
+    """A training run. With engine ``stock``, Megatron's own schedule trains, and this package only measures."""
 
     schedule: str
     engine: str
@@ -119,10 +120,10 @@ def launch(
     emulated: str | None = None,
     verbose: bool = False,
 ) -> None:
-    """Train on ``DEVICES`` ranks, call ``on_line`` for every line of the log, and raise RunFailed after an error.
+    """Train on ``DEVICES`` ranks, and call ``on_line`` with every line of the log. Raise RunFailed after an error.
 
-    ``emulated`` is an update rule that one rank follows instead, without a pipeline. ``verbose`` logs all of Megatron's
-    messages, also those at import, for which ranks are not forked.
+    If ``emulated`` names an update rule, one rank trains by this rule without a pipeline instead. ``verbose`` logs all
+    of Megatron's messages. Those at import need ranks that are not forked.
     """
     script, ranks = SCRIPTS / "pretrain_gpt.py", DEVICES
     if emulated:
@@ -152,7 +153,7 @@ def launch(
 
 
 def prepare_text(folder: Path) -> list[str]:
-    """Turn asyncio's sources into Megatron datasets, and return the flags that read them."""
+    """Convert asyncio's sources to Megatron datasets in ``folder``, and return the flags that read them."""
     source = Path(sysconfig.get_path("stdlib")) / "asyncio"
     prefix = folder / "asyncio"
     folder.mkdir(parents=True, exist_ok=True)
@@ -169,7 +170,7 @@ def prepare_text(folder: Path) -> list[str]:
 
 
 def train(run: Run, flags: list[str], output: Path, on_line: Callable[[str], object], verbose: bool = False) -> dict:
-    """Train one run, and return its row of the summary without the comparison."""
+    """Train one run, and return its row of the summary. ``compare`` adds the comparison later."""
     report, seconds = output / "reports" / f"{run.name}.json", [0.0]
 
     def count(line: str) -> None:
@@ -200,14 +201,15 @@ def train(run: Run, flags: list[str], output: Path, on_line: Callable[[str], obj
 
 
 def stock_row(rows: Sequence[dict]) -> dict | None:
-    """Return the row of stock 1F1B, with which all others are compared, or None if that run failed."""
+    """Return the row of stock 1F1B, to which all others are compared, or None if that run failed."""
     return next((row for row in rows if (row["schedule"], row["engine"]) == ("1f1b", "stock")), None)
 
 
 def compare(rows: Sequence[dict]) -> list[dict]:
-    """Add to every row whether its losses are those of stock 1F1B, bit for bit; None if stock 1F1B failed.
+    """Return the rows with ``bit_identical_to_stock``: whether the losses equal those of stock 1F1B bit for bit.
 
-    ``identical`` is the same for the reference that ``compared_with`` names. For an asynchronous run it is the emulator.
+    It is None if stock 1F1B failed. ``identical`` says the same for the run in ``compared_with``. For an asynchronous
+    schedule that is the emulator.
     """
     stock = stock_row(rows)
     losses = stock["losses"] if stock is not None else None
@@ -222,14 +224,14 @@ def compare(rows: Sequence[dict]) -> list[dict]:
 
 
 def planned(name: str) -> Timeline:
-    """Return the simulation of one step. An asynchronous schedule is taken in the middle of a run."""
+    """Return the simulated timeline of one step. For an asynchronous schedule it is a step in the middle of a run."""
     if family(name).asynchronous:
         return family_window(name, DEVICES, MICROBATCHES, steady(DEVICES, MICROBATCHES)).simulate()
     return simulate(build_schedule(name, num_devices=DEVICES, num_microbatches=MICROBATCHES))
 
 
 def is_right(row: dict, stock: dict | None) -> bool:
-    """Return whether a row's losses equal those of its reference, as exactly as its schedule allows."""
+    """Return whether the losses of a row are correct: equal to its reference, or within 1e-6 for two replicas."""
     if row["identical"] is not False:
         return True
     if stock is None or family(row["schedule"]).replicas == 1 or len(row["losses"]) != len(stock["losses"]):
@@ -238,7 +240,10 @@ def is_right(row: dict, stock: dict | None) -> bool:
 
 
 def _equality(row: dict, stock: dict | None) -> str:
-    """Return the mark of a row. It is the same on every processor, though two replicas may round to stock's bits on some."""
+    """Return the mark in the column "equal to stock": ``yes``, ``NO``, ``emulator``, ``~`` or ``-``.
+
+    Two replicas always have ``~``, because only some processors round their losses to stock's bits.
+    """
     if row["identical"] is None:
         return "-"
     if not is_right(row, stock):
@@ -249,7 +254,7 @@ def _equality(row: dict, stock: dict | None) -> str:
 
 
 def table(rows: Sequence[dict]) -> FittingTable:
-    """Return the rows of ``compare`` as a table, which needs 98 columns to fit side by side."""
+    """Return the rows of ``compare`` as a table. It needs 98 columns."""
     stock = stock_row(rows)
     words = ("schedule", "engine", "final\nloss", "equal\nto stock")
     numbers = ("peak,\npredicted", "peak,\ncounted", "of\n1f1b", "weight\nMB", "planned\nbubble", "seconds")

@@ -1,9 +1,9 @@
-"""Add the pages to the site that are not in docs/, while MkDocs builds it (a hook of mkdocs.yml).
+"""Add the pages that are not in docs/ to the site while MkDocs builds it (a hook of mkdocs.yml).
 
 These pages are:
 
 - the README, which becomes the start page, and the repository's other documents
-- a page per command, from its help, and the page of the Python API, from ``megatron_pipemem.__all__``
+- a page for each command, from its help, and the page of the Python API, from ``megatron_pipemem.__all__``
 - a picture of every schedule, and the executed example notebook
 - the text of every other file that a document links to, so that the same links work in the repository and on the site
 """
@@ -52,9 +52,9 @@ _LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add all generated pages, and list them in the navigation.
+    """Add all generated pages to the site's files, and put them into the navigation.
 
-    Entries of the navigation that end in ``/`` are replaced by the pages of that folder.
+    An entry of the navigation that ends in ``/`` is replaced by the pages of that folder.
     """
     documents = {page: (ROOT / document).read_text(encoding="utf-8") for document, page in DOCUMENTS.items()}
     runs = gallery_runs()
@@ -74,7 +74,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Return a page's Markdown with the site's links, and with tables that MkDocs reads like the repository's page."""
+    """Return the Markdown of a page with links that work on the site, and with tables in the form that MkDocs reads."""
     documents = {page: document for document, page in DOCUMENTS.items()}
     source = documents.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
@@ -90,7 +90,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def command_pages() -> dict[str, str]:
-    """Return the Markdown of ``commands/index.md`` and of a page per command, by page."""
+    """Return the Markdown of ``commands/index.md`` and of a page for each command, by path."""
     from megatron_pipemem.cli.app import load_commands
 
     commands = {name: each for name, each in load_commands().items() if not each.hidden}
@@ -126,7 +126,7 @@ def command_page(name: str, command: CommandWithExamples) -> str:
 
 
 def python_api_page() -> str:
-    """Return the Markdown of the Python API, whose entries mkdocstrings fills from the docstrings."""
+    """Return the Markdown of the Python API page. mkdocstrings fills its entries from the docstrings."""
     import megatron_pipemem
 
     sections: dict[str, list[str]] = {"On Megatron": [], "Functions": [], "Classes": [], "Errors": []}
@@ -155,13 +155,13 @@ def python_api_page() -> str:
 
 
 def gallery_runs() -> dict[str, Timeline]:
-    """Return the simulation of every schedule on four devices with eight microbatches, by name."""
+    """Return the simulated timeline of every schedule, by name, for four devices and eight microbatches."""
     built = {each.name: build_schedule(each.name, num_devices=4, num_microbatches=8) for each in families()}
     return {name: simulate(schedule) for name, schedule in built.items()}
 
 
 def gallery_page(runs: dict[str, Timeline]) -> str:
-    """Return the Markdown of the page with every schedule's picture. Each picture is a separate page."""
+    """Return the Markdown of the page with a frame for each schedule. The picture in the frame is a file of its own."""
     lines = [
         "# Gallery",
         "",
@@ -181,7 +181,7 @@ def gallery_page(runs: dict[str, Timeline]) -> str:
 
 @lru_cache(maxsize=1)
 def notebook_page(text: str) -> str:
-    """Execute a notebook, and return the Markdown of its cells and their output. A failing cell raises its error."""
+    """Execute a notebook, and return the Markdown of its cells and outputs. If a cell fails, its error is raised."""
     notebook = nbformat.reads(text, as_version=4)
     with TemporaryDirectory() as home:
         environment = {**os.environ, "IPYTHONDIR": home, "PYTHONPATH": str(ROOT)}
@@ -203,7 +203,7 @@ def notebook_page(text: str) -> str:
 
 
 def file_page(target: str) -> str:
-    """Return the Markdown that shows a text file of the repository, or all YAML files of a folder."""
+    """Return the Markdown of a page that shows a text file of the repository, or all YAML files of a folder."""
     path = ROOT / target
     shown = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
     lines = [f"# {target}"]
@@ -216,7 +216,7 @@ def file_page(target: str) -> str:
 
 
 def _target(source: str, link: str) -> str | None:
-    """Return the repository's file that a relative link of a document leads to, or None if it does not exist."""
+    """Return the file of the repository to which a relative link in document ``source`` leads, or None."""
     if "://" in link:
         return None
     target = os.path.normpath(os.path.join(os.path.dirname(source), link))
@@ -224,21 +224,21 @@ def _target(source: str, link: str) -> str | None:
 
 
 def _linked_files(source: str) -> set[str]:
-    """Return the files that a document links to and that have no page yet."""
+    """Return the files to which a document links and that have no page of their own yet."""
     links = _LINK.findall((ROOT / source).read_text(encoding="utf-8"))
     targets = {target for link, _ in links if (target := _target(source, link)) is not None}
     return {target for target in targets if target not in DOCUMENTS and not target.startswith("docs/")}
 
 
 def _page_of(target: str) -> str:
-    """Return the page of the site that shows a file of the repository."""
+    """Return the path of the site's page that shows a file of the repository."""
     if target in DOCUMENTS:
         return DOCUMENTS[target]
     return target.removeprefix("docs/") if target.startswith("docs/") else f"files/{target}.md"
 
 
 def _expanded(entries: list, pages: list[str]) -> list:
-    """Return the navigation, with the pages of each folder in place of its entry ``title: folder/``."""
+    """Return the navigation with each entry ``title: folder/`` replaced by the pages of that folder."""
     expanded = []
     for entry in entries:
         (title, value), *_ = entry.items()

@@ -1,11 +1,11 @@
-"""Turn a folder of text into Megatron's indexed datasets, byte by byte.
+"""Convert a folder of text files to Megatron's indexed datasets, with one token per byte.
 
-    python scripts/text_to_dataset.py FOLDER OUTPUT [--glob '*.py' ...] [--valid-fraction 0.05]
+python scripts/text_to_dataset.py FOLDER OUTPUT [--glob '*.py' ...] [--valid-fraction 0.05]
 
-The output is OUTPUT_train.bin/.idx and OUTPUT_valid.bin/.idx. Each file is a document. Its tokens are its bytes (0 to 255) and
-an end-of-document token (256, the last of the vocabulary, as NullTokenizer expects). Train with:
+The output is OUTPUT_train.bin/.idx and OUTPUT_valid.bin/.idx. Each file is a document. Its tokens are its bytes (0 to
+255) and an end-of-document token (256, the last of the vocabulary, as NullTokenizer expects). Train with:
 
-    --tokenizer-type NullTokenizer --vocab-size 257 --train-data-path OUTPUT_train --valid-data-path OUTPUT_valid
+--tokenizer-type NullTokenizer --vocab-size 257 --train-data-path OUTPUT_train --valid-data-path OUTPUT_valid
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ DEFAULT_GLOBS = ("*.py", "*.txt", "*.md")
 
 
 class DatasetError(ValueError):
-    """A text that cannot become a dataset. The message gives the reason and the remedy."""
+    """The error for text that cannot become a dataset. The message has the reason and the remedy."""
 
 
 def find_documents(folder: Path, globs: Sequence[str] = DEFAULT_GLOBS) -> list[Path]:
-    """Return the non-empty files in ``folder`` that match a glob, in the same order on every machine, or raise a
-    DatasetError.
+    """Return the non-empty files in ``folder`` that match a glob, in the same order on every machine.
+
+    Raise a DatasetError if there are none.
     """
     if not folder.is_dir():
         raise DatasetError(f"{folder} is not a folder; give one that holds text files")
@@ -41,9 +42,10 @@ def find_documents(folder: Path, globs: Sequence[str] = DEFAULT_GLOBS) -> list[P
 
 
 def split(documents: Sequence[Path], valid_fraction: float) -> tuple[list[Path], list[Path]]:
-    """Return the training and the validation documents, or raise a DatasetError if one part would be empty.
+    """Return the training documents and the validation documents.
 
-    About ``valid_fraction`` of the documents validate, taken at even distances.
+    Every n-th document is for validation, such that their share is about ``valid_fraction``. Raise a DatasetError if
+    one part would be empty.
     """
     if not 0 <= valid_fraction < 1:
         raise DatasetError(f"--valid-fraction {valid_fraction} is out of range; give a number from 0 to below 1")
@@ -61,7 +63,7 @@ def split(documents: Sequence[Path], valid_fraction: float) -> tuple[list[Path],
 
 
 def write_dataset(documents: Sequence[Path], prefix: Path) -> int:
-    """Write ``prefix.bin`` and ``prefix.idx``, and return the number of tokens.
+    """Write the documents as a dataset, ``prefix.bin`` and ``prefix.idx``, and return its number of tokens.
 
     Tokens are unsigned 16-bit numbers, the type that Megatron chooses for a vocabulary of this size.
     """

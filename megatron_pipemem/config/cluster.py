@@ -1,4 +1,4 @@
-"""Describe the machines of ``configs/clusters/NAME.yaml``: devices, memory, speed and links."""
+"""Describe a cluster, as in ``configs/clusters/NAME.yaml``: devices, memory, speed and links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Link(Limited):
-    """A connection, which carries messages both ways at once."""
+    """A connection between two devices, which carries messages in both directions at once."""
 
     gb_per_s: Amount
     """10^9 bytes per second, of a large message, each way."""
@@ -21,13 +21,13 @@ class Link(Limited):
     """Microseconds before the first byte arrives."""
 
     def seconds(self, nbytes: float) -> float:
-        """Return the seconds of one message."""
+        """Return the seconds of one message of ``nbytes``."""
         return self.latency_us * 1e-6 + nbytes / (self.gb_per_s * 1e9)
 
 
 @dataclass(frozen=True)
 class HostChannel(Limited):
-    """The copies between a device and the memory of its host, in 10^9 bytes per second of one direction alone."""
+    """The bandwidths of copies between a device and host memory, in 10^9 bytes per second of one direction alone."""
 
     d2h_gb_per_s: Amount
     h2d_gb_per_s: Amount
@@ -35,9 +35,10 @@ class HostChannel(Limited):
     """The share of its speed that a direction keeps while both run: 1 for independent engines, 0.5 for a shared channel."""
 
     def round_trip_seconds(self, nbytes: float, sharing: int = 1) -> float:
-        """Return the seconds that ``nbytes`` of each device take to the host and back, if ``sharing`` devices use the channel.
+        """Return the seconds to copy ``nbytes`` of each of ``sharing`` devices over one channel to the host and back.
 
-        One device alone copies in one direction at a time. Several devices take turns: one sends while another receives.
+        One device alone copies in one direction at a time. Several devices take turns: one sends while another
+        receives.
         """
         out, back = nbytes / (self.d2h_gb_per_s * 1e9), nbytes / (self.h2d_gb_per_s * 1e9)
         return out + back if sharing == 1 else sharing * max(out, back) / self.duplex
@@ -45,7 +46,7 @@ class HostChannel(Limited):
 
 @dataclass(frozen=True)
 class Cluster(Limited):
-    """Nodes of equal devices: GPUs, or CPU ranks."""
+    """Nodes with equal devices. A device is a GPU, or a CPU rank."""
 
     config_folder: ClassVar[str] = "clusters"
 
@@ -84,12 +85,14 @@ class Cluster(Limited):
 
     @property
     def flops(self) -> float:
-        """FLOPs per second that a device achieves."""
+        """FLOPs per second that a device reaches in 16-bit matrix products."""
         return self.tflops * 1e12 * self.achieved
 
     @property
     def fp8_flops(self) -> float:
-        """FLOPs per second that a device achieves with 8-bit numbers. Raises ConfigError if the cluster has no peak."""
+        """FLOPs per second that a device reaches in 8-bit matrix products. Raise a ConfigError if the cluster gives no
+        peak.
+        """
         if self.fp8_tflops is None:
             missing = "is not given, and the run multiplies 8-bit numbers; give it"
             raise ConfigError("missing-option", missing, key="cluster.fp8_tflops")
@@ -97,18 +100,21 @@ class Cluster(Limited):
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes of a device that the model may use."""
+        """Bytes of device memory that a run may use, without the reserved part."""
         return (self.memory_gib - self.reserved_gib) * GIB
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of host memory per device, shared evenly."""
+        """Bytes of host memory for each device of a node, in equal parts."""
         return self.host_memory_gib * GIB / self.devices_per_node
 
     def sharing(self, device: int) -> int:
-        """Return the number of devices, this device of a node included, that share its channel to the host."""
+        """Return how many devices of a node share the channel to the host of device ``device``, itself included."""
         return next((len(group) for group in self.switches if device in group), 1)
 
     def link(self, devices: int, stride: int = 1) -> Link:
-        """Return the slowest link of a group of ranks that lie ``stride`` apart, beginning with the first rank of a node."""
+        """Return the slowest link within a group of ranks whose numbers are ``stride`` apart.
+
+        The first of the ``devices`` ranks is the first rank of a node.
+        """
         return self.intra_node if (devices - 1) * stride < self.devices_per_node else self.inter_node

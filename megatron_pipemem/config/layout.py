@@ -1,9 +1,9 @@
-"""Write and read the layers of every stage in Megatron's notation.
+"""Write and read, in Megatron's notation, which layers each pipeline stage has.
 
-A GPT has ``--pipeline-model-parallel-layout "Et*3|(t*4|)*6t*3mL"``. A hybrid model has ``--hybrid-layer-pattern "M-|*-"``: a
-symbol per layer, ``|`` between stages, and the blocks of multi-token prediction after ``/``.
+A GPT has ``--pipeline-model-parallel-layout "Et*3|(t*4|)*6t*3mL"``. A hybrid model has ``--hybrid-layer-pattern
+"M-|*-"``: a symbol for each layer, ``|`` between stages, and the blocks of multi-token prediction after ``/``.
 
-Stages share the *pieces* of a model: its layers and, in a GPT, multi-token prediction as one more piece at the end.
+The *pieces* of a model are its layers and, in a GPT, multi-token prediction as one more piece at the end.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ SEGMENTS, FURTHER = "|", "/"
 
 
 def segments(pattern: str) -> list[str]:
-    """Return the layers of every stage of a pattern, without multi-token prediction."""
+    """Return the layers of each stage of a hybrid pattern: ``M-|*-/E`` gives ``["M-", "*-"]``.
+
+    Multi-token prediction, after ``/``, is left out.
+    """
     return pattern.split(FURTHER)[0].split(SEGMENTS)
 
 
 def pattern_layers(pattern: str) -> str:
-    """Return the layers of a pattern, without multi-token prediction."""
+    """Return all layers of a hybrid pattern, without multi-token prediction: ``M-|*-`` gives ``M-*-``."""
     return "".join(segments(pattern))
 
 
 def is_cut(pattern: str) -> bool:
-    """Return whether a pattern is cut into stages."""
+    """Return whether a hybrid pattern says where stages begin."""
     return len(segments(pattern)) > 1
 
 
 def needed_layers(pattern: str, flags: Mapping[str, object]) -> list[bool]:
-    """Return for every layer whether it is of a kind that every rank needs.
+    """Return, for each layer of a hybrid pattern, whether every rank needs at least one layer of this kind.
 
-    If Megatron logs the losses of experts, it hangs on a rank without a layer of experts.
+    These are layers with experts, if Megatron logs their losses. It then hangs if a rank has no such layer.
     """
     balanced = "aux_loss" in str(flags.get("moe-router-load-balancing-type", "aux_loss"))
     logged = balanced or flags.get("moe-z-loss-coeff") not in (None, False)
@@ -50,36 +53,45 @@ def needed_layers(pattern: str, flags: Mapping[str, object]) -> list[bool]:
 
 
 def cut(pattern: str, counts: Sequence[int]) -> str:
-    """Cut a pattern into stages with these counts of layers."""
+    """Return a hybrid pattern cut into stages with these numbers of layers."""
     layers, slash, further = pattern.partition(FURTHER)
     ends = list(accumulate(counts, initial=0))
     return SEGMENTS.join(layers[begin:end] for begin, end in pairwise(ends)) + slash + further
 
 
 def pattern_of(model: Model) -> str | None:
-    """Return the pattern of a hybrid model with its multi-token prediction, ``None`` for a GPT."""
+    """Return the pattern of a hybrid model, with its multi-token prediction, or ``None`` for a GPT."""
     further = [model.mtp_pattern or ""] * model.mtp_layers
     return model.pattern and FURTHER.join((model.pattern, *further))
 
 
 def spread(layers: int, stages: int) -> tuple[int, ...]:
-    """Share layers out evenly. The stages after the first one, which has the embedding, get the remaining layers."""
+    """Return the number of layers of each stage, as even as possible.
+
+    The first stage, which also has the embedding, gets none of the layers that remain after an equal split.
+    """
     return tuple(layers // stages + (0 < stage <= layers % stages) for stage in range(stages))
 
 
 def even(model: Model, stages: int) -> tuple[int, ...]:
-    """Return the pieces of every stage, as even as possible, with multi-token prediction on the last stage."""
+    """Return the number of pieces of each stage, as even as possible. Multi-token prediction is on the last stage."""
     *others, last = spread(model.layers, stages)
     return (*others, last + model.pieces - model.layers)
 
 
 def uncut(model: Model, stages: int) -> tuple[int, ...] | None:
-    """Return the pieces of every stage without flags for the cut, ``None`` if the layers do not divide evenly."""
+    """Return the number of pieces of each stage in Megatron's default cut, or ``None`` for an uneven number.
+
+    The default cut gives every stage the same number of layers.
+    """
     return None if model.layers % stages else even(model, stages)
 
 
 def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
-    """Return the flags that cut a model into stages with these counts of pieces, none if Megatron's default does so."""
+    """Return the flags that make Megatron cut a model into stages with these numbers of pieces.
+
+    There are none if Megatron's default cut is the same.
+    """
     pattern = pattern_of(model)
     if len(counts) == 1 or (pattern is None and tuple(counts) == uncut(model, len(counts))):
         return {}
@@ -89,15 +101,17 @@ def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
 
 
 def with_cut(run: Run, counts: Sequence[int]) -> Run:
-    """Return the run with its model cut into stages with these counts of pieces, in place of its own cut."""
+    """Return the run with flags that cut its model into these numbers of pieces. Earlier flags for the cut are
+    removed.
+    """
     others = {key: value for key, value in run.megatron.items() if key.replace("_", "-") not in (*FLAGS, PATTERN)}
     return replace(run, megatron=others | flags(run.model, counts))
 
 
 def written(counts: Sequence[int], mtp_layers: int = 0) -> str:
-    """Write a layout with the embedding on the first stage and the loss on the last one.
+    """Return a layout in Megatron's notation, with the embedding on the first stage and the loss on the last.
 
-    With ``mtp_layers``, the last piece is multi-token prediction.
+    ``counts`` has the number of pieces of each stage. With ``mtp_layers``, the last piece is multi-token prediction.
     """
     first, *others = _stages(counts, mtp_layers)
     if not others:
@@ -110,7 +124,7 @@ def written(counts: Sequence[int], mtp_layers: int = 0) -> str:
 
 
 def stages_of(model: Model, counts: Sequence[int]) -> list[str]:
-    """Return the layers of every stage in Megatron's notation."""
+    """Return the layers of each stage in Megatron's notation, for example ``["Et*2", "t*2", "tL"]``."""
     pattern = pattern_of(model)
     return _stages(counts, model.mtp_layers) if pattern is None else cut(pattern, counts).split(SEGMENTS)
 
@@ -130,7 +144,10 @@ def _repeated(symbol: str, count: int) -> str:
 
 
 def pieces_of(run: Run, stages: int) -> tuple[int, ...] | None:
-    """Return the pieces of every stage of a run, by its flags or evenly; ``None`` if only Megatron can count them."""
+    """Return the number of pieces of each stage of a run, by its flags or in the default cut.
+
+    The result is ``None`` if only Megatron itself can tell.
+    """
     given, model = run.flags, run.model
     if any(given.get(key) is not None for key in FIRST_OR_LAST):
         return None
@@ -144,7 +161,7 @@ def pieces_of(run: Run, stages: int) -> tuple[int, ...] | None:
 
 
 def read(text: str) -> tuple[int, ...]:
-    """Return the pieces of every stage of a layout."""
+    """Return the number of pieces of each stage of a layout in Megatron's notation."""
     for repeated in (r"\(([^()]*)\)\*(\d+)", r"([A-Za-z|])\*(\d+)"):
         while re.search(repeated, text):
             text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)

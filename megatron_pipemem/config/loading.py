@@ -1,13 +1,17 @@
 """Read YAML files into frozen dataclasses, and check every value against its annotation.
 
-A file may name other files. In place of a dataclass, text is the name of a file of that kind (``model: llama3-8b``), and a
-mapping with the key ``base`` is such a file with changes (``model: {base: llama3-8b, layers: 16}``). A file may have a ``base``
-too. A name is looked up in the kind's ``config_folder``: first next to the file that uses the name, then next to the folder of
-that file, then in the package. So ``configs/runs/mine.yaml`` finds ``configs/models/mine.yaml``. The base of a file, and the
-run of a grid, may also be next to the file. Text that ends in ``.yaml`` is a path, relative to the file that uses it.
+A file may refer to other files. Where a dataclass is wanted, text is the name of a file (``model: llama3-8b``). A
+mapping with the key ``base`` is such a file with changes (``model: {base: llama3-8b, layers: 16}``). A file may have a
+``base`` too.
 
-PyYAML reads the text, with these changes: ``1e-4`` is a number, dates are text, and a key must not stand twice in a mapping.
-Tags are refused, and so are deep nesting and anchors that repeat each other, which take unbounded stack or memory.
+A name is looked up in the ``config_folder`` of the dataclass: first next to the file that has the name, then next to
+the folder of that file, then in the package. So ``configs/runs/mine.yaml`` finds ``configs/models/mine.yaml``. The base
+of a file, and the run of a grid, may also be in the same folder as the file. Text that ends in ``.yaml`` is a path,
+relative to the file that has it.
+
+PyYAML reads the text, with these changes: ``1e-4`` is a number, dates are text, and a mapping may not have a key twice.
+Tags are refused. Deep nesting, and anchors that repeat each other, are refused too, because they take unbounded stack
+or memory.
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ _NUMBER = re.compile(
 
 
 class YamlError(ValueError):
-    """Text that is not YAML, or YAML that configurations cannot use. The message is one line with the place."""
+    """The error for text that is not YAML, or for YAML that configurations cannot use. The message has the line and
+    column.
+    """
 
 
 class _Loader(yaml.SafeLoader):
@@ -64,7 +70,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that would be read as a number."""
+    """Writes YAML. Text that YAML would read as a number is put in quotes."""
 
 
 for _class in (_Loader, _Dumper):
@@ -72,7 +78,7 @@ for _class in (_Loader, _Dumper):
 
 
 def read_yaml(text: str) -> Any:
-    """Return the value of a YAML text, ``None`` for an empty one. Raises YamlError."""
+    """Return the value of YAML text, or ``None`` for empty text. Raise a YamlError if it cannot be read."""
     try:
         _check_extent(text)
         return yaml.load(text, _Loader)
@@ -85,13 +91,18 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(value: Any, flow: bool = False) -> str:
-    """Return YAML that ``read_yaml`` reads as this value. ``flow`` puts each innermost list or mapping on one line."""
+    """Return YAML text that ``read_yaml`` reads as this value. ``flow`` puts each innermost list or mapping on one
+    line.
+    """
     style = {"default_flow_style": None, "width": 10_000} if flow else {}
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **style)
 
 
 def _check_extent(text: str) -> None:
-    """Check nesting and size before anything is built: parser events take no stack and little memory."""
+    """Raise a YamlError if YAML text is nested too deeply or has too many values.
+
+    This comes before any value is built, because the parser's events need no stack and little memory.
+    """
     sizes = [0]
     anchors: dict[str, int] = {}
     open_anchors: list[str | None] = [None]
@@ -133,10 +144,10 @@ SHIPPED = Path(__file__).parent
 
 
 def load[T](source: str | Path, kind: type[T], overrides: Sequence[str] = ()) -> T:
-    """Read the configuration in a file, given by path or name, with overrides like ``key.of.a.key=value``.
+    """Read a configuration from a file, given by path or name. Overrides change keys: ``model.layers=16``.
 
-    Overrides change the file before the files that it names are read. A ConfigError names the file, the key and the values
-    that the key takes.
+    Overrides are applied before the files that this file refers to are read. A ConfigError names the file, the key and
+    the allowed values.
     """
     path = locate(str(source), kind)
     raw = read_raw(path)
@@ -146,7 +157,7 @@ def load[T](source: str | Path, kind: type[T], overrides: Sequence[str] = ()) ->
 
 
 def read_raw(path: str | Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file, unchecked, without reading the files that it names."""
+    """Return the mapping in a YAML file without checking it. Files that it refers to are not read."""
     try:
         loaded = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -161,12 +172,15 @@ def read_raw(path: str | Path) -> dict[str, Any]:
 
 
 def typed[T](raw: Mapping[str, Any], kind: type[T], file: Path | None = None, prefix: str = "") -> T:
-    """Return a mapping as a dataclass. Errors name ``file``, with ``prefix`` before the key; names are looked up from it."""
+    """Return a mapping as a dataclass of type ``kind``.
+
+    Names of files are looked up from ``file``. Errors name ``file`` and the key, with ``prefix`` before it.
+    """
     return _build(kind, _resolve(raw, kind, file, prefix, ()), file, prefix)
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """Return the mapping of which ``typed`` makes this dataclass, without defaults and without names of files."""
+    """Return a dataclass as a mapping that ``typed`` would read. Default values are left out."""
     changed = {}
     for each in fields(config):
         default = each.default_factory() if each.default_factory is not MISSING else each.default
@@ -177,7 +191,10 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 def override(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key of a mapping, in place. A name on the way (``model: llama3-8b``) becomes the base of a change."""
+    """Set a dotted key such as ``model.layers`` in a mapping, in place.
+
+    If a part of the key has the name of a file (``model: llama3-8b``), it becomes a mapping with that name as ``base``.
+    """
     *parents, last = key.split(".")
     here = raw
     for part in parents:
@@ -189,9 +206,9 @@ def override(raw: dict[str, Any], key: str, value: Any) -> None:
 
 
 def check_key(kind: type, key: str, user: str = "", file: Path | None = None) -> None:
-    """Raise a ConfigError if a dataclass has no such dotted key. A mapping that takes any key takes any key below it too.
+    """Raise a ConfigError if a dataclass has no such dotted key. In a field of type ``dict``, any key is allowed.
 
-    The error names ``file`` and puts ``user`` before the key, as it stands there.
+    The error names ``file``, and the key with ``user`` before it.
     """
     here: Any = kind
     for part in key.split("."):
@@ -205,14 +222,14 @@ def check_key(kind: type, key: str, user: str = "", file: Path | None = None) ->
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown word: the known word most like it, or all known words."""
+    """Return a hint about an unknown word: ``did you mean 'layers'?``, or a list of all known words."""
     choices = sorted(known)
     alike = difflib.get_close_matches(word, choices, n=1)
     return f"did you mean {alike[0]!r}?" if alike else f"known are {', '.join(choices) or 'none'}"
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Return the key and the value of ``key.of.a.key=value``, which has its value in YAML."""
+    """Return the key and the value of text such as ``model.layers=16``. The value is YAML."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError("bad-syntax", f"override {shortened(text)}: write KEY=VALUE, as in model.layers=16")
@@ -223,9 +240,9 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def locate(name: str, kind: type, user: Path | None = None, key: str | None = None, siblings: bool = False) -> Path:
-    """Return the file of a name or path that stands at ``key`` in the file ``user``, or on a command line (``None``).
+    """Return the file for a name or path that the file ``user`` has at ``key``, or that a command line has.
 
-    ``siblings`` looks for the name in the folder of ``user`` too.
+    On a command line, ``user`` is ``None``. With ``siblings``, the folder of ``user`` is searched too.
     """
     path, folder = (user.parent if user else Path()) / name, getattr(kind, "config_folder", None)
     if name.endswith((".yaml", ".yml")):
@@ -253,7 +270,7 @@ def locate(name: str, kind: type, user: Path | None = None, key: str | None = No
 
 
 def _absence(path: Path) -> str:
-    """Return the reason why there is no YAML file at a path."""
+    """Return text that says why there is no YAML file at this path."""
     if path.is_dir():
         return f"{path} is a folder; give the path of a YAML file"
     if path.exists():
@@ -262,7 +279,11 @@ def _absence(path: Path) -> str:
 
 
 def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[Path, ...]) -> dict[str, Any]:
-    """Replace the names of files by their mappings, and refuse keys that ``kind`` does not have."""
+    """Return ``raw`` with names of files replaced by the mappings in them. Raise a ConfigError for keys unknown to
+    ``kind``.
+
+    ``trail`` has the files that led to this one, to find a file that is based on itself.
+    """
     hints = {name: parameter.annotation for name, parameter in _parameters(kind).items()}
     own = {BASE: raw} if isinstance(raw, str) else raw
     if not isinstance(own, Mapping):
@@ -285,7 +306,7 @@ def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the base with changes, also of the mappings within it."""
+    """Return ``base`` with ``changes``. Mappings inside them are merged in the same way."""
     merged = dict(base)
     for key, value in changes.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
@@ -305,7 +326,9 @@ def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tup
 
 
 def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, is_whole: bool = True) -> Any:
-    """Return the dataclass of a resolved mapping. One that is not whole may lack keys: it is only checked."""
+    """Return a mapping without names of files as a dataclass. If not ``is_whole``, only check it: keys may be
+    missing.
+    """
     arguments = {}
     for name, parameter in _parameters(kind).items():
         inner, key = _dataclass_in(parameter.annotation), f"{prefix}{name}"
@@ -331,19 +354,19 @@ def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, i
 
 @cache
 def _parameters(kind: type) -> dict[str, Parameter]:
-    """Return the parameters of a dataclass, with types in place of their names."""
+    """Return the parameters of a dataclass. Their annotations are types and not text."""
     hints = get_type_hints(kind)
     return {name: each.replace(annotation=hints[name]) for name, each in signature(kind).parameters.items()}
 
 
 def _dataclass_of_values(hint: Any) -> type | None:
-    """Return the dataclass of a hint like ``dict[str, Part]`` or ``dict[str, Part] | None``."""
+    """Return the dataclass ``Part`` of a type hint ``dict[str, Part]`` or ``dict[str, Part] | None``, else ``None``."""
     mappings = (get_args(each) for each in (hint, *get_args(hint)) if get_origin(each) is dict)
     return next((value for _, value in mappings if isinstance(value, type) and is_dataclass(value)), None)
 
 
 def _dataclass_in(hint: Any) -> type | None:
-    """Return the dataclass of a hint like ``Model`` or ``Model | None``."""
+    """Return the dataclass ``Model`` of a type hint ``Model`` or ``Model | None``, else ``None``."""
     if get_origin(hint) in (dict, list, tuple):
         return None
     return next((each for each in (hint, *get_args(hint)) if isinstance(each, type) and is_dataclass(each)), None)

@@ -1,8 +1,8 @@
-"""Describe the shape of a model and how a microbatch of it runs on one rank.
+"""Describe the shape of a model, and the settings that decide the costs of a microbatch on one rank.
 
-A layer is a sequence of blocks, written with Megatron's symbols of hybrid models. A GPT layer is attention and an FFN, ``*-``,
-or attention and experts, ``*E``; a layer of a hybrid model is one block. This text is the *kind* of the layer, and sets its
-price.
+A layer is a sequence of blocks, written with Megatron's symbols for hybrid models. A GPT layer is attention and an FFN,
+``*-``, or attention and experts, ``*E``. A layer of a hybrid model is one block. This text is the *kind* of the layer.
+Layers of the same kind have the same costs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _VOCABULARY_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by
 
 
 class Sublayer(StrEnum):
-    """The parts of layers, with Megatron's symbols of hybrid models (MERGE is ours)."""
+    """The blocks of layers, with Megatron's symbols for hybrid models. MERGE is a symbol of this package."""
 
     ATTENTION = "*"
     LATENT_ATTENTION = "+"
@@ -36,7 +36,7 @@ class Sublayer(StrEnum):
 
 @dataclass(frozen=True)
 class Model(Limited):
-    """A decoder-only transformer, as ``configs/models/NAME.yaml`` describes it. Widths are in channels."""
+    """A decoder-only transformer, as in ``configs/models/NAME.yaml``. Widths are numbers of channels."""
 
     config_folder: ClassVar[str] = "models"
 
@@ -115,17 +115,17 @@ class Model(Limited):
 
     @property
     def channels(self) -> int:
-        """Channels per head."""
+        """Channels of an attention head."""
         return self.head_channels or self.hidden // self.heads
 
     @property
     def query_width(self) -> int:
-        """Channels of all query heads, and of the output of attention."""
+        """Channels of all query heads together, which is also the width of attention's output."""
         return self.heads * self.channels
 
     @property
     def qkv_width(self) -> int:
-        """Channels of queries, keys and values together."""
+        """Channels of all queries, keys and values of attention together."""
         return (self.heads + 2 * self.key_heads) * self.channels
 
     @property
@@ -142,32 +142,34 @@ class Model(Limited):
 
     @property
     def projections(self) -> int:
-        """Matrices of an FFN."""
+        """Number of weight matrices of an FFN."""
         return 3 if self.gated else 2
 
     @property
     def fuses_experts(self) -> bool:
-        """Whether Megatron has a fused activation for the experts. It has none for gated experts with biases."""
+        """Whether Megatron has a fused activation function for the experts. It has none for gated experts with
+        biases.
+        """
         return not (self.gated and self.bias == "all")
 
     @property
     def latent_query_channels(self) -> int:
-        """Channels of a query head of latent attention."""
+        """Channels of a query head in latent attention."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
     @property
     def scan_heads(self) -> int:
-        """Heads of a Mamba block."""
+        """Number of heads of a Mamba block."""
         return self.mamba_heads or 2 * self.hidden // self.mamba_head_dim
 
     @property
     def mamba_width(self) -> int:
-        """Channels of all heads of a Mamba block."""
+        """Channels of all heads of a Mamba block together."""
         return self.mamba_head_dim * self.scan_heads
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """The blocks of every layer, in order, without multi-token prediction."""
+        """The kind of each layer, such as ``*-``, in order. Multi-token prediction is not included."""
         if self.pattern is not None:
             return tuple(self.pattern)
         attention = Sublayer.ATTENTION if self.kv_lora_rank is None else Sublayer.LATENT_ATTENTION
@@ -179,23 +181,23 @@ class Model(Limited):
 
     @cached_property
     def all_kinds(self) -> tuple[str, ...]:
-        """The blocks of every layer, with multi-token prediction after the others."""
+        """The kind of each layer, followed by the kinds of the layers for multi-token prediction."""
         own = self.mtp_pattern if self.pattern is not None else self.kinds[-1]
         return self.kinds + (f"{Sublayer.MERGE}{own}",) * self.mtp_layers
 
     @property
     def pieces(self) -> int:
-        """Number of pieces that stages share: the layers and, in a GPT, multi-token prediction as one more at the end."""
+        """Number of pieces to divide among stages: the layers and, in a GPT, multi-token prediction as one more."""
         return self.layers + (self.mtp_layers > 0 and self.pattern is None)
 
     @property
     def main_kind(self) -> str:
-        """The kind of most layers."""
+        """The kind that most layers have."""
         return max(dict.fromkeys(self.kinds), key=self.kinds.count)
 
     @property
     def heads_of_output(self) -> int:
-        """Number of predictions that the output layer makes for every token."""
+        """Number of tokens that the output layer predicts at each position."""
         return 1 + self.mtp_layers
 
 
@@ -211,7 +213,7 @@ _SCALES = {"blockwise": 4 / 128, "mxfp8": 1 / 32}
 
 @dataclass(frozen=True)
 class Execution(Limited):
-    """The settings that decide the costs of a microbatch on one rank."""
+    """The settings of a run that decide the costs of a microbatch on one rank."""
 
     micro_batch: Count = 1  # sequences
     tp: Count = 1
@@ -242,50 +244,55 @@ class Execution(Limited):
 
     @property
     def element(self) -> int:
-        """Bytes of an activation's element."""
+        """Bytes of one element of an activation."""
         return 4 if self.precision == "fp32" else 2
 
     @property
     def product_element(self) -> float:
-        """Bytes per element of a linear layer's input that is kept for W, including its share of the scales."""
+        """Bytes per element of a linear layer's input that is kept for W. With fp8, the bytes of its scales are
+        included.
+        """
         return self.element if self.fp8 == "none" else 1 + _SCALES.get(self.fp8, 0.0)
 
     @property
     def sequence_ranks(self) -> int:
-        """Number of tensor-parallel ranks over which the tensors between layers are split."""
+        """Number of tensor-parallel ranks over which activations between layers are split."""
         return self.tp if self.sequence_parallel else 1
 
     @property
     def expert_tp(self) -> int:
-        """Tensor-parallel ranks of an expert."""
+        """Number of tensor-parallel ranks over which an expert is cut."""
         return self.etp or self.tp
 
     def expert_replicas(self, replicas: int) -> float:
-        """Return the number of ranks with the same expert weights, if ``replicas`` ranks have the same other layers."""
+        """Return how many ranks have the same expert weights, if ``replicas`` ranks have the same other weights."""
         return replicas * self.tp / (self.expert_tp * self.ep)
 
     def tokens(self, model: Model) -> float:
-        """Return the tokens of a microbatch on one context-parallel rank."""
+        """Return the number of tokens of a microbatch on one context-parallel rank."""
         return self.micro_batch * model.sequence / self.cp
 
     def vocabulary_rows(self, model: Model) -> int:
-        """Return the rows of the embedding on one tensor-parallel rank, padded as Megatron does."""
+        """Return the number of rows of the embedding on one tensor-parallel rank, padded as in Megatron."""
         return ceil(model.vocabulary / (_VOCABULARY_MULTIPLE * self.tp)) * _VOCABULARY_MULTIPLE
 
     def key_groups(self, model: Model) -> int:
-        """Return the key heads of a tensor-parallel rank. Several ranks share a head if there are fewer heads than ranks."""
+        """Return the number of key heads on one tensor-parallel rank. It is 1 if there are fewer heads than ranks."""
         return max(1, model.key_heads // self.tp)
 
     def expert_visits(self, model: Model) -> float:
-        """Return the visits to a rank's experts per token of the rank, which has the tokens of all tensor-parallel ranks."""
+        """Return how many token visits this rank's experts get, per token of a microbatch.
+
+        A token visits several experts. Tokens of all tensor-parallel ranks count.
+        """
         return model.experts_per_token * self.expert_load * self.expert_tp / self.tp
 
     def recomputes(self, *modules: str) -> bool:
-        """Return whether one of these modules is recomputed selectively."""
+        """Return whether selective recompute includes one of these modules."""
         return self.recompute == "selective" and not set(modules).isdisjoint(self.recompute_modules)
 
     def check(self, model: Model) -> None:
-        """Raise a ConfigError if Megatron cannot cut the model so, or has no such layers."""
+        """Raise a ConfigError if Megatron cannot cut the model in this way, or has no layers for these settings."""
         shares = [
             ("tp", self.tp, "heads", model.heads),
             ("tp", self.tp, "channels of the FFN", model.ffn_width),
@@ -315,7 +322,7 @@ class Execution(Limited):
 
 
 class Summed:
-    """A dataclass that is added and multiplied field by field."""
+    """A dataclass whose objects can be added, and multiplied by a number, field by field."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(*map(operator.add, vars(self).values(), vars(other).values()))
@@ -326,7 +333,7 @@ class Summed:
 
 @dataclass(frozen=True)
 class Passes(Summed):
-    """A number per pass: seconds, FLOPs or bytes."""
+    """One number for each of F, I and W: seconds, FLOPs or bytes."""
 
     forward: float = 0.0  # of F
     input: float = 0.0  # of I

@@ -1,6 +1,6 @@
-"""Refuse options of Megatron that do not go with a feature of this package, and name the reason and the remedy.
+"""Refuse options of Megatron that exclude a feature of this package, with the reason and the remedy.
 
-A run checks the configurations of Megatron. The launcher checks the flags that will set them.
+A run checks Megatron's configuration objects. The launcher checks the flags from which Megatron will make them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_pipemem.schedule.stream import check_batch, updates_per_batch
 
 
 class Refusals(NamedTuple):
-    """The attributes of Megatron's configurations that one feature refuses."""
+    """The attributes of Megatron's configuration that one feature refuses."""
 
     feature: str
     """The end of the sentence "... is not supported"."""
@@ -61,9 +61,10 @@ def _flag(attribute: str) -> str:
 
 
 def _refusals(feature: str, reasons: Mapping[str, str], otherwise: str = "") -> Refusals:
-    """Return refusals for these reasons. The remedy is to drop the flag, unless the reason names one after a semicolon.
+    """Return the refusals of a feature. ``reasons`` maps each attribute to the reason.
 
-    ``otherwise`` is a second remedy, which holds for all of them.
+    A remedy may follow the reason after a semicolon. Without one, the remedy is to drop the attribute's flag.
+    ``otherwise`` is a second remedy for all attributes.
     """
     remedies = {name: "" if "; " in text else f"; drop --{_flag(name)}" for name, text in reasons.items()}
     return Refusals(feature, {name: f"{text}{remedies[name]}{otherwise}" for name, text in reasons.items()})
@@ -284,9 +285,10 @@ _DELAYED_SCALES = (
 
 
 def refuse(value_of: Callable[[str], Any], *wanted: Refusals) -> None:
-    """Raise an UnsupportedError if a feature refuses a value.
+    """Raise an UnsupportedError if one of the features ``wanted`` refuses the value of an attribute.
 
-    ``value_of`` returns the value of an attribute of Megatron's configurations, ``None`` for one that does not exist.
+    ``value_of`` returns the value of an attribute of Megatron's configuration, or ``None`` if the attribute does not
+    exist.
     """
     for feature, sentences in wanted:
         for attribute, sentence in sentences.items():
@@ -298,7 +300,10 @@ def refuse(value_of: Callable[[str], Any], *wanted: Refusals) -> None:
 
 
 def refuse_transformer_engine(value_of: Callable[[str], Any], splits: bool, recomputes: bool) -> None:
-    """Refuse values that do not go with Transformer Engine's layers, in a schedule that splits or recomputes."""
+    """Raise an UnsupportedError for settings that a schedule cannot have with Transformer Engine's layers.
+
+    ``splits`` says that the schedule splits the backward, and ``recomputes`` that it recomputes activations.
+    """
     if recomputes and value_of("fp8") and value_of("fp8_recipe") == "delayed":
         raise UnsupportedError("fp8-delayed-scaling", _DELAYED_SCALING)
     if splits:
@@ -306,7 +311,7 @@ def refuse_transformer_engine(value_of: Callable[[str], Any], splits: bool, reco
 
 
 def refuse_asynchronous(run: Run, name: str) -> None:
-    """Refuse a run that cannot train under the asynchronous family of that name."""
+    """Raise an UnsupportedError if a run cannot train with the asynchronous schedule ``name``."""
     cut, per_batch = run.parallelism, updates_per_batch(name)
     check_batch(name, cut.pp, cut.microbatches)
     refuse(flag_values(run.flags | {run.precision: True}), *asynchronous(per_batch))
@@ -317,7 +322,10 @@ def refuse_asynchronous(run: Run, name: str) -> None:
 
 
 def refuse_overlapped(value_of: Callable[[str], Any], delays: bool) -> None:
-    """Refuse values that need a barrier between steps. A schedule that delays its updates needs no rollback."""
+    """Raise an UnsupportedError for settings that need a barrier between steps.
+
+    ``delays`` says that optimizer steps are taken only when their norm is known, so that they are never undone.
+    """
     refuse(value_of, OVERLAPPED)
     if delays:
         refuse(value_of, DELAYED)
@@ -328,12 +336,15 @@ def refuse_overlapped(value_of: Callable[[str], Any], delays: bool) -> None:
 
 
 def asynchronous(per_batch: bool) -> tuple[Refusals, ...]:
-    """Return the refusals of asynchronous schedules, which update once per batch or after every microbatch."""
+    """Return the refusals of asynchronous schedules that update weights once per batch, or after every microbatch."""
     return (ASYNCHRONOUS,) if per_batch else (ASYNCHRONOUS, PER_MICROBATCH)
 
 
 def flag_values(flags: Mapping[str, object]) -> Callable[[str], Any]:
-    """Return a function from attributes to their values under flags without dashes in front, including defaults."""
+    """Return a function that returns the value of a configuration attribute, given the flags of a run.
+
+    The names of ``flags`` have no dashes in front. A missing flag has Megatron's default.
+    """
 
     def value_of(attribute: str) -> object:
         given = flags.get(_flag(attribute))
@@ -373,5 +384,5 @@ _JOINED: Sequence[tuple[Callable[[Callable[[str], Any]], object], str]] = (
 
 
 def joined_anyway(value_of: Callable[[str], Any]) -> list[str]:
-    """Return the reasons, a sentence each, why all ranks still wait for each other after every step."""
+    """Return the settings because of which all ranks wait for each other after every step anyway, as sentences."""
     return [sentence for joins, sentence in _JOINED if joins(value_of)]

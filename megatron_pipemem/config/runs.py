@@ -31,7 +31,7 @@ from megatron_pipemem.schedule.registry import family, register_module
 
 @dataclass(frozen=True)
 class Parallelism(Limited):
-    """The ranks of each kind of parallelism, and the batch that they share."""
+    """The number of ranks for each kind of parallelism, and the batch sizes."""
 
     tp: Devices = 1
     pp: Devices = 1
@@ -52,11 +52,11 @@ class Parallelism(Limited):
 
     @property
     def ranks(self) -> int:
-        """Devices of the whole run."""
+        """The number of devices of the whole run."""
         return self.tp * self.pp * self.dp * self.cp
 
     def why_not_experts(self) -> str | None:
-        """Return why experts cannot be shared so; ``None`` if they can."""
+        """Return why experts cannot be divided among these ranks, or ``None`` if they can."""
         ranks, etp = self.tp * self.dp * self.cp, self.etp or self.tp
         if ranks % (etp * self.ep) == 0:
             return None
@@ -64,11 +64,11 @@ class Parallelism(Limited):
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a pipeline in a step."""
+        """The number of microbatches that each pipeline runs in a step."""
         return self.global_batch // (self.micro_batch * self.dp)
 
     def with_microbatches(self, count: int) -> Parallelism:
-        """Return the same ranks with a global batch of ``count`` microbatches per pipeline."""
+        """Return the same ranks with a global batch that gives each pipeline ``count`` microbatches."""
         return replace(self, global_batch=count * self.micro_batch * self.dp)
 
 
@@ -90,7 +90,7 @@ BY_ACTION = ("core_attn", "layernorm", "activation")
 
 @dataclass(frozen=True)
 class ScheduleChoice(ScheduleOptions, Limited):
-    """The schedule of a run, with its options. ``ScheduleOptions`` has the fields that flags and YAML share."""
+    """The schedule of a run and its options. ``ScheduleOptions`` has the fields that are also flags."""
 
     name: str = STOCK  # a family, a schedule file (.csv), auto for a search, or stock for Megatron's own schedule
     memory_cap: str | None = field(default=None, metadata={"flag": CAP})
@@ -103,7 +103,7 @@ class ScheduleChoice(ScheduleOptions, Limited):
 
     @property
     def recomputes_by_action(self) -> bool:
-        """Whether an action of the schedule recomputes, and not Megatron itself."""
+        """Whether recompute is an action of the schedule. Otherwise Megatron itself recomputes."""
         return self.recompute == "selective" and self.name != STOCK and set(self.recompute_modules) == set(BY_ACTION)
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class ScheduleChoice(ScheduleOptions, Limited):
 
 @contextmanager
 def _at(key: str) -> Iterator[None]:
-    """Turn errors of this package into a ConfigError about a key."""
+    """Turn an error of this package that the block raises into a ConfigError about ``key``."""
     try:
         yield
     except PipememError as error:
@@ -129,7 +129,7 @@ def _at(key: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Training(Limited):
-    """The length of the training, its data, and its checkpoints."""
+    """The number of training steps, the data, and the checkpoints."""
 
     iterations: Count = 10  # steps in all, over all restarts
     save_interval: CountOrZero = 0  # steps between checkpoints, 0 for none; a restarted run resumes from the last one
@@ -142,7 +142,7 @@ class Training(Limited):
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that starts a training run."""
+    """Everything that is needed to start a training run."""
 
     config_folder: ClassVar[str] = "runs"
 
@@ -162,17 +162,17 @@ class Run:
 
     @property
     def report(self) -> Path:
-        """Path of the report that a run writes about itself."""
+        """Path of the JSON report that the run writes."""
         return Path(self.output) / REPORT
 
     @property
     def checkpoints(self) -> str:
-        """The folder of the run's checkpoints."""
+        """Path of the folder with the run's checkpoints."""
         return f"{self.output}/checkpoints"
 
     @property
     def unfinished(self) -> bool:
-        """Whether the last checkpoint is from before the last step, so that a restarted run continues from it."""
+        """Whether the last checkpoint is from before the last step. A restarted run then continues from it."""
         try:
             saved = int((Path(self.checkpoints) / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -185,12 +185,12 @@ class Run:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """The flags under ``megatron``, by their names without dashes in front."""
+        """The flags under ``megatron``. Names have dashes and no leading dashes, for example ``clip-grad``."""
         return {key.replace("_", "-"): value for key, value in self.megatron.items()}
 
     @property
     def delays_updates(self) -> bool:
-        """Whether the gradients of a batch wait for their norm while those of the next batch are accumulated."""
+        """Whether the optimizer step of a batch waits for its gradient norm while the next batch already runs."""
         name = self.schedule.name
         if not self.schedule.overlap_steps or name in (AUTO, STOCK) or name.endswith(FILE_SUFFIX):
             return False
@@ -198,14 +198,14 @@ class Run:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether a step may have to be rolled back, because the optimizer steps before the gradients' norm is known."""
+        """Whether an optimizer step may have to be undone, because it was taken before its gradient norm was known."""
         clip = self.flags.get("clip-grad")  # Megatron clips by default
         may_clip = clip is None or float(clip) > 0
         return self.schedule.overlap_steps and may_clip and not self.delays_updates
 
     @property
     def schedule_options(self) -> dict[str, Any]:
-        """Options of the schedule, including chunks and slices. A schedule file has these numbers itself."""
+        """Options of the schedule, including chunks and slices. For a schedule file, these two follow from the file."""
         if self.schedule.name.endswith(FILE_SUFFIX):
             return self.schedule.options
         given = {"chunks": self.parallelism.chunks, "slices": self.schedule.slices}
@@ -213,7 +213,7 @@ class Run:
 
     @property
     def execution(self) -> Execution:
-        """The settings that decide the costs of a microbatch."""
+        """The settings that decide the costs of a microbatch on one rank."""
         cut, choice = self.parallelism, self.schedule
         return Execution(
             micro_batch=cut.micro_batch,
@@ -240,10 +240,10 @@ class Run:
         return self.schedule.weight_inputs
 
     def _expert_load(self) -> float:
-        """Return the most tokens that the experts of a rank get, relative to even routing.
+        """Return how many tokens the experts of the fullest rank get, as a multiple of even routing.
 
-        It is the run's ``expert_load``, up to the capacity beyond which Megatron drops tokens. A rank with all experts gets all
-        its tokens. Padding to capacity makes every rank compute the capacity.
+        It is the run's ``expert_load``, but at most the capacity beyond which Megatron drops tokens. If experts are
+        padded to their capacity, it is the capacity. If a rank has all experts, it is 1.
         """
         load, capacity = self.parallelism.expert_load, self.flags.get("moe-expert-capacity-factor")
         if capacity is not None and self.flags.get("moe-pad-expert-input-to-capacity"):
@@ -254,13 +254,13 @@ class Run:
 
     @property
     def implementation(self) -> Literal["local", "transformer_engine"]:
-        """The implementation of the layers: Transformer Engine's by Megatron's default, and the local one on CPU ranks."""
+        """Whether layers are Megatron's own or Transformer Engine's. The default is ``local`` on CPU ranks only."""
         default = "local" if self.on_cpu else "transformer_engine"
         return "local" if self.flags.get("transformer-impl", default) == "local" else "transformer_engine"
 
 
 def resolve_script(run: Run) -> Path:
-    """Return the path of a run's training script."""
+    """Return the path of the run's training script. Raise a ConfigError if the file does not exist."""
     if run.script is None:
         return SCRIPTS / "pretrain_gpt.py"
     path = Path(run.script)

@@ -1,7 +1,7 @@
-"""Bound the numbers of a configuration, and convert its values to the annotations of their fields.
+"""Check the numbers of a configuration against limits, and convert its values to the types of their fields.
 
-pydantic would not make this shorter. It turns text and ``true`` into numbers, does not check dataclasses that a program makes,
-and has messages without the allowed values of a key.
+pydantic would not make this shorter. It turns text and ``true`` into numbers, does not check dataclasses that a program
+makes, and its messages lack the allowed values of a key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_DEVICES = 10**6
 
 
 class Limit(NamedTuple):
-    """The range of a number, so that computing with it ends and sums stay finite."""
+    """The allowed range of a number. Within it, computations end and sums stay finite."""
 
     least: int
     most: float
@@ -29,7 +29,7 @@ class Limit(NamedTuple):
     """Whether ``least`` itself is too small."""
 
     def check(self, value: float, key: str) -> None:
-        """Raise a ConfigError that names the key if the value is out of range."""
+        """Raise a ConfigError that names ``key`` if the value is out of range."""
         enough = value > self.least if self.above else value >= self.least
         if enough and value <= self.most:
             return
@@ -47,7 +47,7 @@ Part = Annotated[float, Limit(0, 1.0, above=True)]
 
 
 class Limited:
-    """A dataclass that checks its numbers against the limits in their annotations, also if a program makes it."""
+    """A dataclass that checks its numbers against the ``Limit`` in their annotations, however it is made."""
 
     def __post_init__(self) -> None:
         kind: type = type(self)
@@ -64,13 +64,13 @@ def _limits(kind: type) -> list[tuple[str, Limit]]:
 
 
 def refuse_if(wrong: object, code: str, key: str, message: str) -> None:
-    """Raise a ConfigError about a key if its value is wrong."""
+    """Raise a ConfigError about ``key`` if ``wrong`` is true."""
     if wrong:
         raise ConfigError(code, message, key=key)
 
 
 def check_magnitudes(value: object, key: str = "") -> None:
-    """Raise a ConfigError if a JSON value holds a number with which sums would not stay finite."""
+    """Raise a ConfigError if a JSON value contains a number so large that sums would not stay finite."""
     if isinstance(value, dict):
         for name, inner in value.items():
             check_magnitudes(inner, f"{key}.{name}" if key else name)
@@ -84,11 +84,12 @@ def check_magnitudes(value: object, key: str = "") -> None:
 def converted(value: Any, hint: Any) -> Any:
     """Return a value of YAML or JSON as the type of an annotation: a list as a tuple, a whole number as a float.
 
-    The annotations are those of ``_WANTED``, ``Any``, enumerations, and ``tuple[T, ...]``, ``list[T]``, ``dict[K, T]`` and
-    ``Literal``, each also with ``| None``. ``loading`` converts dataclasses; here only ``None`` fits them.
+    The annotations are those of ``_WANTED``, ``Any``, enumerations, and ``tuple[T, ...]``, ``list[T]``, ``dict[K, T]``
+    and ``Literal``, each also with ``| None``. Dataclasses are converted in ``loading``. For them, only ``None`` is
+    allowed here.
 
     Raises:
-        ValueError: the value does not fit; the message says which values do.
+        ValueError: the value does not fit. The message says which values do.
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
@@ -125,7 +126,7 @@ def converted(value: Any, hint: Any) -> Any:
 
 
 def _named(name: str, value: Any, hint: Any) -> Any:
-    """Convert a part of a mapping; an error names the part."""
+    """Convert a key or value of a mapping. An error begins with ``name``, which says what it is."""
     try:
         return converted(value, hint)
     except ValueError as error:

@@ -1,4 +1,7 @@
-"""Pictures of runs: in the terminal, as PNG, SVG, HTML and Perfetto traces. All draw the simulator's ``Timeline``."""
+"""Draw timelines in the terminal, as PNG and SVG, as HTML pages, and as Perfetto traces.
+
+A timeline is a simulated or a measured run (``Timeline``).
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ __all__ = ["SUFFIXES", "TerminalTimeline", "save_comparison", "save_timeline"]
 
 
 def save_timeline(timeline: Timeline, path: str | Path) -> Path:
-    """Draw one run with its memory; otherwise like ``save_comparison``."""
+    """Draw one timeline and its memory into a file, as ``save_comparison`` does."""
     return save_comparison([timeline], path)
 
 
 def save_comparison(timelines: Sequence[Timeline], path: str | Path) -> Path:
-    """Draw runs below each other on one time axis, and return the path.
+    """Draw timelines below each other on one time axis into a file, and return its path.
 
     The suffix of ``path`` chooses PNG, SVG, HTML or a Perfetto trace (``.json``). Missing folders are made.
     """

@@ -1,6 +1,6 @@
-"""Show runs in a browser: as one self-contained HTML page, in notebooks, and as traces for Perfetto.
+"""Show timelines in a browser: as one self-contained HTML page, in notebooks, and as traces for Perfetto.
 
-``page.html``, ``page.css`` and ``page.js`` in this folder are the page. This module puts the data into it.
+``page.html``, ``page.css`` and ``page.js`` in this folder are the page. This module inserts the data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def page(timelines: Sequence[Timeline]) -> str:
-    """Return the text of an HTML page that loads no other file."""
+    """Return the text of an HTML page with these timelines. The page loads no other file."""
     runs = [DrawnRun(timeline) for timeline in timelines]
     data = {
         "kinds": {kind.value: kind.spec.says for kind in COMPUTE},
@@ -101,12 +101,12 @@ def _data(run: DrawnRun, top: float) -> dict[str, object]:
 
 
 def _short(value: float) -> float:
-    """Shorten a number for the page: no point in whole numbers, and nine digits in others."""
+    """Return a number that JSON writes with few characters: whole numbers without a point, others with nine digits."""
     return int(value) if value == int(value) else float(f"{value:.9g}")
 
 
 def show(shown: Schedule | Timeline | SearchResult) -> None:
-    """Show a picture in a notebook, or coloured letters in a terminal."""
+    """Show a picture in a notebook, or a coloured timeline in a terminal."""
     console = Console()
     if console.is_jupyter:
         from IPython.display import display
@@ -119,9 +119,9 @@ def show(shown: Schedule | Timeline | SearchResult) -> None:
 
 
 def to_html(shown: Schedule | Timeline | SearchResult) -> str:
-    """Return a run's page in a frame. The best schedule of a search has a table of placements above it.
+    """Return an HTML frame with the page of a timeline. For a search result, a table of placements comes first.
 
-    A schedule is drawn with F = I = W. If it cannot run, the result is its error.
+    A schedule is drawn with F = I = W. If the schedule cannot run, the result is its error.
     """
     try:
         run = _run_of(shown)
@@ -137,14 +137,14 @@ def to_html(shown: Schedule | Timeline | SearchResult) -> str:
 
 
 def frame(run: Timeline, content: str) -> str:
-    """Return the HTML element that shows the page of one run at its full height."""
+    """Return the HTML element that shows the page of one timeline at its full height."""
     height = 48 * run.schedule.num_devices + 225  # pixels
     style = f"width:100%;height:{height}px;border:0;background:#fff"
     return f"<iframe title='{escape(DrawnRun(run).headline)}' style='{style}' {content}></iframe>"
 
 
 def to_dataframe(timeline: Timeline) -> Any:
-    """Return a ``pandas.DataFrame`` with a row per action, see ``Timeline.to_dataframe``."""
+    """Return a ``pandas.DataFrame`` with a row per action (see ``Timeline.to_dataframe``)."""
     try:
         import pandas
     except ModuleNotFoundError as error:
@@ -167,7 +167,7 @@ def to_dataframe(timeline: Timeline) -> Any:
 
 
 def _run_of(shown: Schedule | Timeline | SearchResult) -> Timeline:
-    """Return the run to draw."""
+    """Return the timeline to draw: the argument itself, or a simulation of it."""
     if isinstance(shown, Timeline):
         return shown
     return simulate(shown) if isinstance(shown, Schedule) else simulate(shown.schedule, shown.costs)
@@ -177,7 +177,9 @@ _MICROSECONDS = 1e6
 
 
 def trace(timelines: Sequence[Timeline]) -> dict[str, object]:
-    """Return a trace as a JSON-ready object. One second of the costs is one second of the trace."""
+    """Return the timelines as a Perfetto trace, an object for JSON. One second of the costs is one second of the
+    trace.
+    """
     flow_ids = count(1)
     events: list[dict[str, object]] = []
     for process, timeline in enumerate(timelines):

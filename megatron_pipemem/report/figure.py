@@ -1,4 +1,4 @@
-"""Draw timelines as PNG and SVG. matplotlib is imported only for drawing."""
+"""Draw timelines as PNG and SVG. matplotlib is imported only when something is drawn."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ type _Box = tuple[float, float, float, float]
 
 
 def write_picture(draw: Callable[[], Figure], path: str | Path, kind: str, instead: str = "") -> Path:
-    """Draw, and write PNG or SVG by the suffix of ``path``. The same drawing always gives the same bytes."""
+    """Call ``draw``, and write its figure as PNG or SVG by the suffix of ``path``.
+
+    The same figure always gives the same bytes. ``kind`` names the picture in errors.
+    """
     path = Path(path)
     check_suffix(path, IMAGES, kind)
     try:
@@ -67,7 +70,7 @@ def write_picture(draw: Callable[[], Figure], path: str | Path, kind: str, inste
 
 
 def figure_of(axes: Axes) -> Figure:
-    """Return the figure of the axes."""
+    """Return the figure to which these axes belong."""
     from matplotlib.figure import Figure
 
     assert isinstance(axes.figure, Figure), "no figure is drawn within a figure"
@@ -75,7 +78,7 @@ def figure_of(axes: Axes) -> Figure:
 
 
 def axes_for_points(size: tuple[float, float], title: str, x: str, y: str) -> Axes:
-    """Return the empty axes of a new figure."""
+    """Make a new figure for points, and return its empty axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=_DPI, facecolor="white", layout="constrained")
@@ -89,7 +92,7 @@ def axes_for_points(size: tuple[float, float], title: str, x: str, y: str) -> Ax
 
 
 class Label(NamedTuple):
-    """A name for the point at ``(x, y)``, in data coordinates."""
+    """A name to write next to the point ``(x, y)``, in data coordinates."""
 
     x: float
     y: float
@@ -99,10 +102,10 @@ class Label(NamedTuple):
 
 
 def add_labels(axes: Axes, labels: Sequence[Label]) -> int:
-    """Write names next to their points without overlaps, and return the number of points that have no name.
+    """Write names next to their points without overlaps, and return how many points have no name.
 
-    Points in one place share a name. A name takes the first free place next to its point. Otherwise it takes the nearest
-    free place, with a line to the point. Earlier labels choose first. The axes must have their final limits.
+    Points in the same place share a name. A name takes the first free place next to its point. Otherwise it takes the
+    nearest free place, with a line to the point. Earlier labels choose first. The axes must have their final limits.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -148,7 +151,7 @@ def add_labels(axes: Axes, labels: Sequence[Label]) -> int:
 
 
 def _places_around(spot: _Spot, width: float, height: float, reach: float) -> Iterator[_Box]:
-    """Yield boxes on rings around a point: near ones first, and on a ring those to the right first."""
+    """Yield boxes of this size at growing distances from a point. At each distance, those to the right come first."""
     ring = _MARKER + 1
     while ring <= reach:
         for turn in sorted(range(-7, 9), key=abs):
@@ -164,7 +167,7 @@ def _overlaps(box: _Box, others: Iterable[_Box]) -> bool:
 
 
 def _is_beside(box: _Box, spot: _Spot, spots: Iterable[_Spot]) -> bool:
-    """Return whether a name in this box needs no line, because it is close to its point and closer than to others."""
+    """Return whether a name in this box needs no line: it is close to its point, and closer than to all others."""
 
     def gap(x: float, y: float) -> float:
         return math.hypot(max(box[0] - x, x - box[2], 0), max(box[1] - y, y - box[3], 0))
@@ -188,7 +191,7 @@ _LANE, _UPPER_BELOW_LANE = (0.615, 0.675), 0.70
 
 
 class PicturedRun(DrawnRun):
-    """A timeline with the parts of its matplotlib picture."""
+    """A timeline with the sizes and boxes that its matplotlib picture needs."""
 
     @cached_property
     def shortest(self) -> float:
@@ -200,7 +203,7 @@ class PicturedRun(DrawnRun):
 
     @property
     def upper(self) -> float:
-        """Return the top of a device's memory within its row."""
+        """The upper edge of the memory curve in a device's row, as a part of the row's height."""
         return _UPPER_BELOW_LANE if any(self.host_transfers) else _UPPER
 
     def shade(self, box: Box) -> str:
@@ -208,12 +211,16 @@ class PicturedRun(DrawnRun):
 
     @cached_property
     def boxes(self) -> list[list[Box]]:
-        """The boxes of every row that are drawn."""
+        """The boxes of each row, without actions on memory, which are not drawn."""
         return [[box for box in row if box.action.kind not in MEMORY] for row in self.rows]
 
 
 def draw_run(run: PicturedRun, axes: Axes, end: float, points: float, top: float) -> set[str]:
-    """Draw one run into its axes with ``points`` per second, up to ``end``. Return the parts that had no room."""
+    """Draw one timeline into its axes, and return what was left out for lack of room.
+
+    ``points`` is the width of a second in points, ``end`` the end of the time axis, and ``top`` that of the memory
+    axis.
+    """
     left_out: set[str] = set()
     row_points = axes.get_position().height * figure_of(axes).get_figheight() * 72 / len(run.rows)
     axes.set_xlim(0.0, end)
@@ -237,7 +244,9 @@ def draw_run(run: PicturedRun, axes: Axes, end: float, points: float, top: float
 
 
 def _bars(axes: Axes, spans: Iterable[tuple[int, float, float]], rows: tuple[float, float], **look: Any) -> None:
-    """Draw bars of one look, each with a device, a start and an end."""
+    """Draw bars that look alike. Each span is ``(device, start, end)``. ``rows`` is their lower and upper edge in the
+    row.
+    """
     from matplotlib.collections import PolyCollection
 
     low, high = rows
@@ -246,7 +255,7 @@ def _bars(axes: Axes, spans: Iterable[tuple[int, float, float]], rows: tuple[flo
 
 
 def _write(axes: Axes, device: int, times: tuple[float, float], text: str, **look: Any) -> None:
-    """Write text in the middle of a bar."""
+    """Write text in the middle of a bar. ``times`` is the bar's start and end."""
     place = (sum(times) / 2, device + sum(_ACTIONS) / 2 + 0.01)
     axes.text(*place, text, ha="center", va="center_baseline", clip_on=True, **look)
 
@@ -263,7 +272,10 @@ def _draw_boxes(axes: Axes, run: PicturedRun, points: float) -> None:
 
 
 def _number_size(run: PicturedRun, points: float, row_points: float) -> float:
-    """Return the size in points of numbers that fit the shortest box, or 0 if numbers would be too small or too many."""
+    """Return the font size in points of numbers that fit the shortest box, or 0 if there should be no numbers.
+
+    There are none if they would be too small or too many.
+    """
     boxes = [box for row in run.boxes for box in row]
     digits = len(str(max((box.action.microbatch or 0 for box in boxes), default=0)))
     size = min(8.0, run.shortest * points / (0.62 * digits + 0.25), 0.8 * _ACTION_HEIGHT * row_points)
@@ -271,7 +283,7 @@ def _number_size(run: PicturedRun, points: float, row_points: float) -> float:
 
 
 def _draw_waits(axes: Axes, run: PicturedRun, points: float, row_points: float) -> set[str]:
-    """Write into every bubble the action that its device waits for, in the longest form that fits."""
+    """Write, in each bubble, the action that the device waits for, in the longest form that fits."""
     left_out: set[str] = set()
     size = min(7.0, 0.62 * _ACTION_HEIGHT * row_points)
     for row in run.bubbles:
@@ -301,7 +313,7 @@ def _draw_transfers(axes: Axes, run: PicturedRun) -> None:
 
 
 def _draw_held(axes: Axes, run: PicturedRun, top: float) -> None:
-    """Draw the memory of every device over time, on one scale from 0 to ``top``."""
+    """Draw the memory of each device over time, on a scale from 0 to ``top``."""
     from matplotlib.collections import LineCollection, PolyCollection
 
     height, curves, areas = _FLOOR - run.upper, [], []
@@ -327,7 +339,7 @@ def _frame(axes: Axes) -> None:
 
 
 def _name_devices(axes: Axes, run: PicturedRun, row_points: float) -> None:
-    """Write the names of devices on the left and their peaks on the right."""
+    """Write the name of each device on the left, and its peak on the right."""
     size = min(9.0, 0.42 * row_points)
     left: dict[str, Any] = {"xytext": (-5, 0), "ha": "right", "va": "center", "fontsize": size, "color": TEXT}
     right: dict[str, Any] = {"xytext": (4, 0), "ha": "left", "va": "center", "fontsize": size, "color": HELD_EDGE}
@@ -346,9 +358,10 @@ _COMFORTABLE = 7.5
 
 
 def draw(timelines: Sequence[Timeline]) -> Figure:
-    """Draw every device's actions with its memory below. Several runs share one scale of time and one of memory.
+    """Draw the actions of each device with its memory below. Several timelines share one time scale and one memory
+    scale.
 
-    Every run is drawn whole. If a page has no room for some labels, the picture names them.
+    Each timeline is drawn whole. If some labels do not fit, the picture says which were left out.
     """
     runs = [PicturedRun(timeline) for timeline in timelines]
     longest, shortest = max(run.end for run in runs), min(run.shortest for run in runs)
@@ -370,12 +383,12 @@ def draw(timelines: Sequence[Timeline]) -> Figure:
 
 
 def _row_inches(devices: int, runs: int) -> float:
-    """Return the height in inches of one device's actions and memory."""
+    """Return the height in inches of a device's row: its actions and its memory."""
     return min(0.62, max(0.26, 7.0 / devices)) * (1 if runs == 1 else 0.85)
 
 
 def _panels(width: float, heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
-    """Return the axes of every run."""
+    """Return a new figure, and the axes of each timeline in it. ``heights`` are those of the axes, in inches."""
     from matplotlib.figure import Figure  # without pyplot, a Figure draws with Agg and leaves no global state
 
     above, below, space = 0.5, 1.2 if width > 11 else 1.4, 0.5
@@ -417,7 +430,7 @@ def _label_time(figure: Figure, runs: Sequence[PicturedRun], width: float) -> No
 
 
 def _add_legend(figure: Figure, runs: Sequence[PicturedRun]) -> None:
-    """Add a legend with one entry per kind and a swatch per chunk."""
+    """Add a legend with one entry for each kind of action. It shows a colour for each chunk."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch

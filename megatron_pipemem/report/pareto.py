@@ -1,4 +1,4 @@
-"""Draw bubble against peak memory, in the terminal and as PNG or SVG, with the best trade-offs marked."""
+"""Draw the bubble of schedules against their peak memory, in the terminal or as PNG and SVG, and mark the best."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FARTHEST = 60
 
 @dataclass(frozen=True)
 class Point:
-    """One schedule."""
+    """A schedule in the picture, with its peak memory and bubble."""
 
     name: str  # with the options that distinguish it from others of its family
     placement: str
@@ -42,7 +42,7 @@ class Point:
 
 
 def table(points: Sequence[Point], in_bytes: bool = False) -> FittingTable:
-    """Return a rich table of the points by peak. Points on the front have a mark, and dominated points are dim."""
+    """Return a table of the points, sorted by peak. Points that are not dominated have a mark, the others are dim."""
     columns = ("front", "schedule", "placement", "peak", "bubble")
     rows = FittingTable(columns, text=("front", "schedule", "placement"), caption=f"peak: in {_unit(in_bytes)}")
     for point in sorted(points, key=_by_peak):
@@ -64,7 +64,9 @@ def save_pareto(
     title: str = "",
     in_bytes: bool = False,
 ) -> Path:
-    """Draw the points with their front. The suffix of ``path`` chooses PNG or SVG. Missing folders are made."""
+    """Draw the points into a PNG or SVG file, by the suffix of ``path``, and return the path. Missing folders are
+    made.
+    """
     return write_picture(lambda: draw(points, bound, title, in_bytes), path, "bubble against peak")
 
 
@@ -75,9 +77,11 @@ def _unit(in_bytes: bool) -> str:
 def draw(
     points: Sequence[Point], bound: Sequence[tuple[float, float]] = (), title: str = "", in_bytes: bool = False
 ) -> Figure:
-    """Draw bubble (up) against peak (right): the front as a staircase, dominated points hollow, searched points as stars.
+    """Return a figure with bubble on the vertical and peak on the horizontal axis.
 
-    ``bound`` has pairs ``(memory, bubble rate)`` by memory. No schedule within the memory has a smaller bubble.
+    A staircase joins the points that are not dominated. Dominated points are hollow, and searched schedules are stars.
+    ``bound`` has pairs ``(memory, bubble rate)``, sorted by memory. No schedule within that memory has a smaller
+    bubble.
     """
     from matplotlib.lines import Line2D
     from matplotlib.ticker import PercentFormatter
@@ -124,7 +128,7 @@ def draw(
 
 
 def _limits(points: Sequence[Point]) -> tuple[float, float]:
-    """Return the largest memory and bubble rate that are drawn. A few far points would squeeze all others together."""
+    """Return the ends of the memory axis and of the bubble axis. Points that are far from all others are left out."""
     rates, fronts = sorted(point.bubble_rate for point in points), [p.peak for p in points if not p.dominated]
     usual = max(2.5 * rates[3 * (len(rates) - 1) // 4], 0.05)
     peak = max(point.peak for point in points if point.peak <= 2 * max(fronts, default=math.inf))
@@ -132,7 +136,10 @@ def _limits(points: Sequence[Point]) -> tuple[float, float]:
 
 
 def _note(points: Sequence[Point], inside: Sequence[Point], unnamed: int) -> str:
-    """Return the text below the picture. Its number of lines does not depend on missing names."""
+    """Return the text below the picture: points beyond its limits, and the number of points without a name.
+
+    The number of lines does not depend on ``unnamed``.
+    """
     beyond = [f"{p.name} ({p.peak:.3g}, {p.bubble_rate:.0%})" for p in sorted(points, key=_by_peak) if p not in inside]
     lines = textwrap.wrap(f"Beyond the picture: {', '.join(beyond)}.", _NOTE) if beyond else []
     return "\n".join([*lines, f"Dominated points without a name, for lack of room: {unnamed}." if unnamed else " "])
@@ -143,7 +150,7 @@ def _by_peak(point: Point) -> tuple[float, float, str]:
 
 
 def _scatter(axes: Axes, points: Sequence[Point], colour: str, marker: str, label: str, size: float = 55) -> None:
-    """Draw points filled on the front and hollow if dominated, with one entry in the legend."""
+    """Draw points of one colour, hollow if they are dominated, with one legend entry."""
     for dominated in (True, False):
         chosen = [point for point in points if point.dominated is dominated]
         if chosen:

@@ -1,4 +1,4 @@
-"""Results of a run in words and tables: its speed, its memory, and the causes of its idle time."""
+"""Write the results of a run as text and tables: its speed, its memory, and the causes of its idle time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ UNITS = "activation units (1 is 1F1B's peak with equal stages, W free)"
 
 
 def peak_activation(schedule: Schedule) -> float:
-    """Return the peak of the fullest device in activation units."""
+    """Return the highest peak of all devices, in activation units."""
     return max(peaks(schedule))
 
 
 def announcement(timeline: Timeline) -> str:
-    """Return the line that a run logs at its start: its schedule, with the planned bubble and peak."""
+    """Return the line that a run logs at its start: the schedule, the predicted bubble and the predicted peak."""
     schedule, share = timeline.schedule, share_of_1f1b(timeline)
     held = f"{peak_activation(schedule):.4g} {UNITS}" if share is None else f"{share:.3g} of 1F1B's bytes"
     return (
@@ -34,32 +34,34 @@ def announcement(timeline: Timeline) -> str:
 
 
 def typical[T](steps: Sequence[T]) -> Sequence[T]:
-    """Return all steps but the first one, which opens channels and fills the allocator's cache."""
+    """Return all steps but the first, which opens channels and fills the allocator's cache. A single step is
+    returned.
+    """
     return steps[1:] or steps
 
 
 def bubble_of_steps(steps: Sequence[tuple[float, float]]) -> float | None:
-    """Return the idle part of a rank's training steps: the median over all steps but the first.
+    """Return the idle share of a rank's training steps, from 0 to 1: the median over all steps but the first.
 
-    A step is a pair of seconds: the rank's actions, and the time from the first start to the last end on all ranks of its
-    pipeline. The bubble rate of a run is that of its busiest rank, see ``busiest``.
+    Each step is a pair of seconds: the time of the rank's actions, and the time from the first start to the last end on
+    all ranks of its pipeline. A run's bubble rate is that of its busiest rank (see ``busiest``).
     """
     rates = [1 - work / makespan for work, makespan in steps if makespan]
     return median(typical(rates)) if rates else None
 
 
 def busiest(rates: Iterable[float | None]) -> float | None:
-    """Return the bubble rate of the rank that idles least, or ``None`` if no rank has a rate."""
+    """Return the lowest bubble rate of all ranks, that of the busiest one, or ``None`` if no rank has a rate."""
     return min((rate for rate in rates if rate is not None), default=None)
 
 
 def measured_bubble(report: Mapping[str, Any]) -> float | None:
-    """Return the measured bubble rate of a run, as in its log, its report, its page and ``pipemem explain``."""
+    """Return the measured bubble rate in a run's report: that of the rank that idles least."""
     return busiest(rank["measured_bubble_rate"] for rank in report["ranks"])
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:
-    """Return lines of text about a run's results."""
+    """Return the results of a run as lines of text, from its report."""
     found = []
     if chosen := report["plans"] and report["plans"][-1]:
         size = _size(chosen["devices"], chosen["chunks"], chosen["microbatches"])
@@ -103,7 +105,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def table(report: Mapping[str, Any]) -> FittingTable:
-    """Return a table of the run with one row per rank."""
+    """Return a table with each rank's predicted and counted peak, and its predicted and measured bubble."""
     rows = FittingTable(("rank", "predicted MiB", "counted MiB", "planned bubble", "measured bubble"))
     for rank in report["ranks"]:
         rows.add_row(
@@ -123,7 +125,7 @@ def _size(devices: int, chunks: int, microbatches: int) -> str:
 
 
 def _agreement(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Compare predicted and counted peaks in words."""
+    """Return text that compares the predicted peaks of all ranks with the counted ones."""
     known = [
         (least, most, rank["counted_peak_bytes"], rank["rank"])
         for rank in ranks
@@ -144,7 +146,10 @@ def _agreement(ranks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _predicted(rank: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Return a rank's least and largest predicted peak. They differ if experts get tokens unevenly."""
+    """Return the lowest and the highest peak in bytes that is predicted for a rank.
+
+    They differ if experts may get different numbers of tokens.
+    """
     most = rank["predicted_peak_bytes"]
     least = rank.get("predicted_least_peak_bytes")  # reports of earlier versions have none
     return most if least is None else least, most
@@ -167,7 +172,7 @@ _NANOSECONDS = 1e9
 
 
 def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return the main causes of idle time, and the makespan of the run's own schedule in the simulation."""
+    """Return lines of text with the main causes of idle time, and the simulated makespan of the run's own schedule."""
     idle, step, devices = facts["idle"], facts["seconds"], facts["devices"]
     total = Counter({cause: sum(each["causes_ns"][cause] for each in idle) for cause in CAUSES})
     found = [
@@ -193,7 +198,7 @@ def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def idle_table(facts: Mapping[str, Any]) -> FittingTable:
-    """Return a table of every device's idle time and its causes, which add up to it."""
+    """Return a table with each device's idle time, and the part of each cause."""
     causes = [cause for cause in CAUSES if any(each["causes_ns"][cause] for each in facts["idle"])]
     unit, scale = _unit(facts["seconds"])
     rows = FittingTable(
@@ -214,7 +219,10 @@ def idle_table(facts: Mapping[str, Any]) -> FittingTable:
 
 
 def change_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return the changes that would save most, with their saving and their memory, or a line that none is worth it."""
+    """Return lines of text with the changes that would save most time, and the memory that each needs.
+
+    If no change saves 1 % of the step, one line says so.
+    """
     own = facts["simulated_seconds"]
     if not facts["changes"]:
         why = next(iter(facts["refused"].values()), "")
@@ -230,7 +238,7 @@ def change_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def seconds(amount: float) -> str:
-    """Return a time in seconds or milliseconds."""
+    """Return a time as text, in seconds or milliseconds: ``1.5 s`` or ``25 ms``."""
     unit, scale = _unit(amount)
     return f"{amount * scale:.4g} {unit}"
 
@@ -240,7 +248,7 @@ def _unit(amount: float) -> tuple[str, float]:
 
 
 def _change_in_memory(peak: float, facts: Mapping[str, Any]) -> str:
-    """Compare the fullest rank's memory after a change with its present memory."""
+    """Return text that compares the peak memory after a change with the present peak."""
     now = facts["peak"]
     if peak == now:
         return "same activation memory"
@@ -253,7 +261,7 @@ def _change_in_memory(peak: float, facts: Mapping[str, Any]) -> str:
 
 
 def _why(cause: str, facts: Mapping[str, Any]) -> str:
-    """Return advice about a cause of idle time."""
+    """Return the rest of a sentence about a cause of idle time: its source in this run."""
     if cause == SCHEDULE:
         return (
             f"{facts['schedule']} has this idle time with {facts['microbatches']} microbatches even if all stages are equal; "

@@ -1,4 +1,4 @@
-"""Print in the terminal: tables that fit any width, timelines, and the best schedule of every placement in a search."""
+"""Print in the terminal: tables that fit any width, timelines, and the best schedule of each placement in a search."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ _INDENT = 4
 
 @dataclass
 class FittingTable:
-    """A rich table that fits the console's width. Columns that are empty in every row are left out."""
+    """A table that rich prints within the console's width. Columns in which all rows are empty are left out.
+
+    If the console is too narrow for a table, each row becomes a block of lines.
+    """
 
     columns: Sequence[str]
     text: Collection[str] = ()  # columns that wrap and align left; others align right and do not wrap
@@ -40,7 +43,7 @@ class FittingTable:
     _rows: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
 
     def add_row(self, *cells: str, style: str = "") -> None:
-        """Add a row with one cell per column. ``style`` is a style of rich."""
+        """Add a row with one cell for each column. ``style`` is a style of rich, for example ``dim``."""
         if len(cells) != len(self.columns):
             raise ValueError(f"{len(cells)} cells for {len(self.columns)} columns")
         self._rows.append((cells, style))
@@ -85,7 +88,7 @@ class _Column:
         self.least = max(_widest((self.heading,), str.split), parts, 1)
 
     def told(self, row: int) -> str:
-        """Return a cell with its heading in one line."""
+        """Return the heading and a cell in one line, for a table that is printed as blocks."""
         return " ".join(f"{self.heading} {'; '.join(self.cells[row].splitlines())}".split())
 
 
@@ -94,7 +97,7 @@ def _widest(texts: Iterable[str], parts: Callable[[str], Sequence[str]]) -> int:
 
 
 def _layout(columns: Sequence[_Column], width: int) -> tuple[int, list[int]] | None:
-    """Return the gap between cells and the width of every column, or ``None`` if whole words do not fit."""
+    """Return the blank columns between cells, and the width of each column. ``None`` if some word would not fit."""
     for gap in _PADDINGS:
         room = width - _EDGES - gap * (len(columns) - 1)
         enough = sum(column.natural for column in columns) if gap == max(_PADDINGS) else 0
@@ -104,7 +107,7 @@ def _layout(columns: Sequence[_Column], width: int) -> tuple[int, list[int]] | N
 
 
 def _shared(columns: Sequence[_Column], room: int) -> list[int]:
-    """Return the width of every column: its least, and an equal part of the rest up to its natural width."""
+    """Return the width of each column: its least width, and an equal part of the rest up to its natural width."""
     widths = [column.least for column in columns]
     spare = room - sum(widths)
     while spare > 0:
@@ -117,7 +120,7 @@ def _shared(columns: Sequence[_Column], room: int) -> list[int]:
 
 
 def _filled(parts: Iterable[str], width: int) -> list[str]:
-    """Return the parts in as few lines as possible. Only a part that is wider than a line is wrapped later."""
+    """Join the parts with commas into as few lines of this width as possible. A part that is wider has its own line."""
     lines: list[str] = []
     for part in parts:
         if lines and cell_len(f"{lines[-1]}, {part}") <= width:
@@ -133,10 +136,11 @@ _MAX_CELL = 4
 
 @dataclass(frozen=True)
 class TerminalTimeline:
-    """A rich renderable of a timeline that fits the console's width.
+    """A timeline that rich prints within the console's width.
 
-    Letters give the kind of an action: upper case for the first chunk, lower case for later ones. Dashes continue an action,
-    and blanks are idle. If a run is too long for the width, every column shows only the letter of its longest action.
+    A letter gives the kind of an action: upper case for the first chunk, lower case for later ones. Dashes continue an
+    action, and blanks are idle time. If the timeline is too long for the width, each column has the letter of its
+    longest action.
     """
 
     timeline: Timeline
@@ -178,7 +182,7 @@ class TerminalTimeline:
 
 
 def _columns_per_second(timelines: Sequence[Timeline], room: int) -> tuple[float, bool]:
-    """Return the columns per second, and whether runs are squeezed because the shortest action has less than one column."""
+    """Return the columns per second, and whether the shortest action has less than one column."""
     seconds = [end - start for timeline in timelines for spans in timeline.spans for start, end in spans]
     shortest = min((length for length in seconds if length > 0), default=1.0)
     longest = max(timeline.makespan for timeline in timelines)
@@ -205,7 +209,7 @@ def _cells(drawn: DrawnRun, row: tuple[Box, ...], scale: float, width: int, sque
 
 
 def _lane(lane: Sequence[HostTransfer], scale: float, width: int, margin: int) -> Text:
-    """Return the line with a device's copies to and from the host."""
+    """Return the line that shows a device's copies to the host (``>``) and back (``<``)."""
     signs = {Kind.OFFLOAD: ">", Kind.RELOAD: "<"}
     cells = [" "] * width
     for copy in lane:
@@ -217,7 +221,7 @@ def _lane(lane: Sequence[HostTransfer], scale: float, width: int, margin: int) -
 
 
 def _owners(row: tuple[Box, ...], scale: float, width: int) -> list[Box | None]:
-    """Return the box that fills most of every column, or ``None`` if the column is mostly idle."""
+    """Return, for each column, the box that fills the largest part of it, or ``None`` if it is mostly idle."""
     filled: list[list[tuple[float, Box]]] = [[] for _ in range(width)]
     for box in row:
         start, end = box.start * scale, box.end * scale
@@ -256,7 +260,7 @@ HEADINGS = ("placement", "chunks", "makespan", "bound", "peak", "found by")
 
 
 def placements_table(candidates: Iterable[Candidate], seconds: str = HEADINGS[2]) -> FittingTable:
-    """Return a table of the best schedule of every placement. ``seconds`` is the heading of the makespan."""
+    """Return a table of the best schedule of each placement. ``seconds`` is the heading of the makespan column."""
     table = FittingTable((*HEADINGS[:2], seconds, *HEADINGS[3:]), text=("placement", "found by"))
     for each in candidates:
         table.add_row(*cells(each))
@@ -264,7 +268,7 @@ def placements_table(candidates: Iterable[Candidate], seconds: str = HEADINGS[2]
 
 
 def cells(found: Candidate) -> tuple[str, ...]:
-    """Return the row of one placement."""
+    """Return the cells of a placement's row in that table."""
     placement = found.schedule.placement
     makespan, bound, peak = f"{found.makespan:.6g}", f"{found.lower_bound:.6g}", f"{max(found.peaks):.4g}"
     slices = found.schedule.slices

@@ -1,4 +1,4 @@
-"""The parts of a ``Timeline`` that all pictures share: boxes, held memory, messages, colours and words.
+"""Derive from a ``Timeline`` the parts that all pictures share: boxes, memory, messages, colours and texts.
 
 A measured run is a ``Timeline`` too, with the times of its trace.
 """
@@ -22,8 +22,10 @@ _PALEST = 0.58
 
 
 class Box(NamedTuple):
-    """One action as drawn. Times count from the first start of the run, and ``held`` is the device's memory after the action.
-    Actions on memory take no time and only change ``held``."""
+    """An action as it is drawn. Times count from the first start in the timeline.
+
+    ``held`` is the device's memory after the action. Actions on memory take no time and only change ``held``.
+    """
 
     action: Action
     device: int
@@ -38,7 +40,7 @@ class Box(NamedTuple):
 
 
 class HostTransfer(NamedTuple):
-    """A copy of activations between a device and the host. Times count from the first start of the run."""
+    """A copy of activations between a device and the host. Times count from the first start in the timeline."""
 
     action: Action
     device: int
@@ -47,15 +49,18 @@ class HostTransfer(NamedTuple):
 
 
 class DrawnMessage(NamedTuple):
-    """A result of ``producer`` that ``consumer`` on another device needs."""
+    """A dependency between devices: ``consumer`` needs the result of ``producer``."""
 
     producer: Box
     consumer: Box
 
 
 class Bubble(NamedTuple):
-    """Idle time of a device. ``consumer`` runs next, after the message of ``producer``. ``consumer`` is None at the end, and
-    ``producer`` if no other device is the cause."""
+    """Idle time of a device before ``consumer``, which is None at the end of the timeline.
+
+    ``producer`` is the action on another device that ``consumer`` waits for last, or None if it waits for no other
+    device.
+    """
 
     device: int
     start: float
@@ -65,19 +70,25 @@ class Bubble(NamedTuple):
 
 
 def common_end(timelines: Sequence[Timeline]) -> float:
-    """Return the end of the time axis that compared runs share. Runs of more than twice the usual length are left out."""
+    """Return the end of the time axis that compared timelines share, in seconds.
+
+    Timelines more than twice as long as the median do not count.
+    """
     ends = sorted(timeline.makespan for timeline in timelines)
     return max(end for end in ends if end <= 2 * ends[(len(ends) - 1) // 2])
 
 
 def bytes_text(held: float) -> str:
-    """Write a number of bytes in GiB or MiB."""
+    """Return a number of bytes as text in GiB or MiB."""
     return f"{held / 2**30:.3g} GiB" if held >= 2**30 else f"{held / 2**20:.3g} MiB"
 
 
 def held_steps(row: tuple[Box, ...]) -> list[tuple[float, float]]:
-    """Return ``(time, held)`` for each change of a device's held memory. Memory is taken at an action's start and freed at
-    its end. Memory that passes directly from one action to the next makes no step."""
+    """Return ``(time, held)`` for each change of a device's memory.
+
+    Memory is taken at the start of an action, and freed at its end. If one action frees memory and the next takes it at
+    the same time, the level between them is left out.
+    """
     steps = [(0.0, 0.0)]
     for box in row:
         before = steps[-1][1]
@@ -92,20 +103,20 @@ def held_steps(row: tuple[Box, ...]) -> list[tuple[float, float]]:
 
 
 def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
-    """Return the colour ``#rrggbb``: the hue shows the kind, and a paler shade a later chunk."""
+    """Return a colour as ``#rrggbb``. Each kind of action has its hue, and later chunks are paler."""
     pale = _PALEST * chunk / (num_chunks - 1) * min(1.0, (num_chunks + 1) / 4) if num_chunks > 1 else 0.0
     return "#" + "".join(f"{round(part + (255 - part) * pale):02x}" for part in kind.spec.colour)
 
 
 def ink(background: str) -> str:
-    """Return black or white, depending on which is easier to read on ``background``."""
+    """Return black or white: the colour of text that is easier to read on ``background``."""
     red, green, blue = (int(background[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return "#000000" if 0.30 * red + 0.59 * green + 0.11 * blue > 0.52 else "#ffffff"
 
 
 @dataclass(frozen=True)
 class DrawnRun:
-    """A timeline with the parts of its pictures."""
+    """A timeline with the boxes, messages and texts that its pictures need."""
 
     timeline: Timeline
 
@@ -115,18 +126,19 @@ class DrawnRun:
 
     @property
     def in_units(self) -> bool:
-        """Whether memory is in activation units rather than bytes."""
+        """Whether memory is in activation units. Otherwise it is in bytes."""
         return self.timeline.costs.memory is None and self.timeline.measured.held is None
 
     @cached_property
     def origin(self) -> float:
-        """The first start of the run."""
+        """The time at which the first action starts."""
         return min((spans[0][0] for spans in self.timeline.spans if spans), default=0.0)
 
     @cached_property
     def rows(self) -> tuple[tuple[Box, ...], ...]:
-        """One row of boxes per device, in order. Vocabulary actions without duration have no box; their memory shows in the
-        next box.
+        """The boxes of each device, in order.
+
+        Vocabulary actions without duration have no box. Their change in memory appears in the next box.
         """
         schedule, origin = self.timeline.schedule, self.origin
         placement = schedule.placement
@@ -148,7 +160,7 @@ class DrawnRun:
 
     @property
     def _held(self) -> Sequence[Sequence[float]]:
-        """Return every device's memory after every action of its order: counted, or computed from the costs."""
+        """Return the memory of each device after each action: as counted in a run, or computed from the costs."""
         schedule, costs = self.timeline.schedule, self.timeline.costs
         if self.timeline.measured.held is not None:
             return self.timeline.measured.held
@@ -159,7 +171,7 @@ class DrawnRun:
 
     @cached_property
     def host_transfers(self) -> tuple[tuple[HostTransfer, ...], ...]:
-        """The copies of every device that take time, in order of issue."""
+        """The copies of each device that take time, in the order in which they are started."""
         return tuple(
             tuple(
                 HostTransfer(action, device, start - self.origin, end - self.origin)
@@ -171,7 +183,7 @@ class DrawnRun:
 
     @property
     def messages(self) -> Iterator[DrawnMessage]:
-        """Every message between two devices except collectives, by its consumer's place in ``rows``."""
+        """Every dependency between two devices, except on collectives, in the order of the consumers."""
         found = Dependencies.of_schedule(self.timeline.schedule)
         by_action = {box.action: box for row in self.rows for box in row}
         for action, waits in zip(found.actions, found.graph.waits, strict=True):
@@ -186,7 +198,7 @@ class DrawnRun:
 
     @cached_property
     def awaited(self) -> dict[Action, Box]:
-        """For every action that needs results of other devices, the box of the last result."""
+        """For each action that needs results of other devices, the box of the result that arrives last."""
         latest: dict[Action, Box] = {}
         for producer, consumer in self.messages:
             known = latest.get(consumer.action)
@@ -196,7 +208,7 @@ class DrawnRun:
 
     @cached_property
     def bubbles(self) -> tuple[tuple[Bubble, ...], ...]:
-        """The idle times of every device from the run's start to its end, in order."""
+        """The idle times of each device from the start to the end of the timeline, in order."""
         makespan = self.timeline.makespan
         least = 1e-9 * (makespan or 1)
         found = []
@@ -213,7 +225,7 @@ class DrawnRun:
 
     @cached_property
     def legend(self) -> list[tuple[Kind, int]]:
-        """The ``(kind, chunk)`` pairs that occur, kinds in the order of the table."""
+        """The pairs ``(kind, chunk)`` that occur, in the order of ``COMPUTE`` and then by chunk."""
         used = {(box.action.kind, box.chunk) for row in self.rows for box in row}
         return [pair for kind in COMPUTE for pair in sorted(pair for pair in used if pair[0] is kind)]
 
@@ -223,19 +235,20 @@ class DrawnRun:
         return f"{kind} {kind.spec.says}" + (f", chunk {chunk}" if has_chunks else "")
 
     def colour(self, kind: Kind, chunk: int) -> str:
-        """Return the colour of a chunk's action."""
+        """Return the colour of a chunk's actions of this kind."""
         return colour(kind, chunk, self.num_chunks)
 
     def memory_scale(self, runs: Sequence[DrawnRun]) -> float:
-        """Return the top of the run's memory axis. Compared runs in bytes share one axis, and runs in units another one that
-        contains 1.
+        """Return the top of this timeline's memory axis, if ``runs`` are drawn together.
+
+        Timelines in bytes share one axis. Timelines in activation units share another one, which contains 1.
         """
         tops = [max(run.timeline.peak, float(run.in_units)) for run in runs if run.in_units == self.in_units]
         return 1.12 * (max(tops) or 1.0)
 
     @cached_property
     def peak_text(self) -> str:
-        """The peak, with its share of 1F1B's bytes if that is known."""
+        """The peak memory as text, with its share of 1F1B's bytes if that is known."""
         timeline, peak = self.timeline, self.memory_text(self.timeline.peak)
         if timeline.measured.held is None:
             share = share_of_1f1b(timeline)
@@ -245,7 +258,7 @@ class DrawnRun:
 
     @property
     def headline(self) -> str:
-        """The run in one line, for example ``v-half: p=8, m=33, bubble 7.9%, peak 0.625``."""
+        """One line about the timeline, for example ``v-half: p=8, m=33, bubble 7.9%, peak 0.625``."""
         of_run = self.timeline.measured.bubble_rate
         bubble = f"{self.timeline.bubble_rate:.1%}" if of_run is None else f"{of_run:.1%} (median of the run's steps)"
         schedule, barriers = self.timeline.schedule, self.timeline.schedule.vocabulary_barriers
@@ -256,5 +269,5 @@ class DrawnRun:
         )
 
     def memory_text(self, held: float) -> str:
-        """Write activation units as a number, and bytes in GiB or MiB."""
+        """Return an amount of memory as text: a number of activation units, or bytes in GiB or MiB."""
         return f"{held:.4g}" if self.in_units else bytes_text(held)
