@@ -56,12 +56,12 @@ DOCUMENTS = {
     "queues": "what-runs-where.md",
     "quickstart": "start.md",
 }
-"""The document of each table."""
+"""The document that has each table."""
 
 DEVICES, MICROBATCHES = 8, 32
 SIZES = [(4, 8), (4, 16), (8, 16), (8, 32), (16, 16), (16, 32)]
 GAINS = {"1f1b": "stock's", "zb-h1": "in 1F1B's memory", "v-half": "in 0.6 to 0.8 of it"}
-"""Schedules of the README's first table, with the memory of each."""
+"""The schedules in the README's first table, each with text about its memory."""
 COSTS = {"1 : 1 : 1": Costs(1, 1, 1), "1 : 1.5 : 0.5": Costs(1, 1.5, 0.5)}
 COMPARED: dict[str, tuple[str, dict[str, int]]] = {
     "`1f1b`": ("1f1b", {}),
@@ -73,12 +73,12 @@ COMPARED: dict[str, tuple[str, dict[str, int]]] = {
     "`v-half`": ("v-half", {}),
     "`v-min`": ("v-min", {}),
 }
-"""Names in a table, with the schedule's name and options."""
+"""The rows of a table: the printed name, with the schedule's name and options."""
 SEARCHES = {"`auto`, cap 0.625, two chunks as `v-half`": 2, "`auto`, cap 0.625, up to eight chunks": 8}
 CAP = 0.625
 SEQUENCE, TENSOR_RANKS = 4096, 8
 LAYERS = {"TE": "transformer_engine", "local": "local"}
-"""Implementations of layers whose bytes are compared, both for Llama-70B in bf16 with sequence parallelism."""
+"""The implementations of layers whose bytes are compared, by printed name. The model is Llama-70B in bf16."""
 PEAKS = ("units", *(f"bytes, {name}" for name in LAYERS))
 WORDS = {
     "stock": "stock's schedule",

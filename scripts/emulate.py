@@ -74,10 +74,10 @@ class _Emulator:
         self._original = original
         self._forward_step = forward_step
         self._microbatch: int | None = None
-        """Its number within the batch, if the weights are updated after every microbatch."""
+        """The number of the running microbatch within its batch, if weights are updated after every microbatch."""
         self._updates = 0
         self._history: dict[int, list] = {}
-        """Copies of all weights, by the number of updates before."""
+        """Copies of all weights, by the number of updates that they have had."""
 
     def step(self, *, model, num_microbatches: int, forward_only: bool = False, **call) -> list:
         """Run a training step by the rule. It replaces Megatron's forward-backward function."""

@@ -47,7 +47,7 @@ SCRIPTS = Path(__file__).resolve().parent
 DEVICES, MICROBATCHES = 4, 8
 POLL_SECONDS = 0.2
 ROUNDING = 1e-6
-"""Largest difference of losses relative to stock's, if the same numbers are added in another order."""
+"""The largest relative difference of losses that another order of summation may cause."""
 UNTIED = ("--untie-embeddings-and-output-weights",)
 TWO_CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 LOGGED = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+).*lm loss: ([\d.E+-]+)")

@@ -46,7 +46,7 @@ DOCUMENTS = {
         for path in sorted((ROOT / "benchmarks").rglob("*.md"))
     },
 }
-"""Page of the site by document of the repository, for those outside docs/."""
+"""The site's page for each document of the repository that is not in docs/."""
 
 _LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 

@@ -20,8 +20,9 @@ from megatron_pipemem.cli.common import INTERRUPTED, INVALID, UNUSABLE, report_e
 from megatron_pipemem.errors import PipememError, ScheduleError, with_code
 
 _LEAST_COLUMNS = 80
-"""Narrowest terminal for Typer's panels, which cut option names on narrower ones. Narrower terminals show click's plain
-help."""
+"""The narrowest terminal for Typer's panels. On narrower terminals Typer cuts option names, so click's plain help is
+shown.
+"""
 
 
 def markup() -> Literal["markdown"] | None:
@@ -80,10 +81,10 @@ class RunCommand(CommandWithExamples):
 class _Entry:
     """The function and the summary of a subcommand."""
 
-    function: str  # "module.name" within megatron_pipemem.cli
-    told: str  # first sentence of its help: the list of all commands imports no command
+    function: str  # ``module.name`` within ``megatron_pipemem.cli``
+    told: str  # the first sentence of its help, so that listing all commands imports no command
     kind: type[CommandWithExamples] = CommandWithExamples
-    hidden: bool = False  # called by other programs only
+    hidden: bool = False  # only other programs call it
 
 
 _ENTRIES = {

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_pipemem.schedule.display import Listener
 
 CANNOT_RUN = "is valid, but cannot run here, where losses are bit-identical to stock Megatron's"
-"""End of the sentence about a valid table that only other programs can run."""
+"""The end of the sentence about a valid schedule file that Megatron cannot run."""
 INVALID, UNUSABLE, INTERRUPTED = 1, 2, 130
 """Exit codes: an invalid schedule; another error that the user can correct; Ctrl-C."""
 

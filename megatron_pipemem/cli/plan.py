@@ -235,7 +235,7 @@ def _advice(rejected: Counter[str]) -> str:
 _MICROBATCHES = 8  # default per pipeline rank
 _BAR = 16  # columns of the slowest rank
 _SHADES = "\u2588\u2593\u2592\u2591"
-"""Shades of a rank's chunks, in turn."""
+"""The shades of a rank's chunks, used in turn."""
 _OF_CUT = ("tp", "sequence_parallel", "cp", "ep", "micro_batch", "recompute", "precision")
 if TYPE_CHECKING:
     _Cut = Execution  # the class below has some of its fields

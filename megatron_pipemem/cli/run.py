@@ -22,7 +22,7 @@ from megatron_pipemem.request import Request
 
 _OPTIONS = ("--cpu", "--verbose", "--help")
 CHECK = "--pipemem-check"
-"""Argument that ends a launch after its check: nothing is trained, and no device is used."""
+"""The argument with which a launch only checks its flags and schedule. Nothing is trained, and no device is used."""
 
 
 def run_script(

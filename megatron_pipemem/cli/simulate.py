@@ -298,7 +298,7 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
 
 
 _SHORT = {"single_queue_makespan": "one queue: makespan", "single_queue_bubble_rate": "one queue: bubble"}
-"""Names that are shorter than the keys, for the column of names."""
+"""Printed names that are shorter than the keys."""
 
 
 def _told(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:

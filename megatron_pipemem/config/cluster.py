@@ -16,7 +16,7 @@ class Link(Limited):
     """A connection between two devices, which carries messages in both directions at once."""
 
     gb_per_s: Amount
-    """10^9 bytes per second, of a large message, each way."""
+    """10^9 bytes per second in each direction, for large messages."""
     latency_us: AmountOrZero = 10.0
     """Microseconds before the first byte arrives."""
 
@@ -32,7 +32,9 @@ class HostChannel(Limited):
     d2h_gb_per_s: Amount
     h2d_gb_per_s: Amount
     duplex: Part = 1.0
-    """The share of its speed that a direction keeps while both run: 1 for independent engines, 0.5 for a shared channel."""
+    """The share of its speed that a direction keeps while both run: 1 for independent copy engines, 0.5 for one shared
+    channel.
+    """
 
     def round_trip_seconds(self, nbytes: float, sharing: int = 1) -> float:
         """Return the seconds to copy ``nbytes`` of each of ``sharing`` devices over one channel to the host and back.
@@ -50,23 +52,23 @@ class Cluster(Limited):
 
     config_folder: ClassVar[str] = "clusters"
 
-    memory_gib: Amount  # of a device
-    tflops: Amount  # dense bf16 peak of a device
+    memory_gib: Amount  # memory of a device
+    tflops: Amount  # peak of a device for dense bf16 matrix products
     intra_node: Link
     inter_node: Link  # between devices of two nodes, while all devices of a node send
     host: HostChannel
-    host_memory_gib: Amount  # of a node, for all its devices
+    host_memory_gib: Amount  # host memory of a node, which all of its devices share
     nodes: Devices = 1
     devices_per_node: Devices = 8
     reserved_gib: float = 0.0  # part of memory_gib that the driver, the context and communication libraries take
-    fp8_tflops: Amount | None = None  # dense peak of 8-bit matrix products; None for a device without them
-    achieved: Part = 0.6  # share of tflops and fp8_tflops that the matrix products of a transformer layer reach
-    memory_gb_per_s: Amount = 1000.0  # bandwidth of a device's own memory, which bounds optimizer and norms
+    fp8_tflops: Amount | None = None  # peak for dense 8-bit matrix products; None for a device without them
+    achieved: Part = 0.6  # share of tflops and fp8_tflops that a transformer layer's matrix products reach
+    memory_gb_per_s: Amount = 1000.0  # bandwidth of device memory, which limits optimizer and norms
     switches: tuple[tuple[int, ...], ...] = ()
     """Groups of a node's devices, by index, that share one PCIe switch and so one channel to the host. Other devices have a
     channel of their own."""
     backend: Literal["nccl", "gloo"] = "nccl"
-    sources: tuple[str, ...] = ()  # of these numbers
+    sources: tuple[str, ...] = ()  # where these numbers come from
 
     def __post_init__(self) -> None:
         super().__post_init__()

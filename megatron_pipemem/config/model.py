@@ -43,43 +43,43 @@ class Model(Limited):
     layers: Annotated[int, Limit(1, 100_000)]
     hidden: Count
     heads: Count
-    vocabulary: Count  # tokens, before padding
+    vocabulary: Count  # number of tokens in the vocabulary, before padding
     sequence: Count  # tokens per sequence in training
     kv_heads: Count | None = None  # grouped-query attention; default: heads
     head_channels: Count | None = None  # default: hidden / heads
-    ffn: Count | None = None  # width within the FFN; default: 4 hidden
+    ffn: Count | None = None  # width inside the FFN; default: 4 times hidden
     activation: Literal["gelu", "squared_relu", "swiglu", "geglu"] = "gelu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     position: Literal["learned", "rope", "none"] = "learned"
-    bias: Literal["all", "qkv_only", "none"] = "all"  # the linear layers with a bias
+    bias: Literal["all", "qkv_only", "none"] = "all"  # which linear layers have a bias
     tied: bool = False  # head and embedding are one matrix
-    dropout: float = 0.0  # of attention and hidden states
-    experts: CountOrZero = 0  # of a mixture-of-experts layer; 0 for a dense model
+    dropout: float = 0.0  # probability of dropout in attention and hidden states
+    experts: CountOrZero = 0  # number of experts of a mixture-of-experts layer; 0 for a dense model
     experts_per_token: Count = 1
     expert_ffn: Count | None = None  # width of one expert; default: ffn
     shared_expert_ffn: CountOrZero = 0  # width of all shared experts together
-    moe_every: Count = 1  # layers from one layer with experts to the next, beginning with the first
-    dense_layers: CountOrZero = 0  # layers without experts at the beginning
+    moe_every: Count = 1  # every n-th layer has experts, beginning with the first
+    dense_layers: CountOrZero = 0  # number of layers without experts at the beginning of the model
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     router_bias: bool = False  # a bias per expert balances the router's choice
-    router_groups: CountOrZero = 0  # of experts; a token visits router_groups_per_token of them
+    router_groups: CountOrZero = 0  # number of groups of experts; a token visits router_groups_per_token of them
     router_groups_per_token: CountOrZero = 0
     router_scale: float = 1.0  # factor of the weights of the chosen experts
-    qk_norm: bool = False  # of queries and keys; in latent attention, of the latents
-    kv_lora_rank: Count | None = None  # latent of keys and values; None for plain attention
-    q_lora_rank: Count | None = None  # latent of queries; None for queries without one
-    qk_head_dim: Count = 128  # channels of a latent head without position
-    qk_pos_emb_head_dim: Count = 64  # channels of a latent head with position
+    qk_norm: bool = False  # norms of queries and keys; in latent attention, norms of the latents
+    kv_lora_rank: Count | None = None  # width of the latent of keys and values; None for plain attention
+    q_lora_rank: Count | None = None  # width of the latent of queries; None for queries without a latent
+    qk_head_dim: Count = 128  # channels of a head of latent attention without position
+    qk_pos_emb_head_dim: Count = 64  # channels of a head of latent attention with position
     v_head_dim: Count = 128
-    mtp_layers: CountOrZero = 0  # multi-token prediction, before the head
-    pattern: str | None = None  # layers of a hybrid model, a symbol each; None for a GPT
-    mtp_pattern: str | None = None  # blocks of a hybrid model's layer of multi-token prediction
+    mtp_layers: CountOrZero = 0  # number of layers for multi-token prediction
+    pattern: str | None = None  # layers of a hybrid model, one symbol each; None for a GPT
+    mtp_pattern: str | None = None  # blocks of a hybrid model's layer for multi-token prediction
     mamba_state: Count = 128
-    mamba_heads: Count | None = None  # default: as many as fill 2 hidden
+    mamba_heads: Count | None = None  # default: as many as fill 2 times hidden
     mamba_head_dim: Count = 64
-    mamba_groups: Count = 8  # of heads with the same inputs to the state
-    mamba_convolution: Count = 4  # tokens
-    source: str = ""  # of the shape
+    mamba_groups: Count = 8  # number of groups; the heads of a group share the inputs to the state
+    mamba_convolution: Count = 4  # width of the convolution in tokens
+    source: str = ""  # where the shape comes from
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -215,27 +215,29 @@ _SCALES = {"blockwise": 4 / 128, "mxfp8": 1 / 32}
 class Execution(Limited):
     """The settings of a run that decide the costs of a microbatch on one rank."""
 
-    micro_batch: Count = 1  # sequences
+    micro_batch: Count = 1  # sequences per microbatch
     tp: Count = 1
     sequence_parallel: bool = False  # split norms and dropout over the tensor-parallel ranks too
     cp: Count = 1
     ep: Count = 1
-    etp: Count | None = None  # tensor-parallel ranks of an expert; tp by default
-    recompute: Recompute = "none"  # in the backward: selective for recompute_modules, full for whole layers
+    etp: Count | None = None  # tensor-parallel ranks over which an expert is cut; default: tp
+    # during the backward: ``selective`` recomputes recompute_modules, ``full`` whole layers
+    recompute: Recompute = "none"
     recompute_modules: tuple[Recomputable, ...] = ("core_attn",)
     """``core_attn`` is attention between its projections, ``mlp`` the FFN of dense layers, ``activation`` the FFN's with the
     masks of dropout (not a module of Megatron), ``mla_up_proj`` latent attention from the latents to the core, ``moe`` router
     and experts, and ``moe_act`` the activation of the experts."""
     attention: Literal["flash", "unfused"] = "flash"  # unfused keeps the scores, as Megatron's local attention does
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    fp8: Fp8 = "none"  # of the linear layers in layers; attention and head have 16 bits
+    fp8: Fp8 = "none"  # recipe of the linear layers inside layers; attention and head use 16 bits
     fused: bool = True  # Megatron's default: biases, activations and dropout run in fused kernels
-    implementation: Literal["local", "transformer_engine"] = "local"  # of linear layers and norms
-    expert_load: Amount = 1.0  # most tokens that the experts of a rank get, relative to even routing
+    implementation: Literal["local", "transformer_engine"] = "local"  # the implementation of linear layers and norms
+    expert_load: Amount = 1.0  # tokens of the fullest rank's experts, as a multiple of even routing
     tp_overlap: bool = False  # tensor-parallel messages run during the matrix products that send or need them
     ep_overlap: bool = False  # tokens go to experts and back while another microbatch computes
-    weight_inputs: Literal["sharded", "gathered"] = "sharded"  # kept for W of tensors that sequence parallelism gathers
-    early_weights: str = "auto"  # modules whose weight gradients I computes, see options.early_weights
+    # the form in which inputs that sequence parallelism gathers are kept for W
+    weight_inputs: Literal["sharded", "gathered"] = "sharded"
+    early_weights: str = "auto"  # modules whose weight gradients are computed in I (see options.early_weights)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -335,9 +337,9 @@ class Summed:
 class Passes(Summed):
     """One number for each of F, I and W: seconds, FLOPs or bytes."""
 
-    forward: float = 0.0  # of F
-    input: float = 0.0  # of I
-    weight: float = 0.0  # of W
+    forward: float = 0.0  # the number for F
+    input: float = 0.0  # the number for I
+    weight: float = 0.0  # the number for W
 
     @property
     def total(self) -> float:

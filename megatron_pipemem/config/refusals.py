@@ -21,7 +21,7 @@ class Refusals(NamedTuple):
     feature: str
     """The end of the sentence "... is not supported"."""
     sentences: Mapping[str, str]
-    """Attribute -> reason and remedy."""
+    """The reason and the remedy, by attribute."""
 
 
 _FLAGS = {
@@ -35,9 +35,9 @@ _FLAGS = {
     "use_te_rng_tracker": "te-rng-tracker",
     "is_inference_rng_tracker": "inference-rng-tracker",
 }
-"""Attribute -> flag, if the flag has another name."""
+"""The flag of an attribute, if it has another name than the attribute."""
 _DEFAULTS = {"clip_grad": 1.0, "fp8_recipe": "delayed", "rerun_mode": "validate_results"}
-"""Attribute -> Megatron's value without the flag."""
+"""The value of an attribute in Megatron if its flag is not given."""
 _UNCOUNTED = ("quantile_balancing", "global_aux_loss")
 _REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "attention_dropout": lambda share: float(share or 0) > 0,
@@ -53,7 +53,9 @@ _REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "optimizer": lambda name: name not in (None, "adam", "sgd"),
     "grad_norm_skip_threshold": lambda threshold: threshold is not None and math.isfinite(float(threshold)),
 }
-"""Attribute -> whether a value is refused. Of other attributes, every true value is refused."""
+"""A function that says whether a value of the attribute is refused. For all other attributes, every true value is
+refused.
+"""
 
 
 def _flag(attribute: str) -> str:

@@ -38,12 +38,13 @@ class Parallelism(Limited):
     dp: Devices = 1
     cp: Devices = 1
     ep: Devices = 1
-    etp: Devices | None = None  # tensor-parallel ranks of an expert; tp by default
-    chunks: Count | None = None  # stages per pipeline rank, for schedules with a choice
-    micro_batch: Count = 1  # sequences
-    global_batch: Count = 1  # sequences of a step, over all data-parallel ranks
+    etp: Devices | None = None  # tensor-parallel ranks over which an expert is cut; default: tp
+    chunks: Count | None = None  # stages per pipeline rank, for schedules that allow several numbers
+    micro_batch: Count = 1  # sequences per microbatch
+    global_batch: Count = 1  # sequences per step, over all data-parallel ranks
     sequence_parallel: bool = False
-    expert_load: Amount = 1.0  # most tokens of a rank's experts, relative to even routing; plans have memory for it
+    # Tokens of the fullest rank's experts, as a multiple of even routing. Plans reserve memory for them.
+    expert_load: Amount = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,16 +77,20 @@ MOCK = "mock"
 """The name of made-up tokens in place of a dataset."""
 
 SCRIPTS = (Path(__file__).parents[1] / "scripts").resolve()
-"""The folder of the training script and of the scripts that start it."""
+"""The folder with the training script and the scripts that start it."""
 
 REPORT = "report.json"
 """The name of a run's report in its output folder."""
 
 STOCK_OVERLAPS = {"tp_overlap": "tp-comm-overlap", "ep_overlap": "overlap-moe-expert-parallel-comm"}
-"""Fields of ``Execution`` -> flags that hide messages within layers under Megatron's own schedules alone."""
+"""Fields of ``Execution``, with the flags that hide messages within layers. Only Megatron's own schedules allow these
+flags.
+"""
 
 BY_ACTION = ("core_attn", "layernorm", "activation")
-"""The modules that ``--pipemem-recompute selective`` recomputes, if attention is not fused and norms stand alone."""
+"""The modules that ``--pipemem-recompute selective`` recomputes, if attention is unfused and norms are modules of their
+own.
+"""
 
 
 @dataclass(frozen=True)
@@ -94,11 +99,12 @@ class ScheduleChoice(ScheduleOptions, Limited):
 
     name: str = STOCK  # a family, a schedule file (.csv), auto for a search, or stock for Megatron's own schedule
     memory_cap: str | None = field(default=None, metadata={"flag": CAP})
-    slices: Count | None = None  # pieces of a microbatch along its sequence, for schedules with a choice
+    slices: Count | None = None  # pieces into which sequences are cut, for schedules that allow several numbers
     offload: Offload = field(default=OFF, metadata={"flag": SENT})
     microbatch_costs: str | None = field(default=None, metadata={"flag": WEIGHTS})
     recompute: Recompute = "none"
-    recompute_modules: tuple[Recomputable, ...] = ("core_attn",)  # of selective, see Execution
+    # modules that ``selective`` recomputes (see Execution)
+    recompute_modules: tuple[Recomputable, ...] = ("core_attn",)
     module: str | None = None  # Python file or module that registers the family
 
     @property
@@ -131,12 +137,13 @@ def _at(key: str) -> Iterator[None]:
 class Training(Limited):
     """The number of training steps, the data, and the checkpoints."""
 
-    iterations: Count = 10  # steps in all, over all restarts
+    iterations: Count = 10  # all training steps of the run, over all restarts
     save_interval: CountOrZero = 0  # steps between checkpoints, 0 for none; a restarted run resumes from the last one
-    load: str | None = None  # folder of the checkpoint to start from, as long as the run has none of its own
+    load: str | None = None  # folder of the checkpoint to start from, until the run has a checkpoint of its own
     data: str = MOCK
-    """The prefix of a Megatron dataset (files ``.bin`` and ``.idx``), several as ``weight prefix weight prefix``, or ``mock``
-    for made-up tokens."""
+    """The prefix of a Megatron dataset (files ``.bin`` and ``.idx``), several prefixes as ``weight prefix weight
+    prefix``, or ``mock`` for made-up tokens.
+    """
     cache: str | None = None  # folder of the datasets' index files
 
 
@@ -155,10 +162,10 @@ class Run:
     megatron: dict[str, Any] = field(default_factory=dict)
     """Every other flag of the training script: ``lr: 1e-4`` is ``--lr 1e-4``, ``true`` gives a bare flag, ``false`` and
     ``null`` leave the flag out, a list gives several values."""
-    environment: dict[str, str] = field(default_factory=dict)  # variables of every rank
-    output: str = "out/runs/run"  # folder of the report, timelines and checkpoints, from the working directory
-    trace: bool = False  # draw timelines of plan and run
-    script: str | None = None  # default: pretrain_gpt.py of SCRIPTS
+    environment: dict[str, str] = field(default_factory=dict)  # environment variables of every rank
+    output: str = "out/runs/run"  # folder of the report, timelines and checkpoints, relative to the working directory
+    trace: bool = False  # draw the timelines of the plan and of the run
+    script: str | None = None  # path of the training script; default: pretrain_gpt.py in SCRIPTS
 
     @property
     def report(self) -> Path:

@@ -24,7 +24,7 @@ class Limit(NamedTuple):
 
     least: int
     most: float
-    """An ``int`` allows whole numbers only."""
+    """If this is an ``int``, only whole numbers are allowed."""
     above: bool = False
     """Whether ``least`` itself is too small."""
 

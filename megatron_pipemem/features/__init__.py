@@ -22,11 +22,11 @@ class Position(Enum):
     """The place of a feature's extensions in the order in which a step calls all extensions."""
 
     PLANNING = auto()
-    """before the kernel's own: these choose programs"""
+    """before the kernel's own extensions: a feature here chooses the program of a step"""
     STAGES = auto()
-    """after the shapes of messages are known: these replace stages, and add handlers of actions"""
+    """when the shapes of messages are known: a feature here replaces stages, or adds handlers of actions"""
     LAST = auto()
-    """after all others: these wrap the handlers that the others have added; also in runs of Megatron's own schedule"""
+    """after all others: a feature here wraps the handlers of other features; also used with Megatron's own schedule"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ FEATURES = (
     FeatureSpec("vocabulary", lambda request: request.cuts_vocabulary),
     FeatureSpec("layerwise", lambda request: request.random == LAYERWISE, Position.LAST),
 )
-"""In the order in which steps ask them."""
+"""All features of this package, in the order in which a step calls their extensions."""
 
 _REGISTERED: list[FeatureSpec] = []
 

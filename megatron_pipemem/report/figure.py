@@ -34,7 +34,7 @@ _STYLE: dict[Any, Any] = {
 }
 _DPI = 150
 _MARKER = 5.0
-"""Half of a marker's side in points. Names keep this distance."""
+"""Half the side of a marker, in points. Names keep this distance from it."""
 _CHARACTERS = 36
 """Longest line of names that share a point, in characters."""
 _AROUND: dict[str, Any] = {"bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.3}}
@@ -97,8 +97,9 @@ class Label(NamedTuple):
     x: float
     y: float
     text: str
-    farthest: float = math.inf  # largest distance in points; the name is left out if no place is nearer
-    is_main: bool = True  # written large
+    # largest distance to the point, in points; the name is left out if no nearer place is free
+    farthest: float = math.inf
+    is_main: bool = True  # whether the name is written large
 
 
 def add_labels(axes: Axes, labels: Sequence[Label]) -> int:
@@ -181,7 +182,7 @@ HELD, HELD_EDGE, LIMIT = "#c9d3df", "#5b6f86", "#b3261e"
 _LABEL_POINTS = 4.6
 """Smallest size of letters that are drawn, in points."""
 _MOST_NUMBERS = 5000
-"""Largest number of actions with a number. matplotlib would take very long for more."""
+"""The highest number of actions that are drawn with a number. For more, matplotlib would take very long."""
 
 # A row, in parts of its height: actions above, memory from _UPPER down to _FLOOR.
 _ACTIONS, _UPPER, _FLOOR = (0.05, 0.60), 0.64, 0.96
@@ -354,7 +355,7 @@ _LEFT, _RIGHT = 0.8, 0.75
 """Inches left and right of the time axis, for the devices' names and their peaks."""
 _NARROWEST, _WIDEST = 9.0, 24.0
 _COMFORTABLE = 7.5
-"""Points of the shortest action; enough for a two-digit label."""
+"""The width in points of the shortest action. It is enough for a label of two digits."""
 
 
 def draw(timelines: Sequence[Timeline]) -> Figure:

@@ -31,13 +31,14 @@ _FARTHEST = 60
 class Point:
     """A schedule in the picture, with its peak memory and bubble."""
 
-    name: str  # with the options that distinguish it from others of its family
+    name: str  # the schedule's name, with the options that distinguish it from others of its family
     placement: str
-    peak: float  # of the fullest device, as a share of 1F1B's peak
+    peak: float  # the highest peak of all devices, as a share of 1F1B's peak
     bubble_rate: float
-    """Idle part of the makespan on the busiest device. If points divide the work among devices in different ways, the most even
-    division counts for all, so that the faster point has the lower bubble."""
-    dominated: bool = False  # another point is at least as good in both and better in one
+    """The idle share of the makespan on the busiest device, from 0 to 1. If schedules distribute the work differently,
+    the least work of a busiest device counts for all. So the faster schedule has the lower bubble.
+    """
+    dominated: bool = False  # whether another point is at least as good in both peak and bubble, and better in one
     is_search: bool = False
 
 

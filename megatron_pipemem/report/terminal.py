@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _EMPTY = ("", "-")
 _EDGES = 2
 _PADDINGS: dict[int, PaddingDimensions] = {3: (0, 1), 2: (0, 1, 0, 0), 1: 0}
-"""Padding that rich gives each cell, by the number of columns between two cells."""
+"""rich's padding of a cell, by the number of blank columns between two cells."""
 _INDENT = 4
 
 
@@ -37,7 +37,8 @@ class FittingTable:
     """
 
     columns: Sequence[str]
-    text: Collection[str] = ()  # columns that wrap and align left; others align right and do not wrap
+    # columns that are left-aligned and may wrap; all others are right-aligned and do not wrap
+    text: Collection[str] = ()
     title: str = ""
     caption: str = ""
     _rows: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
@@ -131,7 +132,7 @@ def _filled(parts: Iterable[str], width: int) -> list[str]:
 
 
 _MAX_CELL = 4
-"""Most columns of the shortest action: ``F12`` and a gap."""
+"""The highest width in columns of the shortest action: enough for ``F12`` and a gap."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ class TerminalTimeline:
 
     timeline: Timeline
     beside: Sequence[Timeline] = ()
-    """Runs to compare with, on one time axis. A run of more than twice the usual length gets its own axis and a note."""
+    """Timelines to compare with, on one time axis. A timeline more than twice as long as the median gets its own axis.
+    """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         timeline, drawn = self.timeline, DrawnRun(self.timeline)

@@ -18,7 +18,7 @@ from megatron_pipemem.schedule.simulator import Timeline
 
 IDLE = "#f1f3f4"
 _PALEST = 0.58
-"""Share of white in the colour of the last of many chunks."""
+"""The share of white in the colour of the last chunk, if there are many."""
 
 
 class Box(NamedTuple):

@@ -40,7 +40,7 @@ class WeightVersions:
         self._free: list[Buffers] = []
         self.newest = 0
         self.most_held = 1
-        """How many versions there have been at once."""
+        """The highest number of versions that existed at the same time."""
         self._held = {0: self._allocate()}
         self._shown: int | None = None
         for parameter, view in zip(self._parameters, self._views(0), strict=True):

@@ -130,7 +130,7 @@ class LayerwiseRandom(Extension):
     def __init__(self) -> None:
         self._models: WeakSet[torch.nn.Module] = WeakSet()
         self._experts: Iterator[int] | None = None
-        """Numbers of the experts that are being built."""
+        """The numbers, in the whole model, of the experts that are being built."""
         self._number: int | None = None
         self._batch = 1
         self._order: Sequence[int] | None = None

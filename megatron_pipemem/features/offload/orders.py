@@ -31,11 +31,11 @@ class OffloadPlan:
     Memory is in bytes if the costs give bytes, and otherwise in activation units.
     """
 
-    schedule: Schedule  # with actions on memory
-    base: Schedule  # without them
-    base_timeline: Timeline  # simulation of ``base``
-    kept: Mapping[Key, str]  # by ``(stage, microbatch)`` that stays, a reason of ``transfers``
-    memory_cap: tuple[float, ...] | None = None  # one cap per device
+    schedule: Schedule  # the orders with OFFLOAD, RELOAD and the waits for them
+    base: Schedule  # the same orders without these actions
+    base_timeline: Timeline  # the simulated timeline of ``base``
+    kept: Mapping[Key, str]  # the reason (see ``transfers``) of each ``(stage, microbatch)`` that stays
+    memory_cap: tuple[float, ...] | None = None  # one cap for each device
 
     def __repr__(self) -> str:
         """Return the numbers of devices, microbatches and activations, without simulating the schedule."""

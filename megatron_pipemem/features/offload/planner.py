@@ -120,10 +120,10 @@ class PlacedTrips(NamedTuple):
     WAIT_RELOAD. Each round trip is a row.
     """
 
-    trips: Sequence[RoundTrip]  # one row each
-    places: np.ndarray  # positions of the order that they go before
-    times: np.ndarray  # their times, which order actions before the same position
-    ranks: np.ndarray  # order actions of the same time
+    trips: Sequence[RoundTrip]  # one for each row of the arrays
+    places: np.ndarray  # the position of the order before which an action is inserted
+    times: np.ndarray  # sort the actions that are inserted before the same position
+    ranks: np.ndarray  # sort the actions that have the same time too
 
     @classmethod
     def of(
@@ -248,13 +248,13 @@ class _TripGroup:
 
     part: _Part
     trips: Sequence[RoundTrip]
-    kept: dict[Key, str]  # reasons of the items that stay
-    over: float  # sum of the devices' memory above their caps; 0 without caps
-    peak: float  # of the fullest device
+    kept: dict[Key, str]  # the reasons of the activations that stay
+    over: float  # sum over devices of the memory above their cap; 0 without caps
+    peak: float  # the highest peak of these devices
 
 
 Proposal = tuple[tuple[Order, ...], dict[Key, str], PassTimes]
-"""Orders with round trips, the reasons of activations that stay, and the latest times of all actions."""
+"""The orders with round trips, the reason of each activation that stays, and the latest times of all actions."""
 
 
 class Planner:

@@ -29,13 +29,13 @@ class Item(NamedTuple):
     device: int
     stage: int
     microbatch: int
-    made: float  # end of the forward
-    used: float  # start of the backward
-    out: float  # seconds of the transfer to the host
-    back: float  # seconds of the transfer back
-    size: float  # memory that leaves the device, ``weight`` included
-    place: int  # index of its stage and slice in lists of prices (``action.place``)
-    weight: float = 1.0  # its memory relative to the costs, if microbatches differ
+    made: float  # time at which the forward ends
+    used: float  # time at which the backward starts
+    out: float  # seconds of the copy to the host
+    back: float  # seconds of the copy back
+    size: float  # memory that these activations take, with ``weight`` included
+    place: int  # index of the stage and slice in lists of prices (``action.place``)
+    weight: float = 1.0  # memory relative to that in the costs, if microbatches differ
 
     @property
     def key(self) -> Key:

@@ -26,7 +26,7 @@ class ValidationCut:
     """The cut of a program, and the messages to post if the cut is dropped."""
 
     program: Program
-    lengths: tuple[int, ...]  # per device, the number of its first actions in the cut, messages included
+    lengths: tuple[int, ...]  # for each device, how many of its first actions are in the cut, messages included
     # Per device, the messages to post when the cut is dropped, in program order: receives of sent messages, and sends
     # for posted receives. Then every message has been posted at both ends or at neither.
     drains: tuple[Order, ...]

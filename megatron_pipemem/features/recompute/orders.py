@@ -14,7 +14,7 @@ from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.schedule import Order, Schedule
 
 KIND_OF_MODE = {"selective": Kind.RS, "full": Kind.R}
-"""The kind that runs every stage again, by mode of ``options.RECOMPUTE``, except ``none`` and ``auto``."""
+"""The kind of action that recomputes every stage, by mode of ``options.RECOMPUTE``. ``none`` and ``auto`` have none."""
 
 # The largest number of actions by which a recompute may move ahead.
 _AHEAD = (1, 2, 4, 8)

@@ -30,7 +30,8 @@ from megatron_pipemem.runtime.weight_gradients import gradient_of
 from megatron_pipemem.schedule.placement import Placement
 
 _TIED_ENDS = 2
-"""Megatron saves a tied embedding from its first stage and numbers the one on its last stage behind it."""
+"""Megatron gives the tied embedding on the last stage a ``replica_id`` after that of the first stage, which it saves.
+"""
 
 
 @torch.no_grad()

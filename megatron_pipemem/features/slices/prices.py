@@ -177,7 +177,7 @@ def _memory(
 
 
 _ACTIVATIONS = frozenset((Kind.F, Kind.R, Kind.I, Kind.W, Kind.B, Kind.WAIT_OFFLOAD, Kind.RELOAD))
-"""Kinds that do not move keys and values."""
+"""Kinds that take or free activations, but not the keys and values of a microbatch."""
 
 
 def _channel(

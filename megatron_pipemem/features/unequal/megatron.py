@@ -51,13 +51,13 @@ from megatron_pipemem.search.step_plan import StepPlan, plan_step
 logger = logging.getLogger(__name__)
 
 SHARE = 0.01
-"""Of the step before, how long one may be planned."""
+"""The longest time to plan a step, as a share of the previous step's seconds."""
 LEAST_SECONDS, MOST_SECONDS = 0.02, 0.2
-"""Of planning, whatever the step before took."""
+"""The limits of the time to plan a step, however long the previous step took."""
 
 _KINDS = tuple(sorted(WEIGHED))
 _NONE = -1.0
-"""In the place of weights that a kind does not have."""
+"""The number that stands for a missing weight in the list that ranks exchange."""
 
 
 class UnequalMicrobatches(Extension):
@@ -74,7 +74,7 @@ class UnequalMicrobatches(Extension):
         self._weigh = weigh
         self._steps = 0
         self._dealers: list[tuple[Iterator, Dealer]] = []
-        """with batches of this step, or of a refused step, whose batches are not lost"""
+        """Iterators with the batches that have been read for this step, or for a step that was refused."""
         self._began = self._seconds = 0.0
         self._has_warned = False
 
@@ -305,8 +305,8 @@ def weigher_of(asked: MicrobatchCosts) -> Weigher:
 class _Contents:
     """The numbers of tokens of a microbatch on which the times of its layers depend."""
 
-    tokens: float  # with padding, if the layers compute it
-    squares: float  # sum of the squared lengths of its documents, whose tokens attend only to their own
+    tokens: float  # number of tokens; with padding, if the layers compute it
+    squares: float  # sum of the squared lengths of its documents; attention is within a document
 
     @classmethod
     def of(cls, batch: object, number: int) -> _Contents:

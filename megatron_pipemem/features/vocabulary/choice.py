@@ -84,16 +84,17 @@ def redistribute(layers: int, placement: Placement, head: float) -> tuple[int, .
 REDISTRIBUTE = "redistribute"
 _NAMES = {OFF: "the head on the last stage", REDISTRIBUTE: "moving layers away from the last stage"}
 _LEAST_GAIN = 0.01
-"""Least gain, as a part of the makespan, for another layout of the model or one more microbatch in flight."""
+"""Least gain, as a share of the makespan, that is worth another layout of the model or one more microbatch in flight.
+"""
 
 
 @dataclass(frozen=True)
 class VocabularyOption:
     """One way to place the LM head, with the simulated timeline of the step."""
 
-    name: str  # ``off``, ``redistribute``, or the paper's algorithm, ``1`` or ``2``
+    name: str  # ``off``, ``redistribute``, or the number of the paper's algorithm, ``1`` or ``2``
     timeline: Timeline
-    layers: tuple[int, ...] | None  # per stage, if whole layers are known
+    layers: tuple[int, ...] | None  # layers of each stage, if known
 
     def __repr__(self) -> str:
         return f"<VocabularyOption {self.name}: {self.timeline!r}>"

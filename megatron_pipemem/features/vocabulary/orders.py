@@ -45,7 +45,7 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS, check_placement
 
 BACKWARD = frozenset((Kind.I, Kind.W, Kind.B))
 _AHEAD = 2
-"""Most embedding outputs, or gradients of them, that wait on a device."""
+"""How many embedding outputs, or gradients of them, may wait on a device."""
 _TICKS = 12 * 10**6
 """Ticks of the longest action. Times are whole ticks, so that equal times compare as equal."""
 

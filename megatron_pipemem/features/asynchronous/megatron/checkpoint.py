@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 class SavedVersions:
     """The older weight versions of a rank when a checkpoint is written, and the number of batches before it."""
 
-    schedule: str  # the family's name and options
+    schedule: str  # the name of the family, with its options
     batch: int  # microbatches per step
-    before: int  # batches that have been through the pipeline, as far as the number matters
-    older: Mapping[int, Mapping[torch.dtype, torch.Tensor]]  # versions
+    before: int  # batches that have passed through the pipeline
+    older: Mapping[int, Mapping[torch.dtype, torch.Tensor]]  # the buffers of each older version
 
     def fits(self, schedule: str, weights: WeightVersions) -> bool:
         """Return whether the saved versions are of this schedule and have the sizes of ``weights``."""

@@ -23,9 +23,9 @@ from megatron_pipemem.schedule.stream import gain_without_barrier
 class _Waiting(NamedTuple):
     """The gradients of a batch whose optimizer step has not been taken, with their norm and settings."""
 
-    norm: LateNorm  # of its gradients, maybe not known yet
-    gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]  # of the optimizer's parameters
-    # the optimizer's groups, each with its settings at the end of the batch
+    norm: LateNorm  # the norm of these gradients, which may not have arrived yet
+    gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]  # pairs of a parameter of the optimizer and its gradient
+    # The optimizer's parameter groups, each with the settings that it had at the end of the batch.
     hyperparameters: Sequence[tuple[dict, dict]]
 
 

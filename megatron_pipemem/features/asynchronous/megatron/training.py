@@ -49,15 +49,15 @@ WARNING = (
 class _Stream:
     """The state of a pipeline on this rank between two steps: weight versions and microbatches in flight."""
 
-    chunks: list[torch.nn.Module]  # the model on this rank
-    weights: WeightVersions  # their versions
-    batch: int  # microbatches per call
-    before: int = 0  # batches that have been through the pipeline
-    done: int = 0  # batches ahead whose forwards have run
-    in_flight: InFlight = field(default_factory=InFlight)  # these forwards, and arrived inputs of others
-    ledger: ActivationLedger | None = None  # counts their activations
-    left: int | None = None  # training steps of the loop after the last call, if known
-    # of the routers' own losses in the last call, if a model of this process has them
+    chunks: list[torch.nn.Module]  # the model chunks of this rank
+    weights: WeightVersions  # the versions of their weights
+    batch: int  # microbatches per step
+    before: int = 0  # batches that have passed through the pipeline
+    done: int = 0  # batches, from the next one on, of which some forwards have run
+    in_flight: InFlight = field(default_factory=InFlight)  # the tensors of these forwards, and inputs that have arrived
+    ledger: ActivationLedger | None = None  # counts the activations of these forwards
+    left: int | None = None  # training steps after the last one that ran, if known
+    # The scale of the routers' auxiliary losses in the last step, if the model has experts.
     router_scale: torch.Tensor | None = None
 
     def drop(self, waits: bool) -> None:
@@ -90,8 +90,8 @@ class StepCall(NamedTuple):
     """The plan of the current training step on this rank."""
 
     plan: WindowPlan
-    device: int  # this rank's place in the pipeline
-    left: int | None  # training steps after it, if known
+    device: int  # the pipeline rank of this process
+    left: int | None  # training steps after this one, if known
 
 
 class StageOptimizer:

@@ -154,7 +154,7 @@ class CudaChannel:
 
 
 _LOOK_AFTER_SECONDS = 0.05
-"""Seconds between two checks of a waiting thread that the other thread is alive."""
+"""Seconds after which a thread that waits for the copying thread checks again that it is alive."""
 
 
 @dataclass(eq=False)
@@ -164,8 +164,8 @@ class HostTicket:
     direction: Direction
     thread: threading.Thread
     copies: Sequence[Copy]
-    after: Sequence[HostTicket]  # transfers that it waits for
-    ended: threading.Event = field(default_factory=threading.Event)  # set at its end, even if it failed
+    after: Sequence[HostTicket]  # transfers that must end before this one starts
+    ended: threading.Event = field(default_factory=threading.Event)  # set when the transfer has ended or failed
     error: BaseException | None = None
 
     def done(self) -> bool:

@@ -57,11 +57,11 @@ class StartedTransfer:
     A tensor that is freed earlier could give its memory to the next kernel while a copy still reads it.
     """
 
-    key: Hashable  # the forward whose activations move
+    key: Hashable  # names the forward whose activations move
     direction: Direction
     ticket: Ticket
     copies: tuple[Copy, ...]
-    moving: WeakSet[SavedStorage]  # the storages of the copies
+    moving: WeakSet[SavedStorage]  # the storages that the copies move
 
     @property
     def nbytes(self) -> int:

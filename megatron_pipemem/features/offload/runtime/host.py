@@ -18,7 +18,7 @@ from megatron_pipemem.runtime.host_traffic import Direction
 from megatron_pipemem.schedule.prices import HostLink
 
 ALIGNMENT = 256
-"""Bytes. Every block begins and ends on a multiple."""
+"""Each block begins and ends at a multiple of this number of bytes."""
 
 
 @dataclass(eq=False, slots=True)

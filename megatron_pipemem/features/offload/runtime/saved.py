@@ -18,8 +18,9 @@ from megatron_pipemem.features.offload.runtime.host import HostBlock
 from megatron_pipemem.runtime.activation_ledger import data_of, is_quantised, storage_key
 
 ALIGNMENT = 512
-"""Bytes. A moving run begins on a multiple, so that views return with equal alignment and kernels choose alike. It ends on one
-too, or with its storage: a slice of every row lacks the end of the last row, and would return a little smaller.
+"""The copied bytes of a storage begin at a multiple of this number of bytes. So views have the same alignment after a
+reload, and kernels make the same choices. The copied bytes end at a multiple too, or at the end of the storage.
+Otherwise a view that ends before the last row's end would return with a smaller storage.
 """
 
 
@@ -153,11 +154,11 @@ class SavedView:
     """The object that autograd's graph holds in place of a saved tensor."""
 
     home: SavedStorage
-    hold: Hold  # keeps the storage alive
+    hold: Hold  # the saved tensors of a capture keep this token alive
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]  # in elements
-    start: int  # bytes from the beginning of the first storage
+    start: int  # bytes from the beginning of the original storage
 
 
 class Capture:

@@ -32,9 +32,9 @@ from megatron_pipemem.mcore.symbols import (
 class _Unwritten(NamedTuple):
     """A gradient norm that has not been written to TensorBoard and W&B."""
 
-    iteration: int  # of its step
-    samples: int  # consumed until then
-    norm: LateNorm  # maybe not known yet
+    iteration: int  # the iteration of the norm's step
+    samples: int  # samples that the run has consumed by the end of this step
+    norm: LateNorm  # the sum over ranks may not have arrived yet
 
 
 class TrainingLoop:

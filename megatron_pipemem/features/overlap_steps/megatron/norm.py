@@ -12,7 +12,9 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron_pipemem.runtime.transport import destroy_groups, new_groups
 
 MARGIN = 1e-4
-"""Part of the limit that a norm must stay below it, to be sure that Megatron, which sums in another order, clips nothing."""
+"""A norm counts as below the limit only if it is smaller by this share of the limit. Megatron sums in another order, so
+its norm may differ slightly.
+"""
 
 
 class LateSum:

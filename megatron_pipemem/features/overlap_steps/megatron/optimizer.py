@@ -17,7 +17,7 @@ from megatron_pipemem.mcore.agreement import done_by_all
 from megatron_pipemem.mcore.step.extension import Overlap
 
 CLEAN_STEPS = 10
-"""Steps in a row that must need no clipping before one is taken without waiting for its norm."""
+"""Consecutive steps that must need no clipping before a step is taken without waiting for its norm."""
 
 
 class OverlappedOptimizer:
@@ -35,7 +35,7 @@ class OverlappedOptimizer:
     """
 
     delays = False
-    """Whether a step is taken when its norm is known, and never taken back."""
+    """Whether each step waits until its norm is known, so that no step is ever undone."""
 
     def __init__(self) -> None:
         self.overlaps = self.answers_locally = False

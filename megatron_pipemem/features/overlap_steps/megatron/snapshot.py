@@ -29,7 +29,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.memory_cap import format_bytes
 
 MOMENTS = 2
-"""Tensors of Adam's state, each as large as the parameter."""
+"""Number of tensors in Adam's state of a parameter. Each has the size of the parameter."""
 
 _KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 

@@ -30,7 +30,7 @@ from megatron_pipemem.schedule.stream import LEAST_GAIN, gain_without_barrier
 logger = logging.getLogger(__name__)
 
 cut_of = lru_cache(maxsize=16)(validation_cut)
-"""Programs are told apart by identity."""
+"""The cached cut of a program. Two programs are the same only if they are one object."""
 
 
 class OverlappedSteps(Extension):

@@ -25,9 +25,9 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.slices.runtime import KeyValueCache
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
-"""Arguments of the model, ``[b, s]``."""
+"""Arguments of the model that have the shape ``[b, s]`` and are cut into slices."""
 _WHOLE = ("decoder_input", "packed_seq_params", "inference_context")
-"""Arguments that cannot be cut here."""
+"""Arguments of the model that cannot be cut into slices, and are refused."""
 _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 
 

@@ -25,16 +25,16 @@ from megatron_pipemem.runtime.executor import StepFeature
 class _OpenSequence:
     """The data that the slices of one microbatch share until the last backward."""
 
-    caches: KeyValueCaches  # keys and values of its earlier slices
-    data: Tape | None  # read by its first slice; ``None`` if the stage reads none
+    caches: KeyValueCaches  # keys and values of the slices that have run
+    data: Tape | None  # the data that its first slice read; ``None`` if the stage reads no data
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    """of the last stage, by slice: the model's output, without its graph"""
+    """the outputs of the last stage by slice, without their graph"""
     running: torch.Tensor | None = None
-    """its output for the slice that runs, with its graph"""
+    """the output of the last stage for the slice that runs now, with its graph"""
     joined: torch.Tensor | None = None
-    """the outputs of all slices, as the loss function gets them"""
+    """the outputs of all slices in one tensor, as the loss function gets them"""
     gradients: Sequence[torch.Tensor] = ()
-    """of the loss by the output of every slice"""
+    """the gradient of the loss with respect to the output of each slice"""
 
 
 @dataclass
@@ -48,8 +48,8 @@ class SlicedStage(ChunkStage):
     """
 
     sliced: SlicedModel = field(kw_only=True)
-    bounds: Sequence[tuple[int, int]] = field(kw_only=True)  # of every slice: its first token, and the end
-    # gets every tensor that is kept in addition to autograd's
+    bounds: Sequence[tuple[int, int]] = field(kw_only=True)  # ``(first token, end)`` of each slice
+    # Called with each tensor that is kept in addition to those that autograd saves.
     hold: Callable[[torch.Tensor], object] = field(kw_only=True)
     _open: dict[int, _OpenSequence] = field(default_factory=dict)
 

@@ -120,10 +120,10 @@ def choose_barriers(model: Any, layout: Sequence[float], costs: Costs, schedules
 
 
 NAME = "vocabulary"
-"""Of the submodule of chunk 0."""
+"""The name of the submodule of chunk 0 that holds a rank's shards."""
 
 EMBEDDING_KEY, HEAD_KEY = "embedding.word_embeddings.weight", "output_layer.weight"
-"""Stock's names of the whole matrices in checkpoints."""
+"""The keys of the whole matrices in stock Megatron's checkpoints."""
 
 
 class EmbeddingShard(torch.nn.Module):
@@ -277,9 +277,9 @@ class DepartingHead(torch.nn.Module):
         self.input: torch.Tensor | None = None
         self.losses: torch.Tensor | None = None
         self.depths = 0
-        """Tokens behind the next one that the step predicts as well."""
+        """How many tokens after the next one are predicted too in this step (multi-token prediction)."""
         self.further: Callable | None = None
-        """Computes the step's loss from the losses of all depths (``depths``)."""
+        """Computes the loss of the step from the token losses of all prediction depths."""
 
     def forward(
         self,

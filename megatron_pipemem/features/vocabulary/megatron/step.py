@@ -172,7 +172,7 @@ class LastStage(ChunkStage):
     """
 
     depths: int = 0
-    """Tokens behind the next one that the head predicts as well."""
+    """How many tokens after the next one the head predicts too (multi-token prediction)."""
     _awaiting: dict[int, tuple[Callable | None, torch.dtype, Callable | None]] = field(default_factory=dict)
     _ahead: dict[int, torch.Tensor] = field(default_factory=dict)
 

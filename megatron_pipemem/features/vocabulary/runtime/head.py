@@ -31,21 +31,22 @@ from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
 class HeadOptions:
     """Options of the head's computation, the same on every rank."""
 
-    # Number of collectives in sequence that the last stage's backward waits for. 1 computes the input gradient from statistics
-    # before the loss is known (the paper's Algorithm 2), and 2 after it (its Algorithm 1).
+    # How many collectives, one after the other, the last stage's backward waits for. With 1, the input gradient is
+    # computed from statistics before the loss is known (the paper's Algorithm 2). With 2, it is computed after it
+    # (Algorithm 1).
     barriers: int = 1
-    # Number of tokens whose logits are in fp32 at a time; ``None`` for the whole microbatch. Pieces change results only if
+    # How many tokens have logits in fp32 at a time; ``None`` for the whole microbatch. Pieces change results only if
     # matrix products of other sizes round differently.
     piece_tokens: int | None = None
-    # Keep the logits, ``[tokens, rows]`` in the parameter's dtype, until their gradient is taken. ``False`` computes
-    # them again, piece by piece, with one more matrix product per use but no memory of that size.
+    # Keep the logits, ``[tokens, rows]`` in the parameter's dtype, until their gradient is computed. With ``False``
+    # they are computed again, piece by piece: one more matrix product per use, but no memory of that size.
     keep_logits: bool = True
     scale: float = 1.0  # factor of the logits
     softcap: float | None = None  # ``c`` of ``c * tanh(logits / c)``, applied after ``scale``
-    z_loss: float = 0.0  # factor of the squared log-partition function, which is added to every token's loss
-    # Type of the partial input gradients that are summed over the ranks. 16 bit halves the message and rounds once per rank.
+    z_loss: float = 0.0  # factor of the squared log-partition function in each token's loss
+    # The dtype in which input gradients are summed over the ranks. 16 bit halves the message and rounds once per rank.
     message_dtype: torch.dtype = torch.float32
-    compiled: bool = True  # compile the passes over logits on CUDA, see ``kernels.Compiler``
+    compiled: bool = True  # compile the functions over logits on CUDA (see ``kernels.Compiler``)
 
     def __post_init__(self) -> None:
         for holds, problem in (
@@ -78,8 +79,8 @@ class HeadMicrobatch:
 
     shard: WeightShard
     options: HeadOptions
-    x: torch.Tensor  # input, ``[tokens, h]``
-    shape: torch.Size  # original shape of the labels
+    x: torch.Tensor  # the head's input, ``[tokens, h]``
+    shape: torch.Size  # the shape of the labels before they are flattened to ``[tokens]``
     local: torch.Tensor  # the label's row within this shard, or 0 if another shard has it
     owned: torch.Tensor  # whether the label's row is in this shard
     valid: torch.Tensor  # whether the label is in the vocabulary
@@ -87,10 +88,10 @@ class HeadMicrobatch:
     # relative to that maximum and later to the maximum of all ranks; and the label's logit if ``owned``, else 0.
     statistics: torch.Tensor
     for_backward: bool
-    # Result of the matrix product, ``[tokens, rows]``, replaced later by its gradient; ``None`` if not kept.
+    # Logits from the matrix product, ``[tokens, rows]``, later overwritten by their gradient; ``None`` if not kept.
     logits: torch.Tensor | None = None
-    # Rows of the weights averaged by the local softmax (times ``SOFTMAX_SUM``) without the label's row, ``[tokens, h]``. Up to
-    # factors per token, this is the input gradient of the one-barrier algorithm.
+    # The mean of this rank's weight rows, weighted by its softmax (times ``SOFTMAX_SUM``) without the label's row,
+    # ``[tokens, h]``. With one barrier this is the input gradient, up to a factor per token and the label's part.
     average: torch.Tensor | None = None
 
     @property
@@ -202,7 +203,7 @@ class VocabularyHead:
 
 
 _TIE = 1e-5
-"""Logits this close count as equal."""
+"""Two logits with a smaller difference count as equal."""
 
 
 @torch.no_grad()
@@ -227,7 +228,7 @@ class Normalised:
     """
 
     NUMBERS = 5
-    """Numbers kept per token."""
+    """How many numbers are kept for each token."""
 
     def __init__(
         self,

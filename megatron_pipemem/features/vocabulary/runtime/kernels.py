@@ -128,7 +128,7 @@ class Compiler:
         self._devices, self._backend = frozenset(devices), backend
         self._compiled: dict[Callable, Callable] = {}
         self.gave_up = False
-        """Whether passes run uncompiled although they should be compiled."""
+        """Whether functions run without compiling because compiling is disabled or has failed."""
 
     def run(self, function: Callable, raw: torch.Tensor, *per_token: torch.Tensor, **constants):
         """Return ``function(raw, *per_token, **constants)``, compiled if possible. ``raw`` is ``[tokens, rows]``."""
@@ -158,4 +158,4 @@ class Compiler:
 
 
 COMPILER = Compiler()
-"""The compiler of this process."""
+"""The compiler that this process uses for functions over logits."""

@@ -39,11 +39,11 @@ class Batch:
     """
 
     tokens: Sequence[torch.Tensor]  # ``[b, s]`` of every microbatch
-    labels: Sequence[torch.Tensor] | None  # likewise; ``None`` to get logits instead of losses
+    labels: Sequence[torch.Tensor] | None  # ``[b, s]`` of every microbatch; ``None`` to get logits instead of losses
     looks_ahead: bool = (
         False  # the last stage also needs the embeddings of the following tokens (multi-token prediction)
     )
-    depths: int = 0  # number of tokens after the next one that the head predicts too
+    depths: int = 0  # how many tokens after the next one the head predicts too
 
     def cut(self, bounds: Sequence[tuple[int, int]]) -> Batch:
         """Return the batch with every sequence cut into slices. ``bounds`` has ``(first token, end)`` of each slice."""
@@ -141,7 +141,7 @@ class HeadStage(Protocol):
 class Channels:
     """Process groups that only the collectives of vocabulary passes use."""
 
-    pipeline: dist.ProcessGroup  # the pipeline's ranks, in the order of its devices
+    pipeline: dist.ProcessGroup  # the ranks of the pipeline, in the order of its devices
     shards: (
         dist.ProcessGroup
     )  # the ranks of all shards, in their order; tensor parallelism adds ranks to the pipeline's
@@ -156,11 +156,11 @@ class VocabularyPasses:
     """
 
     placement: Placement
-    device: int  # this rank's number in the pipeline
+    device: int  # the pipeline rank of this process
     layers: ShardedLayers
-    channels: Channels  # opened by every rank at the same time
-    batch: Batch  # the same on every rank
-    last_stage: HeadStage | None  # on the device of the last stage only
+    channels: Channels  # process groups, which all ranks have created together
+    batch: Batch  # tokens and labels, the same on every rank
+    last_stage: HeadStage | None  # ``None`` if another device has the last stage
     trains: bool
     ledger: ActivationLedger | None = None
     slices: int = 1

@@ -23,7 +23,7 @@ class VocabularyPartition:
     If the number of ranks does not divide the number of rows, the first shards have one row more than the others.
     """
 
-    vocab_size: int  # rows of the whole matrix, padding rows included, as in an unsharded softmax
+    vocab_size: int  # rows of the whole matrix, padding rows included
     shards: int  # number of ranks; with fewer rows than ranks, some shards are empty
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class WeightShard:
 
     parameter: torch.nn.Parameter  # ``[rows, h]``; its gradient goes to ``main_grad`` if it exists, else to ``grad``
     partition: VocabularyPartition
-    index: int  # this rank's number in the group
+    index: int  # the number of this rank in the group
 
     def __post_init__(self) -> None:
         wanted = len(self.rows)
