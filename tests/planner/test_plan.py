@@ -185,7 +185,7 @@ def test_a_plan_that_fails_in_full_gives_way_to_the_next(monkeypatch):
     limits = {"schedule": ("1f1b",), "tp": (4,), "pp": (2,), "recompute": ("none",), "micro_batch": (1,)}
     found = plan(replace(RUN, parallelism=Parallelism(global_batch=40)), limits=Limits(limits), top=2, search_seconds=0)
     assert [each.variant for each in found.plans] == [PLAIN]
-    assert found.rejected == {"short cannot be had with 1f1b: not so many": 1}
+    assert found.rejected == {"short cannot be combined with 1f1b: not so many": 1}
 
 
 def test_offload_that_does_not_suffice_says_what_is_in_the_way():
@@ -194,7 +194,7 @@ def test_offload_that_does_not_suffice_says_what_is_in_the_way():
     limits = Limits({**limits, "variant": ("offload",)})
     found = plan(replace(RUN, cluster=cluster), limits=limits, search_seconds=0)
     assert not found.plans
-    assert found.rejected == {"offload cannot be had with 1f1b: too much has to stay on a device (host memory)": 1}
+    assert found.rejected == {"offload cannot be combined with 1f1b: too much has to stay on a device (host memory)": 1}
 
 
 def test_every_cut_of_the_devices_is_considered():
