@@ -1,1 +1,1 @@
-"""From the launch script of a run to the schedule that makes it faster or smaller, and the line to paste."""
+"""Advise a schedule for a run, from its launch script, and write the flags to paste."""

@@ -1,4 +1,4 @@
-"""Compare the schedules that a run could take with the one that it has."""
+"""Compare the schedules that a run could have with the present one, by predicted time and memory."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ STOCKS = ("1f1b", "interleaved")
 OURS = ("zb-h1", "gis", "zbv", "v-half", "v-min")
 """Schedules that a run is compared under, those with the fewest changes to a run first."""
 SAME_MEMORY = 0.02
-"""Part of a peak by which another one counts as equal."""
+"""Fraction of a peak within which another peak counts as equal."""
 AS_FAST = 0.01
-"""Part of a step by which another one counts as equal."""
+"""Fraction of a step within which another step counts as equally long."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """A run under a schedule, with its price.
+    """A run under one schedule, with its predicted time and memory.
 
     Args:
-        run: as ``pipemem launch`` takes it.
-        order: the schedule and its chunks.
-        is_stock: whether Megatron's own schedule runs it.
-        step: the price of its stages.
-        makespan: seconds of the schedule.
-        peaks: bytes of every pipeline rank, everything included.
+        run: the configuration, as ``pipemem launch`` takes it.
+        order: the family of the schedule and its chunks per rank.
+        is_stock: whether the schedule is Megatron's own.
+        step: the predicted costs of its stages.
+        makespan: seconds of the schedule in a step.
+        peaks: peak bytes of every pipeline rank, including parameters and optimizer.
     """
 
     run: Run
@@ -59,7 +59,7 @@ class Way:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
+        """Seconds of a whole training step."""
         return self.makespan + self.step.outside
 
     @property
@@ -68,18 +68,21 @@ class Way:
 
     @property
     def bubble_rate(self) -> float:
-        """Part of the makespan that the busiest rank idles."""
+        """Fraction of the makespan in which the busiest rank idles."""
         return max(0.0, 1 - self.run.parallelism.microbatches * max(self.step.work) / self.makespan)
 
     @property
     def idle_rate(self) -> float:
-        """Part of the makespan that ranks idle on average, those with less work than others included."""
+        """Fraction of the makespan in which ranks idle on average, including idle time of ranks with less work."""
         work = self.step.work
         return max(0.0, 1 - self.run.parallelism.microbatches * sum(work) / len(work) / self.makespan)
 
     @cached_property
     def refusal(self) -> PipememError | None:
-        """Why the run cannot work so; ``None`` if it can. Asked of as few microbatches as tell of all."""
+        """The reason why the run cannot have this schedule; ``None`` if it can.
+
+        It is checked with the fewest microbatches for which the answer is the same.
+        """
         cut = self.run.parallelism
         if cut.global_batch == cut.microbatches * cut.micro_batch * cut.dp:
             cut = cut.with_microbatches(shortest(cut.pp, cut.microbatches))
@@ -87,19 +90,20 @@ class Way:
         return refusal(run)
 
     def gain(self, today: Way) -> float:
-        """Return by which part a step is shorter than today's."""
+        """Return the fraction by which a step is shorter than a step of ``today``."""
         return 1 - self.seconds / today.seconds
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Ways to run, compared.
+    """The run as it is, and the schedules that are proposed for it.
 
     Args:
-        today: the run as it stands.
-        stock: the fastest of Megatron's own schedules with other chunks or another layout, if it fits into the memory.
-        proposals: kind -> the best way of that kind; at most three.
-        refused: code of a refusal -> its message and the schedules that it keeps from being proposed.
+        today: the run as it is.
+        stock: the fastest of Megatron's own schedules with any chunks and the best layout; ``None`` if none fits into
+            the memory.
+        proposals: the best way of each kind, such as ``less memory``; at most three.
+        refused: by code of a refusal, its message and the names of better schedules that it excludes.
     """
 
     today: Way
@@ -109,11 +113,11 @@ class Advice:
 
 
 def advise(run: Run, pace: MeasuredSlowdown | None = None) -> Advice:
-    """Return what a run could gain by another schedule. Its parallel sizes and microbatches stay.
+    """Return the schedules with which a run would be faster or smaller, at the same parallel sizes and microbatches.
 
     Raises:
         UnsupportedError: the run has no pipeline (``no-pipeline``).
-        PipememError: the run cannot be priced as it stands.
+        PipememError: the run cannot be priced with its present schedule.
     """
     if run.parallelism.pp == 1:
         raise UnsupportedError(
@@ -131,7 +135,7 @@ def advise(run: Run, pace: MeasuredSlowdown | None = None) -> Advice:
 
 
 def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
-    """Return the run under the schedule that it names, with the layers that its flags give to every stage."""
+    """Predict a run with its present schedule and its present layers per stage."""
     chunks = run.parallelism.chunks
     name = run.schedule.name if run.schedule.name != STOCK else "1f1b" if (chunks or 1) == 1 else "interleaved"
     order = Order(name, chunks)
@@ -146,7 +150,7 @@ def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
 
 
 def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
-    """Yield the run under a family, with every number of chunks and the best layout for each."""
+    """Predict a run under a family, with every number of chunks and the best layout for each number."""
     is_stock = name in STOCKS
     base = run if is_stock else without_overlap(run)
     for placement, found in orders(base, Limits({"schedule": [name]}), Counter()).items():
@@ -170,7 +174,7 @@ def _way(
 
 
 def _proposals(today: Way, ways: Sequence[Way], refused: dict[str, tuple[str, list[str]]]) -> Iterator[tuple[str, Way]]:
-    """Yield the best way of every kind, if it is better than those before it."""
+    """Yield the best way of every kind, if it is faster than the run and the kinds before, or smaller."""
     same = [way for way in ways if way.peak <= today.peak * (1 + SAME_MEMORY)]
     fast = [
         way
@@ -191,7 +195,7 @@ def _proposals(today: Way, ways: Sequence[Way], refused: dict[str, tuple[str, li
 
 
 def _first(ways: Sequence[Way], key: Callable[[Way], float], refused: dict[str, tuple[str, list[str]]]) -> Way | None:
-    """Return the best way that is not refused, and note the refusals of better ones."""
+    """Return the first way by ``key`` that is not refused, and note the refusals of the ways before it."""
     for way in sorted(ways, key=key):
         error = way.refusal
         if error is None:
@@ -211,7 +215,7 @@ def _peak(way: Way) -> float:
 
 
 def changed_flags(today: Run, other: Run) -> tuple[list[str], list[str]]:
-    """Return the words to add to a command and those to take away, to come from one run to the other."""
+    """Return the words to add to the command of ``today``, and those to remove, to get the run ``other``."""
     before, after = all_flags(today), all_flags(other)
     added = {name: value for name, value in after.items() if before.get(name) != value}
     gone = {

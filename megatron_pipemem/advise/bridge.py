@@ -1,4 +1,4 @@
-"""Read a recipe of the installed Megatron-Bridge as the Megatron flags with the same meaning."""
+"""Convert a recipe of the installed Megatron-Bridge to Megatron's flags, and to a run."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _RENAMED = {
     "gated_linear_unit": "swiglu",
     "fp8": "fp8-format",
 }
-"""Field of a configuration -> the flag with its value, where the names differ."""
+"""Flag by field of a recipe's settings, if the names differ."""
 _INVERTED = {"share_embeddings_and_output_weights": "untie-embeddings-and-output-weights"}
-"""Fields whose default of true is a flag's absence."""
+"""Fields that are true by default, and the flag that sets each to false."""
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 _UNPRICED = {
     "experimental_attention_variant": "attention of another kind",
@@ -42,14 +42,15 @@ _UNPRICED = {
     "enable_hyper_connections": "hyper-connections",
     "linear_attention_freq": "linear attention",
 }
-"""Fields of models whose seconds and bytes are not known here."""
+"""Fields of models whose seconds and bytes cannot be predicted."""
 
 
 def evaluate(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the configurations of recipes, as ``mcore.bridge_recipe.evaluated`` returns them, in the order of the names.
+    """Yield the settings of each recipe, in the order of the names, as ``mcore.bridge_recipe.evaluated`` returns them.
 
     Raises:
-        UpstreamError: Megatron-Bridge cannot be imported (``not-installed``), or a recipe takes too long (``no-answer``).
+        UpstreamError: Megatron-Bridge cannot be imported (``not-installed``), or a recipe takes too long
+            (``no-answer``).
     """
     try:
         yield from answers(["-m", _CHILD, *names], _SECONDS, "Megatron-Bridge")
@@ -59,11 +60,12 @@ def evaluate(names: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def read_recipe(name: str, context: Context) -> Reading:
-    """Return the run of a recipe.
+    """Return the run that a recipe configures.
 
     Args:
-        name: of a recipe of Megatron-Bridge, with or without ``_config``; or a user's, as ``package.module:function``.
-        context: facts that the recipe may leave open. Its name says the devices, as in ``_32gpu_``.
+        name: a recipe of Megatron-Bridge, with or without ``_config``; or a user's recipe, as
+            ``package.module:function``.
+        context: facts that the recipe may leave open. A part of its name like ``_32gpu_`` gives the number of devices.
 
     Raises:
         ConfigError: no such recipe (``unknown-recipe``), or a size is missing.
@@ -75,7 +77,7 @@ def read_recipe(name: str, context: Context) -> Reading:
 
 
 def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
-    """Return the run of an evaluated recipe; see ``read_recipe``."""
+    """Return the run that an evaluated recipe configures (``read_recipe``)."""
     asked = facts["asked"]
     if "names" in facts:
         near = get_close_matches(asked, facts["names"], n=1)
@@ -106,7 +108,10 @@ def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
 
 
 def changes(today: Run, other: Run, chunks: int) -> list[str]:
-    """Return the statements that change a recipe's ``config`` from one run to another with ``chunks`` chunks per rank."""
+    """Return Python statements that change a recipe's ``config`` from the run ``today`` to the run ``other``.
+
+    ``chunks`` is the number of chunks per rank of ``other``.
+    """
     found = []
     if other.schedule.name != STOCK:
         found.append(f'megatron_pipemem.enable("{other.schedule.name}")')
@@ -121,12 +126,15 @@ def changes(today: Run, other: Run, chunks: int) -> list[str]:
 
 
 def _said(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flags without those that a command would leave out."""
+    """Return the flags without those that are ``None`` or false, which a command leaves out."""
     return {name: value for name, value in flags.items() if value is not None and value is not False}
 
 
 def _flags(values: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the flags with the values of a configuration's fields. Fields without a flag do not change a price."""
+    """Yield (flag, value) for the fields of a recipe's settings.
+
+    Fields without a flag are left out, because they do not change a price.
+    """
     fields: dict[tuple[str, str | None], str] = {}
     for name, flag in known.items():
         fields.setdefault((flag["dest"], str(flag["const"]) if flag["bare"] else None), name.lstrip("-"))
@@ -147,7 +155,7 @@ def _flags(values: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _layout(value: str | Sequence[str] | Sequence[Sequence[str]]) -> str:
-    """Return a layout in the letters of Megatron's flag."""
+    """Return a layout in the form of Megatron's flag, such as ``Ett|ttL``."""
     if isinstance(value, str):
         return value
     return "|".join("".join(_LETTERS[piece] for piece in stage) for stage in value)

@@ -1,4 +1,4 @@
-"""Turn the words of a Megatron command into a run: model, parallel sizes, schedule, and the flags that are left."""
+"""Convert the words of a Megatron command to a run: model, parallel sizes, schedule, and all other flags."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _PER_NODE = ("nproc-per-node", "ntasks-per-node", "gpus-per-node", "actor-num-gp
 _NODES = ("nnodes", "nodes", "actor-num-nodes")
 _GPT2 = 50257
 _TYPING_ERROR = 0.9
-"""How similar an unknown flag is to a known one if it is mistyped. Others belong to the program."""
+"""Similarity to a known flag above which an unknown flag counts as mistyped. Others are the program's own."""
 _TRAINING = ("data-path", "mock-data", "data-cache-path", "save-interval", "load", "train-iters")
 _ELSEWHERE = ("save", "pretrained-checkpoint", "exit-signal", "exit-signal-handler", "pipemem-report", "pipemem-trace")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A command as it was understood.
+    """The run that a command starts, and the assumptions about it.
 
     Args:
-        run: the run that it starts.
+        run: the run that the command starts.
         program: the training program, as the command names it.
-        assumed: sentences about facts that the command does not say.
+        assumed: sentences about facts that the command leaves open.
     """
 
     run: Run
@@ -51,9 +51,9 @@ class Context:
 
     Args:
         known: flags of Megatron's parser, as ``mcore.known_flags`` describes them.
-        cluster: whose devices the run is priced on; its number of nodes follows from the command.
-        devices: of the whole run, if the command does not say them.
-        vocabulary: tokens, if the command does not say them.
+        cluster: the cluster for which the run is priced. Its number of nodes follows from the command.
+        devices: number of devices of the whole run; ``None`` if the command gives it.
+        vocabulary: number of tokens in the vocabulary; ``None`` if the command gives it.
     """
 
     known: Mapping[str, Mapping[str, Any]]
@@ -66,22 +66,22 @@ def read_command(words: Sequence[str], context: Context) -> Reading:
     """Return the run that a command starts.
 
     Args:
-        words: launcher, program and flags.
+        words: the words of the command: launcher, program and flags.
         context: facts that the command may leave open.
 
     Raises:
-        ConfigError: a flag is unknown, a size is missing, or a value is no number.
+        ConfigError: a flag is unknown, a size is missing, or a value is not a number.
     """
     place = next(place for place, word in enumerate(words) if word.endswith(".py"))
     return read_flags(_named(words[place + 1 :], context.known), _launcher(words[:place]), words[place], context)
 
 
 def read_flags(given: Mapping[str, Any], launcher: Mapping[str, str], program: str, context: Context) -> Reading:
-    """Return the run of a program with these flags; see ``read_command``.
+    """Return the run of a program with these flags (``read_command``).
 
     Args:
-        given: name without dashes -> value; ``True`` for a bare flag, a list for several values.
-        launcher: options of the launcher, without dashes in front.
+        given: values by flag without dashes; ``True`` for a flag without a value, a list for several values.
+        launcher: options of the launcher by name without leading dashes.
         program: the training program or recipe.
         context: facts that the flags may leave open.
     """
@@ -100,14 +100,14 @@ def read_flags(given: Mapping[str, Any], launcher: Mapping[str, str], program: s
 
 @dataclass
 class _Flags:
-    """The flags of a command. Those that were asked for are not left."""
+    """The flags of a command. It notes each flag that is read, so that ``left`` returns the others."""
 
     given: dict[str, Any]
     known: Mapping[str, Mapping[str, Any]]
     asked: set[str] = field(default_factory=set)
 
     def get(self, name: str) -> Any:
-        """Return a flag's value, or Megatron's default."""
+        """Return the value of a flag, or Megatron's default."""
         self.asked.add(name)
         value = self.given.get(name)
         if value is None:
@@ -138,7 +138,7 @@ class _Flags:
         return value
 
     def left(self) -> dict[str, Any]:
-        """Return the flags that nothing asked for, without those whose value is unknown."""
+        """Return the flags that have not been read, except those with unknown values."""
         others = {name: value for name, value in self.given.items() if name not in self.asked}
         return {name: value for name, value in others.items() if UNKNOWN not in str(value)}
 
@@ -151,7 +151,10 @@ def _ask_for(text: str, key: str) -> NoReturn:
 
 
 def _named(words: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the flags of a program: name without dashes -> value, ``True`` for a bare flag, a list for several values."""
+    """Return the values of a program's flags by name without dashes.
+
+    The value is ``True`` for a flag without a value, and a list for several values.
+    """
     found: dict[str, Any] = {}
     place = 0
     while place < len(words):
@@ -175,7 +178,10 @@ def _named(words: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> dict
 
 
 def _launcher(words: Sequence[str]) -> dict[str, str]:
-    """Return the options of what starts the program, with dashes in their names."""
+    """Return the options of the launcher, such as torchrun, by name without leading dashes.
+
+    Underscores in names become dashes.
+    """
     found: dict[str, str] = {}
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -187,10 +193,10 @@ def _launcher(words: Sequence[str]) -> dict[str, str]:
 
 
 def _whole(text: str | None) -> int | None:
-    """Return a launcher's number. Of a range of nodes that may come and go, the most.
+    """Return a launcher's number; for a range of nodes like ``2:4``, the greatest. ``None`` if it is not a number.
 
     Raises:
-        ConfigError: a variable of the script holds it, and is unknown.
+        ConfigError: the value depends on a variable that is unknown.
     """
     if UNKNOWN in (text or ""):
         _ask_for(str(text), "the launcher")
@@ -201,7 +207,7 @@ def _whole(text: str | None) -> int | None:
 def _parallelism(
     flags: _Flags, launcher: Mapping[str, str], devices: int | None, cluster: Cluster, assumed: list[str]
 ) -> tuple[Parallelism, int, int]:
-    """Return the parallel sizes, the nodes, and the devices of each."""
+    """Return the parallel sizes, the number of nodes, and the number of devices of each node."""
     tp, pp, cp, ep = (
         flags.number(f"{kind}-parallel-size") or 1
         for kind in ("tensor-model", "pipeline-model", "context", "expert-model")
@@ -237,7 +243,7 @@ def _parallelism(
 
 
 def _chunks(flags: _Flags, model: Model, pp: int) -> int | None:
-    """Return the stages per pipeline rank; ``None`` for one."""
+    """Return the number of stages per pipeline rank; ``None`` if it is one."""
     cut = cut_flags.cut_of(flags.given, pp, model.layers)
     for name in (cut_flags.VIRTUAL_STAGES, cut_flags.LAYERS_PER_STAGE):
         flags.get(name)
@@ -263,7 +269,7 @@ def _schedule(flags: _Flags) -> ScheduleChoice:
 
 
 def _training(flags: _Flags) -> Training:
-    """Return the length of the run and its data. Data and folders whose names are unknown are left out."""
+    """Return the number of iterations, the data and the checkpoint folders. Unknown paths are left out."""
     given = {name: flags.given.get(name) for name in _TRAINING}
     flags.asked |= {*_TRAINING, *_ELSEWHERE}
     known = {name: value for name, value in given.items() if value is not None and UNKNOWN not in str(value)}
@@ -349,7 +355,10 @@ def _experts(flags: _Flags, layers: int, is_hybrid: bool) -> dict[str, Any]:
 
 
 def _expert_layers(flags: _Flags, layers: int) -> dict[str, int]:
-    """Return the model keys ``moe_every`` and ``dense_layers`` for ``--moe-layer-freq``: a number, or ``([0]*3+[1]*58)``."""
+    """Return the model settings ``moe_every`` and ``dense_layers`` that ``--moe-layer-freq`` describes.
+
+    The flag is a number, or a list like ``([0]*3+[1]*58)``.
+    """
     text = str(flags.get("moe-layer-freq"))
     if text.isdecimal():
         return {"moe_every": int(text)}
@@ -369,7 +378,7 @@ def _expert_layers(flags: _Flags, layers: int) -> dict[str, int]:
 
 
 def _listed(text: str) -> list[int]:
-    """Return the list that an expression of lists, sums and products stands for."""
+    """Return the list that a Python expression of lists, sums and products gives, such as ``[0]*3+[1]*58``."""
 
     def value(node: ast.AST) -> Any:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
@@ -399,7 +408,7 @@ def _mamba(flags: _Flags, pattern: str) -> dict[str, Any]:
 
 
 def _vocabulary(flags: _Flags, model: Model, assumed: list[str]) -> int:
-    """Return the number of tokens: as the command says, or that of a known model of this shape, or of the tokenizer."""
+    """Return the vocabulary's number of tokens, from the command, a known model of this shape, or the tokenizer."""
     said = flags.number("vocab-size") or flags.number("padded-vocab-size")
     if said is not None:
         return said

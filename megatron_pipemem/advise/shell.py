@@ -1,7 +1,7 @@
-"""Read the training command out of a launch script. Nothing of the script is executed.
+"""Read the training command out of a launch script. No part of the script is executed.
 
-Assignments, arrays, defaults, arithmetic and simple tests are followed as launch scripts use them. If a test cannot be decided,
-a variable keeps its value, or takes that of the first branch.
+Assignments, arrays, defaults, arithmetic and simple tests are evaluated, as launch scripts use them. If the result of a
+test is unknown, a variable keeps its value, or takes the value of the first branch if it has none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from megatron_pipemem.errors import ConfigError
 
 UNKNOWN = "\0"
-"""Stands before and after the name of a variable whose value is unknown, or of a command whose output is."""
+"""Mark before and after the name of a variable without a known value, or a command without a known output."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _BRACED = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=+?])(.*))?\Z", re.DOTALL)
 _SIMPLE = re.compile(r"[A-Za-z_]\w*|[\d@*#?]")
@@ -30,7 +30,7 @@ _MOST_DEPTH = 5
 
 
 class WordPart(NamedTuple):
-    """A piece of a word: literal text has no variables, quoted text is not split at its spaces."""
+    """A part of a word. Variables in literal text are not replaced, and quoted text is not split at spaces."""
 
     text: str
     quoted: bool = False
@@ -41,7 +41,7 @@ Word = list[WordPart]
 
 
 class Array(NamedTuple):
-    """The assignment of an array: ``NAME=(WORDS)``, or ``NAME+=(WORDS)`` to make it longer."""
+    """An assignment of an array: ``NAME=(WORDS)``, or ``NAME+=(WORDS)``, which appends words."""
 
     name: str
     longer: bool
@@ -52,15 +52,15 @@ Statement = list[Word | Array]
 
 
 def training_command(text: str, variables: Mapping[str, str] | None = None, folder: Path | None = None) -> list[str]:
-    """Return the words of the command that starts a Python program with the most flags.
+    """Return the words of the command that starts a Python program; with several, of the one with most flags.
 
     Args:
-        text: of a script, or a command line.
-        variables: values of shell variables, which come before those that the script sets.
-        folder: where files are looked for that the script reads with ``source``.
+        text: the text of a script, or a command line.
+        variables: values of shell variables, which override those that the script sets.
+        folder: the folder of the script, for files that it reads with ``source``.
 
     Raises:
-        ConfigError: nothing starts a Python program (``no-command``), or a quote has no end (``bad-syntax``).
+        ConfigError: no command starts a Python program (``no-command``), or a quote has no end (``bad-syntax``).
     """
     reader = _Reader(dict(variables or {}), folder)
     reader.read(text)
@@ -75,7 +75,11 @@ def training_command(text: str, variables: Mapping[str, str] | None = None, fold
 
 @dataclass
 class _Branch:
-    """An ``if`` that is being read: whether its statements run now, and whether one of its branches ran before."""
+    """An ``if`` whose branches are being read.
+
+    ``runs`` is whether the present branch runs, and ``ran`` whether one of its branches so far runs; ``None`` if
+    unknown.
+    """
 
     runs: bool | None
     ran: bool | None
@@ -99,7 +103,7 @@ class _Reader:
         self.depth -= 1
 
     def _runs(self) -> bool | None:
-        """Return whether statements run here; ``None`` if a test is undecided."""
+        """Return whether the statements at this place run; ``None`` if a test's result is unknown."""
         states = [branch.runs for branch in self.branches]
         return False if False in states else None if None in states else True
 
@@ -163,7 +167,10 @@ class _Reader:
         self.values[name] = words
 
     def _source(self, name: str) -> None:
-        """Read a sourced file, if it is in the script's folder. Of a path with unknown values, the part after them is used."""
+        """Read a sourced file, relative to the script's folder, if it exists.
+
+        If the path begins with unknown values, only the part after them is used.
+        """
         _, unknown, known = name.rpartition(UNKNOWN)
         known = known.lstrip("/") if unknown else known
         path = (self.folder or Path()) / known
@@ -171,7 +178,7 @@ class _Reader:
             self.read(path.read_text(encoding="utf-8", errors="replace"))
 
     def _test(self, words: Statement) -> bool | None:
-        """Return whether a test holds; ``None`` if that is unknown."""
+        """Return the result of a test like ``[ $A = 1 ]``; ``None`` if it is unknown."""
         texts = [
             "".join(self._expanded([part._replace(quoted=True) for part in word]))
             for word in words
@@ -186,7 +193,7 @@ class _Reader:
         return _holds(texts)
 
     def _expanded(self, word: Word) -> list[str]:
-        """Return the words that a word stands for, with its variables replaced."""
+        """Return the words that the shell makes of a word when it replaces its variables."""
         done: list[str] = []
         current: str | None = None
         for part in word:
@@ -203,7 +210,10 @@ class _Reader:
         return done + ([] if current is None else [current])
 
     def _pieces(self, part: WordPart) -> Iterator[list[str]]:
-        """Yield the pieces of a part, texts and values in turn, as words. An unquoted value with spaces has several words."""
+        """Yield texts and variables' values of a part of a word, each as a list of words.
+
+        An unquoted value with spaces gives several words.
+        """
         text, place = part.text, 0
         while place < len(text):
             dollar = text.find("$", place)
@@ -229,7 +239,7 @@ class _Reader:
             place = end
 
     def _value(self, expansion: str) -> list[str]:
-        """Return the value of ``$NAME``, ``${NAME...}``, ``$((...))`` or ``$(...)``."""
+        """Return the words of ``$NAME``, ``${NAME...}``, ``$((...))`` or ``$(...)``."""
         if expansion.startswith("$(("):
             inner = "".join(self._expanded([WordPart(expansion[3:-2], True)]))
             found = _arithmetic(inner, lambda name: "".join(self._lookup(name) or [UNKNOWN]))
@@ -254,7 +264,7 @@ class _Reader:
 
 
 def _plain(word: Word | Array) -> str:
-    """Return the text of a word without quotes; nothing for other words."""
+    """Return the text of a word that has no quotes; an empty text for any other word."""
     return "" if isinstance(word, Array) or len(word) != 1 or word[0].quoted else word[0].text
 
 
@@ -289,7 +299,7 @@ _OPERATIONS: Mapping[type, Callable] = {
 
 
 def _arithmetic(text: str, value_of: Callable[[str], str]) -> int | None:
-    """Return the value of a shell's whole-number expression; ``None`` if something in it is unknown."""
+    """Return the value of a shell's integer expression; ``None`` if a part of it is unknown."""
 
     def value(node: ast.AST) -> int:
         if isinstance(node, ast.BinOp):
@@ -303,7 +313,7 @@ def _arithmetic(text: str, value_of: Callable[[str], str]) -> int | None:
 
 
 def _closing(text: str, place: int, opening: str, closing: str) -> int:
-    """Return the place after the bracket that closes the one at ``place``."""
+    """Return the position after the bracket that closes the bracket at position ``place``."""
     depth = 0
     for end in range(place, len(text)):
         depth += (text[end] == opening) - (text[end] == closing)
@@ -313,7 +323,7 @@ def _closing(text: str, place: int, opening: str, closing: str) -> int:
 
 
 def _expansion_end(text: str, dollar: int) -> int:
-    """Return the place after the expansion that begins with the dollar sign."""
+    """Return the position after the expansion that begins at the position ``dollar``."""
     following = text[dollar + 1 : dollar + 2]
     if following in ("{", "("):
         return _closing(text, dollar + 1, following, "}" if following == "{" else ")")
