@@ -53,7 +53,7 @@ find_python() {
 
 # Shows only the slow parts of pip's output: large downloads and unpacking.
 install() {
-    "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" |
+    "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off --no-compile "$@" |
         sed -un '/ MB)$/s/^ *Downloading /setup.sh:   downloading /p; s/^Installing collected packages.*/setup.sh:   unpacking/p'
 }
 
@@ -71,6 +71,10 @@ fi
 echo "setup.sh: installing the pinned packages (some minutes the first time)"
 install -r requirements.txt
 echo "setup.sh: installing megatron_pipemem"
+# Compiles what runs import. pip would compile 17,000 files one after another, which takes a minute.
+env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c 'import megatron_pipemem.cli.app, megatron_pipemem.cpu.warm' \
+    >/dev/null 2>&1 &
 install --no-deps --editable .
+wait
 echo "$wanted" >"$venv/.pipemem-stamp"
 echo "setup.sh: ready; activate with 'source $venv/bin/activate'"
