@@ -69,7 +69,7 @@ def _mlp(module: type, keys: dict[str, str], **sizes: Any) -> ModuleSpec:
     )
 
 
-# Megatron's own specification puts a norm before a linear layer into that layer, hence the keys.
+# In Megatron's own specification, a norm before a linear layer is a part of it. These keys map to the same checkpoint.
 hybrid_stack_spec = ModuleSpec(
     module=HybridStack,
     submodules=HybridStackSubmodules(

@@ -98,7 +98,7 @@ def _await_release(lent: list[torch.Tensor]) -> None:
     """Wait until gloo has released these tensors, at most one second, because a caller may keep one."""
     patience = time.monotonic() + _RELEASE_SECONDS
     while lent:
-        # Python has the references of the list and of the call, and C++ has the one of Python.
+        # References in Python: the list and the argument of the call. In C++: the Python object.
         is_ours = sys.getrefcount(lent[-1]) == 2 and _held_by_python_alone(lent[-1])
         if is_ours:
             del lent[-1]

@@ -52,7 +52,7 @@ def _install_adam() -> None:
     optimizer.USING_PYTORCH_OPTIMIZER = False
     optimizer.Adam = distrib_optimizer.Adam = FusedAdam
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
-    # In fp32 the main parameters are views of the model's, which autograd does not allow to be overwritten.
+    # In fp32 the main parameters are views of the model's parameters, and autograd forbids to overwrite such views.
     loading = distrib_optimizer.DistributedOptimizer
     loading.load_state_dict = torch.no_grad()(loading.load_state_dict)
 

@@ -100,9 +100,9 @@ def agree(digest: str, group: dist.ProcessGroup) -> None:
         )
 
 
-# Few ranks read data: the first rank of the tensor-parallel groups of the first and the last stage. Facts about a batch that
-# the whole copy of the model needs go along its tensor-parallel, its context-parallel and its pipeline groups, in one small
-# message on each.
+# Only the first rank of a tensor-parallel group reads data, and only on the first and the last stage. Facts about a batch
+# that all ranks of a copy of the model need are sent in one small message along each of its tensor-parallel,
+# context-parallel and pipeline groups.
 
 
 Groups = Sequence[dist.ProcessGroup]
@@ -134,7 +134,7 @@ def agreed_numbers(
             raise UnsupportedError("wrong-count", f"there are {len(numbers)} {what} where {size} are needed")
     except Exception as error:  # the other ranks must hear of it, whatever it is
         failure = error
-    # The greatest and, negated, the least of each number: if they differ, ranks disagree.
+    # Maxima of the numbers and of the negated numbers give the greatest and the least. If these differ, ranks disagree.
     told = torch.full((1 + 2 * size,), -torch.inf, dtype=torch.float64)
     told[0] = _FAILED if failure is not None else _UNKNOWN if numbers is None else _KNOWN
     if failure is None and numbers is not None:

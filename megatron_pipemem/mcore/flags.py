@@ -109,7 +109,7 @@ def _check_known(flag: str, known: list[str], parser: Parser) -> None:
         parser.error(f"unknown flag {flag}")
 
 
-# With these, Megatron takes the sizes of the model from elsewhere, and its own checks and those of the built model must do.
+# With these flags, the sizes of the model are not on the command line. Only Megatron and the built model are checked then.
 _ELSEWHERE = ("yaml-cfg", "use-checkpoint-args")
 
 

@@ -42,7 +42,7 @@ def enable_in_script(request: Request) -> None:
     Raises:
         PipememError: as ``enable``.
     """
-    # Loaded first, so that its model builders and its training loop are replaced too.
+    # Imported first, so that the functions of Megatron's training loop are replaced too.
     if importlib.util.find_spec("megatron.training") is not None:
         importlib.import_module("megatron.training.training")
     enable_with(request)

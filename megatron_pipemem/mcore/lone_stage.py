@@ -81,7 +81,7 @@ class FlashAttention(MegatronModule):
 
         Keys and values may have fewer heads than queries.
         """
-        # On CPU dropout is left out: PyTorch has it there only together with all scores.
+        # Without dropout on a CPU, because PyTorch's kernel with dropout would save all attention scores.
         query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         if value.size(-1) != query.size(-1) and not query.is_cuda:
             return _LatentAttention.apply(query, key, value, self.scale).permute(2, 0, 1, 3).flatten(2)
@@ -176,7 +176,7 @@ def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
     ranks = execution.tp * execution.cp * execution.ep
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     patches = PatchSet()
-    # Megatron advises another model class at every model, and on CPU warns at every layer that CUDA's generator is CPU's.
+    # Megatron recommends another model class for each model, and on a CPU warns in each layer about the random generator.
     log = logging.getLogger("megatron.core")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -194,7 +194,7 @@ def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
         if fake:
             # Megatron's function compiles an extension first, which takes a minute. Fake tensors have no data to share.
             patches.install([(DISPATCH, _evenly), (SHARE_STORAGE, lambda original: lambda output, source: None)])
-            # It compares and sets the states of random generators, which are never fake.
+            # The function compares and sets states of random generators, which cannot be fake tensors.
             tensor_parallel.get_cuda_rng_tracker().fork = nullcontext
         with FakeTensorMode() if fake else nullcontext():
             yield

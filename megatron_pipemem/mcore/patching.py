@@ -24,7 +24,7 @@ class Symbol:
 
     module: str  # dotted name
     name: str  # attribute of the module, or ``Class.attribute``
-    # names that must be among its parameters: without one of them the function has changed its meaning
+    # names of parameters that it must have: a function without one of them does something else
     parameters: tuple[str, ...] = ()
     by_name: bool = False  # modules import the function itself, so it is replaced in every module that holds it
 

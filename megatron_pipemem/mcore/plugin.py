@@ -72,7 +72,7 @@ class _Enabled:
         chunk_placement = ChunkPlacement(programs.placement, request.is_round_robin, name=request.schedule)
         planning, stages, last = (_extensions(each, request, programs, chunk_placement) for each in Position)
         split = SplitBackward(request, record is not None, request.weight_inputs, request.early_weights)
-        # An asynchronous step runs forwards of the next one, whose shapes are not known.
+        # An asynchronous step runs forwards of the next step, whose message shapes are unknown.
         shapes = request.message_shapes == "step" and not request.is_asynchronous
         # A step of an asynchronous schedule updates weights between its actions, and a check must come before that.
         reductions = [] if request.is_asynchronous else [GradientReductions()]

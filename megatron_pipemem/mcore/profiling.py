@@ -55,7 +55,7 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
         frames = {FIRST: priced.first.seconds, MIDDLE: priced.middle.seconds, LAST: priced.last.seconds}
     else:
         optimizer = _optimizer_seconds(twos[main].parameters, repeats)
-        # Half of two layers: a difference of two times would be noise where layers are small.
+        # Half of the time of two layers, because the difference of two times would be noise for small layers.
         seconds = {kind: two.seconds * 0.5 for kind, two in twos.items()}
         frames = {FIRST: _excess(first, seconds[main]), MIDDLE: Passes(), LAST: _excess(last, seconds[final])}
 

@@ -280,7 +280,7 @@ class Programs:
         if counts:
             return found
         found = replace(found, why=why)
-        # A schedule from before the bytes were known need not keep the cap.
+        # The earlier schedule may break the cap, if it was chosen before the bytes were known.
         if before is None or (
             known.changes is not None and any(known.excess(self.request, before.schedule, found.costs))
         ):

@@ -65,7 +65,7 @@ def check_model(config, splits: bool, recomputes: bool) -> None:
             "gradient accumulation fusion needs Apex's fused_weight_gradient_mlp_cuda for the LM head, with Transformer "
             "Engine too, and it is not installed; install Apex with --cuda_ext, or pass --no-gradient-accumulation-fusion",
         )
-    # Configurations say so by default, also of local layers where it is not even installed (and its version is 0).
+    # transformer_engine is the default of configurations, even if it is not installed (its version is then 0).
     if getattr(config, "transformer_impl", None) != "transformer_engine" or not get_te_version().release[0]:
         return
     if splits and not is_te_min_version(_OLDEST):

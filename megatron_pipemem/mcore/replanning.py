@@ -100,10 +100,10 @@ class Replanner(Extension):
     def after(self, step: Step) -> None:
         self._message, ledger = step.message, step.observation.ledger
         if step.program.schedule.slices != self._slices:
-            # Times of other slices say nothing about these.
+            # Times of passes with another number of slices cannot be used.
             self._slices = step.program.schedule.slices
             self._stopwatch, self._unread = Stopwatch(self._slices), None
-        # Whether something was counted or timed is alike on every rank, whatever has become of it here.
+        # All ranks must agree on whether bytes were counted or passes timed, even if this rank failed to do so.
         if self._programs.needs_bytes and ledger is not None:
             self._counted = True
             self._failure = self._failure or ledger.failure
@@ -115,7 +115,7 @@ class Replanner(Extension):
             with self._noting_failure():
                 actions = self._unread.actions()
             self._stopwatch.add(actions)
-        # The first step pays for lazily opened channels, kernels and allocator growth.
+        # The first step takes longer, because channels open, kernels load and the allocator grows.
         self._unread = step.observation.trace if self._warm and self._needs_seconds else None
         self._warm = True
 

@@ -34,7 +34,7 @@ _FORWARD_BACKWARD = (
 )
 
 # The step. The dispatcher looks the first two up in its module at every call, so programs that imported the dispatcher earlier
-# get ours too. The last two are replaced for stock's own schedule, and used for ours.
+# get ours too. The last two are replaced to measure stock's own schedule, and called by ours.
 WITH_INTERLEAVING = Symbol(_SCHEDULES, "forward_backward_pipelining_with_interleaving", _FORWARD_BACKWARD)
 WITHOUT_INTERLEAVING = Symbol(_SCHEDULES, "forward_backward_pipelining_without_interleaving", _FORWARD_BACKWARD)
 FORWARD_STEP = Symbol(

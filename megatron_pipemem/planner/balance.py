@@ -158,7 +158,7 @@ class _Scale:
             moved = self._moved(start)
             start = moved if moved.seconds < start.seconds * (1 - AS_GOOD) else start
         slowest = min(each.slowest for each in starts)
-        # With two replicas of the model, the mean over a rank's stages matters, and not the slower one.
+        # With two replicas of the model, a rank's mean over its stages matters, and not its slower stage.
         alike = self.placement.replicas > 1
         balanced = [each for each in (start, *starts) if alike or _no_more(each.slowest, slowest)]
         return (start if start in balanced else _shortest(balanced, self._room)).layers

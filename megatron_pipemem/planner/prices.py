@@ -109,7 +109,7 @@ def layer(
     tails = _tails(model, execution, kind)
     products = _product_seconds(execution, cluster, plain, tails)
     shown = _shown_messages(execution, [seconds for _, seconds in of_blocks], products)
-    # In the backward, the ring sends keys and values again, with their gradients, behind twice the products.
+    # In the backward, the ring sends keys and values with their gradients, and twice the products hide them.
     communication = shown + Passes(ring, 2 * ring + repeated)
     again = products.forward + moving
     if not everything_again:
@@ -292,7 +292,7 @@ def _shown_messages(execution: Execution, messages: Sequence[tuple[float, float]
     """
     shown = Passes()
     for tensor, expert in messages:
-        # A ring begins with a part that no product hides. Both kinds of messages share the products of the layer evenly.
+        # No product hides the first part that a ring sends. Both kinds of messages overlap with the layer's products evenly.
         beside = each_pass(
             lambda each: each / len(messages), Passes(products.forward, products.input + products.weight)
         )

@@ -179,7 +179,7 @@ def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> t
 def _again(run: Run, placement: Placement, slices: Sequence[_Slice], shared: Sequence[Attention]) -> tuple[float, ...]:
     """Return the seconds of recomputation per device for one microbatch, including attention to earlier slices."""
     runs_again = run.execution.recompute == "full" or run.execution.recomputes("core_attn")
-    # I computes attention's two products twice, and recomputation computes them once more.
+    # Pass I has twice the products of attention in F, and recomputation has them once.
     rest = sum(each.earlier for each in slices) / 3 * runs_again
     return tuple(
         again + rest * sum(shared[stage].seconds.input for stage in owned)

@@ -241,7 +241,7 @@ def shared_out(
 
     if start is not None:
         start = (*start[:-1], start[-1] - stays)
-    # All replicas have the same cut, and both directions run over all devices.
+    # All replicas have the same layers per stage, and each replica has a stage on every device.
     alone = placement if placement.replicas == 1 else Placement.linear(placement.num_devices)
     counts = partition(loads, alone, start)
     return (*counts[:-1], counts[-1] + stays)
@@ -260,7 +260,7 @@ def _loads(cut: _Cut, placement: Placement) -> tuple[Loads, bool]:
 
     parts = cut.parts()
     first, last = cut.ends()
-    # It stays if all devices share the head, or if the placement is not round robin.
+    # Multi-token prediction stays if all devices share the head, or if the placement is not round robin.
     stays = len(parts) > cut.model.layers and (cut.shared_ends or not placement.is_round_robin)
     if stays:
         last += parts.pop()

@@ -128,10 +128,10 @@ def vocabulary_step(
     p, execution = placement.num_devices, run.execution
     cut = run.parallelism
     link = run.cluster.link(p, cut.tp * cut.cp * cut.dp)
-    # Predictions of all depths are the work of one head on as many times the tokens.
+    # With multi-token prediction, one head computes all predictions, so that its tokens are multiplied.
     depths, once = run.model.heads_of_output, message_bytes(run.model, execution)
     hidden, n = depths * once, depths * execution.tokens(run.model)
-    # A ring forwards data while more arrives. Further predictions need the same embeddings on the last stage.
+    # A ring forwards data while more arrives. Multi-token prediction needs the same embeddings on the last stage.
     apart = depths > 1 and placement.devices[0] != placement.devices[placement.model_stages - 1]
     whole, lookup = link.seconds(hidden), link.seconds(once) * (2 if apart else 1)
     collectives = {

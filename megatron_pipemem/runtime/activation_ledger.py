@@ -189,7 +189,7 @@ class ActivationLedger:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             self.hold(tensor)
-            # Not the tensor itself: an output that its own node saves would keep itself alive.
+            # Not the tensor itself: if a node saves its own output, the output would never be freed.
             return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -198,7 +198,7 @@ class ActivationLedger:
     @_counting
     def record(self, action: Action, host_bytes: int = 0) -> None:
         """Add an entry with the bytes that are held on the device, and with ``host_bytes``, after ``action``."""
-        # A checkpoint without output empties storages that autograd keeps, and refills them in the backward.
+        # Megatron's checkpoint without output empties storages that autograd keeps, and fills them again in the backward.
         sizes = {key: _size(known) for key, known in self._held.items()}
         self._held = {key: known for key, known in self._held.items() if sizes[key] is not None}
         held = sum(filter(None, sizes.values()))

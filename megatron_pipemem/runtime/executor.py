@@ -80,7 +80,7 @@ def settle(program: Program, device: int) -> RankProgram:
     instructions = []
     for each in _instructions(program, device):
         answer = answers.get(each.receive) if each.receive is not None else None
-        # The messages before an answer on its edge have arrived, too.
+        # Earlier messages on the same edge have arrived, too, so their answers count here.
         settled = () if answer is None else tuple(sent for earlier in answer.take() for sent in earlier)
         instructions.append(replace(each, settles=settled) if settled else each)
     kinds = frozenset(each.action.kind for each in instructions)
@@ -142,7 +142,7 @@ def _instructions(program: Program, device: int) -> tuple[Instruction, ...]:
     actions = program.actions[device]
     split = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.I}
     again = {(a.stage, a.microbatch): a.kind for a in actions if a.kind in RECOMPUTE}
-    # Whole stages, because microbatches may share tensors. A shared tensor leaves with the last microbatch offloaded.
+    # By stage, because microbatches may share tensors. A shared tensor is offloaded with the last offloaded microbatch.
     offloaded = {a.stage for a in actions if a.kind is Kind.OFFLOAD}
     placement, cut = program.placement, bool(program.schedule.vocabulary_barriers)
     instructions = []
@@ -478,7 +478,7 @@ class Executor:
         if each.split:
             queue = self.queues[key] = WeightGradientQueue()
         elif each.offloaded or selective:
-            # Stock linear layers save their weight with autograd, and it must come back unchanged.
+            # Megatron's linear layers save their weight with autograd, and need it unchanged in the backward.
             queue = ImmediateWeightGradients()
         if queue is None and self.ledger is None:
             with self.measured(each.action):
@@ -528,7 +528,7 @@ class Executor:
     def _weight_gradients(self, each: Instruction) -> None:
         queue = self.queues.pop(each.key)
         if self.ledger is not None:
-            # They are freed when this action ends, but a backend that gathers them lets go a moment later.
+            # This action frees them, but a backend that gathers them may hold them a moment longer.
             for tensor in queue.tensors():
                 self.ledger.release(tensor)
         with self.measured(each.action):
@@ -540,7 +540,7 @@ class Executor:
     def _send(self, each: Instruction) -> None:
         tensor, is_counted_here = self._outbox.pop(each.action)
         self._transport.post_send(each.action, tensor)
-        # The ledger goes on counting an output that autograd keeps. Only the transport keeps a gradient.
+        # The ledger still counts an output, if autograd keeps it. A gradient is only kept by the transport.
         if self.ledger is not None and (is_counted_here or each.action.kind is Kind.SEND_I):
             self.ledger.release(tensor)
 

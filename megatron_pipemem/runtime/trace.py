@@ -55,7 +55,7 @@ class Trace:
 
     def __init__(self, on_cuda: bool = False):
         self._on_cuda = on_cuda
-        # Moments are CUDA's events, or seconds.
+        # Starts and ends are CUDA events, or seconds.
         self._now: Callable[[], Any] = _event if on_cuda else time.perf_counter
         self._begin: Any = self._now()
         self._times: list[tuple] = []

@@ -226,7 +226,7 @@ def host_queries(program: Program, message: MessageFormat) -> frozenset[str]:
     asked = {TRANSFERS} if schedule.offloads else set()
     if message.shape is None and message.shapes is None:
         asked.add(SHAPES)
-    # Messages of an evaluation, or within a device, may have no answer that frees their memory.
+    # In an evaluation, or with several stages per device, no later message may show that a send can be freed.
     return frozenset(asked if is_linear and trains else asked | {DEPARTURES})
 
 
@@ -344,7 +344,7 @@ class Transport:
         self._arrived[receive.action] = receive.tensor
 
     def _reap(self) -> None:
-        # Messages of one edge leave in order, each after its header, so the first one that waits ends the search.
+        # Messages of one edge are sent in order, each after its header, so the search ends at the first unsent one.
         for channel in self._channels.values():
             actions = channel.leaving
             while actions:

@@ -75,7 +75,7 @@ def _split(
     unknown = [name for name, value in newer.items() if value is not None and (name, value) != ("gtp_remat_size", 1)]
     if unknown:
         _tell_unsplit(unknown[0])
-    # Without a differentiable input autograd never reaches our node, and stock has to find the weight gradient.
+    # Without a differentiable input, autograd never reaches our node, and Megatron's function computes the weight gradient.
     differentiable = torch.is_grad_enabled() and input.requires_grad and weight.requires_grad
     if unknown or not differentiable or grad_output_buffer is not None:
         return None
@@ -209,7 +209,7 @@ class _LinearWeightGradient(DeferredWeightGradient):
             )
             accumulate(total_input, grad_output, weight.main_grad)
             weight.grad_added_to_main_grad = True
-            # DDP takes a missing gradient for an error, and does not read this one.
+            # DDP treats a missing gradient as an error, and does not read this one.
             gradient = torch.empty(weight.shape, dtype=total_input.dtype, device=weight.device)
             if getattr(weight, "zero_out_wgrad", False):
                 gradient.zero_()
@@ -225,7 +225,7 @@ def sharded_gradients(keeps: Callable[[dist.ProcessGroup], bool]) -> Callable:
 
     def backward(original: Callable, ctx, grad_output: torch.Tensor) -> tuple:
         gradients = original(ctx, grad_output)
-        # Uneven shards are gathered for experts, and the global buffer is written again before W.
+        # Shards of experts are uneven, and the global buffer is overwritten before W.
         even = ctx.input_split_sizes is None and not ctx.use_global_buffer
         if even and defers() and ctx.group.size() > 1 and keeps(ctx.group):
             remember(gradients[0], Shard(grad_output.detach(), functools.partial(gather_rows, group=ctx.group)))

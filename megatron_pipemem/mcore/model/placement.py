@@ -72,7 +72,7 @@ def groups_of_chunk(groups: ProcessGroupCollection, placement: Placement, chunk:
     rank = round_robin_rank(placement, groups.pp.rank(), chunk)
     seen = copy.copy(groups)
     if rank != groups.pp.rank():
-        # torch's stub forgets the constructor that takes no store.
+        # torch's type stub lacks the constructor without a store.
         seen.pp = RoundRobinRank(rank, groups.pp.size())  # type: ignore[call-arg]
     if not placement.is_round_robin:
         # The stock embedding group spans the first and the last rank; here both ends may be on one rank.
@@ -129,7 +129,7 @@ class ChunkPlacement(Feature):
 
         ``None`` keeps the real rank.
         """
-        # A chunk dealt round robin would get its real rank.
+        # With round robin, the rank of a chunk is the real rank.
         return _REAL_RANK if chunk is None or self.is_round_robin else self._as_rank(self._rank_of(chunk))
 
     def _rank_of(self, chunk: int) -> int:
@@ -211,7 +211,7 @@ class ChunkPlacement(Feature):
 
     def settle_chunk(self, module: Any, chunk: int) -> None:
         """Make a built chunk use its own layer numbers in checkpoints, and refuse to generate text."""
-        # Layer numbers in checkpoint keys are computed anew at every save and load.
+        # Layer numbers in checkpoint keys are computed again at every save and load.
         module.sharded_state_dict = self._as_rank(self._rank_of(chunk))(module.sharded_state_dict)
         module.register_forward_pre_hook(_refuse_generation, with_kwargs=True)
 
@@ -305,7 +305,7 @@ def _select_segment(original: Callable, main_pattern, pp_group, vp_stage, *args,
     Megatron would ask torch for the rank of the group, and torch does not know the stand-in.
     """
     if isinstance(pp_group, RoundRobinRank):
-        # To a pipeline of one rank, every segment is a virtual stage.
+        # With a pipeline group of one rank (None), Megatron takes every segment for a virtual stage.
         vp_stage, pp_group = (vp_stage or 0) * pp_group.size() + pp_group.rank(), None
     return original(main_pattern, pp_group, vp_stage, *args, **kwargs)
 

@@ -152,7 +152,7 @@ def _shadowed(module: torch.nn.Module, stand_ins: Mapping[str, object]) -> Itera
 
 def _as_region(forward: Callable, replay: Callable[[], Replay]) -> Callable:
     def run(*arguments, **named):
-        # Without the tensors themselves, which would stay as long as the closure.
+        # The closure must not hold the tensors, which would then stay in memory as long as the closure.
         number, names = len(arguments), tuple(named)
 
         def positional(*values):
@@ -178,7 +178,7 @@ class _StandIn(torch.nn.Module):
 def _mlp(mlp: MLP, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **named):
     """Run ``MLP.forward`` with the part between its two linear layers recorded, so that it can run again alone."""
     if per_token_scale is not None and mlp.config.add_bias_linear:
-        # The bias is then scaled and added behind the second layer, in Megatron's own code.
+        # The bias is then scaled and added after the second layer, in Megatron's own code.
         return MLP.forward(mlp, hidden_states, per_token_scale, **named)
 
     def between(*of_first_layer_and_scale):

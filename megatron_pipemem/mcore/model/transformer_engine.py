@@ -197,7 +197,7 @@ def _left_by_backward(module: Any) -> tuple[dict[torch.nn.Parameter, torch.Tenso
     for name, parameter in _hooked_by_module(module):
         if parameter.grad is None or not hasattr(parameter, "main_grad"):
             continue
-        # A fused backward leaves a dummy in a weight, as large as the weight.
+        # A fused backward leaves a dummy gradient in a weight, as large as the weight.
         if not ("weight" in name and module.fuse_wgrad_accumulation):
             gradients[parameter] = parameter.grad
         parameter.grad = None
@@ -235,7 +235,7 @@ def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacem
 
     def keep(original: Callable, store, tensor_list: list, func: Callable) -> None:
         if defers():
-            # Experts have several tensors together, which nothing gathers.
+            # The tensors of experts are lists, and are not gathered.
             tensor_list = [each if isinstance(each, (list, tuple)) else shard_of(each) or each for each in tensor_list]
         original(store, tensor_list, func)
 

@@ -100,7 +100,7 @@ class Recording(Extension):
         try:
             result = original(*args, **kwargs)
         except SystemExit as stop:
-            # Megatron leaves its loop this way too, on all ranks, when a time or iteration limit is reached. It has then
+            # Megatron also ends its loop this way, on all ranks, when a time or iteration limit is reached. It has then
             # saved its checkpoint, and closed W&B.
             if not stop.code:
                 self._record.write()
@@ -175,7 +175,7 @@ class StockObserver(Feature):
         self._observed: Observation | None = None
         self._last_stage = 0
         self._plans: dict[tuple[str, Shape], Choice] = {}
-        # Megatron's backward step is not told its stage and microbatch, but it gets the forward's output object.
+        # Megatron's backward step gets neither stage nor microbatch, but the output object of the forward.
         self._forward_of: dict[int, Action] = {}
 
     @property
@@ -227,7 +227,7 @@ class StockObserver(Feature):
                 plan = replace(found, schedule=replace(found.schedule, name=STOCK), why="Megatron's own")
                 self._plans[family, shape] = plan
                 announce(plan)
-            # The tensors in Megatron's loop variables depend on its position, so its peak is counted, not predicted.
+            # Megatron's loop holds tensors in variables, which depend on its position. So its peak is counted, not predicted.
             program = Program(plan.schedule, plan.schedule.orders)
             stages = plan.schedule.placement.stages[group.rank()]
             observed.weights, observed.layers = count_weights(chunks, stages), count_layers(chunks, stages)

@@ -169,7 +169,7 @@ class RunRecord:
                 self._weights = observed.weights
             self._program, self._device = program, device
             self._layers.update(observed.layers)
-            # A GPU's times are read one step later, when it has long passed them.
+            # The times of a GPU are read one step later, when it has finished the step.
             self.read()
             number = next((number for number, (_, known) in enumerate(self._plans) if known is plan), len(self._plans))
             if number == len(self._plans):

@@ -80,7 +80,7 @@ def calls_of(
                 forward_step(reread, model)
             except _Reached as reached:
                 passed = reached.keywords | dict(zip(_PARAMETERS, reached.arguments, strict=False))
-                # Not the rest: an attention mask per microbatch would be large.
+                # The other arguments are not kept, because an attention mask per microbatch would be large.
                 calls.append(Call(passed.get("input_ids"), passed.get("labels")))
             else:
                 calls.append(None)
@@ -182,10 +182,10 @@ def deal(stream: Iterator | None, schedule: Schedule, device: int) -> tuple[Deal
     return dealer, hands
 
 
-# Let the ranks of a pipeline agree on the shapes of all messages of a step, at its start, where microbatches differ.
+# If microbatches differ, the ranks of a pipeline agree on the shapes of all messages at the start of a step.
 #
-# Messages have the tokens that the first stage passes to its model, ``[b, s]``. It looks at all calls of the step, and tells
-# the others in one small message. Receives are then posted ahead, as they are where all microbatches are alike.
+# The shape of a message follows from the tokens ``[b, s]`` that the first stage passes to its model. That stage sends the
+# sizes of all microbatches to the others in one small message. Receives can then be posted ahead, as with equal microbatches.
 
 
 logger = logging.getLogger(__name__)

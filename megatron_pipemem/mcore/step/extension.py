@@ -93,7 +93,7 @@ class LaunchOrders:
         """
         if len(queues) == 1:
             return queues[0]
-        # Where lengths differ, every step may bring a new one, and with it new kernels.
+        # If lengths differ, every step may have a new length, and so launch new kernels.
         return kind.message is None or self._seen[kind] < FIRST_STEPS
 
     def ended(self, kind: LaunchKind) -> None:
@@ -101,7 +101,7 @@ class LaunchOrders:
         self._seen[kind] += 1
 
 
-# Bytes of the weights that a rank holds: of all its stages, replicas of the model and versions.
+# Bytes of the weights that a rank holds, for all its stages, replicas and versions.
 
 
 class WeightBytes(NamedTuple):
@@ -262,11 +262,11 @@ class Step:
     counts_bytes: bool = False  # whether an extension needs the bytes that are held
     times_actions: bool = False  # whether an extension needs the times of actions
     buffers: list[torch.Tensor] = field(default_factory=list)  # permanent tensors in addition to those of the chunks
-    # to be given the tensors of the batch, in addition to the ledger
+    # objects besides the ledger that must exclude the tensors of the batch
     counters: list[ActivationCounter] = field(default_factory=list)
     # whether microbatches stay in flight after the step, so that a later step depends on this one
     leaves_in_flight: bool = False
-    # of the step before, if this one begins with the activations that it still holds
+    # ledger of the previous step, if this step starts with activations that the previous one left
     earlier_ledger: ActivationLedger | None = None
     # Returns a function that reads the statistics of the step's offload. It may wait for the device: call it a step
     # later.

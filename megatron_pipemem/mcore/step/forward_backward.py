@@ -223,7 +223,7 @@ class ForwardBackward(Feature):
             count=step.counts_bytes,
             time=step.times_actions,
             earlier=step.earlier_ledger,
-            # Slices are told apart by their place, and microbatches that are cut are alike.
+            # With slices, bytes depend on the slice's position, and all microbatches have the same size.
             tokens=step.tokens if step.message.shapes is not None and step.program.schedule.slices == 1 else None,
         )
         counters = [*step.counters] if step.observation.ledger is None else [step.observation.ledger, *step.counters]
@@ -296,7 +296,7 @@ def _message_shape(seq_length, micro_batch_size, decoder_seq_length, config, gro
     Without sequence parallelism, tp counts as 1.
     """
     if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):
-        # Behind a stage of multi-token prediction that is not the last, messages have the outputs of all depths.
+        # After a stage of multi-token prediction that is not the last, messages have the outputs of all predicted tokens.
         return None
     shapes = schedules.get_tensor_shapes(
         seq_length=seq_length,
@@ -309,7 +309,7 @@ def _message_shape(seq_length, micro_batch_size, decoder_seq_length, config, gro
     if adjust is not None:
         received, sent = adjust(shapes, shapes)
         if list(received) != list(sent):
-            # Neighbours disagree on shapes in a way that only the sender knows.
+            # The shapes of two stages differ, and only the sender knows the shape of a message.
             return None
         shapes = received
     if len(shapes) != 1:

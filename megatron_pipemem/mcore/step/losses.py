@@ -64,7 +64,7 @@ class LossCarrier:
         """The pickled structure of the last data, by sender, receiver and kind. Both ends have the same."""
         self._sent: tuple[dist.Work, torch.Tensor] | None = None
         self._begun = False
-        # One for the run: every stream has a pool of memory of its own.
+        # One stream for the whole run, because every stream has its own memory pool.
         self._beside: torch.cuda.Stream | None = None
 
     def begin(self, data: object, destination: int, kind: Hashable) -> None:
@@ -108,7 +108,7 @@ class LossCarrier:
         if known is not None:
             form = pickle.loads(known)
             leaves = _leaves(form)
-            # In addition to the queued work: the host checks whether the message holds the data.
+            # On a second stream, because the host waits for the message to see whether it holds the data.
             if self._beside is None:
                 self._beside = torch.cuda.Stream()
             with torch.cuda.stream(self._beside):

@@ -64,7 +64,7 @@ class SplitBackward(Extension):
 
     def replacements(self) -> Replacements:
         replaced = transformer_engine.replacements(self._request.may_split, self._request.may_recompute)
-        # Also where activations leave the device: stock's linear layers do not let their inputs go (``saved_as_is``).
+        # Also for offload, because Megatron's linear layers save tensors past the hooks that offload them (``saved_as_is``).
         if self._request.may_split or self._request.may_offload:
             replaced.append((LINEAR, split_linear))
         elif self._counted:
