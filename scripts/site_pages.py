@@ -31,7 +31,7 @@ if str(ROOT) not in sys.path:
 
 from megatron_pipemem.cli.app import CommandWithExamples  # noqa: E402
 from megatron_pipemem.report.browser import frame  # noqa: E402 - of this tree, even if another one is installed
-from megatron_pipemem.report.browser import page as page_of_runs  # noqa: E402
+from megatron_pipemem.report.page import page as page_of_runs  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
 from megatron_pipemem.schedule.simulator import Timeline, simulate  # noqa: E402
 

@@ -32,7 +32,7 @@ from megatron_pipemem.cli.options import (
 )
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.report.run import UNITS
+from megatron_pipemem.report.timeline import UNITS
 from megatron_pipemem.schedule.action import SENDS
 from megatron_pipemem.schedule.csv_format import LETTERS, Cell, Table, in_letters, write_header, write_table
 from megatron_pipemem.schedule.dependencies import Wait

@@ -11,9 +11,8 @@ from megatron_pipemem.cli.common import console, print_facts, print_json
 from megatron_pipemem.cli.loading import with_channel
 from megatron_pipemem.cli.options import Devices, Json, Microbatches, ScheduleModules, complete_families
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.report import TerminalTimeline
-from megatron_pipemem.report.run import UNITS
-from megatron_pipemem.report.terminal import FittingTable
+from megatron_pipemem.report.terminal import FittingTable, TerminalTimeline
+from megatron_pipemem.report.timeline import UNITS
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import Family, build_schedule, families, family
 from megatron_pipemem.schedule.simulator import simulate

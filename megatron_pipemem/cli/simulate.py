@@ -43,12 +43,11 @@ from megatron_pipemem.cli.options import (
 from megatron_pipemem.conflicts import check_conflicts
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.recompute.orders import recomputed_by_mode
-from megatron_pipemem.report import SUFFIXES, TerminalTimeline, save_comparison
+from megatron_pipemem.report import SUFFIXES, save_comparison
 from megatron_pipemem.report import pareto as picture
 from megatron_pipemem.report.figure import IMAGES
-from megatron_pipemem.report.run import UNITS
-from megatron_pipemem.report.terminal import FittingTable, placements_table
-from megatron_pipemem.report.timeline import DrawnRun, bytes_text
+from megatron_pipemem.report.terminal import FittingTable, TerminalTimeline, placements_table
+from megatron_pipemem.report.timeline import UNITS, DrawnRun, bytes_text
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.baseline import in_shares_of_1f1b, share_of_1f1b
 from megatron_pipemem.schedule.bounds import lower_bound

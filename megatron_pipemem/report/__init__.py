@@ -10,12 +10,11 @@ from pathlib import Path
 
 from megatron_pipemem.files import check_suffix, write_whole
 from megatron_pipemem.report.figure import IMAGES, draw, write_picture
-from megatron_pipemem.report.terminal import TerminalTimeline
 from megatron_pipemem.schedule.simulator import Timeline
 
 SUFFIXES = (*IMAGES, ".html", ".json")
 
-__all__ = ["SUFFIXES", "TerminalTimeline", "save_comparison", "save_timeline"]
+__all__ = ["SUFFIXES", "save_comparison", "save_timeline"]
 
 
 def save_timeline(timeline: Timeline, path: str | Path) -> Path:
@@ -32,6 +31,7 @@ def save_comparison(timelines: Sequence[Timeline], path: str | Path) -> Path:
     check_suffix(path, SUFFIXES, "a picture")
     if path.suffix in IMAGES:
         return write_picture(lambda: draw(timelines), path, "a picture", ", or write .html instead")
-    from megatron_pipemem.report.browser import page, to_json
+    from megatron_pipemem.report.browser import to_json
+    from megatron_pipemem.report.page import page
 
     return write_whole(path, page(timelines) if path.suffix == ".html" else to_json(timelines))

@@ -1,9 +1,6 @@
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const end = Math.max(...data.runs.map(run => run.makespan)) || 1;
-// A run much longer than the others goes on beyond the view at first.
-const view = { start: 0, end: data.shared || end };
-let cursor = 0, hovered = null;
+let data, end = 1, runs = [], cursor = 0, hovered = null;
+const view = { start: 0, end: 1 };
 const LEFT = 70, RIGHT = 150, ROW = 22, HELD = 18, GAP = 6, AXIS = 22, TOP = 4;
 const PITCH = ROW + 2 + HELD + GAP;
 document.body.classList.toggle("framed", window !== window.top);
@@ -15,7 +12,23 @@ const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
 
 // ------------------------------------------------------------------------------------------------------------- the runs
 
-const runs = data.runs.map(run => {
+function load(loaded) {
+  data = loaded;
+  end = Math.max(0, ...data.runs.map(run => run.makespan)) || 1;
+  // A run much longer than the others goes on beyond the view at first.
+  Object.assign(view, { start: 0, end: data.shared || end });
+  document.getElementById("units").textContent = data.units;
+  const made = data.runs.map(make);
+  document.getElementById("runs").replaceChildren(...made.map(run => run.section));
+  runs = made;
+  runs.forEach(listen);
+  hovered = null;
+  tell(null);
+  setCursor(cursor);
+}
+
+function make(run) {
+  const section = document.createElement("section");
   const heading = document.createElement("h2");
   heading.textContent = run.title;
   const canvas = document.createElement("canvas");
@@ -34,7 +47,7 @@ const runs = data.runs.map(run => {
   const facts = document.createElement("small");
   facts.textContent = run.facts;
   key.append(facts);
-  document.getElementById("runs").append(heading, canvas, key);
+  section.append(heading, canvas, key);
   const where = new Map(), flat = [];
   run.rows.forEach((row, device) => row.start.forEach((_, i) => {
     where.set(row.name[i], [device, i]);
@@ -42,8 +55,8 @@ const runs = data.runs.map(run => {
   }));
   const height = TOP + run.rows.length * PITCH + AXIS;
   canvas.style.height = height + "px";
-  return { ...run, canvas, where, flat, height, base: document.createElement("canvas"), drawn: "", dense: false };
-});
+  return { ...run, section, canvas, where, flat, height, base: document.createElement("canvas"), drawn: "", dense: false };
+}
 
 // Index of the first action of a row that ends after `time`.
 function first(row, time) {
@@ -434,7 +447,7 @@ function tell(place, event) {
   tip.style.top = (event.clientY + tall + 24 > innerHeight ? event.clientY - tall - 10 : event.clientY + 16) + "px";
 }
 
-for (const run of runs) {
+function listen(run) {
   let grip = null;
   run.canvas.addEventListener("pointerdown", event => {
     grip = { x: event.clientX, start: view.start, moved: false };
@@ -475,7 +488,7 @@ document.getElementById("find").addEventListener("input", event => {
   event.target.setCustomValidity(found ? "" : "no such action");
 });
 document.addEventListener("keydown", event => {
-  if (event.target.tagName === "INPUT") return;
+  if (event.target.matches("input, select")) return;
   const step = (view.end - view.start) / 10;
   const keys = {
     "+": () => zoom(2), "=": () => zoom(2), "-": () => zoom(1 / 2), "0": () => look(0, end),
@@ -486,7 +499,7 @@ document.addEventListener("keydown", event => {
   event.preventDefault();
 });
 new ResizeObserver(refresh).observe(document.getElementById("runs"));
-refresh();
+load(JSON.parse(document.getElementById("data").textContent));
 
 // For scripts: where an action is drawn, in pixels of the window, and what is in view.
 window.pipemem = {

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report.figure import Label, add_labels, axes_for_points, figure_of, write_picture
-from megatron_pipemem.report.run import UNITS
 from megatron_pipemem.report.terminal import FittingTable
+from megatron_pipemem.report.timeline import UNITS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

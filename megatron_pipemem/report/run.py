@@ -8,14 +8,13 @@ from statistics import median
 from typing import Any
 
 from megatron_pipemem.report.terminal import FittingTable
+from megatron_pipemem.report.timeline import UNITS
 from megatron_pipemem.schedule.baseline import share_of_1f1b
 from megatron_pipemem.schedule.measured import BARRIER, CAUSES, HOST, IMBALANCE, LATE, MESSAGES, MICROBATCHES, SCHEDULE
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks
 
 _MIB = 1 << 20
-UNITS = "activation units (1 is 1F1B's peak with equal stages, W free)"
-"""The unit of peaks if no bytes are known."""
 
 
 def peak_activation(schedule: Schedule) -> float:

@@ -17,6 +17,8 @@ from megatron_pipemem.schedule.dependencies import NEVER, Dependencies
 from megatron_pipemem.schedule.simulator import Timeline
 
 IDLE = "#f1f3f4"
+UNITS = "activation units (1 is 1F1B's peak with equal stages, W free)"
+"""The unit of peaks if no bytes are known."""
 _PALEST = 0.58
 """The share of white in the colour of the last chunk, if there are many."""
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from megatron_pipemem import Costs, UnsupportedError, build_schedule, search_schedule, simulate
 from megatron_pipemem.report import browser as display
-from megatron_pipemem.report.browser import page
+from megatron_pipemem.report.page import page
 from megatron_pipemem.schedule import display as hook
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.placement import Placement

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from megatron_pipemem.report import TerminalTimeline
+from megatron_pipemem.report.terminal import TerminalTimeline
 
 
 def lines(timeline, width: int = 80, **console) -> list[str]:

@@ -21,7 +21,8 @@ from refusals import refused
 import megatron_pipemem
 from megatron_pipemem import Action, Costs, Kind, KindSpec, Need, Schedule, register_kind, simulate, validate
 from megatron_pipemem.errors import CostsError, ScheduleError, UnsupportedError
-from megatron_pipemem.report.browser import page, trace
+from megatron_pipemem.report.browser import trace
+from megatron_pipemem.report.page import page
 from megatron_pipemem.runtime.executor import Executor, Handlers
 from megatron_pipemem.runtime.trace import Trace, TracedAction, costs_from
 from megatron_pipemem.runtime.transport import MessageFormat, Transport
