@@ -34,7 +34,7 @@ CODES = {
     "wrong-count": "A list has another number of entries than there are devices, microbatches or chunks. Give one each.",
     # Files, packages and machines
     "based-on-itself": "A configuration is based on itself, perhaps through others. Take one `base` out.",
-    "busy": "Another process works in the folder or trains the point. Wait for it, or end it.",
+    "busy": "Another process works in the folder, trains the point or has the port. Wait for it, or end it.",
     "cannot-import": "A module or function of yours cannot be imported, or defines nothing. Its own error is in the message.",
     "cannot-read": "A file cannot be read: no permission, not text, or damaged. Give another one.",
     "cannot-write": "A file cannot be written: no permission, no folder, a full disk. Give another path.",

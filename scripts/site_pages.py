@@ -4,7 +4,7 @@ These pages are:
 
 - the README, which becomes the start page, and the repository's other documents
 - a page for each command, from its help, and the page of the Python API, from ``megatron_pipemem.__all__``
-- a picture of every schedule, and the executed example notebook
+- a picture of every schedule, the explorer, and the executed example notebook
 - the text of every other file that a document links to, so that the same links work in the repository and on the site
 """
 
@@ -30,6 +30,8 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from megatron_pipemem.cli.app import CommandWithExamples  # noqa: E402
+from megatron_pipemem.cli.explore import schedule_groups  # noqa: E402
+from megatron_pipemem.explore.serving import PYODIDE_URL, explorer_page  # noqa: E402
 from megatron_pipemem.report.browser import frame  # noqa: E402 - of this tree, even if another one is installed
 from megatron_pipemem.report.page import page as page_of_runs  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
@@ -62,6 +64,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages["notebook.md"] = notebook_page(documents["notebook.md"])
     for name, run in runs.items():
         files.append(File.generated(config, f"gallery/{name}.html", content=page_of_runs([run])))
+    files.append(File.generated(config, "explorer.html", content=explorer_page(schedule_groups(), PYODIDE_URL)))
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
     sources = {**DOCUMENTS, **{f"docs/{path.name}": path.name for path in (ROOT / "docs").glob("*.md")}}
@@ -169,6 +172,9 @@ def gallery_page(runs: dict[str, Timeline]) -> str:
         "A peak of 1 is the peak of 1F1B's first device (equal stages, W free).",
         "Drag to move, press + and - to zoom, and point at an action.",
         "`pipemem show NAME -p 4 -m 8` draws the same.",
+        "",
+        "In the [explorer](explorer.html), sliders change sizes and prices. Your browser computes it. It gets Python for that",
+        "from jsDelivr, 6 MB of Pyodide; `pipemem explore` is the same page without the network.",
     ]
     for each in families():
         run = runs[each.name]

@@ -100,6 +100,10 @@ _ENTRIES = {
         "simulate.show",
         "Draw the time of every action and the memory of every device, in the terminal or into a file.",
     ),
+    "explore": _Entry(
+        "explore.explore",
+        "Serve a page with sliders: timelines, memory, bubble and peak of two schedules follow at once.",
+    ),
     "pareto": _Entry(
         "simulate.pareto",
         "Compare bubble and peak memory of all families and of searched schedules, and list the best trade-offs.",

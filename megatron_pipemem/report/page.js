@@ -1,10 +1,11 @@
 "use strict";
 let data, end = 1, runs = [], cursor = 0, hovered = null;
 const view = { start: 0, end: 1 };
-const LEFT = 70, RIGHT = 150, ROW = 22, HELD = 18, GAP = 6, AXIS = 22, TOP = 4;
+const STYLE = getComputedStyle(document.body), ROW = +STYLE.getPropertyValue("--row"), HELD = +STYLE.getPropertyValue("--held");
+const LEFT = 70, RIGHT = 150, GAP = 6, AXIS = 22, TOP = 4;
 const PITCH = ROW + 2 + HELD + GAP;
 document.body.classList.toggle("framed", window !== window.top);
-const FONT = getComputedStyle(document.body).fontFamily;
+const FONT = STYLE.fontFamily;
 const number = value => String(+value.toPrecision(6));
 const memory = (value, run) => !run.bytes ? number(+value.toPrecision(4))
   : value >= 2 ** 30 ? `${+(value / 2 ** 30).toPrecision(3)} GiB` : `${+(value / 2 ** 20).toPrecision(3)} MiB`;

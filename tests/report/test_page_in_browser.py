@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-
 import pytest
-from debian import why_missing
 from lanes import nightly
 
 from megatron_pipemem.report import save_comparison, save_timeline
@@ -16,50 +12,11 @@ from megatron_pipemem.schedule.costs import Costs
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 
-from selenium.common.exceptions import WebDriverException  # noqa: E402 - only after importorskip
-from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
+from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402 - only after importorskip
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 # The full lane reads the page's data and structure, and does not run its script.
 pytestmark = nightly("tests/report/test_timeline.py")
-
-
-def start_browser():
-    """Return a headless Chromium or Firefox of this machine, or ``None``."""
-    for names, driver in (
-        (("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"), "chromedriver"),
-        (("firefox", "firefox-esr"), "geckodriver"),
-    ):
-        browser, service = next(filter(None, map(shutil.which, names)), None), shutil.which(driver)
-        if not (browser and service):
-            continue
-        if driver == "chromedriver":
-            options = webdriver.ChromeOptions()
-            for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-                options.add_argument(argument)
-            options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-            options.binary_location = browser
-            return webdriver.Chrome(options, webdriver.ChromeService(service))
-        options = webdriver.FirefoxOptions()
-        options.add_argument("--headless")
-        options.binary_location = browser
-        return webdriver.Firefox(options, webdriver.FirefoxService(service))
-    return None
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    try:
-        driver = start_browser()
-        if driver is None:
-            if reason := why_missing(("chromium", "chromedriver"), ("chromium", "chromium-driver")):
-                pytest.skip(reason)
-            driver = start_browser()
-    except WebDriverException as error:
-        pytest.skip(f"the browser does not start: {error.msg}")
-    driver.set_window_size(1300, 900)
-    yield driver
-    driver.quit()
 
 
 class Page:

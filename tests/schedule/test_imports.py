@@ -90,6 +90,7 @@ CHOOSING = {*BASE, "schedule", "families", "search", "features", "request", "con
         ("launch", {*CHOOSING, "config", "planner", "report", "launch"}),
         ("advise", {*CHOOSING, "config", "planner", "report", "launch", "advise"}),
         ("report", {"errors", "files", "schedule", "search", "report"}),
+        ("explore", {*CHOOSING, "report", "explore"}),
         ("runtime", {"errors", "schedule", "runtime"}),
         ("features/runtime", {"errors", "schedule", "features", "runtime", "features/runtime"}),
         ("cpu", {"errors", "cpu"}),

@@ -15,6 +15,8 @@ import pytest
 
 import megatron_pipemem
 from megatron_pipemem.cli.app import load_commands
+from megatron_pipemem.cli.explore import schedule_groups
+from megatron_pipemem.explore.serving import PYODIDE_URL, explorer_page
 from megatron_pipemem.launch.command import flag_parser
 from megatron_pipemem.schedule.registry import families
 
@@ -79,6 +81,11 @@ def test_the_gallery_has_a_picture_of_every_schedule(site):
     for each in families():
         assert f"src='gallery/{each.name}.html'" in gallery or f'src="gallery/{each.name}.html"' in gallery
         assert f"{each.name}: p=4, m=8" in (site / "gallery" / f"{each.name}.html").read_text(encoding="utf-8")
+
+
+def test_the_gallery_leads_to_the_explorer(site):
+    assert 'href="explorer.html"' in (site / "gallery.html").read_text(encoding="utf-8")
+    assert explorer_page(schedule_groups(), PYODIDE_URL) == (site / "explorer.html").read_text(encoding="utf-8")
 
 
 def test_the_notebook_was_executed(site):

@@ -1,0 +1,210 @@
+
+// ---------------------------------------------------------------------------------------------------------- the explorer
+
+const form = document.getElementById("explore"), engine = JSON.parse(form.dataset.engine), byKey = new Map();
+const status_ = document.getElementById("status");
+
+function element(tag, text = "", attributes = {}) {
+  const made = Object.assign(document.createElement(tag), attributes);
+  made.textContent = text;
+  return made;
+}
+
+for (const [place, keys] of [["size", "pmv"], ["seconds", "fiwc"], ["memory", ["cap"]]])
+  for (const key of keys) {
+    const { label, least, most, step, default: usual } = engine.controls.find(control => control.key === key);
+    // The right end of a slider without a default means no limit.
+    const far = usual === null ? +(most + step).toPrecision(6) : most;
+    const slider = element("input", "", { type: "range", min: least, max: far, step, ariaLabel: `${label}, slider` });
+    const field = element("input", "", { type: "number", name: key, step: "any", placeholder: usual === null ? "none" : "" });
+    const row = element("label");
+    row.append(element("span", label), slider, field);
+    document.getElementById(place).append(row);
+    const follow = () => { slider.value = field.value === "" ? usual ?? far : field.value; };
+    slider.addEventListener("input", () => { field.value = usual === null && +slider.value === far ? "" : slider.value; });
+    field.addEventListener("input", follow);
+    byKey.set(key, { usual: usual === null ? "" : String(usual), field, follow });
+  }
+for (const [key, usual] of Object.entries(engine.defaults)) {
+  const field = form.elements[key];
+  for (const [heading, schedules] of Object.entries(engine.groups)) {
+    const group = element("optgroup", "", { label: heading });
+    group.append(...schedules.map(([name, summary]) => element("option", name, { value: name, title: summary })));
+    field.append(group);
+  }
+  byKey.set(key, { usual, field, follow() {} });
+}
+
+// The values that differ from their defaults, as in the page's address.
+function query() {
+  const values = new URLSearchParams();
+  for (const [key, { usual, field }] of byKey) if (field.value !== usual) values.set(key, field.value);
+  return values;
+}
+
+function restore(text) {
+  const values = new URLSearchParams(text);
+  for (const [key, { usual, field, follow }] of byKey) {
+    const value = values.get(key) ?? usual;
+    // A name that the list lacks gets an error from the answer, not silence.
+    if (field.options && ![...field.options].some(option => option.value === value)) field.append(element("option", value, { value }));
+    field.value = value;
+    follow();
+  }
+  form.elements.side.checked = values.has("side");
+}
+
+// -------------------------------------------------------------------------------------------------------------- answers
+
+const worker = engine.pyodide && new Worker(URL.createObjectURL(new Blob([engine.worker], { type: "text/javascript" })), { type: "module" });
+let ready = !worker;
+
+async function ask(text) {
+  if (!worker) {
+    const answer = await fetch(`data?${text}`).catch(() => { throw new Error("No answer; is pipemem explore still running?"); });
+    if (!answer.ok) throw new Error(`The server answers ${answer.status}; its terminal has more`);
+    return answer.json();
+  }
+  const answer = await new Promise((resolve, reject) => {
+    worker.onmessage = event => event.data.error ? reject(new Error(event.data.error)) : resolve(event.data.text);
+    worker.onerror = event => reject(new Error(event.message || "Python cannot start here"));
+    const pyodide = new URL(engine.pyodide, location.href).href;
+    const archive = ready ? null : Uint8Array.from(atob(engine.package), letter => letter.charCodeAt(0));
+    worker.postMessage({ pyodide, archive, query: text });
+  });
+  ready = true;
+  return JSON.parse(answer);
+}
+
+// One question at a time. What is moved meanwhile is asked next, so sliders never queue up.
+let pending = null, again = false, addressed = 0;
+function update() {
+  again = Boolean(pending);
+  return pending ??= answered().finally(() => { pending = null; });
+}
+
+async function answered() {
+  do {
+    again = false;
+    const text = query().toString(), begun = performance.now();
+    const patience = setTimeout(() => {
+      document.body.classList.add("waiting");
+      if (ready) status_.textContent = "computing ...";
+    }, 300);
+    try {
+      const answer = await ask(text), told = performance.now();
+      present(answer);
+      await new Promise(requestAnimationFrame);
+      status_.textContent = `answered in ${(told - begun).toFixed(0)} ms, drawn in ${(performance.now() - told).toFixed(0)} ms`;
+    } catch (error) {
+      status_.textContent = error.message;
+    }
+    clearTimeout(patience);
+    document.body.classList.remove("waiting");
+  } while (again);
+  clearTimeout(addressed); // browsers limit how often an address may change
+  addressed = setTimeout(() => history.replaceState(null, "", `#${address()}`), 200);
+}
+
+function present(answer) {
+  load(answer);
+  document.getElementById("facts").replaceChildren(...answer.facts.map((facts, i) => card(facts, answer, i)));
+  document.body.classList.toggle("empty", !runs.length);
+}
+
+const address = () => `${query()}${form.elements.side.checked ? "&side" : ""}`.replace(/^&/, "");
+
+function card(facts, answer, index) {
+  const made = element("section", "", { className: facts.error ? "card wrong" : "card" });
+  made.append(element("h2", facts.schedule || "These numbers do not work"), element("p", facts.error || facts.summary));
+  if (facts.error) return made;
+  const first = answer.facts.find(each => !each.error), list = element("dl");
+  const beside = (value, of) => facts === first || !of ? "" : ` ${(value / of).toFixed(2)} of ${first.schedule}'s`;
+  for (const [name, text, note] of [
+    ["bubble", `${(100 * facts.bubble).toFixed(1)} %`, ""],
+    ["peak memory", number(+facts.peak.toPrecision(4)), beside(facts.peak, first.peak)],
+    ["step", number(facts.makespan), beside(facts.makespan, first.makespan)],
+    ["messages", String(facts.messages), ""],
+    ["chunks", String(facts.chunks), ""],
+  ]) {
+    const pair = element("div"), value = element("dd", text);
+    value.append(element("small", note));
+    pair.append(element("dt", name), value);
+    list.append(pair);
+  }
+  const buttons = element("div", "", { className: "buttons" });
+  const run = answer.runs[answer.facts.slice(0, index).filter(each => !each.error).length];
+  const button = (text, title, action) => buttons.append(element("button", text, { type: "button", title, onclick: action }));
+  button("Copy command", "the command that prints these numbers", () => copy(facts.command));
+  button("Schedule CSV", "the order of every device, as pipemem check, simulate and run read it",
+    () => save(`${facts.schedule}.csv`, new Blob([facts.csv], { type: "text/csv" })));
+  button("Times CSV", "start, end and memory of every action", () => save(`${facts.schedule}-times.csv`, times(run)));
+  made.append(list, element("code", facts.command), buttons);
+  return made;
+}
+
+// --------------------------------------------------------------------------------------------------------------- saving
+
+function times(run) {
+  const lines = run.rows.flatMap((row, device) =>
+    row.name.map((name, i) => [device, name, row.chunk[i], row.mb[i], row.start[i], row.end[i], row.held[i]].join()));
+  return new Blob([["device,action,chunk,microbatch,start,end,held_after", ...lines, ""].join("\n")], { type: "text/csv" });
+}
+
+function save(name, blob) {
+  const link = element("a", "", { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+function copy(text) {
+  const told = () => { status_.textContent = "copied"; };
+  navigator.clipboard?.writeText(text).then(told, () => prompt("Copy:", text)) ?? prompt("Copy:", text);
+}
+
+// The pictures below each other, with their titles and legends.
+function png() {
+  if (!runs.length) return;
+  const ratio = window.devicePixelRatio || 1, width = Math.max(...runs.map(run => run.canvas.clientWidth));
+  const sheet = document.createElement("canvas"), spare = 70;
+  const pen = sized(sheet, width, runs.reduce((sum, run) => sum + run.height + spare, 0), ratio);
+  pen.fillStyle = "#fff";
+  pen.fillRect(0, 0, sheet.width, sheet.height);
+  let top = 0;
+  for (const run of runs) {
+    pen.font = `bold 14px ${FONT}`;
+    pen.fillStyle = "#202124";
+    pen.fillText(run.title, 6, top + 16);
+    pen.drawImage(run.canvas, 0, top + 30, run.canvas.clientWidth, run.height);
+    pen.font = `12px ${FONT}`;
+    let x = 6;
+    for (const [name, shade, ink] of run.legend) {
+      const wide = pen.measureText(name).width + 14;
+      pen.fillStyle = shade;
+      pen.fillRect(x, top + run.height + 36, wide, 20);
+      pen.fillStyle = ink;
+      pen.fillText(name, x + 7, top + run.height + 47);
+      x += wide + 8;
+    }
+    top += run.height + spare;
+  }
+  sheet.toBlob(blob => save(`${runs.map(run => run.name).join("-")}.png`, blob));
+}
+
+function arrange() {
+  document.getElementById("runs").classList.toggle("side", form.elements.side.checked);
+  refresh();
+}
+
+form.addEventListener("input", () => { arrange(); update(); });
+form.addEventListener("submit", event => event.preventDefault());
+form.addEventListener("reset", event => { event.preventDefault(); restore(""); arrange(); update(); });
+press("link", () => { history.replaceState(null, "", `#${address()}`); copy(location.href); });
+press("png", png);
+addEventListener("hashchange", () => { restore(location.hash.slice(1)); arrange(); update(); });
+restore(location.hash.slice(1));
+arrange();
+present(data); // the answer to no query came with the page
+if (worker) status_.textContent = "Python is starting in this browser, which takes some seconds";
+if (worker || `${query()}`) update();
+Object.defineProperty(window.pipemem, "updated", { get: () => Promise.resolve(pending) }); // for scripts

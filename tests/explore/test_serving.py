@@ -1,0 +1,95 @@
+"""The explorer's page: served to this machine alone, or exported as one file."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_pipemem.cli.app import app
+from megatron_pipemem.cli.explore import schedule_groups
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.explore.answers import explore_json
+from megatron_pipemem.explore.serving import _OF_PYODIDE, PYODIDE_URL, ExplorerServer
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ExplorerServer(0, schedule_groups()) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        yield served
+        served.shutdown()
+
+
+def get(server: ExplorerServer, path: str, host: str | None = None) -> tuple[int, str]:
+    connection = HTTPConnection(*server.server_address)
+    connection.request("GET", path, headers={"Host": host or f"localhost:{server.server_port}"})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def test_the_server_answers_like_the_function(server):
+    status, page = get(server, "/")
+    assert status == 200 and "<script" in page and "http" not in re.sub(r"http://www\.w3\.org\S*", "", page)
+    for query in ("", "a=zbv&p=4&m=6", "p=0", "a=%3Cscript%3E", "cap=.1&b="):
+        assert get(server, f"/data?{query}") == (200, explore_json(query))
+    assert get(server, "/data/../../etc/passwd")[0] == 404
+
+
+def test_only_this_machine_is_served(server):
+    """Neither another machine nor a page of another site whose name leads to this machine."""
+    assert server.server_address[0] == "127.0.0.1"
+    assert get(server, "/data", f"rebound.example:{server.server_port}")[0] == 403
+    with pytest.raises(UnsupportedError) as refused:
+        ExplorerServer(server.server_port, schedule_groups())
+    assert refused.value.code == "busy"
+
+
+def test_the_command_serves_until_it_is_interrupted():
+    command = [sys.executable, "-m", "megatron_pipemem", "explore", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        told = "".join(process.stdout.readline() for _ in range(3))
+        host, port = re.fullmatch(r"http://(.+):(\d+)/", json.loads(told)["url"]).groups()
+        connection = HTTPConnection(host, int(port))
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 200
+        connection.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+        assert process.stderr.read() == ""
+
+
+def call(*words: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["explore", *map(str, words)])
+    return done.exit_code, done.stderr
+
+
+def test_an_exported_page_is_one_file(tmp_path: Path):
+    assert call("--export", tmp_path / "site") == (0, "")
+    (page,) = (tmp_path / "site").iterdir()
+    text = page.read_text(encoding="utf-8")
+    assert set(re.findall(r"https?://[^\s&\"']+", text)) == {PYODIDE_URL}
+    assert ">po-h<" not in text and page.stat().st_size < 1_000_000
+
+
+def test_an_exported_page_can_bring_pyodide(tmp_path: Path):
+    package = tmp_path / "pyodide"
+    package.mkdir()
+    status, error = call("--export", tmp_path / "site", "--pyodide", package)
+    assert status == 2 and error.endswith("[wrong-file]\n") and not (tmp_path / "site").exists()
+    for name in _OF_PYODIDE:
+        (package / name).write_text(name)
+    assert call("--export", tmp_path / "site", "--pyodide", package) == (0, "")
+    assert sorted(path.name for path in (tmp_path / "site" / "pyodide").iterdir()) == sorted(_OF_PYODIDE)
+    assert "https://" not in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert call("--pyodide", package)[1].endswith("[needs-option]\n")
