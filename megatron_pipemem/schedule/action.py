@@ -27,11 +27,11 @@ class Resource(Enum):
 
     COMPUTE = auto()
     COPY = auto()
-    """the channel to the host; the device goes on at once"""
+    """the channel between device and host; the device goes on at once"""
     AWAIT_COPY = auto()
-    """none: the device waits until the copy has ended"""
+    """nothing: the device waits until the copy has ended"""
     COLLECTIVE = auto()
-    """the channel of the collectives, which every device posts in one order; posting takes no time"""
+    """the channel of the collectives; all devices post collectives in the same order, and posting takes no time"""
     SEND = auto()
     RECEIVE = auto()
     REDUCTION = auto()
@@ -41,17 +41,18 @@ class Resource(Enum):
 class Need(NamedTuple):
     """An action that another action waits for.
 
-    It is on the same stage and microbatch as the waiting action unless other fields move it.
+    The needed action has the stage and microbatch of the waiting action, unless a field below changes them.
 
     Attributes:
-        kind: the kind of the needed action. A gradient of another stage or slice comes from that stage's I or B.
-        stage: -1 for the stage before, 1 for the stage after. The first and the last stage then need nothing.
-        slice: -1 for the slice before, 1 for the slice after, within the same microbatch.
-        place: another place than the stage itself: the ``first`` or ``last`` stage of the model (or its device, if
-            the kind stands for a device), or ``everywhere`` for a collective that all devices have posted.
-        only: the ``first`` or ``last`` stage (or its device), if only actions of that stage have this need.
-        slices: ``last`` for the last slice of the microbatch, ``until`` for all slices up to this one.
-        barriers: the numbers of vocabulary barriers with which the need exists; by default it always exists.
+        kind: the kind of the needed action. If I of another stage or slice is needed, a B there serves too.
+        stage: -1 for the previous stage, 1 for the next one. A first or last stage without such a neighbour needs
+            nothing.
+        slice: -1 for the previous sequence slice, 1 for the next one, within the same microbatch.
+        place: ``first`` or ``last`` if the needed action is on that stage of the model (or on its device, for kinds
+            with ``KindSpec.of_device``), ``everywhere`` for a collective that all devices must have posted.
+        only: ``first`` or ``last`` if only actions of that stage (or its device) have this need.
+        slices: ``last`` for the last slice of the microbatch, ``until`` for all slices up to the action's own.
+        barriers: the need exists only in schedules with these numbers of vocabulary barriers; by default in all.
     """
 
     kind: str
@@ -80,17 +81,18 @@ class KindSpec:
         says: a few words for legends; the name by default.
         colour: the colour in pictures: red, green and blue, from 0 to 255.
         resource: the part of the device that the action occupies.
-        needs: the actions that it waits for.
-        prepares: the kinds that wait for it on the same stage and microbatch. If a stage has this kind, each of their
-            actions there must have one.
-        followed_by: the kind that must come after it on the same stage and microbatch.
-        shares: its seconds as shares of the seconds of other kinds, if ``Costs`` has no price for it. Without both it
-            takes no time.
-        units: the change of the device's memory, in activation units of the stage, if ``Costs`` has no memory.
-        in_evaluation: whether evaluation runs it.
-        completes: whether it adds to the gradients of parameters.
-        runs_layers: whether it runs the layers of a stage. Its seconds then scale with the time of a microbatch,
-            otherwise with its tokens.
+        needs: the actions that an action of this kind waits for.
+        prepares: the kinds whose actions wait for the action of this kind on the same stage and microbatch. If a
+            stage has any action of this kind, it must have one for each action of those kinds.
+        followed_by: the kind that must come later on the same stage and microbatch.
+        shares: seconds as shares of the seconds of other kinds, used if ``Costs`` has no price for this kind. With
+            neither shares nor price the action takes no time.
+        units: the change of the device's memory if ``Costs`` has no bytes: 1 takes the activations of one microbatch
+            of the stage, and -1 gives them back.
+        in_evaluation: whether evaluation runs this kind.
+        completes: whether this kind adds to the gradients of parameters.
+        runs_layers: whether this kind runs the layers of a stage. Its seconds are then multiplied by the time weight
+            of a microbatch (``MicrobatchWeights``), otherwise by the memory weight, which counts tokens.
         of_device: whether the number in the action is a device and not a stage.
         former_name: the name in files that earlier versions wrote.
     """
@@ -127,16 +129,16 @@ class _Kinds(type):
 class Kind(str, metaclass=_Kinds):
     """The kind of an action. ``Kind.F`` is the only object of its name, so ``is`` compares kinds.
 
-    A message carries the stage of the end that posts it, as in torch. ``2SEND_F0`` sends the output of stage 2, and
-    ``3RECV_F0`` receives it as the input of stage 3. ``3SEND_I0`` (torch: ``3SEND_B0``) sends the gradient of stage
-    3's input, and ``2RECV_I0`` receives it as the gradient of stage 2's output.
+    The stage of a message is that of the device that posts it, as in torch. ``2SEND_F0`` sends the output of stage 2,
+    and ``3RECV_F0`` receives it as the input of stage 3. ``3SEND_I0`` (torch: ``3SEND_B0``) sends the gradient of
+    stage 3's input, and ``2RECV_I0`` receives it as the gradient of stage 2's output.
 
-    ``R`` repeats a forward that kept only its input. ``RS`` repeats its cheap parts: normalisation, activation
-    functions, and attention between its matrices. Four kinds move activations:
+    ``R`` repeats a forward that kept only its input. ``RS`` repeats the cheap parts of a forward: normalisation,
+    activation functions, and core attention without its linear layers. Four kinds move activations:
 
     - ``OFFLOAD`` starts to copy a forward's activations to the host.
-    - After ``WAIT_OFFLOAD`` they are there, and the device memory is free.
-    - ``RELOAD`` allocates device memory and starts to copy them back.
+    - After ``WAIT_OFFLOAD`` the activations are on the host, and their device memory is free.
+    - ``RELOAD`` allocates device memory and starts to copy the activations back.
     - After ``WAIT_RELOAD`` the activations may be used.
 
     Attributes:
@@ -170,18 +172,17 @@ def register_kind(spec: KindSpec) -> Kind:
     """Add a row to the table of kinds.
 
     Returns:
-        The kind. An equal row that is in the table already gives the kind of that row.
+        The new kind; the known kind if the table already has an equal row.
 
     Raises:
-        UnsupportedError: the name belongs to another row, or has characters other than capital letters and underscores.
+        UnsupportedError: another row has this name, or the name has characters other than capital letters and
+            underscores.
     """
     known = _KINDS.get(spec.name)
     if known is not None and known.spec == spec:
         return known
     if known is not None or not _NAME.fullmatch(spec.name):
-        fault = (
-            "is taken by another kind" if known else "is not a name of a kind: capital letters joined by underscores"
-        )
+        fault = "is taken by another kind" if known else "is not a name for a kind: use capital letters and underscores"
         raise UnsupportedError("kind-name", f"{spec.name!r} {fault}; pick another name")
     kind = str.__new__(Kind, spec.name)
     kind.spec, kind.value = spec, spec.name
@@ -273,16 +274,16 @@ for _row in _ROWS:
     register_kind(_row)
 
 PLAIN: tuple[Kind, ...] = (Kind.F, Kind.I, Kind.W, Kind.B)
-"""The kinds that every schedule has: forwards, and backwards whole or in two."""
+"""The kinds that every schedule may have: forwards, and backwards in two passes (I, W) or in one (B)."""
 ROUND_TRIP: tuple[Kind, ...] = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
 """The actions that move activations to the host and back, in this order."""
 RECOMPUTE = kinds_where(lambda spec: spec.name in ("R", "RS"))
 COMPUTE = kinds_where(lambda spec: spec.resource is Resource.COMPUTE)
 COPIES = kinds_where(lambda spec: spec.resource is Resource.COPY)
 MEMORY = kinds_where(lambda spec: spec.resource in (Resource.COPY, Resource.AWAIT_COPY))
-"""The device spends time on these only while it waits."""
+"""Copies to and from the host, and the waits for them. A device spends time on them only while it waits."""
 COLLECTIVES = kinds_where(lambda spec: spec.resource is Resource.COLLECTIVE)
-"""Posting one waits for no other device. With one barrier, ``REDUCE_X`` waits for the statistics."""
+"""A device waits for no other one to post a collective. With one barrier, ``REDUCE_X`` waits for ``STATS``, though."""
 VOCABULARY = kinds_where(lambda spec: spec.of_device)
 VOCABULARY_COMPUTE = kinds_where(lambda spec: spec.of_device and spec.resource is Resource.COMPUTE)
 COMPLETING = kinds_where(lambda spec: spec.completes)
@@ -325,7 +326,7 @@ class Action(NamedTuple):
 
         Args:
             text: stage, kind and microbatch, as in ``2F0``.
-            names: kinds by the names that this text uses in place of ours.
+            names: kinds by their names in this text, if it does not use the names of this package.
 
         Raises:
             ScheduleFormatError: the text is not an action.
@@ -355,33 +356,34 @@ class Action(NamedTuple):
 def place(action: Action, slices: int) -> int:
     """Return the index of an action's stage and slice in a list with one value per stage and slice, stage by stage.
 
-    An action on a whole stage gets the index of the stage's first slice. Vocabulary actions have a device in place of
-    a stage.
+    An action on a whole stage gets the index of the stage's first slice. For vocabulary actions read "device" in
+    place of "stage".
     """
     return action.stage * slices + (action.microbatch or 0) % slices
 
 
 def mirrored(unit: int, slices: int) -> int:
-    """Return the rank of a slice among the backwards, which run from the last slice of a microbatch to the first.
+    """Return the position of a slice's backward among the backwards of its stage: ``mirrored(0, 4)`` is 3.
 
-    The function is its own inverse.
+    Backwards run microbatch by microbatch, and from the last slice of each to the first. The function is its own
+    inverse. ``unit`` counts slices over all microbatches.
     """
     return unit + slices - 1 - 2 * (unit % slices)
 
 
 def last_slice(unit: int, slices: int) -> int:
-    """Return the last slice of the microbatch that contains a slice."""
+    """Return the number of the last slice in the same microbatch: ``last_slice(5, 4)`` is 7."""
     return unit - unit % slices + slices - 1
 
 
 def shown(text: str) -> str:
-    """Return the start of a file's text in quotes, for a message."""
+    """Return the first characters of a file's text in quotes, for an error message."""
     return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
 
 
 EVERYWHERE = -1
 """The stage of a collective that all devices have posted."""
 MOST_DIGITS = 9
-"""Most digits of a number in the text of a schedule."""
+"""The most digits that a number in the text of a schedule may have."""
 _MOST_SHOWN = 40
 _PATTERN = re.compile(r"([0-9]+)([A-Z_]+)([0-9]+)?")

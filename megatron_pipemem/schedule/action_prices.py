@@ -20,9 +20,10 @@ def held_after(
     weights: Sequence[float] | None = None,
     slices: int = 1,
 ) -> list[float]:
-    """Return the memory that a device holds after each of its actions, starting from nothing.
+    """Return the memory that a device holds after each of its actions. Before the first action it holds nothing.
 
-    ``changes`` has per kind one value per stage, or per stage and slice. ``weights`` is the result of ``unit_weights``.
+    ``changes`` has one value per stage, or per stage and slice, for every kind. ``weights`` is the result of
+    ``unit_weights``.
     """
     if slices == 1:
         found = [changes[a.kind][a.stage] if a.kind in changes else 0 for a in actions]
@@ -36,9 +37,7 @@ def held_after(
 
 
 def unit_weights(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
-    """Return the memory of every microbatch or slice as a multiple of the costs; ``None`` if all microbatches are
-    alike.
-    """
+    """Return the memory of every microbatch or slice divided by that in the costs; ``None`` if all are alike."""
     weights = costs.microbatch
     if weights is None:
         return None
@@ -47,7 +46,7 @@ def unit_weights(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
 
 
 class ActionPrices:
-    """Seconds of every action of a program."""
+    """Look up the seconds of every action and message of a schedule under given costs."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         placement, slices = schedule.placement, schedule.slices
@@ -70,7 +69,8 @@ class ActionPrices:
         """Return the seconds of an action that is not a message.
 
         Waits for copies, and reductions of gradients, take no time here. For a vocabulary action ``stage`` is the
-        device. ``unit`` is the microbatch or slice; without one, weight 1 and the first slice are taken.
+        device. ``unit`` is the microbatch or slice. Without ``unit`` the price is that of a microbatch of weight 1,
+        on its first slice.
         """
         weights = self._weights
         if weights is None or unit is None:
@@ -80,24 +80,25 @@ class ActionPrices:
         return self.priced(kind, stage, unit) * weights.seconds_of(kind)[unit // self._slices]
 
     def priced(self, kind: Kind, stage: int, unit: int) -> float:
-        """Return the seconds of an action as if its microbatch had weight 1."""
+        """Return the seconds of an action without the weight of its microbatch."""
         prices = self._seconds.get(kind)
         if prices is None:
             return self._collectives.get(kind, 0.0)
         return prices[stage if self._slices == 1 else place(Action(kind, stage, unit), self._slices)]
 
     def of_message(self, edge: tuple[int, int], unit: int | None = None) -> float:
-        """Return the seconds of a message from one device to another."""
+        """Return the seconds of one message (of a microbatch or slice) over ``edge``, a pair (source, destination)."""
         seconds = self._costs.link_seconds(*edge) / self._slices
         if self._weights is None or unit is None:
             return seconds
         return seconds * self._weights.tokens[unit // self._slices]
 
     def of_graph(self, found: Dependencies) -> tuple[Graph, list[float], list[float]]:
-        """Return the graph of a schedule with the seconds and lags that ``Times`` needs.
+        """Return a graph, the seconds of its prices, and the lags of its links, as arguments of ``Times``.
 
-        If microbatches are alike, a kind has one price per stage (or per stage and slice), and a link one lag.
-        Otherwise every node has its own price, and a link one lag per microbatch.
+        A lag is the time of a message over a link. If microbatches are alike, a kind has one price per stage (or per
+        stage and slice), and a link has one lag. Otherwise every node has its own price, and a link has one lag per
+        microbatch or slice.
         """
         graph, links, actions, slices = found.graph, found.links, found.actions, self._slices
         if self._weights is None:
@@ -126,5 +127,5 @@ class ActionPrices:
         return slices > 1 and any(table[at] != table[at - at % slices] for table in tables for at in range(len(table)))
 
     def _of_node(self, kind: Kind, stage: int, unit: int | None = None) -> float:
-        """Return the seconds of a node. The node of a collective has its time, and its posts have none."""
+        """Return the seconds of a graph node; 0 for the post of a collective, because the collective is a node too."""
         return 0.0 if kind in COLLECTIVES and stage != EVERYWHERE else self.of(kind, stage, unit)

@@ -1,7 +1,7 @@
-"""Predictions of the bytes that 1F1B holds for the same model, which shares of 1F1B refer to.
+"""Predict the bytes that 1F1B holds for the same model. Memory shares such as "60 % of 1F1B" are divided by them.
 
-Prices of a model's parts price 1F1B's own stages. If only the stages of another placement are known, stages are
-joined into those of 1F1B.
+If the costs have prices of layers, embedding and head, the stages of 1F1B are priced from these. If the costs are
+those of another placement's stages, neighbouring stages are added up to the stages of 1F1B.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _Changes = Mapping[Kind, Sequence[float]]
 
 
 def share_of_1f1b(timeline: Timeline) -> float | None:
-    """Return the peak of a simulated run as a share of 1F1B's bytes; ``None`` if its costs have no bytes."""
+    """Return the highest peak of a simulated run divided by that of 1F1B; ``None`` if 1F1B's bytes are unknown.
+
+    They are unknown if the vocabulary is cut, and in the cases of ``bytes_of_1f1b``.
+    """
     schedule = timeline.schedule
     if schedule.vocabulary_barriers:
         return None
@@ -31,9 +34,10 @@ def share_of_1f1b(timeline: Timeline) -> float | None:
 
 
 def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, slices: int = 1) -> float | None:
-    """Return the most bytes that a device of 1F1B holds; ``None`` if the costs are in activation units.
+    """Return the highest peak in bytes of any device under 1F1B.
 
-    ``costs`` are of the stages of a placement, with the LM head on the last one.
+    ``costs`` are those of the stages of ``placement``, with the LM head on the last stage. The result is ``None`` if
+    the costs have no bytes, or if the stages are not a multiple of the devices.
     """
     if costs.memory is None:
         return None
@@ -52,9 +56,9 @@ def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, sli
 
 
 def in_shares_of_1f1b(costs: Costs, num_devices: int, num_microbatches: int) -> Costs:
-    """Return the costs with memory in shares of 1F1B's bytes; in activation units if they have no bytes.
+    """Return the costs with every memory value divided by the peak bytes of 1F1B; without memory if they have no bytes.
 
-    Raise a CostsError if their bytes are per stage, and not for one stage per device.
+    Memory values per stage must be those of one stage per device. Otherwise a CostsError is raised.
     """
     whole = bytes_of_1f1b(costs, Placement.linear(num_devices), num_microbatches)
     if costs.memory is None or not whole:
@@ -71,10 +75,11 @@ def in_shares_of_1f1b(costs: Costs, num_devices: int, num_microbatches: int) -> 
 def counted_bytes_of_1f1b(
     schedule: Schedule, changes: _Changes, peak: int, layers: Sequence[int] | None = None
 ) -> int | None:
-    """Return the most bytes that a rank of 1F1B holds after any action, messages included, from counted ``changes`` per stage.
+    """Return the highest peak in bytes of any rank under 1F1B, from bytes that were counted under another schedule.
 
-    The result is ``None`` in these cases: the LM head is cut over ranks, sequences are cut into slices, messages were
-    not counted, or 1F1B's stages would have unequal layers.
+    ``changes`` has the counted change of memory per kind and stage, messages included. ``peak`` is the counted peak,
+    which is the result if the schedule is 1F1B itself. The result is ``None`` in these cases: the LM head is cut over
+    ranks, sequences are cut into slices, messages were not counted, or 1F1B's stages would have unequal layers.
     """
     inner, same = schedule.num_devices - 1, _as_1f1b(schedule.num_devices, schedule.num_microbatches)
     if schedule.orders == same.orders:
@@ -98,7 +103,7 @@ def counted_bytes_of_1f1b(
 
 
 _UNEVEN = 0.1
-"""Largest difference between stages of 1F1B, as a share of their layers."""
+"""The largest accepted difference between the layers of 1F1B's stages, as a share of the largest stage's layers."""
 _MESSAGES = ((Kind.RECV_F, True, 1), (Kind.SEND_F, False, -1), (Kind.RECV_I, False, 1), (Kind.SEND_I, True, -1))
 """Kind, whether the message is at the start of a stage, and whether its rank then holds more (1) or less (-1)."""
 
@@ -108,12 +113,12 @@ def _as_1f1b(num_devices: int, num_microbatches: int) -> Schedule:
 
 
 def _can_join(placement: Placement) -> bool:
-    """Return whether the stages of a placement can be joined into one stage per device."""
+    """Return whether the stages of one replica are a multiple of the devices, so that they join into one per device."""
     return placement.model_stages % placement.num_devices == 0
 
 
 def _joined(values: Sequence[float], placement: Placement) -> list[float]:
-    """Return the values of 1F1B's stages, with the slices of a microbatch added up."""
+    """Add up the values of the neighbouring stages, and of their slices, that make up each stage of 1F1B."""
     # The stages of the first replica come first.
     one_replica = values[: len(values) // placement.replicas]
     size = len(one_replica) // placement.num_devices

@@ -1,6 +1,7 @@
 """Lower bounds of the makespan and of the memory that hold for every order, with split or full backwards.
 
-Bounds are made of chains: the way of a microbatch or slice through all stages and back, with its least time and its memory.
+The bounds are computed from chains. A chain is one microbatch (or slice) that runs forward through all stages and then
+backward through them, with the least time of every part and the memory that it holds.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.placement import Placement
 
 Share = tuple[float, float, int]
-"""Seconds and memory of a kind of work, and how many of it there are."""
+"""Seconds and memory of a piece of work, and the number of such pieces."""
 
 
 class Held(NamedTuple):
-    """The memory that a stage holds of a microbatch after its F, after its I, and after its W or B."""
+    """The memory that a stage holds for one microbatch after its F, after its I, and after its W or B."""
 
     forward: float
     input: float
@@ -29,18 +30,19 @@ class Held(NamedTuple):
 
 
 class Chain:
-    """The way of a microbatch through all stages and back, in seconds, with the memory that it holds.
+    """The least times of one microbatch (or slice) on every stage, in seconds, and the memory that it holds there.
 
-    ``count`` microbatches are like this one. ``seconds`` are those of F, I and W per stage, and ``links`` those of
-    messages between neighbouring stages, there and back.
+    ``count`` microbatches are like this one. ``seconds`` has the seconds of F, of I and of W, each per stage.
+    ``links`` has the seconds of messages between neighbouring stages, forward and backward. Times count from the
+    start of the microbatch's first F.
 
     Attributes:
-        forward_start: per stage, the earliest start of its F.
-        input_start: per stage, the earliest start of its I.
-        end: the earliest end of all.
-        after_forward: per stage, the least time after its F.
-        after_input: per stage, the least time after its I.
-        alive: per stage, the least time from the start of its F to the end of its I.
+        forward_start: per stage, the earliest start of F.
+        input_start: per stage, the earliest start of I.
+        end: the earliest end of the last action.
+        after_forward: per stage, the least time from the end of F to ``end``.
+        after_input: per stage, the least time from the end of I to ``end``.
+        alive: per stage, the least time from the start of F to the end of I.
     """
 
     def __init__(
@@ -62,11 +64,11 @@ class Chain:
         self.alive = [self.input_start[s] + self.input[s] - self.forward_start[s] for s in stages]
 
     def least_given(self, stages: Sequence[int]) -> float:
-        """Return the lowest memory of the microbatch on a device's stages, at most 0."""
+        """Return the lowest memory of the microbatch on a device's stages: 0, or less if more is freed than F took."""
         return sum(min(0, *self.held[s]) for s in stages)
 
     def lives(self, stages: Sequence[int]) -> float:
-        """Return the memory that a device holds of the microbatch, times the least time it is held."""
+        """Return the microbatch's memory times the least seconds that it is held, summed over a device's stages."""
         if any(min(self.held[s]) < 0 for s in stages):
             return 0.0  # negative memory could last for any time
         # During W, a split backward holds the memory after I, a full one that after F.
@@ -77,10 +79,11 @@ class Chain:
 
 
 def most_needed(slices: Sequence[Chain], stages: Sequence[int]) -> float:
-    """Return the most memory that a microbatch must hold on a device's stages before and after its first I or B on each.
+    """Return the peak memory that one microbatch alone needs on a device's stages.
 
-    The last stage comes first. ``slices`` are the microbatch's chains. With several, only the last slice's first I or
-    B counts.
+    First the microbatch has run forward on all stages. Then it runs backward on one stage after another, from the
+    last to the first. ``slices`` has the chains of the microbatch's slices. If there are several, only the first
+    backward on the last stage is considered.
     """
     now = most = sum(chain.held[s].forward for chain in slices for s in stages)
     for s in reversed(stages) if len(slices) == 1 else stages[-1:]:
@@ -91,9 +94,10 @@ def most_needed(slices: Sequence[Chain], stages: Sequence[int]) -> float:
 
 
 def together(slices: Sequence[Chain], stage: int, seconds: Callable[[Chain, int], float]) -> list[Share]:
-    """Return the work of a microbatch on a stage as shares that may be taken densest first.
+    """Return the work of a microbatch on a stage as shares, with falling seconds per memory.
 
-    A slice is never there without the slices before it. So slices are joined until no share is denser than an earlier one.
+    A device never holds a slice without the slices before it. So slices are joined until no share has more seconds
+    per memory than an earlier one.
     """
     shares: list[Share] = []
     for chain in slices:
@@ -107,7 +111,7 @@ def together(slices: Sequence[Chain], stage: int, seconds: Callable[[Chain, int]
 
 
 def chains_of(placement: Placement, num_microbatches: int, costs: Costs, splits: bool, slices: int = 1) -> list[Chain]:
-    """Return the chain of all microbatches, or of each one if they differ; for slices, one chain after another."""
+    """Return one chain for all microbatches if they are alike, else one per microbatch; with slices, one per slice."""
     prices, held, devices = costs.seconds(placement, slices), _held(placement, costs, splits, slices), placement.devices
     seconds = [prices[kind] for kind in (Kind.F, Kind.I, Kind.W)]
     links = [
@@ -134,7 +138,7 @@ def chains_of(placement: Placement, num_microbatches: int, costs: Costs, splits:
 
 
 def _held(placement: Placement, costs: Costs, splits: bool, slices: int) -> list[Held]:
-    """Return the memory that every stage holds of every slice, stage by stage, in the unit of ``Costs.memory_changes``."""
+    """Return the memory that stages hold for every slice, stage by stage, in the unit of ``Costs.memory_changes``."""
     changes, nothing = costs.memory_changes(placement, slices=slices), (0,) * (placement.num_stages * slices)
     forward, inputs, weights, full = (changes.get(kind, nothing) for kind in PLAIN)
     result = []
@@ -149,10 +153,10 @@ def _held(placement: Placement, costs: Costs, splits: bool, slices: int) -> list
 
 
 def _settled(held: Sequence[Held]) -> list[Held]:
-    """Return the memory that a stage holds of a microbatch's slices if no slice gives back memory that another one took.
+    """Return a lower bound of the memory that a stage holds for every slice of a microbatch, each slice by itself.
 
-    The result is never more than the true memory. If I of a slice takes memory that an earlier slice gives back, it
-    counts from the later I of that slice. Gradients of keys and values behave like this.
+    The I of a slice may take memory that the later I of an earlier slice gives back, as with gradients of keys and
+    values. The result counts such memory from the later I on, so it is never more than the true memory.
     """
     settled, left = list(held), 0.0
     for at in reversed(range(len(held))):
@@ -168,10 +172,10 @@ def _settled(held: Sequence[Held]) -> list[Held]:
 def _backward(
     seconds: Sequence[Sequence[float]], full: Sequence[float] | None, splits: bool
 ) -> Sequence[Sequence[float]]:
-    """Return the least seconds of F, I and W.
+    """Return the least seconds of F, I and W, each per stage.
 
-    I and W together take no more than a B that has its own price ``full``. If every backward is a B, all of it comes
-    before the gradient.
+    ``full`` has the seconds of B if B has its own price. I and W then count for no more than B together. If backwards
+    may not be split, I counts for the whole B, and W for nothing.
     """
     forward, inputs, weights = seconds
     if not splits:
@@ -184,7 +188,7 @@ def _backward(
 
 
 def _joined(slices: list[Chain]) -> list[Chain]:
-    """Make the slices of a microbatch wait for one another: forward for the one before, backward for the one after."""
+    """Raise the least times of a microbatch's slices: F waits for the slice before, and I for the slice after."""
     if len(slices) == 1:
         return slices
     top, final = len(slices[0].held) - 1, len(slices) - 1
@@ -230,30 +234,31 @@ def lower_bound(
     splits: bool = True,
     slices: int = 1,
 ) -> float:
-    """Return a makespan that no schedule with this placement within this cap can beat, in any order of the microbatches.
+    """Return a makespan that no schedule with this placement and cap can beat, whatever the order of its actions.
 
-    It is the largest of three bounds over all devices:
+    The result is the largest of three bounds over all devices:
 
-    - *Idle*: a device's work, its idle time before its first backward, and its idle time at the end. Until the first
-      gradient can have come back, the device runs only forwards, as many as the cap admits. After its last forward,
-      that microbatch still has its way to the loss and back to stage 0, and the device has only the work left that it
-      holds by then. After the last I of a stage the way is shorter, but only W are left there. The windows are
-      disjoint, except the first two if all forwards fit the cap at once. For a V with equal costs ``u`` per pass and
-      ``k`` stages in the cap the bound is ``(6m + 6p - 1 - 3k) u``, as in arXiv 2405.15362, appendix E.
-    - *Area*: the sum of the least times that activations live, divided by the number that the cap admits at once.
-    - *Path*: one microbatch through all stages and back.
+    - *Idle*: the work of a device plus its least idle time at the start and at the end. At the start, the device runs
+      only forwards until the first gradient can arrive, and no more forwards than the cap admits. At the end, the
+      microbatch of the device's last forward goes on to the loss and back to stage 0. Meanwhile the device has only
+      the backward work left that the cap allows it to hold. A second bound of the end begins after the last I of a
+      stage: the remaining time is shorter, but only W are left on that stage. The idle times at start and end add
+      up. If all forwards fit the cap at once, the larger of the two counts. For a V with equal costs ``u`` per pass
+      and a cap of ``k`` stages the bound is ``(6m + 6p - 1 - 3k) u``, as in arXiv 2405.15362, appendix E.
+    - *Area*: the sum over all microbatches of memory times the least time that it is held, divided by the cap.
+    - *Path*: the time of one microbatch forward through all stages and backward again.
 
-    If I gives a part of the activations back (``M_B`` and ``M_W`` of arXiv 2401.10241), a microbatch that waits for W
-    takes less memory. The tail of the idle bound and the area bound use that. If I takes memory, it takes more,
-    unless a full backward avoids it.
+    If I gives back a part of the activations (``M_B`` and ``M_W`` of arXiv 2401.10241), a microbatch that waits for W
+    holds less memory. The idle time at the end and the area bound take that into account. If I takes memory, such a
+    microbatch holds more, unless a full backward avoids it.
 
-    If microbatches have weights, the first one to come back and the last one to go out may be the shortest. The path
-    is that of the longest one, and the cap admits those that take longest for their memory.
+    If microbatches have weights, the idle times are those of the microbatches that return or leave soonest. The path
+    is that of the longest microbatch. The work within the cap is that with the most seconds per memory.
 
     If microbatches are cut into slices, the slices wait for one another: forward in order, backward in reverse. The
     first and the last pass are then those of a microbatch's first or last slice.
 
-    If backwards may not be split, a gradient leaves a stage at the end of its B, and the bound is higher.
+    If backwards may not be split (``splits``), a gradient leaves a stage at the end of its B, and the bound is higher.
     ``memory_cap`` is one number or one per device, in activation units or in the unit of ``costs.memory``. Raise an
     UnsupportedError if the cap admits no schedule.
     """
@@ -271,8 +276,8 @@ def lower_bound(
             which = "one" if costs.microbatch is None else "the largest"
             raise UnsupportedError(
                 "cap-unreachable",
-                f"no schedule with this placement needs less than {need:.4g} {unit_name} on device {device}, {which} "
-                f"microbatch of its stages; raise the memory cap of {cap:.4g}",
+                f"device {device} needs at least {need:.4g} {unit_name} with this placement, for {which} microbatch on all "
+                f"its stages; raise the memory cap of {cap:.4g}",
             )
         room = loosened(min(cap / unit, step.most_held(device)))
         bounds.append(step.device_bound(device, int(room) if counts_stages else room))
@@ -280,19 +285,18 @@ def lower_bound(
 
 
 def least_held(placement: Placement, num_microbatches: int, costs: Costs, slices: int = 1) -> list[float]:
-    """Return per device, the lowest cap that a schedule can keep: one microbatch on all its stages.
+    """Return the lowest cap of every device that a schedule can keep: the peak of one microbatch on all its stages.
 
-    At the first I or B of a stage, that microbatch has run forward on all stages, and backward on later ones only.
-    One microbatch after another needs no more, with full backwards if I takes memory. Only odd memory breaks this:
-    negative after a pass, or left over after the last one. The unit is the activation unit, or that of
-    ``costs.memory``.
+    A schedule that runs one microbatch after another needs no more, with full backwards if I takes memory. Costs can
+    break this only if memory is negative after a pass, or is left over after the last pass. The unit is the
+    activation unit, or that of ``costs.memory``.
     """
     step, unit = _Step(placement, num_microbatches, costs, slices=slices), costs.memory_unit(placement, slices)
     return [step.least_held(device) * unit for device in range(placement.num_devices)]
 
 
 class _Step:
-    """All microbatches of a step."""
+    """Compute the bounds of every device from the chains of all microbatches of a step."""
 
     def __init__(
         self, placement: Placement, num_microbatches: int, costs: Costs, splits: bool = True, slices: int = 1
@@ -304,7 +308,7 @@ class _Step:
         self._first, self._last = self._chains[::slices], self._chains[slices - 1 :: slices]
 
     def least_held(self, device: int) -> float:
-        """Return the result of the function ``least_held`` in the unit of ``Costs.memory_changes``."""
+        """Return the lowest cap that a device can keep, in the unit of ``Costs.memory_changes``."""
         stages, steps = self._stages[device], self._steps
         given = [sum(chain.least_given(stages) for chain in step) for step in steps]
         return max(
@@ -321,7 +325,7 @@ class _Step:
         return sum(chain.count * sum(max(0, *chain.held[s]) for s in self._stages[device]) for chain in self._chains)
 
     def device_bound(self, device: int, cap: float) -> float:
-        """Return the seconds that no order of a device can beat."""
+        """Return the least seconds of a step on a device with this cap, whatever the order of its actions."""
         stages, chains = self._stages[device], self._chains
         work = sum(c.count * sum(c.forward[s] + c.input[s] + c.weight[s] for s in stages) for c in chains)
         first, last = stages[0], stages[-1]
@@ -343,9 +347,9 @@ class _Step:
         return max(work + idle, lives / cap if cap else 0.0, max(c.end for c in chains))
 
     def _left(self, stages: Sequence[int], cap: float, done: int) -> float:
-        """Return the most seconds of backward work that a device can have left after all its forwards.
+        """Return the most seconds of backward work that a device can still hold within the cap after all its forwards.
 
-        Stages from ``done`` on have run all their I, and only W are left there.
+        On stages with numbers from ``done`` on all I have run, and only W are left.
         """
         # A slice runs backward after the slices that follow it.
         waiting = [s for s in stages if s < done]
@@ -360,13 +364,13 @@ class _Step:
         return _most(shares, cap, whole)
 
     def _in_turn(self, stages: Sequence[int], seconds: Callable[[Chain, int], float]) -> tuple[list[Share], bool]:
-        """Return the shares of ``together`` on some stages, and whether each is the share of a single slice."""
+        """Return the shares of all microbatches on these stages, and whether ``together`` joined no slices."""
         shares = [share for step in self._steps for s in stages for share in together(step, s, seconds)]
         return shares, len(shares) == len(self._chains) * len(stages)
 
 
 def _most(shares: Sequence[Share], cap: float, whole: bool = True) -> float:
-    """Return the most seconds of work whose memory fits the cap at the same time. ``whole``: a share cannot be split."""
+    """Return the most seconds of work that the cap can hold at once. ``whole``: a piece of work counts fully or not."""
     for_nothing = [share for share in shares if share[1] <= 0]
     shares = [share for share in shares if share[1] > 0]
     total = sum(seconds * count for seconds, _, count in for_nothing)

@@ -37,8 +37,8 @@ _PRICED: tuple[tuple[str, Kind], ...] = (
 )
 
 SELECTIVE_BYTES = 13 / 32
-"""Bytes that RS makes again, as a share of those that F keeps: 14 of 34 per element (arXiv 2503.01328), rounded so that
-sums are exact."""
+"""The bytes that RS recomputes, as a share of those that F keeps: 14 of 34 per element (arXiv 2503.01328), rounded so
+that sums are exact."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Costs:
             an action of a microbatch.
         microbatch: factors of time and memory per microbatch; ``None`` if microbatches are alike. ``simulate``
             applies them, ``seconds`` and ``memory_changes`` do not.
-        slice_units: per kind, the change of memory per slice as a share of the bytes that F of a whole microbatch
-            keeps; ``None`` for even slices. ``slice_costs`` returns such values.
+        slice_units: per kind, the change of memory by every slice, as a share of the bytes that F of a whole
+            microbatch keeps; ``None`` if slices share them evenly. ``slice_costs`` computes such values.
         further: seconds of kinds added by ``register_kind``; by default those of ``KindSpec.shares``.
 
     Memory in activation units: a stage's forward takes ``1/model_stages``, and its W or B gives it back. In bytes,
@@ -125,7 +125,7 @@ class Costs:
 
     @property
     def are_single(self) -> bool:
-        """Return whether F, I and W are one number each."""
+        """Return whether F, I and W have one price each, and not one per stage or part of the model."""
         return not any(isinstance(price, Sequence | PartPrices) for price in self._passes)
 
     @property
@@ -133,7 +133,7 @@ class Costs:
         return self.forward, self.backward_input, self.backward_weight
 
     def with_parts(self, **changes: Any) -> Costs:
-        """Return the costs with changed fields of their ``PartPrices``, as in ``with_parts(cut=(4, 3))``."""
+        """Return the costs with other fields in all ``PartPrices``: ``with_parts(cut=(4, 3))`` has 4 and 3 layers."""
 
         def changed(price: Any) -> Any:
             return replace(price, **changes) if isinstance(price, PartPrices) else price
@@ -147,7 +147,7 @@ class Costs:
         return replace(self, **prices, memory=memory, channel=channel, further=further)
 
     def without_ends(self) -> Costs:
-        """Return the costs without the seconds of embedding and head, if the prices are per part."""
+        """Return the costs without the seconds of embedding and head; unchanged if the prices are not per part."""
         passes = {name: getattr(self, name) for name in ("forward", "backward_input", "backward_weight")}
         alone: dict[str, Any] = {
             name: replace(price, first=price.middle, last=price.middle)
@@ -173,8 +173,8 @@ class Costs:
         if self.microbatch is not None:
             raise CostsError(
                 "costs-mismatch",
-                f"{who} takes prices of microbatches that are alike, and these costs weigh them; leave the key microbatch out, "
-                "and plan each step with plan_step, or in a run with --pipemem-microbatch-costs",
+                f"{who} needs costs whose microbatches are alike, and these have weights; leave the key microbatch "
+                "out, and plan each step with plan_step, or in a run with --pipemem-microbatch-costs",
             )
 
     def seconds(self, placement: Placement, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
@@ -231,9 +231,9 @@ class Costs:
         return self.p2p
 
     def memory_unit(self, placement: Placement, slices: int = 1) -> float:
-        """Return the size of one unit of ``memory_changes``: a stage's or slice's share in activation units, otherwise 1.
+        """Return the size of one unit of ``memory_changes``: one stage's or slice's activation units, or 1 byte.
 
-        Sums of whole stages stay exact this way, and sums of ``1/model_stages`` would not.
+        Memory in whole stages adds up exactly. Sums of floats such as ``1/model_stages`` would not.
         """
         return 1 / placement.model_stages / slices if self.memory is None else 1.0
 
@@ -260,10 +260,9 @@ class Costs:
     def memory_changes(
         self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({}), slices: int = 1
     ) -> dict[Kind, tuple[float, ...]]:
-        """Return the change of held memory by every kind of action, in ``memory_unit``, one value per stage and slice,
-        stage by stage.
+        """Return by how much every kind of action changes the memory of its device, in units of ``memory_unit``.
 
-        Kinds left out change nothing.
+        Every kind has one value per stage and slice, stage by stage. Kinds that are left out change nothing.
 
         Args:
             placement: the placement of the schedule.
@@ -301,7 +300,7 @@ class Costs:
     def host_changes(
         self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({}), slices: int = 1
     ) -> dict[Kind, tuple[float, ...]]:
-        """Return the change of the host memory of a device, as ``memory_changes`` does for device memory.
+        """Return by how much OFFLOAD and WAIT_RELOAD change a device's host memory, in units of ``memory_unit``.
 
         Args:
             placement: the placement of the schedule.
@@ -312,12 +311,12 @@ class Costs:
         return {Kind.OFFLOAD: tuple(-change for change in leaves), Kind.WAIT_RELOAD: leaves}
 
     def _changes(self, placement: Placement, slices: int) -> dict[Kind, tuple[float, ...]]:
-        """Return ``memory`` or activation units, and derive W or B if one of them is left out."""
+        """Return the memory changes without recomputation and offload. W or B is derived if ``memory`` lacks it."""
         places = placement.num_stages * slices
         if self.memory is None and self.slice_units is not None:
             units = self.slice_units.items()
             if slices != (found := len(self.slice_units[Kind.F])):
-                given_units = f"activation units of {found} slices, and microbatches are cut into {slices}"
+                given_units = f"activation units for {found} slices of a microbatch, but the schedule has {slices}"
                 raise CostsError(
                     "costs-mismatch", f"the costs have {given_units}; price the slices again with slice_costs"
                 )
@@ -354,11 +353,12 @@ class Costs:
         - ``channel`` is ``{"offload": ..., "reload": ..., "duplex": false, "switches": [[0, 1]]}``. ``{"ratio": k}``
           replaces the first two (``Channel.of_ratio``).
         - ``vocabulary`` has the fields of ``VocabularyCosts``: ``{"score": ..., "gradient": ...}``.
-        - ``microbatch`` has those of ``MicrobatchWeights``: ``{"time": [...], "memory": [...], "kinds": {"W": [...]}}``.
-        - ``further`` is ``{"NOISE": ...}``.
+        - ``microbatch`` has the fields of ``MicrobatchWeights``, as in ``{"time": [...], "memory": [...]}`` with
+          ``"kinds": {"W": [...]}``.
+        - ``further`` has the seconds of kinds that ``register_kind`` has added: ``{"NOISE": ...}``.
         - ``parts`` replaces F, I, W and memory by prices of layers, embedding and head, as ``pipemem profile
           --output`` writes them. ``layers_per_stage`` cuts the layers into stages.
-        - ``profile`` is for readers of ``pipemem profile`` and is ignored here.
+        - ``profile`` is the record that ``pipemem profile`` writes. It is ignored here.
 
         Raises:
             CostsError: the file is missing, is not JSON, or has unknown keys or values of the wrong type. The message

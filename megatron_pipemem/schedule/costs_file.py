@@ -1,4 +1,4 @@
-"""Costs files: checks of their JSON, and the weights of microbatches that are not alike."""
+"""Read costs files, and files with weights of microbatches that are not alike: checks of their JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def costs_arguments(data: object) -> dict[str, Any]:
     elif "layers_per_stage" in data:
         raise CostsError(
             "conflicting-options",
-            "layers_per_stage says how parts are cut, and the costs have no parts; leave it out, or give parts",
+            "layers_per_stage cuts the layers of parts into stages, and the costs have no parts; leave it out, or give "
+            "parts",
         )
     if (memory := data.get("memory")) is not None:
         costs["memory"] = {_kind("memory", kind): values for kind, values in _object("memory", memory).items()}
@@ -64,7 +65,7 @@ def costs_arguments(data: object) -> dict[str, Any]:
 
 
 def _of_parts(parts: dict[str, Any], cut: tuple[int, ...] | None) -> dict[str, Any]:
-    """Return the seconds of F, I and W, and the memory, of every part of a model."""
+    """Return the arguments of ``Costs`` for the key ``parts``: seconds and memory as ``PartPrices`` with a ``cut``."""
     if missing := [key for key in _PARTS if key not in parts and key != "end_layers"]:
         raise CostsError(
             "missing-option", f"parts lacks the key {missing[0]}; `pipemem profile --output` writes all of them"
@@ -105,7 +106,7 @@ def _of_parts(parts: dict[str, Any], cut: tuple[int, ...] | None) -> dict[str, A
 
 
 def _part(key: str, value: object) -> _Part:
-    """Return the seconds of a part's passes, and the changes of held memory by its actions."""
+    """Return the seconds of F, I and W of one part, and by how much every kind of action changes the memory."""
     part = _object(key, value)
     seconds, memory = (_object(f"{key}.{name}", part.get(name, {})) for name in ("seconds", "memory"))
     return (
@@ -158,7 +159,7 @@ def _microbatch(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object(key: str, value: object, known: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return a JSON object after a check of its keys."""
+    """Return ``value`` if it is a JSON object with no keys other than ``known``, or raise a CostsError."""
     if not isinstance(value, dict):
         raise CostsError("bad-type", f"{key} is {shortened(value)}; give an object{_EXAMPLES.get(key, '')}")
     if known is not None and (unknown := sorted(set(value) - set(known))):
@@ -194,14 +195,14 @@ _EXAMPLES = {
 
 
 class FileWeights(NamedTuple):
-    """The weights of microbatches in a file."""
+    """The weights of microbatches in a JSON file, for all training steps."""
 
     path: str
     steps: tuple[MicrobatchWeights, ...]  # the weights of every training step, or one object for all steps
     one_for_all: bool
 
     def of_step(self, iteration: int, num_microbatches: int) -> MicrobatchWeights:
-        """Return the weights of a training step, counted from 0."""
+        """Return the weights of the microbatches of one training step. ``iteration`` counts steps from 0."""
         if not self.one_for_all and iteration >= len(self.steps):
             raise CostsError(
                 "wrong-count",
@@ -212,8 +213,8 @@ class FileWeights(NamedTuple):
         if len(weights) != num_microbatches:
             raise CostsError(
                 "wrong-count",
-                f"{self.path} weighs {len(weights)} microbatches, and training step {iteration + 1} has {num_microbatches}; "
-                "give one weight per microbatch",
+                f"{self.path} has {len(weights)} weights, and training step {iteration + 1} has {num_microbatches} "
+                "microbatches; give one weight per microbatch",
             )
         return weights
 
@@ -226,7 +227,7 @@ class FunctionName(NamedTuple):
 
 
 def read_microbatch_costs(asked: str) -> str | FileWeights | FunctionName:
-    """Return ``tokens``, ``flops``, the weights of a JSON file, or the name of a function."""
+    """Read ``--pipemem-microbatch-costs``: ``tokens``, ``flops``, a JSON file of weights, or ``module:function``."""
     if asked.lower() in (TOKENS, FLOPS):
         return asked.lower()
     if asked.endswith(".json"):
@@ -242,7 +243,7 @@ def read_microbatch_costs(asked: str) -> str | FileWeights | FunctionName:
 
 
 def _file(path: str) -> FileWeights:
-    """Read a file of weights: one object for all steps, or a list with one per step."""
+    """Read a file of weights: one JSON object for all training steps, or a list with one per step."""
     found = read_json(path, "weights of microbatches", CostsError)
     one_for_all = not isinstance(found, list) or not any(isinstance(each, list | dict) for each in found)
     steps = tuple(_weights(path, each) for each in ([found] if one_for_all else found))

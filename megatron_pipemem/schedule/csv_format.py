@@ -1,8 +1,8 @@
 """Text tables of schedules: one line per device, one action per comma-separated cell. Empty cells are idle steps.
 
-There are three sets of letters. Ours are those of torch.distributed.pipelining since 2.6: ``F``, ``I`` input
-gradient, ``W`` weight gradient, ``B`` full backward. Before 2.6 torch wrote ``B`` for the input gradient and ``BW``
-for the full backward. Both versions of torch write gradient messages as ``SEND_B`` and ``RECV_B``. Ours are
+Three notations are read. This package and torch.distributed.pipelining since 2.6 write ``F``, ``I`` (input gradient),
+``W`` (weight gradient) and ``B`` (full backward). Before 2.6 torch wrote ``B`` for the input gradient and ``BW`` for
+the full backward. Both versions of torch write gradient messages as ``SEND_B`` and ``RECV_B``. This package writes
 ``SEND_I`` and ``RECV_I``.
 
 The header, a first line that starts with ``#``, has properties that a table of actions cannot show: ``# replicas=2
@@ -32,7 +32,7 @@ _FORMER_NAMES = {"pieces": "slices"}
 
 
 class Header(NamedTuple):
-    """The values of the header. Fields have its words as names, and its meaning without a word as default."""
+    """The values of a header. A field is named like its word in the header, and defaults hold for missing words."""
 
     replicas: int = 1
     devices: tuple[int, ...] = ()  # the device of every stage; empty if the table shows it
@@ -45,19 +45,19 @@ class Header(NamedTuple):
 
 
 def split_lines(text: str) -> list[str]:
-    """Return the lines of a file. ``str.splitlines`` would also split at a dozen other characters."""
+    """Split a text at line ends. ``str.splitlines`` would also split at other characters, such as form feeds."""
     return _LINE_END.split(text)
 
 
 def write_header(header: Header) -> str:
-    """Return the header line with its end; empty if all fields have their defaults."""
+    """Return the header as one line with a line end; an empty text if all fields have their defaults."""
     said = ((name, value) for name, value in header._asdict().items() if value != Header._field_defaults[name])
     words = [f"{name}={'-'.join(map(str, value)) if name in _SEVERAL else value}" for name, value in said]
     return f"# {' '.join(words)}\n" if words else ""
 
 
 def read_header(text: str) -> tuple[Header, str]:
-    """Return the header, and the text with the header line blank."""
+    """Return the header of a text, and the text with an empty line in its place."""
     lines = split_lines(text)
     marked = [number for number, line in enumerate(lines) if line.lstrip(_BLANK).startswith("#")]
     if not marked:
@@ -127,14 +127,14 @@ LETTERS = {
 
 
 class Cell(NamedTuple):
-    """An action with its place in the file. Lines and columns count from 1. An overlapped pair makes two cells."""
+    """An action with its line and column in the file, from 1. ``(3F2;1B0)OVERLAP_F_B`` of torch gives two cells."""
 
     action: Action
     line: int
     column: int
 
     def fault(self, code: str, message: str) -> ScheduleFormatError:
-        """Return the error of a faulty cell."""
+        """Return an error that names this cell's line and column."""
         return ScheduleFormatError(code, message, line=self.line, column=self.column)
 
 
@@ -160,7 +160,7 @@ class Table:
         return tuple(tuple(cell.action for cell in row) for row in self.rows)
 
     def cell_of(self, device: int, action: Action) -> Cell | None:
-        """Return the first cell with an action of a device; ``None`` if there is none."""
+        """Return the first cell of a device that has this action; ``None`` if there is none."""
         return next((cell for cell in self.rows[device] if cell.action == action), None)
 
     @property
@@ -169,21 +169,21 @@ class Table:
 
     @property
     def placed(self) -> Iterator[tuple[int, Cell]]:
-        """All cells, each with its device."""
+        """Return all cells, each with its device, device by device."""
         return ((device, cell) for device, row in enumerate(self.rows) for cell in row)
 
     def require_orders_only(self) -> None:
-        """Raise a ScheduleFormatError at the first message or gradient reduction."""
+        """Raise a ScheduleFormatError for the first message or gradient reduction in the table, if there is one."""
         for _, cell in self.placed:
             if cell.action.kind not in ORDERED:
                 raise cell.fault(
                     "not-computed",
-                    f"{cell.action} is not a compute action; keep F, I, W, B, R and the actions on memory, because messages "
-                    "are derived from them",
+                    f"{cell.action} is not a compute action; remove all messages and gradient reductions, because this "
+                    "package adds them by itself",
                 )
 
     def placement(self) -> Placement:
-        """Return the placement in the header, or the one that the cells show."""
+        """Return the placement in the header, or else the one that follows from the stages on every device's line."""
         if not any(self.orders):
             raise ScheduleFormatError(
                 "no-actions", "the file holds no actions; write a line per device, one action per cell, as in 0F0,0B0"
@@ -226,14 +226,16 @@ class Table:
         if len(devices) % self.header.replicas:
             raise ScheduleFormatError(
                 "bad-header",
-                f"{len(devices)} stages do not make {self.header.replicas} replicas; correct the line that starts with #",
+                f"{len(devices)} stages cannot be divided into {self.header.replicas} replicas; correct the line that "
+                "starts with #",
             )
         return Placement.from_devices(tuple(devices[stage] for stage in range(len(devices))), self.header.replicas)
 
     def num_microbatches(self) -> int:
-        """Return the number of microbatches by which most stages run forwards 0, 1, 2 ... without a gap.
+        """Return the number of microbatches ``n`` for which most stages have exactly the forwards 0 to ``n - 1``.
 
-        A stray number on a few stages is then out of range, and not a microbatch that all other stages lack.
+        A wrong number on a few stages is then reported as out of range, and not as a microbatch that all other stages
+        lack.
         """
         forwards: dict[int, set[int]] = {}
         stages = len(self.header.devices) or max((cell.action.stage for _, cell in self.placed), default=0) + 1
@@ -251,12 +253,12 @@ class Table:
 
 
 def read_schedule_file(path: str | Path) -> str:
-    """Return the text of a schedule file."""
+    """Return the text of a schedule file, or raise a ScheduleFormatError if it cannot be read."""
     return read_text(path, "a schedule", ScheduleFormatError)
 
 
 def read_table(text: str, dialect: str = "auto") -> Table:
-    """Read a table in any dialect."""
+    """Read the text of a schedule file. ``dialect`` is one of ``DIALECTS``."""
     if dialect not in DIALECTS:
         raise ScheduleFormatError("unknown-dialect", f"unknown dialect {dialect!r}; use {', '.join(DIALECTS)}")
     header, text = read_header(text)
@@ -286,7 +288,7 @@ def read_table(text: str, dialect: str = "auto") -> Table:
 
 
 def write_table(actions: Iterable[Sequence[Action]], letters: str = "pipemem") -> str:
-    """Return a line per device that has actions, in the letters of a key of ``LETTERS``; ``torch`` means the current ones."""
+    """Return one line per device that has actions. ``letters`` is a key of ``LETTERS``, or ``torch``: ``torch-new``."""
     names = _WRITTEN.get(letters, {})
     return "".join(
         ",".join(
@@ -300,7 +302,7 @@ def write_table(actions: Iterable[Sequence[Action]], letters: str = "pipemem") -
 
 
 def in_letters(message: str, letters: str) -> str:
-    """Return a message with its actions in the letters of a key of ``LETTERS``."""
+    """Return an error message with the actions in it written in other letters, a key of ``LETTERS``."""
     names = _WRITTEN.get(letters, {})
     return _NAMED.sub(lambda found: found[1] + names.get(Kind(found[2]), found[2]) + found[3], message)
 
@@ -327,7 +329,7 @@ def _cells(line: str) -> list[str]:
 
 
 def _letters(lines: list[list[tuple[int, int, str]]], dialect: str) -> tuple[str, str]:
-    """Return the letters of a file, and the reason for them."""
+    """Return the key of ``LETTERS`` in which a file is written, and the sign by which that was detected."""
     if dialect not in ("auto", "torch"):
         return dialect, "stated"
     cells = [cell for row in lines for _, _, cell in row]
@@ -349,8 +351,8 @@ def _action(text: str, letters: str, line: int, column: int) -> Action:
         if _NEGATIVE.fullmatch(text):
             raise ScheduleFormatError(
                 "not-an-action",
-                f"{shown(text)} is not an action: microbatches count from 0, so its table was computed one step too early or "
-                "uses -1 for 'none'; leave the cell empty if nothing runs there",
+                f"{shown(text)} is not an action, because microbatches count from 0; leave the cell empty if nothing "
+                "runs there, or add 1 to every number if the whole table is off by one",
             )
         return Action.parse(text, _READ.get(letters, {}))
     except ScheduleFormatError as error:

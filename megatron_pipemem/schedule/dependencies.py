@@ -1,7 +1,8 @@
-"""Dependencies of actions: the graph of all waits, walks along it, and the circle of a deadlock.
+"""Dependencies of actions: the graph of all waits, the order and times of its nodes, and the circle of a deadlock.
 
-A graph has nodes in lanes. A lane runs its nodes one after another, and a node also waits for other nodes. Devices
-are lanes. A collective of all devices is a node in a lane of its own.
+The nodes of a graph are actions. A lane is a list of nodes that run one after another. Every device is a lane, and the
+collectives of all devices have a lane of their own. A node waits for the node before it in its lane, and for nodes of
+other lanes.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ Waits = Sequence[tuple[int, int]]
 """``(node, link)`` pairs: the needed nodes, each with the link that carries its result."""
 
 NEVER = -1
-"""In place of a needed node that never runs."""
+"""Stands for a needed node that does not exist."""
 
 
 def numbered(orders: Sequence[Sequence[Action]]) -> list[range]:
-    """Return the nodes of every device if all actions are numbered device by device."""
+    """Number all actions device by device, from 0, and return the numbers of every device as a range."""
     lanes, first = [], 0
     for order in orders:
         lanes.append(range(first, first + len(order)))
@@ -38,7 +39,7 @@ Step = tuple[int, int, Waits, int]
 
 
 class Walk(NamedTuple):
-    """The nodes of a graph that can run."""
+    """The nodes of a graph that can run, because no wait of theirs is part of a circle or lacks its node."""
 
     nodes: list[int]  # every node comes after the nodes that it waits for
     reached: list[int]  # per lane, the number of its nodes that run
@@ -63,11 +64,11 @@ class Graph:
             self.lane_of = lane_of
 
     def steps(self, nodes: Iterable[int]) -> Iterator[Step]:
-        """Return the nodes as ``Times`` runs them."""
+        """Return each of these nodes with its lane, waits and price, as ``Times.run`` takes them."""
         return ((node, self.lane_of[node], self.waits[node], self.prices[node]) for node in nodes)
 
     def walk(self) -> Walk:
-        """Run every lane as far as possible."""
+        """Return the nodes that can run if every lane goes on until a needed node cannot run."""
         waits, done = self.waits, bytearray(len(self.waits) + 1)  # the last is NEVER
         nodes: list[int] = []
         reached = [0] * len(self.lanes)
@@ -92,10 +93,10 @@ class Graph:
         return Walk(nodes, reached)
 
     def by_urgency(self, urgency: Callable[[int], Any]) -> Iterator[int]:
-        """Yield all nodes that run, always the runnable one with the smallest urgency, and of equal ones that of the
-        first lane.
+        """Yield all nodes that can run, each time the one with the smallest urgency whose waits are over.
 
-        ``urgency`` is called once per node, when all nodes that it waits for have been yielded.
+        Among equal urgencies the first lane wins. ``urgency`` is called once per node, when all nodes that this node
+        waits for have been yielded.
         """
         done = bytearray(len(self.waits) + 1)
         reached = [0] * len(self.lanes)
@@ -120,10 +121,11 @@ class Graph:
 
 
 class Times[Number: (int, float)]:
-    """Start and end of every node of a graph if each starts as soon as it can.
+    """Compute start and end of every node of a graph if each starts as soon as it can.
 
-    ``seconds`` are indexed by ``graph.prices``, and ``lags`` by link. ``zero`` is the time at which the lanes begin,
-    an integer if times are ticks. ``serve`` returns the end of a node with a negative price, given its start.
+    ``graph.prices`` has the index of a node's seconds in ``seconds``. A lag is the time that a result needs over a
+    link, and ``lags`` has one per link. ``zero`` is the time at which the lanes begin, an integer if times are whole
+    ticks. ``serve(node, start)`` returns the end of a node with a negative price.
     """
 
     def __init__(
@@ -143,13 +145,13 @@ class Times[Number: (int, float)]:
         self.free: list[Number] = [zero] * len(graph.lanes)
 
     def start_of(self, node: int) -> Number:
-        """Return the earliest start of a node after all nodes that it waits for have run."""
+        """Return the earliest start of a node. All nodes that it waits for must have run."""
         graph = self._graph
         arrivals: list[Number] = [self.ends[needed] + self._lags[link] for needed, link in graph.waits[node]]
         return max([self.free[graph.lane_of[node]]] + arrivals)
 
     def run(self, steps: Iterable[Step]) -> None:
-        """Run nodes, each after those that it waits for. A hot loop of searches and planners."""
+        """Set start and end of nodes, which come in an order that keeps all waits. Searches spend their time here."""
         starts, ends, free, seconds, lags = self.starts, self.ends, self.free, self._seconds, self._lags
         for node, lane, waits, price in steps:
             start = free[lane]
@@ -166,7 +168,7 @@ class Times[Number: (int, float)]:
 
 
 class Wait(NamedTuple):
-    """A device that cannot go on."""
+    """A blocked device, with the action that it waits for."""
 
     device: int
     position: int  # number of actions of its order that have run
@@ -179,10 +181,10 @@ class Wait(NamedTuple):
 def find_cycle(
     orders: Sequence[Sequence[Action]], reached: Sequence[int], awaited: Callable[[int], tuple[int, int] | None]
 ) -> tuple[Wait, ...]:
-    """Return the devices that wait for one another in a circle: every one for the next, and the last for the first.
+    """Return the waits of a deadlock, each for the next device and the last for the first; empty if there is none.
 
-    ``awaited`` returns device and position of the action that a blocked device waits for; ``None`` if that action
-    does not exist, and then there is no circle.
+    ``reached`` has the number of actions that every device has run. ``awaited`` returns device and position of the
+    action that a blocked device waits for; ``None`` if that action does not exist, and then there is no circle.
     """
     path: dict[int, Wait] = {}
     device = next((d for d, order in enumerate(orders) if reached[d] < len(order)), None)
@@ -200,7 +202,7 @@ def find_cycle(
 
 
 def deadlock(cycle: Sequence[Wait], where: str, mend: str) -> ScheduleError:
-    """Return the error of devices that wait for one another in a circle."""
+    """Return the error for devices that wait for one another in a circle. ``mend`` is the last part of its message."""
     standing = {wait.device: wait.action for wait in cycle}
     steps = "; ".join(
         f"{wait.action} (device {wait.device}, position {wait.position}) waits for {wait.needed} (device {wait.owner}, "
@@ -221,13 +223,14 @@ def dependencies(
 ) -> tuple[Action, ...]:
     """Return the actions in a schedule's orders that must end before ``action`` starts.
 
-    A backward of a recomputed or offloaded stage needs more, but its own device has done that before it.
+    The recomputations and reloads that a backward needs are left out (``prepared_needs`` has them): they are on the
+    same device.
 
-    Sequence slices of one microbatch share the keys and values of attention. A slice runs forward after the slice
-    before it, and backward after the slice that follows it, which adds to the gradients of its keys and values. The
-    slices also share a loss.
+    Sequence slices of one microbatch share the keys and values of attention. So a slice runs forward after the slice
+    before it. It runs backward after the slice that follows it, which adds to the gradients of its keys and values.
+    All slices of a microbatch share one loss.
 
-    ``fused`` has every B of the schedule: a stage's gradient comes from its neighbour's I or B.
+    ``fused`` has the schedule's B. If it has the B of a needed stage and microbatch, B is returned in place of I.
     """
     kind, stage, unit = action
     needed = []
@@ -253,13 +256,13 @@ def dependencies(
 
 
 def _end_of(placement: Placement, end: str, kind: Kind) -> int:
-    """Return the first or last stage of the model; its device for kinds that have a device in place of a stage."""
+    """Return the first or last stage of the model, or its device if ``kind`` is a kind ``of_device``."""
     stage = {"first": 0, "last": placement.num_stages - 1}[end]
     return placement.devices[stage] if kind.spec.of_device else stage
 
 
 def _units(need: Need, unit: int, slices: int) -> Iterable[int]:
-    """Return the slices that the action of a slice needs, all of the same microbatch."""
+    """Return the numbers of the slices that an action of slice ``unit`` needs, all of the same microbatch."""
     if need.slices == "last":
         return (last_slice(unit, slices),)
     if need.slices == "until":
@@ -268,31 +271,32 @@ def _units(need: Need, unit: int, slices: int) -> Iterable[int]:
 
 
 class _Need(NamedTuple):
-    """A need that all actions of a kind on a stage share, for example the forwards of the stage before."""
+    """A need that all microbatches of a kind on a stage share: ``2F0`` needs ``1F0``, ``2F1`` needs ``1F1``, ..."""
 
-    action: Action  # the action that the first of them needs
-    nodes: dict[int, int]  # by microbatch, the nodes that may be needed
+    action: Action  # the action that one of the waiting actions needs
+    nodes: dict[int, int]  # the nodes of the needed actions, by microbatch
     shift: int  # microbatch of the needed action minus that of the waiting action
     link: int  # number of the link that carries the result
-    is_local: bool  # whether it is on the same device
+    is_local: bool  # whether needed and waiting action are on the same device
 
 
 class Dependencies:
     """The graph of the actions of all devices. Actions are nodes, device by device, and collectives follow them.
 
     A device is a lane, and so is the channel that serves the collectives in posting order. An action that needs a
-    collective waits for the collective's node, which waits for the posts of all devices. Needs that stand earlier on
-    an action's own device are left out of the graph.
+    collective waits for the collective's node, which waits for the posts of all devices. A needed action that comes
+    earlier on the same device is left out of the graph.
 
-    ``orders`` may be wrong: a missing action is waited for without end. ``needs`` returns the needs of an action. It
-    is called once per kind, stage and slice, since microbatches are alike.
+    ``orders`` may be wrong: an action whose need is missing then never runs. ``needs`` returns the actions that an
+    action needs. It is called for one microbatch per kind, stage and slice, since all microbatches have the same
+    needs. ``already`` has actions that ran before.
 
     Attributes:
         actions: the action of every node. A collective has the stage ``EVERYWHERE``.
         kinds: kind and stage for every price in the graph; actions on memory have the price -1.
-        links: source and destination of every link; the first one stands for no link.
+        links: source and destination of every link. The first one stands for results on the same device.
         lanes: the nodes of every device, and of the channel of the collectives if there are any.
-        impossible: the nodes whose need is missing, or comes later on their own device.
+        impossible: the nodes that need a missing action, or one that comes later on their own device.
         graph: the waits.
     """
 
@@ -320,7 +324,7 @@ class Dependencies:
 
     @classmethod
     def of_schedule(cls, schedule: Schedule, already: Container[Action] = ()) -> Dependencies:
-        """Return the dependencies of a schedule's orders; ``already`` has run before them."""
+        """Return the dependencies of a schedule's orders. ``already`` has the actions that ran before them."""
         placement, slices, barriers = schedule.placement, schedule.slices, schedule.vocabulary_barriers
 
         def needs(action: Action) -> tuple[Action, ...]:
@@ -329,7 +333,7 @@ class Dependencies:
         return cls(schedule.orders, placement, needs, slices, already)
 
     def _numbered(self) -> list[range]:
-        """Return the nodes of every device, and of the channel of the collectives if there are any."""
+        """Return the nodes of every lane, and add a node for every collective to ``actions``."""
         lanes, first = numbered(self._orders), len(self.actions)
         for kind, _, microbatch in [action for action in self.actions if action.kind in COLLECTIVES]:
             nodes = self._nodes.setdefault((kind, EVERYWHERE), {})
@@ -392,7 +396,7 @@ class Dependencies:
         return self.graph.walk()
 
     def needed_by(self, node: int) -> Iterator[Action]:
-        """Yield the actions that a node needs, also on its own device and if they are missing."""
+        """Yield all actions that a node needs, including those on its own device and those that the orders lack."""
         microbatch = self.actions[node].microbatch or 0
         for need in self._rules[(*self.actions[node][:2], microbatch % self._slices)][1]:
             found = need.nodes.get(microbatch + need.shift)
@@ -403,7 +407,7 @@ class Dependencies:
                 yield action
 
     def cycle(self) -> tuple[Wait, ...]:
-        """Return the devices that wait for one another in a circle; empty if all end or an action is missing."""
+        """Return the waits of a deadlock; empty if all devices reach their ends or an action is missing."""
 
         def awaited(device: int) -> tuple[int, int] | None:
             needed = self._awaited(self.lanes[device][self.walk.reached[device]])
@@ -415,7 +419,7 @@ class Dependencies:
         return find_cycle(self._orders, self.walk.reached, awaited)
 
     def _awaited(self, node: int) -> int | None:
-        """Return the node of a device's action that a node waits for and that does not run."""
+        """Return the node on a device that keeps ``node`` waiting without end; ``None`` if that action is missing."""
         needed = next(needed for needed, _ in self.graph.waits[node] if needed == NEVER or not self._runs(needed))
         if needed < self._num_ordered:
             return None if needed == NEVER else needed
@@ -423,7 +427,7 @@ class Dependencies:
         return self._awaited(self.lanes[-1][self.walk.reached[-1]])
 
     def stuck(self) -> ScheduleError | None:
-        """Return the error of an action that can never run; ``None`` if all devices reach their ends."""
+        """Return the error for the first action that can never run; ``None`` if all devices reach their ends."""
         for device, (order, reached) in enumerate(zip(self._orders, self.walk.reached, strict=False)):
             if reached < len(order):
                 unmet = [

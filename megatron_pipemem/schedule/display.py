@@ -1,7 +1,7 @@
-"""Short text, pictures and progress messages about schedules and computations.
+"""Short texts for values, ``show()`` for objects, and progress messages of long computations.
 
-Pictures are made in ``report``, which imports ``schedule``. The front of the package knows both, and names the module
-that draws (``draw_with``).
+Pictures are made in ``report``, which imports ``schedule``. So ``schedule`` cannot import ``report``: the package's
+``__init__`` passes the name of the module that draws to ``draw_with``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 from megatron_pipemem.errors import UnsupportedError
 
 _MOST = 40
-"""Most characters of a name or value."""
+"""The most characters of a name or value in ``brief``."""
 _LINE = 190
-"""Most characters of a line."""
+"""The most characters in a text of ``changed_fields``."""
 
 
 def brief(value: object) -> str:
-    """Return a value in a few characters: a list of numbers by count and range, a long name cut."""
+    """Return a value as a text of about 40 characters: ``<64 of 1 to 2.5>`` for 64 numbers, a long name cut short."""
     if isinstance(value, str):
         return shorten(value, _MOST, placeholder="...") if value.isprintable() else brief(repr(value))
     if isinstance(value, float):
@@ -41,7 +41,7 @@ def brief(value: object) -> str:
 
 
 def changed_fields(instance: Any) -> str:
-    """Return a dataclass as text with only the fields that differ from their defaults."""
+    """Return the text of a dataclass instance: its class and the fields that differ from their defaults."""
     progress = [
         f"{field.name}={brief(getattr(instance, field.name))}"
         for field in fields(instance)
@@ -51,11 +51,11 @@ def changed_fields(instance: Any) -> str:
 
 
 LARGEST = 1e30
-"""Of seconds, bytes and caps, with either sign. Sums and products of larger numbers might not be finite."""
+"""The largest accepted seconds, bytes and caps, of either sign. Sums and products of larger ones could be infinite."""
 
 
 def shortened(value: object) -> str:
-    """Return a value of any length for a message."""
+    """Return the text of a value for an error message, cut at 80 characters."""
     if isinstance(value, int) and abs(value) > LARGEST:
         return f"a number of {value.bit_length() * 30103 // 100000 + 1} digits"
     text = repr(value)
@@ -66,17 +66,17 @@ _drawn_by = ""
 
 
 def draw_with(module: str) -> None:
-    """Set the full name of the module that draws. It is imported when something is shown."""
+    """Set the full name of the module that draws pictures. The module is imported when an object is first shown."""
     global _drawn_by
     _drawn_by = module
 
 
 def drawing() -> Any:
-    """Return the module that draws."""
+    """Import and return the module that draws pictures."""
     if not _drawn_by:
         raise UnsupportedError(
             "nothing-draws",
-            "no module draws yet; import the shown object from megatron_pipemem itself, not from its modules",
+            "the module that draws pictures is unknown; import megatron_pipemem before you show an object",
         )
     return import_module(_drawn_by)
 
@@ -85,7 +85,7 @@ class Shown:
     """A base class of objects that notebooks and terminals can show."""
 
     def show(self) -> None:
-        """Show the object: as a picture to zoom into in a notebook, in coloured letters in a terminal."""
+        """Show the object: a picture with zoom in a notebook, coloured letters in a terminal."""
         drawing().show(self)
 
     def _repr_html_(self) -> str:
@@ -124,7 +124,7 @@ def has_listener() -> bool:
 
 @contextmanager
 def doing(task: str) -> Iterator[None]:
-    """Put ``task`` before all progress messages within this block."""
+    """Report that ``task`` begins, and prefix all progress messages within this block with it."""
     progress = _progress.get()
     if progress is None:
         yield
@@ -138,7 +138,7 @@ def doing(task: str) -> Iterator[None]:
 
 
 def tell(status: Callable[[], str]) -> None:
-    """Report progress. ``status`` is called only if the last message is old enough."""
+    """Send ``status()`` to the listener, unless there is none or the last message is less than 0.1 seconds old."""
     progress = _progress.get()
     if progress is None or time.monotonic() - progress.last < _SECONDS_BETWEEN:
         return
@@ -148,9 +148,9 @@ def tell(status: Callable[[], str]) -> None:
 
 @contextmanager
 def rare_collection() -> Iterator[None]:
-    """Run the garbage collector rarely within this block.
+    """Let Python's garbage collector run rarely within this block.
 
-    Searches and plans make no cycles, and the search for cycles among their tuples takes a fifth of the time.
+    Searches and plans make no reference cycles, and the collector's search for them takes a fifth of their time.
     """
     before = gc.get_threshold()
     gc.set_threshold(max(200_000, before[0]) if before[0] else 0, *before[1:])

@@ -18,21 +18,22 @@ _SIZES = ((4, 8), (4, 4), (2, 4), (8, 16), (3, 6), (1, 2))
 
 
 class Formula(str):
-    """A closed form: a text to read, and a function that computes it so that tests can check the claim."""
+    """A formula for a family's peak or bubble: the text that users read, and a function that tests compare with it."""
 
     compute: Callable[..., float | None]
     at_most: bool
 
     def __new__(cls, text: str, compute: Callable[..., float | None], at_most: bool = False) -> Formula:
-        """Return a closed form.
+        """Return a formula.
 
         Args:
             text: the text in the table of schedules.
             compute: a function of ``p`` devices, ``m`` microbatches, ``v`` chunks per device, ``n`` sequence slices,
                 and the seconds ``f``, ``i``, ``w`` and ``b`` (``i + w``) of one device's share of the model, all by
-                keyword. It returns ``None`` for sizes that the form does not cover. A peak holds from ``m = 2p`` on,
-                and is an upper bound for fewer microbatches. A bubble holds for equal F, I and W from ``m = 2p`` on.
-            at_most: whether the form is only an upper bound.
+                keyword. It returns ``None`` for sizes that the formula does not cover. A peak must be exact from
+                ``m = 2p`` on, and an upper bound for fewer microbatches. A bubble must be exact from ``m = 2p`` on if
+                F, I and W are equal.
+            at_most: whether the formula is only an upper bound.
         """
         formula = super().__new__(cls, text)
         formula.compute, formula.at_most = compute, at_most
@@ -50,7 +51,7 @@ PEAK_OF_SLICES = Formula("(p+n-1)/(pn)", lambda p, m, n, **_: min(p + n - 1, m *
 
 
 class _Fact:
-    """A field of ``Family`` that is derived from the family's example unless it is declared."""
+    """A field of ``Family`` whose value is derived from the family's example schedule unless the user declares it."""
 
     def __init__(self, found: Callable[[Family], object], checked: bool = True) -> None:
         self.found, self.checked = found, checked
@@ -69,7 +70,10 @@ class _Fact:
 
 
 def _fact[T](found: Callable[[Family], T], checked: bool = True) -> T:
-    """Return a ``_Fact`` for a field, with the type of the field's value, as ``dataclasses.field`` does."""
+    """Return a ``_Fact``. To type checkers it has the type of the field's value, as with ``dataclasses.field``.
+
+    ``found`` derives the value from a family. ``Family.check`` compares it with a declared value if ``checked``.
+    """
     fact: Any = _Fact(found, checked)
     return fact
 
@@ -108,12 +112,12 @@ class Family:
         summary: one sentence that helps a user to choose.
         peak: highest activation memory of any device, in activation units, for many microbatches. A ``Formula``, or a
             text that no test can check.
-        bubble: idle time of a step for many microbatches, likewise.
-        source: arXiv number and section.
+        bubble: idle time of the busiest device in a step of many microbatches; a ``Formula`` or a text, as ``peak``.
+        source: arXiv number and section of the paper.
         min_devices: smallest number of devices.
         options: name -> one-line description. A family that lists ``memory_cap`` or ``costs`` gets those of
             ``build_schedule`` and fits its order to them.
-        needs: a few words on the numbers of devices and microbatches that it requires; it refuses others.
+        needs: a few words on the numbers of devices and microbatches that the family requires; it refuses others.
         fewest_microbatches: smallest number of microbatches of a step, as a function of the number of devices.
         placement: name of the placement.
         splits_backward: whether backwards run as I and W.
@@ -121,7 +125,7 @@ class Family:
         asynchronous: whether weights change in the middle of a step, so that training differs from synchronous
             training.
         slices: number of slices of every sequence, unless an option changes it.
-        offloads: whether activations spend time in host memory.
+        offloads: whether activations are copied to host memory and back.
         replicas: number of replicas of the model that the devices hold.
     """
 
@@ -151,7 +155,7 @@ class Family:
         """A small schedule of the family.
 
         Raises:
-            UnsupportedError: the family builds none.
+            UnsupportedError: ``build`` fails for every size that is tried.
         """
         refusal: Exception | None = None
         sizes = [size for size in (*_SIZES, (self.min_devices, 2 * self.min_devices)) if size[0] >= self.min_devices]
@@ -162,12 +166,12 @@ class Family:
                 if isinstance(built, Schedule):
                     return built
                 refusal = TypeError(f"it returns {built!r}, not a Schedule")
-            except Exception as error:  # build functions are code of others and may raise anything
+            except Exception as error:  # users write build functions, which may raise anything
                 refusal = refusal or error
         raise UnsupportedError(
             "family-build-failed",
             f"schedule {self.name!r} cannot be built for any of {', '.join(f'p={p} m={m}' for p, m in sizes)}: "
-            f"{type(refusal).__name__}: {refusal}; mend its build function or min_devices",
+            f"{type(refusal).__name__}: {refusal}; correct its build function or min_devices",
         ) from refusal
 
     def schedule(self, num_devices: int, num_microbatches: int, options: Mapping[str, Any]) -> Schedule:
@@ -208,7 +212,7 @@ class Family:
     def placement_on(self, num_devices: int, options: Mapping[str, Any]) -> Placement:
         """Return the placement of the family's schedules on so many devices.
 
-        The smallest step is built once to find it.
+        The placement is that of the smallest step, which is built once for the same arguments.
 
         Args:
             num_devices: pipeline ranks.

@@ -1,4 +1,4 @@
-"""Lint of schedule tables from other programs: the first fault, its cell in the file, and the circle of a deadlock."""
+"""Find the first fault of a schedule table that another program wrote, with its cell in the file and its remedy."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Fault:
 
 
 def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[float] | None = None) -> Fault | None:
-    """Return the first fault of a table; ``None`` if it computes every microbatch and ends.
+    """Return the first fault of a table; ``None`` if its actions compute every microbatch without a deadlock.
 
-    If the table has messages, they must match, and every directed pair of devices must send and receive in one order.
-    If it has no gradient reductions, as in torch's tables, ours are added.
+    If the table has messages, each send must have its receive, and every directed pair of devices must send and
+    receive in the same order. A table without gradient reductions, such as torch's, gets those of this package.
     """
     try:
         _check_numbering(schedule)
@@ -51,7 +51,7 @@ def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[fl
 
 
 def find_obstacle(table: Table, schedule: Schedule) -> Fault | None:
-    """Return the reason why a table without fault cannot run here: it adds gradients up in another order."""
+    """Return the fault of a valid table that this package cannot run: it adds up gradients in another order."""
     try:
         check_microbatch_order(schedule)
     except ScheduleError as error:
@@ -64,7 +64,7 @@ def _fault(table: Table, error: ScheduleError) -> Fault:
 
 
 def _describe(cycle: tuple[Wait, ...]) -> str:
-    """Return the circle of waits, and one move that opens it."""
+    """Return the message of a deadlock: the devices that wait, and one action to move earlier so that it ends."""
     stands = {wait.device: wait.action for wait in cycle}
     wait = next(wait for wait in cycle if wait.needed != stands[wait.owner])
     members = ", ".join(f"device {member.device} at {member.action}" for member in cycle)
@@ -81,7 +81,10 @@ def _program(table: Table, schedule: Schedule) -> Program:
 
 
 def _check_numbering(schedule: Schedule) -> None:
-    """Report a stage whose microbatches are all shifted by one number as shifted, not as incomplete."""
+    """Raise a ScheduleError if a stage numbers all its microbatches too high, for example from 1 and not from 0.
+
+    The validator would report such a stage as incomplete.
+    """
     wanted = range(schedule.num_units)
     for device, order in enumerate(schedule.orders):
         found: dict[tuple[Kind, int], list[tuple[int, Action]]] = {}
@@ -95,14 +98,14 @@ def _check_numbering(schedule: Schedule) -> None:
                 raise ScheduleError(
                     "shifted-microbatches",
                     f"stage {stage} numbers its {len(wanted)} actions of kind {kind} from {shift} to {numbers[-1]}, "
-                    f"but the step has microbatches 0 to {len(wanted) - 1}; take {shift} off every one of them, so "
+                    f"but the step has microbatches 0 to {len(wanted) - 1}; subtract {shift} from each number, so "
                     f"that {action} becomes {action._replace(microbatch=0)}",
                     at=(device, position, action),
                 )
 
 
 def _cell(table: Table, error: ScheduleError) -> Cell | None:
-    """Return the place of an error's action in the file. If the action stands there twice, take the second."""
+    """Return the cell of the action that an error names, the second one if the device has the action twice."""
     if error.device is None or error.device >= len(table.rows):
         return None
     found = [cell for cell in table.rows[error.device] if str(cell.action) == error.action]

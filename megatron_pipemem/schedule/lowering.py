@@ -1,33 +1,34 @@
-"""Lowering: it adds messages, sums over replicas and gradient reductions to the orders of a schedule. There are three ways.
+"""Lowering adds messages, sums over replicas and gradient reductions to the orders of a schedule, in one of three ways.
 
-**One channel per edge** (``add_messages``). NCCL has no tags, so both ends of a directed edge (source device ->
-destination device) must post its messages in one order. Ours is the order in which the source produces them. A send
-is posted when its producer has run. A receive is posted as late as that order allows, one compute action ahead of its
-consumer, so that the transfer can hide behind that action and behind waits for activations in between.
+**One channel per edge** (``add_messages``). An edge is a pair (source device, destination device). NCCL has no tags,
+so both devices must post the messages of an edge in the same order: that in which the source produces them. A send is
+posted right after the action that produces its data. A receive is posted as late as the order allows, but one compute
+action ahead of the action that consumes its data. So that action hides the transfer.
 
 This adds no deadlock. Posts never block. A send is posted before its source waits for anything else. A receive is
 posted before its destination waits for it or for a later message of the edge. So a message waits only for its
 producer, and the schedule has that wait already.
 
-A host may also wait for its whole device at any place (``schedule.waits``). This limits the place of a receive in its
-device's list. It comes after the last action there on which the message depends. An earlier receive would hide nothing
-anyway. It comes before the first action there that depends on an action launched by the source after the send. Such a
-place exists, because the first limit comes before the second in every schedule without a deadlock.
+A host may also wait for its whole device at any place (``schedule.waits``). This limits the position of a receive on
+the destination. The receive comes after the last action there on which the message depends. (An earlier receive would
+hide nothing.) It comes before the first action there that depends on an action launched by the source after the send.
+Such a position exists, because the first limit comes before the second in every schedule without a deadlock.
 
 **With collectives between the actions** (``add_messages_in_sequence``). Messages and collectives may share a queue
-that each device serves strictly in posting order. Then a message holds up all later posts of its device until the
-other end has posted it too. So all lists are cut from one sequence: a message stands in it once, for both ends, right
-after its producer, and a collective once, for all devices. Every wait is then for something earlier in that sequence,
-so there is no circle.
+that each device serves strictly in posting order. Then a message delays all later posts of its device until the other
+device has posted it too. So the lists of all devices are parts of one sequence. It has every message once, for both
+devices, right after its producer, and every collective once, for all devices. Each wait is then for an earlier entry
+of the sequence, so there is no circle.
 
 **Everything in one queue** (``add_messages_to_single_queues``). With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` a device
-launches everything into one hardware queue. A message that waits for its other end may hold up all later launches,
-computing included. The strict model here assumes that it does: an action starts when the one before it has ended, and
-a message moves when both ends are at the head of their queues.
+launches everything into one hardware queue. A message that waits for the other device may delay all later launches,
+also those that compute. The strict model here assumes that it does: an action starts when the one before it has
+ended, and a message moves when it is the next action on both devices.
 
-All lists are cut from one run of all devices with one entry per message and per collective. Every wait is for
-something earlier in that run, so there is no circle, for any times. A message moves when both its ends are between
-two actions. If the other end is busy, a device waits for it if computing first would delay the other end by more.
+The lists of all devices are parts of one simulated run, which has one entry per message and per collective. Each wait
+is for an earlier entry of the run, so there is no circle, whatever the times are. A message moves when both devices
+are between two actions. If the destination is busy, the source has a choice: it waits if computing first would delay
+the destination by more than that.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from megatron_pipemem.schedule.waits import last_needed
 
 
 class Horizons:
-    """Counts of other devices' actions that must run before a device reaches a position of its order."""
+    """Look up how many actions other devices must run before a device can reach a position of its order."""
 
     def __init__(self, schedule: Schedule) -> None:
         found = Dependencies.of_schedule(schedule)
@@ -61,17 +62,17 @@ class Horizons:
         self._lanes, self._needed = found.lanes, last_needed(found)
 
     def place(self, device: int, position: int, other: int) -> int:
-        """Return the number of actions of another device that must run before a device reaches a position of its order."""
+        """Return how many actions ``other`` must run before ``device`` can start its action at ``position``."""
         if position == 0:
             return 0
         return max(0, self._needed[self._lanes[device][position - 1]][other] - self._lanes[other].start + 1)
 
 
 def add_messages(schedule: Schedule, horizons: Horizons) -> tuple[Order, ...]:
-    """Insert the sends and receives of every device.
+    """Insert the sends and receives of every device, with one channel per edge.
 
-    Between two compute actions comes first the send of the earlier one. Then come the receives, by source device and
-    in sending order.
+    Two compute actions are separated by the send of the first one, and then by receives, sorted by source device and
+    sending order.
     """
     orders, router = schedule.orders, Router(schedule.placement)
     consumers = {
@@ -91,7 +92,7 @@ def add_messages(schedule: Schedule, horizons: Horizons) -> tuple[Order, ...]:
             if message.receive not in consumers:
                 raise ScheduleError(
                     "unmet-need",
-                    "no device runs the action that needs its result; validate() shows the action to add",
+                    "no device runs the action that needs the result of this one; validate() shows the action to add",
                     at=(device, position, order[position]),
                 )
             edges.setdefault(message.edge, []).append((position, message.receive))
@@ -105,7 +106,7 @@ def add_messages(schedule: Schedule, horizons: Horizons) -> tuple[Order, ...]:
 
 
 def _ahead_of(consumers: list[int], order: Order) -> list[int]:
-    """Return the positions at which the receives of an edge are posted, one compute action ahead of their consumers."""
+    """Return the position for every receive of an edge: one compute action ahead of its consumer, in sending order."""
     positions = []
     first = consumers[-1]
     for consumer in reversed(consumers):
@@ -118,9 +119,10 @@ def _ahead_of(consumers: list[int], order: Order) -> list[int]:
 
 
 def _between(edge: Edge, sent: int, position: int, horizons: Horizons) -> int:
-    """Return the place for a receive, nearest to ``position``, at which hosts may wait for their devices at any action.
+    """Return the position for a receive, nearest to ``position``, with which hosts may wait for their devices anywhere.
 
-    Both bounds grow along an edge, so its order stays.
+    ``sent`` is the position of the producer on the source. Both limits grow from message to message of an edge, so
+    receives stay in order.
     """
     source, destination = edge
     position = max(position, horizons.place(source, sent + 1, destination))
@@ -142,8 +144,9 @@ def _interleave(order: Order, receives: list[list[Action]], sends: list[Action |
 def add_gradient_reductions(actions: Order) -> Order:
     """Insert ``REDUCE_GRAD`` after the last weight gradient (W, B, T or EMBED_B) of every stage of a device.
 
-    The device's shards of embedding and head belong to its first stage, which has the same number. The reduction
-    comes after the gradient's own send, because a neighbour waits for the send. Stages without backwards get none.
+    The shards of embedding and head are reduced with the device's first stage: device and stage have the same number.
+    If a message follows the last gradient, the reduction comes after it, because the next device waits for the
+    message. Stages without backwards get no reduction.
     """
     last = {action.stage: position for position, action in enumerate(actions) if action.kind in COMPLETING}
     lowered: list[Action] = []
@@ -165,11 +168,12 @@ def add_replica_reductions(
 ) -> tuple[Order, ...]:
     """Insert the sums of gradients over replicas, if the devices hold the model more than once.
 
-    Every replica of a trained stage gets a ``REDUCE_REPLICAS``, also if it runs no microbatch of this step. The sum
-    is posted when the replica's gradients are complete and the device's sums of deeper stages are posted. Deeper
-    stages end their backwards earlier, and with one order two devices need only one channel. If another replica needs
-    later actions of a device, the device posts its sum after them. ``REDUCE_GRAD`` waits for the sum, and so stands
-    at the end of the program. Without ``horizons`` the sums stand there too.
+    Every replica of a trained stage gets a ``REDUCE_REPLICAS``, even if it runs no microbatch of this step. A device
+    posts the sum when the replica's gradients are complete and the sums of its deeper stages are posted. Deeper
+    stages end their backwards earlier. Two devices post their sums in the same order, so they need only one channel.
+    If another replica of the stage depends on later actions of a device, the device posts its sum after these.
+    ``REDUCE_GRAD`` waits for the sums and comes at the end of the program. Without ``horizons`` the sums come there
+    too.
     """
     if placement.replicas == 1:
         return actions
@@ -190,7 +194,7 @@ def add_replica_reductions(
 
 
 def _place_after_gradients(actions: Order, places: dict[int, int]) -> None:
-    """Place the sums of a device at the positions of its order at which its own gradients are complete."""
+    """Set the position of each sum of a device to that at which the gradients of the stage are complete there."""
     passed = 0
     for action in actions:
         passed += action.kind in ORDERED
@@ -200,12 +204,12 @@ def _place_after_gradients(actions: Order, places: dict[int, int]) -> None:
 
 
 def _keep_order(places: dict[int, int]) -> None:
-    """Move every sum to or after the place of the deeper stages' sums."""
+    """Move sums to later positions where needed, so that no sum comes before those of deeper stages."""
     places |= zip(places, accumulate(places.values(), max), strict=True)
 
 
 def _postpone(places: list[dict[int, int]], placement: Placement, horizons: Horizons) -> bool:
-    """Move sums after the actions that other replicas need first, and return whether any has moved."""
+    """Move sums after the actions on which the other replicas' sums depend, and return whether any sum has moved."""
     moved = False
     for device, own in enumerate(places):
         for stage, place in own.items():
@@ -237,9 +241,9 @@ def _with_sums(actions: Order, places: dict[int, int]) -> Order:
 def add_messages_in_sequence(
     schedule: Schedule, actions: Iterable[tuple[int, Action]] | None = None
 ) -> tuple[Order, ...]:
-    """Insert sends and receives, both ends of each at one place of a sequence of all actions.
+    """Insert each send and its receive at the same place of one sequence of all devices' actions.
 
-    Raise a ScheduleError if there is no such sequence.
+    ``actions`` is that sequence, by default the result of ``sequence``, which raises a ScheduleError if there is none.
     """
     router = Router(schedule.placement)
     lowered: list[list[Action]] = [[] for _ in schedule.orders]
@@ -252,10 +256,11 @@ def add_messages_in_sequence(
 
 
 def sequence(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Yield ``(device, action)`` of all actions, each after its needs, and the posts of a collective one after another.
+    """Yield ``(device, action)`` for all actions of all devices, each after the actions that it needs.
 
-    Otherwise actions come in the order of their ends with unit costs, so that messages are not received long before
-    they are needed. Raise a ScheduleError if devices would have to post collectives in contradicting orders.
+    The posts of a collective follow one another directly. Apart from that, actions come in the order of their ends
+    with unit costs, so that messages are not received long before they are needed. Raise a ScheduleError if devices
+    would have to post collectives in contradicting orders.
     """
     found = Dependencies.of_schedule(schedule)
     ends = [(end, device) for device, spans in enumerate(simulate(schedule).spans) for _, end in spans]
@@ -292,9 +297,9 @@ def sequence(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
 
 def lower_paired(schedule: Schedule) -> Program:
-    """Add messages, both ends of each at the same step of one run of all devices, and gradient reductions.
+    """Add messages and gradient reductions so that there is no deadlock even if a send blocks until its receive.
 
-    All lists are cut from one global sequence. So there is no circle of waits, even if a send waits for its receive.
+    Each send and its receive are inserted at the same place of one sequence of all devices' actions.
     """
     found = Dependencies.of_schedule(schedule)
     if error := found.stuck():
@@ -314,15 +319,16 @@ def lower_paired(schedule: Schedule) -> Program:
 def add_messages_to_single_queues(
     schedule: Schedule, costs: Costs, orders: tuple[Order, ...] | None = None, arrived: Iterable[Action] = ()
 ) -> tuple[Order, ...]:
-    """Insert sends and receives so that no queue blocks for good. ``costs`` choose their places; any places are safe.
+    """Insert sends and receives so that devices with a single queue never deadlock.
 
-    ``orders`` may be a part of the schedule's own. ``arrived`` are the receives that earlier parts have posted.
+    ``costs`` are the times of the simulated run that decides on the positions; every result is free of deadlock.
+    ``orders`` may be a part of the schedule's orders. ``arrived`` has the receives that earlier parts have posted.
     """
     return _Run(schedule, costs, schedule.orders if orders is None else orders, arrived).lists()
 
 
 class _Run:
-    """A run of all devices. A device is either busy until a time, or between two actions."""
+    """A simulated run of all devices in single queues. A device is busy until a known time, or between two actions."""
 
     def __init__(self, schedule: Schedule, costs: Costs, orders: tuple[Order, ...], arrived: Iterable[Action]) -> None:
         self._orders, self._router = orders, Router(schedule.placement)
@@ -342,7 +348,7 @@ class _Run:
         self._events: list[tuple[float, int]] = [(0.0, device) for device in range(len(self._orders))]
 
     def lists(self) -> tuple[Order, ...]:
-        """Return the orders with their messages."""
+        """Run all devices to their ends, and return their orders with messages."""
         while self._events:
             now = self._events[0][0]
             while self._events and self._events[0][0] == now:
@@ -364,7 +370,7 @@ class _Run:
         heappush(self._events, (until, device))
 
     def _exchange(self, now: float) -> bool:
-        """Move a message between devices that are both between two actions, and return whether there was one."""
+        """Move one message whose two devices are both between two actions, and return whether there was one."""
         for device in sorted(self._idle):
             for message in self._heads(device):
                 other = message.edge[1]
@@ -379,11 +385,11 @@ class _Run:
         return False
 
     def _heads(self, device: int) -> Iterator[Message]:
-        """Return the message that can be sent next over every edge."""
+        """Return the next unsent message of every edge that starts at a device."""
         return (messages[0] for messages in self._outgoing[device].values() if messages)
 
     def _post_collective(self, now: float) -> bool:
-        """Post a collective that all devices have reached, and return whether there was one."""
+        """Post a collective if it is the next action of all devices, and return whether it was."""
         if len(self._idle) < len(self._orders):
             return False
         following = [order[at] for order, at in zip(self._orders, self._at, strict=True) if at < len(order)]
@@ -397,7 +403,7 @@ class _Run:
         return True
 
     def _compute(self, now: float) -> bool:
-        """Run actions of devices that should not wait instead, and return whether there were any."""
+        """Start the next action of every idle device that should not wait for a message; return whether any started."""
         ran = False
         for device in sorted(self._idle):
             order = self._orders[device]
@@ -419,7 +425,10 @@ class _Run:
         return ran
 
     def _should_wait(self, device: int, now: float, end: float) -> bool:
-        """Return whether another end would be delayed longer if it got its message only after ``end``."""
+        """Return whether a device should first wait for the destination of a message, and not compute until ``end``.
+
+        It should if computing delays the destination by more than the wait takes.
+        """
         for message in self._heads(device):
             other = message.edge[1]
             wait = self._busy_until[other] - now
@@ -428,7 +437,7 @@ class _Run:
         return False
 
     def _needed_at(self, device: int, receive: Action, latest: float) -> float:
-        """Return when a busy device can reach the consumer of a message. Times after ``latest`` are not computed."""
+        """Return when a busy device can reach the consumer of a message. The search stops at the time ``latest``."""
         time, order = self._busy_until[device], self._orders[device]
         # The consumer may belong to a later part.
         for position in range(self._at[device], self._consumers.get(receive, len(order))):
@@ -443,9 +452,10 @@ __all__ = ["lower"]
 
 @explained_by_validation
 def lower(schedule: Schedule, *, single_queue: bool = False, costs: Costs | None = None) -> Program:
-    """Add messages, sums over replicas and gradient reductions to a valid schedule. ``validate_program`` proves the result.
+    """Add messages, sums over replicas and gradient reductions to a valid schedule.
 
-    ``single_queue`` is for devices that serve all their streams in one queue. ``costs`` then choose the places of messages.
+    ``single_queue`` is for devices that serve all their streams in one queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``). Only
+    then ``costs`` have an effect: they decide on the positions of messages. ``validate_program`` proves the result.
     """
     horizons = None
     if single_queue:

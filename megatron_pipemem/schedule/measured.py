@@ -1,19 +1,20 @@
-"""A measured training step: its times, its rerun with other times, and the causes of its idle time.
+"""A measured training step: its times, its simulation with other times, and the causes of its idle time.
 
 Times are whole nanoseconds, so that the parts of idle time add up exactly.
 
-To find the causes, the step is rerun several times, each time with more of the measured times:
+To find the causes, the step is simulated several times. Each simulation uses more of the measured times:
 
-- even stages and instant messages, which leaves the idle time that the schedule makes unavoidable;
-- the usual time of every stage;
-- microbatches that are not alike;
+- even stages and instant messages; the idle time is then that of the schedule itself;
+- the usual (median) time of every stage;
+- the times of microbatches that differ from the others;
 - the delays of messages;
 - the delays of the host;
-- the measured times.
+- all measured times.
 
-The idle time that a rerun adds on a device is due to the added times. If an addition reduces idle time (a stage with
-more work than others), the parts of earlier causes shrink, and no part is negative. The part of the barrier at the
-step's end is the time saved if every device began the next step as soon as it is done.
+The idle time that a simulation adds on a device is due to the times that it adds. An addition can also reduce idle
+time (on a stage with more work than others). Then the parts of earlier causes shrink, and no part is negative. The
+part of the barrier at the step's end is the time that would be saved if every device began the next step as soon as
+it has ended this one.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
 NANOSECONDS = 10**9
 _ALIKE = 0.1
-"""Relative difference up to which times are alike, because clocks and caches make that much."""
+"""The relative difference up to which two times count as equal. Clocks and caches cause about as much."""
 
 Span = tuple[int, int]
 
 
 class Rerun(NamedTuple):
-    """The times of a rerun."""
+    """The times of a simulated step, in nanoseconds."""
 
     starts: list[int]  # per node of the step's graph
     ends: list[int]  # per node
@@ -64,7 +65,7 @@ class MeasuredStep:
             found = [*map(len, self.spans)]
             raise ConfigError(
                 "wrong-count",
-                f"there are times of {found} actions, and the devices of the schedule have {counts}; give one per action",
+                f"there are times of {found} actions per device, and the schedule has {counts}; give one per action",
             )
         for device, spans in enumerate(self.spans):
             moments = [0, *(moment for span in spans for moment in span)]
@@ -126,21 +127,22 @@ class MeasuredStep:
 
     @property
     def delays(self) -> list[int]:
-        """Return how long every node began after its device was free and its needs were computed.
+        """Return the delay of every node in nanoseconds: its start, minus the time when nothing was left to wait for.
 
-        A delay is negative if the clocks of two devices disagree.
+        That is when its device was free and the actions that it needs had ended. A delay is negative if the clocks of
+        two devices disagree.
         """
         return self._waits[0]
 
     @property
     def awaits_message(self) -> list[bool]:
-        """Return per node whether the arrival of a message, and not the end of the previous action, determined its start."""
+        """Return for every node whether a needed action ended later than the previous action of the node's device."""
         return self._waits[1]
 
     def rerun(self, seconds: Sequence[int], delays: Sequence[int], begins: Sequence[int] = ()) -> Rerun:
-        """Replay the step with other nanoseconds for each node of the graph. ``begins`` has one time per device.
+        """Simulate the step with other nanoseconds and delays, one per node. ``begins`` has the start of every device.
 
-        With its own ``seconds`` and ``delays`` the result is the measured step.
+        With the step's own ``seconds`` and ``delays`` the result is the measured step.
         """
         found, steps = self._graph
         starts, ends = [0] * len(seconds), [0] * len(seconds)
@@ -155,7 +157,7 @@ class MeasuredStep:
         return Rerun(starts, ends, free[: self.schedule.num_devices])
 
     def work_of(self, seconds: Sequence[int]) -> list[int]:
-        """Return the computing time of every device, given the nanoseconds of every node of the graph."""
+        """Return the sum of ``seconds`` (nanoseconds per node of the graph) over the nodes of every device."""
         lanes = self._graph[0].graph.lanes[: self.schedule.num_devices]
         return [sum(seconds[node] for node in nodes) for nodes in lanes]
 
@@ -165,12 +167,12 @@ class MeasuredStep:
         return max((spans[-1][1] for spans in self.spans if spans), default=0)
 
     def key_of(self, action: Action) -> tuple[Kind, int]:
-        """Return the key of an action in ``usual``."""
+        """Return the key of an action in ``usual``: its kind, and the index of its stage and slice."""
         return action.kind, place(action, self.schedule.slices)
 
     @cached_property
     def usual(self) -> dict[tuple[Kind, int], int]:
-        """Return the median time of every kind of action on a stage and slice, or on a device for vocabulary passes."""
+        """Return the median nanoseconds per kind, stage and slice; for vocabulary passes per kind, device and slice."""
         durations: dict[tuple[Kind, int], list[int]] = {}
         for node in self._by_node:
             durations.setdefault(self.key_of(self.actions[node]), []).append(self.seconds[node])
@@ -178,10 +180,10 @@ class MeasuredStep:
 
     @cached_property
     def weights(self) -> tuple[float, ...]:
-        """Return the factor by which every microbatch takes longer than usual; 1 unless all its F, I and B differ
-        the same way.
+        """Return the factor by which every microbatch takes longer than the median one.
 
-        W is left out: it depends on tokens, which documents of other lengths do not change.
+        The factor is 1 unless all F, I and B of the microbatch differ in the same direction. W is left out: it depends
+        on the number of tokens only, and not on the lengths of documents.
         """
         ratios: list[list[float]] = [[] for _ in range(self.schedule.num_microbatches)]
         for node in self._by_node:
@@ -195,7 +197,7 @@ class MeasuredStep:
 
     @cached_property
     def links(self) -> dict[tuple[int, int], float]:
-        """Return the seconds of a message between two devices: the median over messages that delayed an action."""
+        """Return the seconds of a message per (source, destination): the median delay of actions that waited for it."""
         found: dict[tuple[int, int], list[int]] = {}
         graph = self._graph[0]
         for node in self._by_node:
@@ -208,13 +210,13 @@ class MeasuredStep:
 
     @cached_property
     def splits_fused(self) -> bool:
-        """Whether some backward ran fused, so that the times of its I and W are not measured."""
+        """Return whether some backward ran as B, so that the times of I and W are not measured one by one."""
         return any(kind is Kind.B for kind, _ in self.usual)
 
     def of_stages(self) -> dict[Kind, tuple[float, ...]]:
-        """Return the usual seconds of F, I and W of every stage and slice.
+        """Return the median seconds of F, I and W of every stage and slice.
 
-        A fused backward is divided as in ``split``. Recomputation belongs to I.
+        The seconds of a B are divided in the ratio of I and W in ``split``. Seconds of recomputation are added to I.
         """
         slices = self.schedule.slices
         known, places = self.split.seconds(self.schedule.placement, slices), range(self.schedule.num_stages * slices)
@@ -232,7 +234,7 @@ class MeasuredStep:
 
     @cached_property
     def vocabulary(self) -> VocabularyCosts | None:
-        """Return the usual seconds of the vocabulary passes, if any ran."""
+        """Return the median seconds of the vocabulary passes; ``None`` if the schedule has none."""
         if not self.schedule.vocabulary_barriers:
             return None
         devices, slices = range(self.schedule.num_devices * self.schedule.slices), self.schedule.slices
@@ -245,14 +247,14 @@ class MeasuredStep:
         return VocabularyCosts(score, gradient, embed, embed_gradient, loss)
 
     def p2p(self) -> dict[tuple[int, int], float]:
-        """Return the seconds of a message between any two devices; the mean of the measured links for the others."""
+        """Return the seconds of a message between any two devices: measured, or else the mean of the measured ones."""
         measured = self.links
         mean = sum(measured.values()) / len(measured) if measured else 0.0
         devices = range(self.schedule.num_devices)
         return {(a, b): measured.get((a, b), mean) for a in devices for b in devices if a != b}
 
     def costs(self, memory: Mapping[Kind, tuple[float, ...]] | None = None) -> Costs:
-        """Return the usual seconds of the step's own stages, to simulate its own schedule."""
+        """Return costs with the median seconds of every stage, with which the step's own schedule can be simulated."""
         seconds = self.of_stages()
         slices, places = self.schedule.slices, range(len(seconds[Kind.F]))
         again, part, *further = (
@@ -282,7 +284,7 @@ class MeasuredStep:
 
 
 _STEPS = 8
-"""Number of simulated steps without a barrier. The second half is taken to repeat."""
+"""Number of simulated steps without a barrier. The period is measured over the second half."""
 
 SCHEDULE, IMBALANCE, MICROBATCHES, MESSAGES, HOST, LATE, BARRIER = (
     "warm-up and drain",
@@ -294,11 +296,11 @@ SCHEDULE, IMBALANCE, MICROBATCHES, MESSAGES, HOST, LATE, BARRIER = (
     "barrier",
 )
 CAUSES = (SCHEDULE, IMBALANCE, MICROBATCHES, MESSAGES, HOST, LATE, BARRIER)
-"""Causes of idle time, in the order in which they are added."""
+"""Causes of idle time, in the order in which the simulations add them."""
 
 
 class DeviceIdle(NamedTuple):
-    """The idle time of a device by cause."""
+    """The idle time of a device in a step, divided by cause."""
 
     device: int
     idle: int  # nanoseconds without computing, from the beginning of the step to its end
@@ -307,7 +309,7 @@ class DeviceIdle(NamedTuple):
 
 
 def idle_causes(step: MeasuredStep) -> list[DeviceIdle]:
-    """Return the idle time of every device of a step by cause."""
+    """Return the idle time of every device in a step, divided by cause."""
     actions, delays = step.actions, step.delays
     even = _of_actions(step, _even(step), weighed=False)
     stages = _of_actions(step, step.usual, weighed=False)
@@ -334,7 +336,7 @@ def idle_causes(step: MeasuredStep) -> list[DeviceIdle]:
 
 
 def _even(step: MeasuredStep) -> dict[tuple[Kind, int], int]:
-    """Return the times of actions if every stage took the mean of all, slice by slice."""
+    """Return ``step.usual`` with the mean over all stages in place of each stage's time, slice by slice."""
     by_kind: dict[tuple[Kind, int], list[int]] = {}
     slices = step.schedule.slices
     for (kind, at), seconds in step.usual.items():
@@ -358,14 +360,14 @@ def _idle(step: MeasuredStep, seconds: list[int], delays: list[int]) -> list[int
 
 
 def _late_alone(step: MeasuredStep, usual: list[int], late: int) -> list[int]:
-    """Return the idle time of every device if only the actions of one device took their measured times."""
+    """Return the idle time of every device if only the actions of device ``late`` take their measured times."""
     nodes = zip(step.lanes, step.seconds, usual, strict=True)
     seconds = [real if device == late else one for device, real, one in nodes]
     return _idle(step, seconds, step.delays)
 
 
 def _shared(amount: int, weights: list[int]) -> dict[int, int]:
-    """Divide an amount exactly by weights. The largest part takes the rounding error."""
+    """Divide an amount over devices in the ratio of ``weights``. The largest part takes the rounding error."""
     total = sum(weights)
     if not amount:
         return {}
@@ -377,9 +379,9 @@ def _shared(amount: int, weights: list[int]) -> dict[int, int]:
 
 
 def _period(step: MeasuredStep) -> int:
-    """Return the time from step to step without a barrier, at most the length of the step.
+    """Return the nanoseconds from step to step without a barrier, at most the length of the step.
 
-    With replicas of the model it is that length, because gradients are summed at the end of the step.
+    With replicas of the model the result is the length of the step, because gradients are summed at its end.
     """
     if step.schedule.placement.replicas > 1 or step.schedule.updates is not None:
         return step.length

@@ -1,4 +1,4 @@
-"""Memory caps: how users write them, and how they are compared."""
+"""Memory caps: parse them from text, and compare them with computed memory."""
 
 from __future__ import annotations
 
@@ -35,12 +35,15 @@ class MemoryCap:
         return self.amount if isinstance(self.amount, tuple) else (self.amount,)
 
     def of(self, num_devices: int) -> tuple[float, ...]:
-        """Return the amount of every device."""
+        """Return the cap of every device. Raise an UnsupportedError if there are not as many as devices."""
         return per_device(self.amount, num_devices)
 
 
 def per_device(limit: float | Sequence[float], num_devices: int, subject: str = "memory caps") -> tuple[float, ...]:
-    """Return the limit of every device. ``subject`` names the limits in the message."""
+    """Return the limit of every device: the same number for all, or those of a sequence with one per device.
+
+    ``subject`` names the limits in the message of an UnsupportedError.
+    """
     # Not only a Sequence, because arrays and tensors come too.
     limits = tuple(map(float, limit)) if isinstance(limit, Iterable) else (float(limit),) * num_devices
     if len(limits) != num_devices:
@@ -83,7 +86,7 @@ def parse_cap(value: float | str) -> MemoryCap:
 
 
 def parse_bytes(flag: str, value: str) -> float:
-    """Read a number of bytes, such as ``60GiB``. ``flag`` begins the message."""
+    """Read a number of bytes, such as ``60GiB``. ``flag`` begins the message of an UnsupportedError."""
     number = _bytes(value.strip())
     if number is None:
         raise UnsupportedError(
@@ -102,20 +105,21 @@ def _bytes(text: str) -> float | None:
 
 
 def _binary(text: str) -> str:
-    """Return a hint for units of 10^3, which are not accepted and often meant as units of 2^10."""
+    """Return a hint if the text has a decimal unit, as in ``6GB``: it is not accepted, and often means ``6GiB``."""
     match = _DECIMAL.fullmatch(text.strip())
-    return f"; for {text.strip()} take {match[1]}{match[2].upper()}iB, if that was meant" if match else ""
+    return f"; if {text.strip()} means {match[1]}{match[2].upper()}iB, write that" if match else ""
 
 
 def loosened(limit: float) -> float:
-    """Return a limit raised by the rounding errors of floats: a cap of 2/3 means 4 of 6 stages, and peaks are sums
-    of shares.
+    """Return a limit raised by 1e-9 of it, the rounding error of floats.
+
+    A peak is a sum of stages' shares: without this, 4 times 1/6 could exceed a cap of 2/3.
     """
     return limit * (1 + 1e-9)
 
 
 def format_bytes(count: float) -> str:
-    """Write bytes as ``parse_cap`` reads them, never less than ``count``."""
+    """Return a number of bytes as a text such as ``1.50GiB``, rounded up, which ``parse_cap`` can read."""
     for letter in "TGM":
         if count >= _FACTORS[letter]:
             return f"{math.ceil(count / _FACTORS[letter] * 100) / 100:.2f}{letter}iB"

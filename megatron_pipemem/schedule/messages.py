@@ -1,4 +1,4 @@
-"""Messages of a program: their routes, and the rules of messages, gradient reductions, recomputation and offload."""
+"""Messages of a program: their devices, and the rules for messages, gradient reductions, recomputation and offload."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Edge = tuple[int, int]
 
 
 class Message(NamedTuple):
-    """One tensor on its way between two devices, with the action that posts it at either end."""
+    """One tensor that is sent between two devices: its edge (source, destination), and the actions that post it."""
 
     edge: Edge
     send: Action
@@ -61,7 +61,7 @@ class Router:
         return {edge for edge, *_ in self._emits.values()}
 
     def emits(self, action: Action) -> bool:
-        """Return whether a message follows the action."""
+        """Return whether the result of an action is sent to another device."""
         return action[:2] in self._emits
 
     def emitted(self, action: Action) -> Message | None:
@@ -85,7 +85,7 @@ Places = dict[Action, tuple[int, int]]
 
 
 def check_compute_actions(program: Program) -> None:
-    """Check that a program without messages and gradient reductions equals the orders of its schedule."""
+    """Check that a program's actions, without messages and gradient reductions, equal the orders of its schedule."""
     orders = program.schedule.orders
     if len(program.actions) != len(orders):
         raise ScheduleError(
@@ -107,7 +107,7 @@ def check_compute_actions(program: Program) -> None:
 
 
 def check_posts(places: Places, messages: Mapping[Action, Message], receives: Mapping[Action, Action]) -> None:
-    """Check that every message is sent after its producer, is received before its consumer, and is used."""
+    """Check that every message is sent after its producer, is received before its consumer, and is not useless."""
     for producer, message in messages.items():
         _check_post(message.send, producer, places, after=True)
     for consumer, receive in receives.items():
@@ -127,7 +127,7 @@ def _check_post(post: Action, compute: Action, places: Places, *, after: bool) -
     purpose = "its result does not reach the next device" if after else "its input does not reach this device"
     if post not in places:
         raise ScheduleError(
-            "missing-action", f"{purpose} without {post}; add {post} {side} it", at=(device, position, compute)
+            "missing-action", f"{purpose} without {post}; add {post} {side} {compute}", at=(device, position, compute)
         )
     post_device, post_position = places[post]
     if post_device != device:
@@ -154,7 +154,7 @@ def check_edges(places: Places, messages: Iterable[Message]) -> None:
             if message != other:
                 raise ScheduleError(
                     "message-order",
-                    f"device {source} sends {message.send} at position {position} when device {destination} receives "
+                    f"device {source} sends {message.send} at position {position}, but device {destination} expects "
                     f"{other.receive} at position {other_position}; messages from device {source} to device "
                     f"{destination} arrive in sending order, so receive {message.receive} first",
                     at=(destination, other_position, other.receive),
@@ -165,10 +165,10 @@ _LAST_GRADIENT = "the last weight gradient of the stage"
 
 
 def check_reductions(program: Program, places: Mapping[Action, tuple[int, int]]) -> None:
-    """Check that every stage with gradients reduces them once, after the last gradient.
+    """Check that every stage with weight gradients has one ``REDUCE_GRAD``, after its last weight gradient.
 
-    A stage with replicas reduces in every replica, after a sum over the replicas that follows the last gradient of
-    each.
+    With replicas of the model, every replica of such a stage must have one, after its ``REDUCE_REPLICAS``. That must
+    come after the last weight gradient of this replica.
     """
     placement = program.placement
     last = {
@@ -200,7 +200,7 @@ def check_reductions(program: Program, places: Mapping[Action, tuple[int, int]])
 
 
 def _check_there(action: Action, program: Program, places: Mapping[Action, tuple[int, int]]) -> None:
-    """Check that an action exists on its stage's device, whether or not that device has gradients for the stage."""
+    """Check that an action of a stage exists and is on the device of the stage."""
     home = program.placement.devices[action.stage]
     if action not in places:
         raise ScheduleError(
@@ -226,7 +226,7 @@ def _others(action: Action, program: Program) -> str:
 def _check_after(
     action: Action, device: int, position: int, before: Action, role: str, places: Mapping[Action, tuple[int, int]]
 ) -> None:
-    """Check that an action exists on a device, after a position of its order."""
+    """Check that ``action`` exists on a device, and comes after ``before``, which is at ``position`` there."""
     if action not in places:
         raise ScheduleError(
             "missing-action",
@@ -243,9 +243,9 @@ def _check_after(
 
 
 def check_sums(program: Program, places: Mapping[Action, tuple[int, int]]) -> Mapping[Action, Sequence[Action]]:
-    """Check that devices with replicas of the same stages post their sums in one order, because they share a channel.
+    """Check that devices with replicas of the same stages post their sums in the same order: they share a channel.
 
-    Return, for every reduction, the sums that must be posted before it can go on.
+    Return for every ``REDUCE_GRAD`` the ``REDUCE_REPLICAS`` that must be posted before it can run.
     """
     placement = program.placement
     posted: dict[tuple[int, ...], dict[int, dict[int, tuple[int, Action]]]] = {}
@@ -264,16 +264,17 @@ def check_sums(program: Program, places: Mapping[Action, tuple[int, int]]) -> Ma
                 if other.stage not in placement.counterparts(action.stage):
                     raise ScheduleError(
                         "collective-order",
-                        f"meets {action}, which device {first} posts at position {position}; post sums over the same "
-                        "devices in one order everywhere, so move it",
+                        f"would be paired with {action}, which device {first} posts at position {position}; move it so "
+                        "that both devices post their sums in the same order",
                         at=(device, other_position, other),
                     )
     return needs
 
 
 def prepared_needs(schedule: Schedule, action: Action, actions: Container[Action]) -> Iterator[Action]:
-    """Yield the actions that prepare an action: for a backward, recomputation of its forward or the reload of its
-    activations.
+    """Yield the actions that prepare ``action`` on its device.
+
+    For a backward these are the recomputation of its forward (``2R0`` or ``2RS0``) and ``2WAIT_RELOAD0``, if there.
     """
     for kind in schedule.prepared.get(action.stage, ()):
         if action.kind in kind.spec.prepares:
@@ -284,10 +285,10 @@ def prepared_needs(schedule: Schedule, action: Action, actions: Container[Action
 
 
 def check_memory_actions(schedule: Schedule, places: Mapping[Action, tuple[int, int]]) -> None:
-    """Check that all prepared results are used, and that every action on memory belongs to a whole round trip.
+    """Check that recomputations and copies are complete and used.
 
-    A stage that is recomputed as a whole has no round trips. Local orders and the needs of backwards are checked
-    elsewhere.
+    Every recomputation must have a backward that uses it. A copy to the host must have its wait, its copy back and the
+    wait for that. A stage with R keeps nothing to copy. The order on the device is checked elsewhere.
     """
     for action, (device, position) in places.items():
         again = schedule.recomputed.get(action.stage)

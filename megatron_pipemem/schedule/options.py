@@ -1,4 +1,4 @@
-"""Options of schedules and searches that users type: their names, choices and checks."""
+"""Options of schedules and searches that users type: their names, allowed values and checks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron_pipemem.schedule.placement import Placement
 
 STOCK: Final = "stock"
 AUTO: Final = "auto"
-"""Names in the place of a family: Megatron's own schedule, and a search."""
+"""Schedule names that are not families: ``stock`` runs Megatron's own schedule, ``auto`` searches for an order."""
 OFF: Final = "off"
 Offload = Literal["off", "half", "full", "auto"]
 OFFLOAD: tuple[Offload, ...] = get_args(Offload)
-"""Activations that wait on the host: none, the longer-lived half of every device's, all, or as many as needed."""
+"""Activations that are copied to the host: none, the longer-lived half of every device's, all, or as many as needed."""
 RECOMPUTE = ("none", "selective", "full", AUTO)
-"""Parts of forwards that run again: none, the cheap parts of every stage, all, or as many as a memory cap needs."""
+"""The parts of forwards that are recomputed: none, the cheap parts of every stage, all, or as much as a cap needs."""
 VocabularyCut = Literal["off", "1", "2", "auto"]
 VOCABULARY: tuple[VocabularyCut, ...] = get_args(VocabularyCut)
 """The cut of the vocabulary over the pipeline: none, by Algorithm 1 or 2 of arXiv 2411.05288, or the best of these for
@@ -26,33 +26,33 @@ the model."""
 LAYERWISE: Final = "layerwise"
 RandomStreams = Literal["stock", "layerwise"]
 RANDOM: tuple[RandomStreams, ...] = get_args(RandomStreams)
-"""The source of initial weights and dropout: the rank and the order of its forwards, as in Megatron, or the layer."""
+"""The source of initial weights and dropout: seeds per rank, as in Megatron, or seeds per layer."""
 MESSAGE_SHAPES = ("step", "message")
-"""How ranks learn shapes that differ: all of a step at its start, or each from a header before its message."""
+"""When ranks learn the shapes of messages that differ: all at the start of a step, or each from a header before it."""
 SHARDED: Final = "sharded"
 GATHERED: Final = "gathered"
 WeightInputs = Literal["auto", "sharded", "gathered"]
 WEIGHT_INPUTS: tuple[WeightInputs, ...] = get_args(WeightInputs)
-"""The part of a tensor gathered by sequence parallelism that waits for W: this rank's shard, or all of it. ``auto``
-keeps shards if the tensor-parallel ranks share a node, whose links gather the tensor again while W computes."""
+"""The part of a linear layer's input that is kept for W under sequence parallelism: this rank's shard, or the gathered
+input. ``auto`` keeps the shard if the tensor-parallel ranks share a node. The input is then gathered again while other
+W compute."""
 EarlyWeights = Literal["head", "experts_fc1", "experts_fc2"]
 EARLY_WEIGHTS: tuple[EarlyWeights, ...] = get_args(EarlyWeights)
 """Modules whose weight gradients may be computed in I: the LM head, and the two matrices of routed experts."""
 
 SliceCut = Literal["tokens", "flops"]
 TOKENS, FLOPS = SLICE_CUTS = get_args(SliceCut)
-"""Measures by which microbatches are weighed or sequences are cut into slices: number of tokens, or time of F. Users may
-write them in capitals."""
+"""The measure of a microbatch's weight, or of equal sequence slices: tokens or FLOPs. Users may write capitals."""
 
 SEARCH_SECONDS = 20.0
-"""Time limit of a search for an order, by default."""
+"""The default time limit of a search for an order, in seconds."""
 
 
 def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
-    """Read ``KEY=VALUE`` pairs. Values that are JSON (numbers, true, null) or a number (``.5``) are read as such, others
-    as text.
+    """Read the ``KEY=VALUE`` pairs that a user gave with ``flag``.
 
-    A ``-`` in a key is read as ``_``.
+    Values that are JSON (numbers, true, null) or a number such as ``.5`` are converted, and others stay text. A ``-``
+    in a key is read as ``_``.
     """
     options: dict[str, Any] = {}
     for pair in pairs:
@@ -69,12 +69,12 @@ def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
 def early_weights(text: str, hidden: int, expert_width: float) -> frozenset[EarlyWeights]:
     """Return the modules whose weight gradients are computed in I.
 
-    ``text`` is ``auto``, ``none``, or some of ``EARLY_WEIGHTS`` with commas between. ``expert_width`` counts channels
-    within a routed expert on one rank, 0 without experts.
+    ``text`` is ``auto``, ``none``, or some of ``EARLY_WEIGHTS`` with commas between. ``hidden`` is the model's hidden
+    size. ``expert_width`` is the hidden size within a routed expert on one rank; 0 without experts.
 
-    ``auto`` chooses the second matrix of experts that are narrower than the model. Per token it keeps ``hidden`` +
-    ``expert_width`` elements for W. Among them is a gradient as wide as the model, which replaces nothing that F
-    kept. Its W takes ``hidden`` x ``expert_width`` products. So it keeps more bytes per second of W than a square
+    ``auto`` chooses the second matrix of experts that are narrower than the model. Per token, this matrix keeps
+    ``hidden`` + ``expert_width`` elements for W. The ``hidden`` elements are a gradient, which replaces nothing that F
+    kept. W takes ``hidden`` x ``expert_width`` products. So this matrix keeps more bytes per second of W than a square
     matrix of the model does. An LM head keeps fewer.
     """
     if text == AUTO:
@@ -83,8 +83,8 @@ def early_weights(text: str, hidden: int, expert_width: float) -> frozenset[Earl
     if unknown := [each for each in named if each not in EARLY_WEIGHTS]:
         raise UnsupportedError(
             "bad-choice",
-            f"early_weights {unknown[0]!r} is not one of {', '.join(EARLY_WEIGHTS)}; name some of them with commas between, "
-            "or auto or none",
+            f"early_weights {unknown[0]!r} is not one of {', '.join(EARLY_WEIGHTS)}; give some of these with commas "
+            "between, or auto or none",
         )
     return frozenset(each for each in EARLY_WEIGHTS if each in named)
 
@@ -99,15 +99,13 @@ def _value(text: str) -> object:
 
 
 def check_whole(subject: str, value: object, least: int = 1) -> None:
-    """Raise an UnsupportedError if a value is not a whole number of at least ``least``. ``subject`` names the value."""
+    """Raise an UnsupportedError if a value is not a whole number >= ``least``. ``subject`` begins the message."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UnsupportedError("bad-number", f"{subject} must be a whole number of at least {least}, not {value!r}")
 
 
 def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> None:
-    """Raise an UnsupportedError if the settings that limit a search are not numbers of at least 0, or the seed not
-    a whole one.
-    """
+    """Raise an UnsupportedError unless a search's seconds and effort are numbers >= 0, and its seed a whole number."""
     for name, value in (("seconds", seconds), ("effort", effort)):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
             raise UnsupportedError("bad-number", f"{name} of a search must be a number of at least 0, not {value!r}")
@@ -124,9 +122,7 @@ def check_recompute(mode: object) -> None:
 
 
 def slice_counts(given: object) -> tuple[int, ...]:
-    """Return the numbers of slices for a search, sorted and without duplicates, from a number, a list, or a text such as
-    ``1,2,4``.
-    """
+    """Read the numbers of sequence slices that a search may choose, sorted: from a number, a list, or ``1,2,4``."""
     counts: list[object] = [given]
     if isinstance(given, list | tuple):
         counts = list(given)
@@ -140,7 +136,10 @@ def slice_counts(given: object) -> tuple[int, ...]:
 
 
 def searched_placements(num_devices: int, kind: Any = None, chunks: Any = None) -> tuple[Placement, ...]:
-    """Return the placements that a search tries. By default these are all kinds, with two chunks (one if linear)."""
+    """Return the placements that a search tries: ``v`` and ``interleaved`` with two chunks by default.
+
+    ``kind`` is ``v``, ``interleaved``, ``linear`` or ``None`` for all that have this number of chunks.
+    """
     if kind not in (None, "v", "interleaved", "linear"):
         raise UnsupportedError(
             "bad-choice", f"placement {kind!r} of a search is not one of v, interleaved, linear; give one of these"

@@ -37,23 +37,23 @@ class Placement:
         if not held or held != set(range(len(held))):
             raise ScheduleError(
                 "bad-placement",
-                f"every device from 0 up must hold a stage; this placement uses {sorted(held)}",
+                f"devices must be numbered from 0 without a gap, each with a stage; this placement has {sorted(held)}",
             )
         if self.replicas < 1 or len(self.devices) % self.replicas:
             raise ScheduleError(
                 "bad-placement",
-                f"{len(self.devices)} stages do not make {self.replicas} replicas of a model; give every replica the same "
-                "number of stages",
+                f"{len(self.devices)} stages cannot be divided into {self.replicas} replicas of a model; give every "
+                "replica the same number of stages",
             )
 
     @property
     def num_stages(self) -> int:
-        """Stages of all replicas together."""
+        """The number of stages of all replicas together."""
         return len(self.devices)
 
     @cached_property
     def model_stages(self) -> int:
-        """Stages of one replica."""
+        """The number of stages of one replica."""
         return len(self.devices) // self.replicas
 
     @cached_property
@@ -62,7 +62,7 @@ class Placement:
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """``stages[device]``: the device's stages in model order. Their indices are the device's chunks."""
+        """The stages of every device in model order. The index of a stage in ``stages[device]`` is its chunk."""
         held: list[list[int]] = [[] for _ in range(self.num_devices)]
         for stage, device in enumerate(self.devices):
             held[device].append(stage)
@@ -75,13 +75,13 @@ class Placement:
 
     @cached_property
     def is_round_robin(self) -> bool:
-        """Return whether there is one replica, dealt round robin as Megatron deals its chunks."""
+        """Return whether there is one replica and stage ``s`` is on device ``s % p``, as in stock Megatron."""
         return self.replicas == 1 and all(
             device == stage % self.num_devices for stage, device in enumerate(self.devices)
         )
 
     def chunk_of(self, stage: int) -> int:
-        """Return the index of ``stage`` among its device's stages."""
+        """Return the chunk of a stage: its index among the stages of its device."""
         return self.stages[self.devices[stage]].index(stage)
 
     def next_stage(self, stage: int) -> int | None:
@@ -97,11 +97,11 @@ class Placement:
         return stage // self.model_stages
 
     def counterparts(self, stage: int) -> tuple[int, ...]:
-        """Return the same stage in all replicas, itself included."""
+        """Return the numbers of the same stage in all replicas, the given one included."""
         return tuple(range(stage % self.model_stages, self.num_stages, self.model_stages))
 
     def holders(self, stage: int) -> tuple[int, ...]:
-        """Return the devices that hold replicas of a stage, in order."""
+        """Return the devices that hold a replica of a stage, in ascending order."""
         return tuple(sorted({self.devices[replica] for replica in self.counterparts(stage)}))
 
     @classmethod
@@ -117,27 +117,25 @@ class Placement:
 
     @classmethod
     def v_shape(cls, num_devices: int) -> Placement:
-        """Place two stages on every device, ``device`` and ``2p - 1 - device``: device 0 holds the first and the
-        last stage.
-        """
+        """Place stages ``d`` and ``2p - 1 - d`` on device ``d``: device 0 holds the first and the last stage."""
         return cls.wave(num_devices, 2)
 
     @classmethod
     def wave(cls, num_devices: int, num_chunks: int) -> Placement:
-        """Place stages back and forth: even chunks go up the devices, odd chunks come down. Two chunks make a V."""
+        """Place stages on devices 0 to ``p - 1``, then back from ``p - 1`` to 0, and so on. Two chunks make a V."""
         p, v = _positive(num_devices), _positive(num_chunks, "chunks")
         devices = tuple(s % p if (s // p) % 2 == 0 else p - 1 - s % p for s in range(p * v))
         return cls({1: "linear", 2: "v"}.get(v, "wave"), devices)
 
     @classmethod
     def bidirectional(cls, num_devices: int) -> Placement:
-        """Place two replicas, one stage of each per device: one runs up the devices, and the other runs down."""
+        """Place two replicas with ``p`` stages each: one on devices 0 to ``p - 1``, the other on ``p - 1`` to 0."""
         p = _positive(num_devices)
         return cls("bidirectional", (*range(p), *reversed(range(p))), replicas=2)
 
     @classmethod
     def from_devices(cls, devices: tuple[int, ...], replicas: int = 1) -> Placement:
-        """Return the placement with these devices, under its usual name if it has one, else ``custom``."""
+        """Return the placement with these devices. Its name is ``custom`` unless it is one of the known placements."""
         p = max(devices) + 1
         if replicas > 1:
             known = cls.bidirectional(p)

@@ -1,5 +1,5 @@
-"""Forms of a price: one number, one per stage, prices of a model's parts, of copies to the host, and weights of
-microbatches.
+"""Prices in all their forms: one number, one per stage, or one per part of the model; copies to the host; and weights
+of microbatches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Several = float | Sequence[float]
 
 
 def number(subject: str, value: object, wanted: str = "a number") -> float:
-    """Return a number of any library as a float. ``wanted`` is the part of the error message that names the allowed values."""
+    """Return a number of any library as a float, or raise a CostsError. ``wanted`` names the allowed values in it."""
     try:
         found = math.nan if isinstance(value, bool | str) else float(value)  # type: ignore[arg-type]
     except OverflowError:
@@ -33,21 +33,24 @@ def number(subject: str, value: object, wanted: str = "a number") -> float:
 
 
 def numbers(subject: str, value: object) -> Several:
-    """Return a number as ``number`` does, or a tuple of several."""
+    """Return one number as a float, or a sequence of numbers as a tuple of floats; otherwise raise a CostsError."""
     if (several := listed_objects(value)) is not None:
         return tuple(number(subject, each) for each in several)
     return number(subject, value, "a number, or a list of one per stage")
 
 
 def listed_objects(value: object) -> list[Any] | None:
-    """Return the items of a sequence of any library (arrays and tensors too); ``None`` if it is empty or something else."""
+    """Return the items of a list, array or tensor of any library; ``None`` if it is empty or something else."""
     if isinstance(value, str | Mapping) or not isinstance(value, Sized) or not isinstance(value, Iterable):
         return None
     return list(value) or None
 
 
 def price(subject: str, value: object, kind: Kind | None = None, *, several: bool = True) -> Several:
-    """Return seconds after a check. ``kind`` names the action in the message, and ``several`` allows more than one value."""
+    """Return seconds as floats, or raise a CostsError if one is negative or no number.
+
+    ``subject`` and ``kind`` name the price in the message. ``several`` allows a sequence.
+    """
     seconds = numbers(subject, value) if several else number(subject, value)
     if (least := min(listed(seconds))) < 0:
         raise CostsError("bad-number", f"cost of {kind or subject} is negative: {least}; give numbers of at least 0")
@@ -55,21 +58,21 @@ def price(subject: str, value: object, kind: Kind | None = None, *, several: boo
 
 
 def shared(values: Sequence[float], slices: int) -> tuple[float, ...]:
-    """Return one value per stage and slice, stage by stage, with equal shares for the slices of a stage."""
+    """Divide one value per stage evenly by the slices: ``shared((4, 6), 2)`` is ``(2, 2, 3, 3)``."""
     return tuple(values) if slices == 1 else tuple(value / slices for value in values for _ in range(slices))
 
 
 def listed(value: Several) -> Sequence[float]:
-    """Return one number as a list of one."""
+    """Return a sequence as it is, and one number as a sequence of one."""
     return value if isinstance(value, Sequence) else (value,)
 
 
 @dataclass(frozen=True, repr=False)
 class PartPrices:
-    """One price of every part of a model, from which the stages of any cut are priced.
+    """The prices of all parts of a model (of one kind of action), from which stages with any layers are priced.
 
-    A stage has its layers and its *frame*. The first frame has the embedding, the last one the head and the loss. If
-    one stage holds the whole model, it has both.
+    A stage consists of layers and a *frame*, which is everything else: messages, on the first stage the embedding, and
+    on the last stage the head and the loss. If one stage holds the whole model, its frame has embedding and head.
     """
 
     layers: tuple[float, ...]  # one value per layer, in model order
@@ -79,7 +82,7 @@ class PartPrices:
     end_layers: tuple[float, ...] | None = None
     """Prices of layers on the first or last stage; ``None`` if they equal ``layers``."""
     cut: tuple[int, ...] | None = None
-    """Layers of every stage. A placement with another number of stages gets an even cut."""
+    """The number of layers of every stage. A placement with another number of stages gets evenly many layers."""
 
     def __post_init__(self) -> None:
         for name in ("first", "middle", "last"):
@@ -93,7 +96,7 @@ class PartPrices:
         return f"<PartPrices of {len(self.layers)} layers>"
 
     def of_stages(self, counts: Sequence[int]) -> tuple[float, ...]:
-        """Return one value per stage. ``counts``: layers of every stage."""
+        """Return the price of every stage, given the number of layers of each."""
         _check_cut(counts, len(self.layers))
         found, last = [], len(counts) - 1
         for stage, (end, count) in enumerate(zip(accumulate(counts), counts, strict=True)):
@@ -106,19 +109,19 @@ class PartPrices:
         return tuple(found)
 
     def of_placement(self, placement: Placement) -> tuple[float, ...]:
-        """Return one value per stage of one replica of the model."""
+        """Return the price of every stage of one replica of the model, with ``cut`` or evenly many layers."""
         stages = placement.model_stages
         counts = self.cut if self.cut and len(self.cut) == stages else even_layers(len(self.layers), stages)
         return self.of_stages(counts)
 
     @property
     def embedding(self) -> float:
-        """The price of the embedding: the first frame less the middle one, which has messages only."""
+        """Return the price of the embedding: the first frame minus the middle one, which has messages only."""
         return self.first - self.middle
 
     @property
     def head(self) -> float:
-        """The price of the head: the last frame less the middle one, which has messages only."""
+        """Return the price of head and loss: the last frame minus the middle one, which has messages only."""
         return self.last - self.middle
 
     def __add__(self, other: PartPrices) -> PartPrices:
@@ -141,12 +144,12 @@ Price = Several | PartPrices
 
 
 def checked_changes(name: str, value: object) -> Price:
-    """Check the memory that passes take or free, and return it. Prices of a model's parts are returned without a check."""
+    """Return changes of memory as floats, or raise a CostsError. ``PartPrices`` are returned without another check."""
     return value if isinstance(value, PartPrices) else numbers(name, value)
 
 
 def checked_seconds(name: str, value: object, kind: Kind | None = None) -> Price:
-    """Return seconds after a check that none is negative: numbers, or the prices of a model's parts."""
+    """Return seconds, numbers or ``PartPrices``, or raise a CostsError if one is negative or no number."""
     if not isinstance(value, PartPrices):
         return price(name, value, kind)
     parts = (*value.layers, *(value.end_layers or ()), value.first, value.middle, value.last)
@@ -156,15 +159,16 @@ def checked_seconds(name: str, value: object, kind: Kind | None = None) -> Price
 
 
 def even_layers(layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return the layers of every stage: equally many, and one fewer on the last stages if they do not divide."""
+    """Return the number of layers of every stage if all get equally many: ``even_layers(7, 4)`` is ``(2, 2, 2, 1)``."""
     whole, rest = divmod(layers, num_stages)
     return tuple(whole + (stage < rest) for stage in range(num_stages))
 
 
 def stage_memory(memory: Mapping[Kind, Price], placement: Placement) -> dict[Kind, Several]:
-    """Return the changes of held memory with one value per stage in place of the prices of parts.
+    """Return memory changes with one value per stage wherever they are ``PartPrices``, and others as they are.
 
-    Two neighbouring stages on one device exchange no messages. The tensor exists as soon as the neighbour has made it.
+    Two neighbouring stages on one device exchange no messages. The changes by their messages are then added to the
+    pass that makes the tensor: F of the first stage, or I of the second one.
     """
     parts = {kind: each for kind, each in memory.items() if isinstance(each, PartPrices)}
     found = {kind: list(each.of_placement(placement)) for kind, each in parts.items()}
@@ -184,7 +188,7 @@ def stage_memory(memory: Mapping[Kind, Price], placement: Placement) -> dict[Kin
 
 
 def per_slice(name: str, price: Price, placement: Placement, slices: int) -> tuple[float, ...]:
-    """Return one value per stage and slice, stage by stage. A single number is the price of a device's whole share."""
+    """Return a price as one value per stage and slice, stage by stage. One number prices a device's whole share."""
     if isinstance(price, PartPrices):
         price = price.of_placement(placement)
     if not isinstance(price, Sequence):
@@ -212,7 +216,7 @@ def _check_cut(counts: Sequence[int], layers: int) -> None:
         cut = ", ".join(map(str, counts))
         raise CostsError(
             "costs-mismatch",
-            f"stages of {cut} layers are not the {layers} layers of the costs; profile the model that runs",
+            f"stages of {cut} layers do not add up to the {layers} layers of the costs; profile the model that runs",
         )
 
 
@@ -221,7 +225,7 @@ def _added(one: Sequence[float], other: Sequence[float]) -> tuple[float, ...]:
 
 
 class PassPrices(Protocol):
-    """The part of ``Costs`` with F, I and W."""
+    """The fields of ``Costs`` with the seconds of F, I and W."""
 
     @property
     def forward(self) -> Price: ...
@@ -235,19 +239,19 @@ class PassPrices(Protocol):
 
 @dataclass(frozen=True)
 class HostLink:
-    """A device's link to its host: bytes per second of a single transfer to the host, and of one back."""
+    """The bandwidth between a device and its host: bytes per second to the host (``out``) and from it (``back``)."""
 
     out: float
     back: float
     duplex: bool
-    """Whether two transfers at once, one each way, take hardly longer than the slower one."""
+    """Whether a copy to the host and one back, at the same time, take about as long as the slower of the two."""
 
 
 @dataclass(frozen=True)
 class Channel:
-    """The speed of copies of activations between a device and the host.
+    """The seconds of copies of activations between a device and its host.
 
-    Every device has one channel. It serves one transfer at a time, in the order in which they are issued.
+    Every device has one channel, which makes one copy at a time, in the order in which the copies are issued.
     """
 
     offload: Price
@@ -274,9 +278,9 @@ class Channel:
     def of_ratio(
         cls, ratio: float, costs: PassPrices, duplex: bool = False, switches: tuple[tuple[int, ...], ...] = ()
     ) -> Channel:
-        """Return the channel on which activations take ``ratio`` times their F, I and W to the host and back.
+        """Return a channel on which copying to the host and back takes ``ratio`` times the seconds of F, I and W.
 
-        ``switches``: devices that share a channel.
+        ``switches`` lists groups of devices that share one channel.
         """
         price("channel.ratio", ratio, several=False)
         given = (costs.forward, costs.backward_input, costs.backward_weight)
@@ -293,9 +297,9 @@ class Channel:
         return cls(sums if isinstance(costs.forward, tuple) else sums[0], duplex=duplex, switches=switches)
 
     def seconds(self, placement: Placement, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
-        """Return the seconds of a copy in either direction, one value per stage and slice, stage by stage.
+        """Return the seconds of OFFLOAD and of RELOAD, one value per stage and slice, stage by stage.
 
-        Raise a CostsError if a switch has unknown devices.
+        Raise a CostsError if ``switches`` name a device that the placement does not have.
         """
         if any(not 0 <= device < placement.num_devices for devices in self.switches for device in devices):
             raise CostsError(
@@ -309,7 +313,7 @@ class Channel:
         }
 
     def lane_of(self, device: int, kind: Kind) -> tuple[int, bool]:
-        """Return the lane of copies in a direction: the owner of the channel, and the half of a duplex one."""
+        """Return a key that copies share if they wait for each other: same channel and, if duplex, same direction."""
         owner = next((members[0] for members in self.switches if device in members), device)
         return owner, self.duplex and kind is Kind.RELOAD
 
@@ -319,17 +323,17 @@ class Channel:
 
 
 LAYERS = kinds_where(lambda spec: spec.runs_layers)
-"""Kinds that run the layers of a stage. Their seconds scale with ``time``; those of all others scale with tokens
-(``memory``)."""
+"""Kinds that run the layers of a stage. ``MicrobatchWeights.time`` multiplies their seconds. ``memory`` multiplies
+those of all others, because they depend on the number of tokens."""
 WEIGHED = kinds_where(lambda spec: spec.resource in (Resource.COMPUTE, Resource.COPY, Resource.COLLECTIVE))
-"""Kinds whose seconds may have weights of their own."""
+"""The kinds that ``MicrobatchWeights.kinds`` may have."""
 
 
 @dataclass(frozen=True)
 class MicrobatchWeights:
-    """Factors by which the actions of every microbatch take longer, and hold more, than ``Costs`` says.
+    """Factors that multiply the seconds and memory in ``Costs``, one per microbatch.
 
-    1.0 is the price in ``Costs``. The weights stand in the order in which a ``Schedule`` numbers microbatches.
+    1.0 is the price in ``Costs``. The factors are in the order in which a ``Schedule`` numbers microbatches.
     """
 
     time: tuple[float, ...]  # per microbatch, the factor of the seconds of F, I, W, B, R and RS
@@ -337,8 +341,8 @@ class MicrobatchWeights:
     """Per microbatch, the factor of its device and host memory. The seconds of messages, copies to the host and
     vocabulary actions scale with it too, because they depend on tokens. ``None``: 1 each."""
     kinds: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict)
-    """Factors of the seconds of single kinds, in place of those above. For example, F of attention grows with the square
-    of a document's length, and W does not. R takes those of F if it has none, and B costs its I and its W."""
+    """Factors for the seconds of single kinds, in place of ``time`` or ``memory``. For example, F of attention grows
+    with the square of a document's length, and W does not. R without factors has those of F, and B costs I + W."""
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -367,7 +371,7 @@ class MicrobatchWeights:
         return len(self.time)
 
     def check(self, num_microbatches: int) -> None:
-        """Raise a CostsError if the number of microbatches differs."""
+        """Raise a CostsError if there is not one weight per microbatch of the step."""
         if len(self) != num_microbatches:
             raise CostsError(
                 "wrong-count",
@@ -375,18 +379,18 @@ class MicrobatchWeights:
             )
 
     def seconds_of(self, kind: Kind) -> tuple[float, ...]:
-        """Return the factors of a kind's seconds. B has its own only if ``kinds`` has them."""
+        """Return the factors for the seconds of a kind, one per microbatch. For B they count only if in ``kinds``."""
         if kind is Kind.R and kind not in self.kinds:
             kind = Kind.F
         return self.kinds.get(kind) or (self.time if kind in LAYERS else self.tokens)
 
     @property
     def tokens(self) -> tuple[float, ...]:
-        """Return the factors of everything that scales with tokens: ``memory``."""
+        """Return the factors of memory, and of the seconds that depend on the number of tokens; 1 each by default."""
         return (1.0,) * len(self) if self.memory is None else self.memory
 
     def reordered(self, order: Sequence[int]) -> MicrobatchWeights:
-        """Return the weights if position ``i`` runs the microbatch ``order[i]`` of these."""
+        """Return the weights in a new order: those of microbatch ``order[i]`` become those of microbatch ``i``."""
         if sorted(order) != list(range(len(self))):
             raise CostsError(
                 "wrong-order",

@@ -1,8 +1,8 @@
 """The table of schedule families, which users and installed packages can extend.
 
-Every module of ``families`` adds the ``Family`` objects among its names. Others come from ``register_schedule``, from
-``register_module``, or from an entry point of the group ``megatron_pipemem.schedules``. The entry point has the
-family's name and leads to a ``Family``. It is imported when that name or the whole table is needed.
+The table has every ``Family`` that is a global of a module of ``families``. Other families are added by
+``register_schedule``, by ``register_module``, or by an entry point of the group ``megatron_pipemem.schedules``. An
+entry point has the family's name and leads to a ``Family``. It is imported when that name or the whole table is needed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _OF_MODULES: dict[str, tuple[Family, ...]] = {}
 
 
 def register_schedule(family: Family, *, replace: bool = False) -> Family:
-    """Add a family to the table, if its schedules are as it declares.
+    """Add a family to the table, after a check that a built schedule has the properties that the family declares.
 
     Raises:
-        UnsupportedError: another family has that name and ``replace`` is not set, or the family builds nothing or
-            differs from its declaration.
+        UnsupportedError: another family has that name and ``replace`` is not set, or ``build`` fails, or its schedule
+            differs from a declared field.
     """
     there = _table().get(family.name)
     if there is not None and there is not family and not replace:
@@ -54,15 +54,15 @@ def register_schedule(family: Family, *, replace: bool = False) -> Family:
     return family
 
 
-_LISTED = 8  # names in the message of an unknown one
+_LISTED = 8  # known names in the message about an unknown name
 
 
 def family(name: str) -> Family:
     """Return the family of that name.
 
     Raises:
-        UnknownScheduleError: there is no such family. The message suggests the nearest name.
-        UnsupportedError: an installed package offers it but is broken.
+        UnknownScheduleError: there is no such family. The message suggests the most similar name.
+        UnsupportedError: the entry point of an installed package has that name, but does not lead to the family.
     """
     table = _table()
     if name in table:
@@ -82,10 +82,10 @@ def family(name: str) -> Family:
 
 
 def families() -> tuple[Family, ...]:
-    """Return the whole table, built-in families first.
+    """Return all families, built-in families first.
 
     Raises:
-        UnsupportedError: an installed package offers a family but is broken.
+        UnsupportedError: the entry point of an installed package fails or does not lead to a family.
     """
     for entry in _offered(tuple(sys.path)):
         if entry.name not in _table():
@@ -94,10 +94,11 @@ def families() -> tuple[Family, ...]:
 
 
 def register_module(target: str) -> tuple[Family, ...]:
-    """Add the families of a module, which it registers itself or has among its names, and return them.
+    """Import a module, add its families to the table, and return them.
 
-    ``target`` is the path of a Python file (``mine.py``) or the full name of a module (``package.module``). A module
-    that was added before gives the same families.
+    These are the families that the module registers itself, and those among its globals. ``target`` is the path of a
+    Python file (``mine.py``) or the full name of a module (``package.module``). A module that was added before gives
+    the same families.
 
     Raises:
         UnsupportedError: the module does not exist, cannot be imported, or has no family that ``register_schedule`` accepts.
@@ -118,7 +119,7 @@ def register_module(target: str) -> tuple[Family, ...]:
 
 
 def families_of(module: ModuleType) -> tuple[Family, ...]:
-    """Return the families among the names of a module, in their order."""
+    """Return the families among the globals of a module, in the order of their definition."""
     return tuple(value for value in vars(module).values() if isinstance(value, Family))
 
 
@@ -131,20 +132,21 @@ def build_schedule(
     costs: Costs | None = None,
     **options: object,
 ) -> Schedule:
-    """Build a schedule of a family. A pure function of its arguments.
+    """Build a schedule of a family. Equal arguments give equal schedules.
 
     Args:
         name: family name.
         num_devices: pipeline ranks.
         num_microbatches: microbatches of one step.
         memory_cap: the most memory of any device, one number or one per device, in activation units (1.0 is the peak
-            of 1F1B's device 0). Families that fit their order to a cap take the lowest one.
+            of 1F1B's device 0). Families that fit their order to a cap use the lowest of several caps.
         costs: prices for families that fit their order to them. Other families ignore them.
         options: options of the family. ``chunks`` is always accepted, and must agree with the family.
 
     Raises:
         UnknownScheduleError: no family has that name.
-        UnsupportedError: the family cannot be built with these arguments or within the cap. The message names alternatives.
+        UnsupportedError: the family cannot be built with these arguments or within the cap. The message names the
+            families that fit the cap.
     """
     chosen = family(name)
     check_whole("num_devices", num_devices)
@@ -157,7 +159,7 @@ def build_schedule(
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raise an UnsupportedError if options that a user typed contain an argument of every family, which has its own flag."""
+    """Raise an UnsupportedError if the options of a schedule contain ``memory_cap``, ``costs`` or its size."""
     for argument in ("memory_cap", "costs", "num_devices", "num_microbatches"):
         if argument in options:
             raise UnsupportedError(
@@ -167,27 +169,25 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _fitted_to(chosen: Family, caps: Sequence[float] | None, costs: Costs | None = None) -> dict[str, Any]:
-    """Return the given arguments that the family fits its order to."""
+    """Return ``memory_cap`` (the lowest cap) and ``costs`` as arguments of ``build``, if the family fits to them."""
     arguments = {"memory_cap": None if caps is None else min(caps), "costs": costs}
     return {name: value for name, value in arguments.items() if name in chosen.options and value is not None}
 
 
 def megatrons_own(chunks: int | None) -> str:
-    """Return the family whose order Megatron itself runs with so many model chunks per pipeline rank."""
+    """Return the name of Megatron's own schedule: ``1f1b`` with one chunk per pipeline rank, else ``interleaved``."""
     return "1f1b" if (chunks or 1) == 1 else "interleaved"
 
 
 def synchronous_families() -> Iterator[Family]:
-    """Yield the families that train as 1F1B does: on the devices alone, in one pipeline, with whole microbatches
-    by default.
-    """
+    """Yield the synchronous families with one replica that neither offload nor, by default, cut microbatches."""
     for each in families():
         if not (each.offloads or each.slices > 1 or each.asynchronous or each.replicas > 1):
             yield each
 
 
 def sliced_families() -> Iterator[Family]:
-    """Yield the families that train as 1F1B does, on the devices alone in one pipeline, and have the option ``slices``."""
+    """Yield the synchronous families with one replica that do not offload and have the option ``slices``."""
     for each in families():
         if "slices" in each.options and not (each.offloads or each.asynchronous or each.replicas > 1):
             yield each
@@ -246,14 +246,14 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units:
 
 @lru_cache(maxsize=1)
 def _offered(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Return the families of the packages installed on a module search path. Reading all packages takes 20 ms and more."""
+    """Return the entry points of families in all packages on a module search path. Finding them takes 20 ms or more."""
     return tuple(entry_points(group=ENTRY_POINT_GROUP))
 
 
 def _load(entry: EntryPoint) -> Family:
     package = f" of package {entry.dist.name}" if entry.dist is not None else ""
     where = f"entry point {entry.name!r}{package} in the group {ENTRY_POINT_GROUP}"
-    loaded = _import(where, entry.load, "mend or uninstall that package")
+    loaded = _import(where, entry.load, "repair or uninstall that package")
     if not isinstance(loaded, Family) or loaded.name != entry.name:
         raise UnsupportedError(
             "family-declaration", f"{where} must lead to a Family named {entry.name!r}, not to {loaded!r}"
@@ -271,7 +271,7 @@ def _table() -> dict[str, Family]:
 
 
 def import_target(subject: str, target: str) -> ModuleType:
-    """Return a module that a user names by the path of its Python file (``mine.py``) or by its full name.
+    """Import a module by the path of its Python file (``mine.py``) or by its full name (``package.module``).
 
     ``subject`` begins the message of the UnsupportedError if the module does not exist or cannot be imported.
     """
@@ -279,19 +279,19 @@ def import_target(subject: str, target: str) -> ModuleType:
 
 
 def _import[T](subject: str, load: Callable[[], T], remedy: str) -> T:
-    """Call ``load``, which imports code of others, and raise an UnsupportedError if it fails."""
+    """Call ``load``, which imports a user's or a package's code, and raise an UnsupportedError if it fails."""
     try:
         return load()
     except PipememError as error:
         raise UnsupportedError("no-file", f"{subject}: {error}") from error
-    except Exception as error:  # code of others may raise anything
+    except Exception as error:  # foreign code may raise anything
         raise UnsupportedError(
             "cannot-import", f"{subject} cannot be loaded: {type(error).__name__}: {error}; {remedy}"
         ) from error
 
 
 def _module(target: str) -> ModuleType:
-    """Return the module of that name or in that file. A file is imported once."""
+    """Import the module of that name or in that file. A file is imported only once."""
     if not target.endswith(".py"):
         return import_module(target)
     where = Path(target).resolve()

@@ -19,17 +19,17 @@ Order = tuple[Action, ...]
 NEVER_FLUSHED = (
     "a file shows a part of a pipeline that is never flushed, and not the steps in it; name the family that made it"
 )
-"""The reason why schedules with weight updates do not run from a file."""
+"""The reason why an asynchronous schedule cannot be run from a file. Messages of errors end with it."""
 
 
 class WeightUpdates(NamedTuple):
     """The weight updates within an asynchronous schedule."""
 
     every: int  # microbatches per update; the last group may be smaller
-    kept: int  # versions that a stage has room for, counted from the newest
+    kept: int  # the most versions that a stage keeps, the newest included
     delay: int | None = None
-    """Group ``g`` uses version ``max(0, g - delay)`` on every stage. ``None``: a forward takes the newest version
-    of its stage."""
+    """The microbatches of update ``g`` use version ``max(0, g - delay)`` on every stage. ``None``: a forward uses the
+    newest version of its stage."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Schedule(Shown):
     Args:
         name: the name of its family, or ``csv`` for an imported schedule.
         placement: the device of every stage.
-        num_microbatches: microbatches of one step, or of the window that an asynchronous schedule shows.
+        num_microbatches: microbatches of one step, or of the part of an endless asynchronous run that it shows.
         orders: one tuple of actions (``action.ORDERED``) per device.
         slices: sequence slices per microbatch. Each slice has its own actions in ``orders`` (``Action``).
         updates: weight updates within the orders; ``None`` if weights change only at the end of the step.
-        vocabulary_barriers: barriers between forward and backward of the last stage if head and embedding are cut
-            over the devices: 1 (Algorithm 2 of arXiv 2411.05288) or 2 (its Algorithm 1). 0: head and embedding belong
-            to the end stages.
+        vocabulary_barriers: 0 if the first stage has the embedding and the last stage the head. If both are cut over
+            the devices, the number of barriers between forward and backward of the last stage: 1 (Algorithm 2 of
+            arXiv 2411.05288) or 2 (its Algorithm 1).
     """
 
     name: str
@@ -73,22 +73,22 @@ class Schedule(Shown):
 
     @property
     def num_units(self) -> int:
-        """Return the number of forwards of a stage: microbatches, or their sequence slices."""
+        """Return the number of forwards of a stage in a step: microbatches times sequence slices."""
         return self.num_microbatches * self.slices
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Return whether any backward is split into I and W."""
+        """Return whether any backward runs as I and W."""
         return any(action.kind is Kind.I for order in self.orders for action in order)
 
     @cached_property
     def recomputed(self) -> Mapping[int, Kind]:
-        """The stages whose forwards run again before their backwards, each with ``R`` or ``RS``."""
+        """Return the recomputed stages, each with the kind of its recomputation, ``R`` or ``RS``."""
         return {a.stage: a.kind for order in self.orders for a in order if a.kind in RECOMPUTE}
 
     @cached_property
     def prepared(self) -> Mapping[int, tuple[Kind, ...]]:
-        """The stages with actions that others wait for (``KindSpec.prepares``), and the kinds of these actions."""
+        """Return for every stage the kinds that it runs before other actions (``KindSpec.prepares``), such as ``R``."""
         found: dict[int, dict[Kind, None]] = {}
         for order in self.orders:
             for kind, stage, _ in order:
@@ -98,17 +98,17 @@ class Schedule(Shown):
 
     @cached_property
     def offloads(self) -> bool:
-        """Return whether any activations leave the device."""
+        """Return whether any activations are copied to the host."""
         return any(action.kind is Kind.OFFLOAD for order in self.orders for action in order)
 
     @cached_property
     def digest(self) -> str:
-        """Hash of everything that affects execution. All ranks of a run compare it before the first step."""
+        """Return a hash of everything that affects execution. All ranks compare their digests before the first step."""
         text = repr((self.placement.devices, self.num_microbatches)) + self.to_csv()
         return hashlib.sha256(text.encode()).hexdigest()
 
     def forward_only(self) -> Schedule:
-        """Return the schedule for evaluation: its forwards and losses alone."""
+        """Return the schedule for evaluation: only the forwards and losses of this one."""
         return replace(
             self,
             name=f"{self.name} (forward only)",
@@ -119,12 +119,12 @@ class Schedule(Shown):
     def to_csv(self) -> str:
         """Return one line per device and one action per cell, as torch's ``_dump_csv`` writes compute-only schedules.
 
-        Replicas, slices, weight updates and vocabulary parallelism stand in a first line that starts with ``#``.
+        Replicas, slices, weight updates and vocabulary parallelism are written to a first line that starts with ``#``.
         """
         return write_header(self.header(self.orders)) + write_table(self.orders)
 
     def header(self, rows: Sequence[Order]) -> Header:
-        """Return the properties of the schedule that a table with these rows (one per device) cannot show."""
+        """Return the properties of the schedule that cannot be seen in a table with ``rows``, one per device."""
         placement = self.placement
         idle = tuple(device for device, row in enumerate(rows) if not row)
         shown = {action.stage for row in rows for action in row if action.kind not in VOCABULARY}
@@ -143,13 +143,13 @@ class Schedule(Shown):
                 replicas, slices, weight updates and vocabulary parallelism.
             dialect: one of ``csv_format.DIALECTS``. ``pipemem`` reads only text of ``to_csv``. The others also read
                 the letters of torch.distributed.pipelining before and since 2.6. They drop the messages and sharding
-                actions of torch's lowered files, because ``lower`` derives ours, and read an ``OVERLAP_F_B`` pair as
-                two actions in turn.
+                actions in torch's lowered files, because ``lower`` adds messages. They read an ``OVERLAP_F_B`` pair as
+                two actions, one after the other.
             name: name of the resulting schedule.
 
         Raises:
-            ScheduleFormatError: a cell is not an action, or a stage stands on two devices or on none. The error has
-                line and cell.
+            ScheduleFormatError: a cell is not an action, or a stage is on two devices or on none. The error has the
+                line and the column.
         """
         table = read_table(text, dialect)
         if dialect == "pipemem":
@@ -166,7 +166,7 @@ class Schedule(Shown):
             num_microbatches: microbatches of the step.
 
         Raises:
-            ScheduleFormatError: a stage stands on two devices or on none.
+            ScheduleFormatError: a stage is on two devices or on none.
         """
         header = table.header
         updates = None
@@ -178,11 +178,11 @@ class Schedule(Shown):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A lowered schedule, which the executor interprets. It is equal to itself alone."""
+    """A lowered schedule, which the executor runs. Two programs are never equal, even with the same actions."""
 
     schedule: Schedule  # the schedule it was lowered from
     actions: tuple[Order, ...]
-    """One tuple per device: the schedule's order, with messages and whole-stage actions between."""
+    """One tuple per device: the schedule's order, with messages and gradient reductions inserted."""
 
     def __repr__(self) -> str:
         return f"<Program of {self.schedule!r}, {sum(map(len, self.actions))} with messages>"
@@ -193,20 +193,20 @@ class Program:
 
 
 class Use(NamedTuple):
-    """An action of a schedule with the version of the weights that it uses."""
+    """An action of an asynchronous schedule, with the version of the weights that it uses."""
 
     action: Action
     device: int
     position: int
     version: int  # the version that the action uses
     newest: int  # the newest version of its stage when the action starts
-    updates: bool  # whether its stage makes the next version right after it
+    updates: bool  # whether its stage makes the next version right after the action
 
 
 def weight_uses(schedule: Schedule) -> Iterator[Use]:
-    """Yield every action with its weight version, device by device, for a schedule that has ``updates``.
+    """Yield every action of an asynchronous schedule with its weight version, device by device.
 
-    A backward without an earlier forward is taken to use the version that a forward would take then.
+    For a backward whose forward is missing, the version is the one that a forward would use at that time.
     """
     assert schedule.updates is not None
     every, _, delay = schedule.updates
@@ -231,9 +231,10 @@ def weight_uses(schedule: Schedule) -> Iterator[Use]:
 
 
 def versions_held(schedule: Schedule) -> tuple[int, ...]:
-    """Return per device, the most weight versions of one stage held at once: the newest, and all with uses to come.
+    """Return for every device the most weight versions that it holds of one stage at the same time.
 
-    A version that no action needs any more is dropped before the next one is counted.
+    A stage holds its newest version and all versions that later actions use. A version without later uses is dropped
+    before the next version is counted.
     """
     most = [1] * len(schedule.orders)
     if schedule.updates is None:

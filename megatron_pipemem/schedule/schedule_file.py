@@ -1,4 +1,4 @@
-"""Schedules from files for a run: reading, proof, and checks of their size against the run."""
+"""Read the schedule of a run from a file, prove it, and check that its size fits the run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron_pipemem.schedule.validator import validate
 
 
 def schedule_of_file(path: str, memory_cap: float | Sequence[float] | None) -> Schedule:
-    """Return the schedule of a file as ``Schedule.to_csv`` writes it, after its proof.
+    """Read a schedule from a file that ``Schedule.to_csv`` wrote, and prove that it is valid.
 
-    ``memory_cap`` is in activation units, one for all devices or one each. A file that cannot be read raises a
-    ScheduleFormatError, a wrong schedule a ScheduleError, and weight updates within a step an UnsupportedError.
+    ``memory_cap`` is in activation units, one number or one per device. A file that cannot be read raises a
+    ScheduleFormatError. An invalid schedule raises a ScheduleError, and an asynchronous one an UnsupportedError.
     """
     schedule = Schedule.from_csv(read_schedule_file(path), name=Path(path).name)
     if schedule.updates is not None:

@@ -19,7 +19,7 @@ from megatron_pipemem.schedule.validator import explained_by_validation
 
 
 class Transfer(NamedTuple):
-    """A copy of activations between a device and the host, with the time of its channel."""
+    """A copy of activations between a device and its host, with the start and end of the copying."""
 
     action: Action
     start: float
@@ -27,7 +27,7 @@ class Transfer(NamedTuple):
 
 
 class CollectiveTransfer(NamedTuple):
-    """A collective that all devices have posted, with the time of the collectives' channel."""
+    """A vocabulary collective, with the start and end of its communication, after all devices have posted it."""
 
     kind: Kind
     microbatch: int
@@ -36,7 +36,7 @@ class CollectiveTransfer(NamedTuple):
 
 
 class ReplicaReduction(NamedTuple):
-    """The sum of a stage's gradients over its replicas, with the time of its channel."""
+    """The sum of a stage's gradients over its replicas, with the start and end of its communication."""
 
     stage: int
     start: float
@@ -44,16 +44,16 @@ class ReplicaReduction(NamedTuple):
 
 
 class CopyStall(NamedTuple):
-    """The time in which a device waited for a copy. It counts too if the device had nothing else to do."""
+    """The seconds that a device waited in a WAIT_OFFLOAD or WAIT_RELOAD, even if it had nothing else to do."""
 
     action: Action
     seconds: float
 
 
 class Measured(NamedTuple):
-    """Measurements of the run whose step a timeline shows."""
+    """Measurements of the training run in which a timeline's step was recorded."""
 
-    bubble_rate: float | None = None  # of the run, over its steps; ``None`` to take the rate of the step
+    bubble_rate: float | None = None  # over all steps of the run; ``None`` to use that of this step
     held: tuple[tuple[int, ...], ...] | None = None
     """Per device, the bytes held after every action of its order; ``None`` if they were not counted."""
     bytes_of_1f1b: float | None = None  # the peak of 1F1B for the same model; ``None`` if it is unknown
@@ -61,21 +61,21 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline(Shown):
-    """The simulated run of a schedule. Seconds are those of the costs. Memory is in activation units or bytes.
+    """The simulated run of a schedule. Times are in the unit of the costs, memory in activation units or bytes.
 
     Args:
         schedule: the schedule that was run.
         costs: the prices that were used.
-        spans: per device, ``(start, end)`` of every action of its order. Actions on memory take no time: they start
-            and end when the device goes on.
+        spans: per device, ``(start, end)`` of every action of its order. Copies to and from the host, and the waits
+            for them, start and end at the time when the device goes on.
         peaks: per device, the most memory held after any action.
         messages: number of messages between different devices in one step.
         transfers: per device, its copies to and from the host, in the order in which it issued them.
         stalls: per device, its waits for copies.
         host_peaks: per device, the most host memory held after any action.
-        collectives: vocabulary collectives, in the order of their channel.
-        replica_reductions: sums over replicas on other devices, the deepest stage first.
-        measured: measurements, if the timeline is of a step that ran.
+        collectives: vocabulary collectives, in the order in which they run.
+        replica_reductions: sums over replicas that are on different devices, the deepest stage first.
+        measured: measurements, if the step was recorded in a run.
     """
 
     schedule: Schedule
@@ -108,7 +108,7 @@ class Timeline(Shown):
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """Seconds that every device computes."""
+        """The seconds that every device spends in its actions."""
         return tuple(sum(end - start for start, end in spans) for spans in self.spans)
 
     @property
@@ -123,7 +123,7 @@ class Timeline(Shown):
 
     @cached_property
     def device_bubble_rate(self) -> float:
-        """Bubble rate as the papers count: 1 - ideal / (longest time from a device's first start to its last end)."""
+        """The bubble rate of the papers: 1 - ideal / (longest time from a device's first start to its last end)."""
         longest = max((spans[-1][1] - spans[0][0] for spans in self.spans if spans), default=0.0)
         return 1 - self.ideal / longest if longest else 0.0
 
@@ -153,7 +153,7 @@ class Timeline(Shown):
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
-        """Per device, the most weight versions of one stage held at once; 1 for synchronous schedules."""
+        """Per device, the most weight versions that it holds of one stage at once; 1 for synchronous schedules."""
         return versions_held(self.schedule)
 
 
@@ -161,13 +161,13 @@ class Timeline(Shown):
 def simulate(
     schedule: Schedule, costs: Costs | None = None, already: Container[Action] = (), begins: Sequence[float] = ()
 ) -> Timeline:
-    """Run ``schedule``: every action starts as soon as its device is free and its inputs have arrived.
+    """Simulate ``schedule``: every action starts as soon as its device is free and its inputs have arrived.
 
     - A message takes ``costs.p2p`` and does not occupy the devices.
-    - Collectives run one after the other. Each starts when all devices have posted it, and a device posts when its
-      data are ready.
-    - A sum over replicas takes ``costs.copy_sum``. It starts when both ends have their last gradients. Two devices
-      share one channel for their sums.
+    - Collectives run one after the other. Each starts when all devices have posted it. A device posts a collective
+      when its data are ready.
+    - A sum over replicas takes ``costs.copy_sum``. It starts when all devices with a replica have their last gradients
+      of the stage. Sums between the same devices run one after the other.
     - One of ``n`` sequence slices costs ``1/n`` of everything, unless the costs have a price per slice.
     - A microbatch with a weight (``costs.microbatch``) costs that multiple of everything.
     - Copies to and from the host wait for their channel, in the order in which they are issued. A device that waits
@@ -176,11 +176,11 @@ def simulate(
     Args:
         schedule: the schedule to run.
         costs: the prices of its actions; unit costs by default.
-        already: actions that have run before, in earlier windows of a stream. Their messages have arrived.
+        already: actions that ran before, in earlier steps of an asynchronous schedule. Their messages have arrived.
         begins: per device, the time at which it can begin; 0 by default.
 
     Raises:
-        ScheduleError: an action can never run. The message names it and the actions it waits for.
+        ScheduleError: an action can never run. The message names this action and those that it waits for.
         CostsError: the costs do not fit the placement, or their weights do not fit the microbatches.
     """
     costs = costs or Costs()
@@ -216,7 +216,10 @@ def simulate(
 def _replica_reductions(
     placement: Placement, costs: Costs, ends: Iterable[tuple[Action, float]]
 ) -> tuple[ReplicaReduction, ...]:
-    """Run the sums over replicas in the order in which ``lower`` posts them. Sums within one device take no time."""
+    """Return start and end of the sums over replicas, in the order in which ``lower`` posts them.
+
+    Sums of replicas on the same device are left out, because they take no time.
+    """
     if placement.replicas == 1:
         return ()
     complete: dict[int, float] = {}
@@ -236,7 +239,7 @@ def _replica_reductions(
 
 
 class _Transfers:
-    """The channels of all devices while a schedule runs."""
+    """Simulate the copies between devices and hosts: when each channel is free, and the end of every copy."""
 
     def __init__(self, schedule: Schedule, costs: Costs, prices: ActionPrices) -> None:
         self._prices = prices
@@ -247,9 +250,7 @@ class _Transfers:
         self.stalls: list[list[CopyStall]] = [[] for _ in schedule.orders]
 
     def run(self, device: int, action: Action, now: float) -> float:
-        """Run an action on memory that its device reaches at ``now``, and return the time at which the device goes
-        on.
-        """
+        """Run a copy, or the wait for one, that starts at ``now``; return the time at which the device goes on."""
         if action.kind in COPIES:
             lane = self._channel.lane_of(device, action.kind)
             start = max(now, self._vacant.get(lane, now))
@@ -271,8 +272,9 @@ def count_messages(schedule: Schedule) -> int:
 
 
 def peaks(schedule: Schedule, costs: Costs | None = None, *, host: bool = False) -> tuple[float, ...]:
-    """Return the most memory that every device holds after any of its actions. It depends on the orders and not on
-    time.
+    """Return the most memory, or host memory, that every device holds after any of its actions.
+
+    The peaks depend on the orders of actions and not on their times.
     """
     costs = costs or Costs()
     placement, slices = schedule.placement, schedule.slices

@@ -1,4 +1,4 @@
-"""Estimates of time and memory to build, prove and simulate a schedule, from its size alone."""
+"""Estimate the time and memory that it takes to build, prove and simulate a schedule, from its size alone."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import families
 
 _ACTION_SECONDS, _ACTION_BYTES = 60e-6, 500
-"""Of one action, to build, prove and simulate it on one core of 2024."""
+"""Seconds and bytes of one action, to build, prove and simulate it on one core of 2024."""
 _PAIR_SECONDS = 5e-6
-"""Times the square of the number of devices, because the orders of devices are compared."""
+"""Multiplied by the square of the number of devices, because the orders of every two devices are compared."""
 _DEVICE_SECONDS = 1e-6
-"""Times the cube of the number of devices: fitting an order weighs all devices at every position."""
+"""Multiplied by the cube of the number of devices: to fit an order, all devices are compared at every position."""
 _BY_RULE = ("linear", "interleaved")
 LARGE_SECONDS, LARGE_BYTES = 60, 2 << 30
 
 
 @dataclass(frozen=True)
 class ScheduleSize:
-    """The actions of a step on all devices, with the seconds of one core and the bytes of memory that they take."""
+    """The actions of a step on all devices, and the seconds (on one core) and bytes that it takes to compute them."""
 
     actions: int
     seconds: float
@@ -28,7 +28,7 @@ class ScheduleSize:
 
     @property
     def is_large(self) -> bool:
-        """Return whether to ask the user first."""
+        """Return whether the computation takes so long, or so much memory, that the user should be asked first."""
         return self.seconds > LARGE_SECONDS or self.nbytes > LARGE_BYTES
 
     def __str__(self) -> str:
@@ -36,24 +36,27 @@ class ScheduleSize:
 
 
 def is_fitted(name: str) -> bool:
-    """Return whether a family's order is fitted to the times and memory of all devices."""
+    """Return whether a family computes its order from the times and memory of all devices, and not by a fixed rule."""
     return name == AUTO or any(each.name == name and each.placement not in _BY_RULE for each in families())
 
 
 def estimated(devices: int, microbatches: int, chunks: int, fitted: bool = True) -> ScheduleSize:
-    """Estimate the size of a schedule within a factor of about three."""
+    """Estimate the actions, seconds and bytes of a schedule, within a factor of about three."""
     actions = 3 * devices * microbatches * chunks
     seconds = actions * _ACTION_SECONDS + (_DEVICE_SECONDS * devices**3 if fitted else _PAIR_SECONDS * devices**2)
     return ScheduleSize(actions, seconds, actions * _ACTION_BYTES)
 
 
 def check_affordable(devices: int, microbatches: int, chunks: int, subject: str, fitted: bool = True) -> None:
-    """Refuse a schedule that takes long or much memory to compute. ``subject`` begins the message ("--devices 9 makes")."""
+    """Raise an UnsupportedError for a schedule that takes too much time or memory to compute.
+
+    ``subject`` begins the message, for example "--devices 900 makes".
+    """
     size = estimated(devices, microbatches, chunks, fitted)
     if size.is_large:
         raise UnsupportedError(
             "too-large",
-            f"{subject} {size}; take fewer (a tenth of the microbatches shows nearly the same), or continue with --yes",
+            f"{subject} {size}; use fewer (a tenth of the microbatches shows nearly the same), or continue with --yes",
         )
 
 

@@ -1,18 +1,19 @@
 """Consecutive training steps without a barrier: their period, and the windows of an asynchronous schedule.
 
-At the end of a step Megatron joins all pipeline ranks, although some devices finish long before the last one. An
-optimizer that is validated later (arXiv 2401.10241, section 4) lets every device begin a step when its own part of
-the previous step is done. Steps then follow each other in a *period*. For many schedules the period equals the time
-of a step with a barrier.
+At the end of a step, all pipeline ranks of Megatron wait for each other (the barrier), although some devices finish
+long before the last one. An optimizer that is validated later (arXiv 2401.10241, section 4) lets every device begin a
+step when its own part of the previous step is done. The *period* is then the time from step to step. For many
+schedules it equals the time of a step with a barrier.
 
-Asynchronous schedules need no such optimizer, because a step uses older weights anyway. Their endless stream of
-batches is cut into *windows*, one per call of the training loop. On every device a window ends after the last
-backward of its batch. So a window runs all backwards of its own batch and no others, and the first forwards of later
-batches. The last device runs no forwards ahead, so its losses belong to the window's own batch.
+Asynchronous schedules need no such optimizer, because a step uses older weights anyway. Their batches form an endless
+*stream*, which is cut into *windows*: the actions of every device in one call of the training loop. On every device a
+window ends after the last backward of the call's batch. So a window has all backwards of its batch and no others, and
+the first forwards of later batches. The last device runs no forwards ahead, so its losses are those of the window's
+batch.
 
-A window is cut out of a long stream, lowered and proved as a whole. Afterwards whole microbatches are left out, the
-same on all devices. When the stream ends, these are the microbatches that will never run backward. When it begins in
-the middle, they are those that earlier windows did not run.
+The stream is lowered and proved as a whole, and then the window is taken out of it. Microbatches that must not run are
+left out on all devices. Near the end of the stream, these are later microbatches that would never run backward. If
+training begins in the middle of the stream, they are microbatches that earlier windows did not run.
 """
 
 from __future__ import annotations
@@ -37,54 +38,53 @@ from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.schedule.waits import run_single_queues
 
 UPDATE_EVERY = "update_every"
-"""The option of families for the number of microbatches per weight update."""
+"""The name of the families' option for the number of microbatches per weight update."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The place of a window in its stream, as far as its order depends on it."""
+    """The position of a window in its stream. Windows at equal moments have equal orders."""
 
     before: int  # earlier batches that have updated the weights, at most ``horizon``
-    done: int  # batches, counted from its own, whose early forwards ran in earlier windows
+    done: int  # batches, the window's own included, whose first forwards ran in earlier windows
     left: int  # later batches in the stream, at most ``horizon``
 
 
 def horizon(num_devices: int, batch: int) -> int:
-    """Return the number of batches that the pipeline spreads over: 1F1B runs at most ``p - 1`` forwards ahead."""
+    """Return how many later batches can have forwards in a window: 1F1B runs at most ``p - 1`` forwards ahead."""
     return -(-(num_devices - 1) // batch)
 
 
 @dataclass(frozen=True)
 class Window:
-    """The actions of every device in one call of the training loop.
+    """The actions of every device in one call of the training loop, under an asynchronous schedule.
 
     Microbatches count from the first one of the call's batch. Weight versions count from the newest one at the start
     of the window, which is 0. Older versions are negative.
     """
 
-    stream: Schedule  # the schedule it was cut from
+    stream: Schedule  # the schedule that the window is a part of
     batch: int  # microbatches per call
-    moment: Moment  # its place in the stream
+    moment: Moment  # the position of the window in the stream
     actions: tuple[Order, ...]  # per device
     past: tuple[Order, ...]
-    """Per device, the earlier actions of the stream in the numbers of this window, from ``before`` batches ago on,
-    without forwards that did not run."""
+    """Per device, the actions of the last ``moment.before`` windows, with microbatches numbered as in this window.
+    Forwards that did not run are left out."""
     versions: Mapping[Action, int]  # the version that every forward and backward uses
     updates: Mapping[Action, frozenset[int]]
-    """The actions after which a device makes its next version, each with the older versions that are still needed
-    afterwards."""
+    """The actions after which a device updates its weights, each with the older versions that later actions use."""
 
     def __repr__(self) -> str:
         return f"<Window of {self.batch} microbatches, {sum(map(len, self.actions))} actions, of {self.stream!r}>"
 
     @cached_property
     def program(self) -> Program:
-        """Return the window's program for the executor. Only ``stream`` as a whole is proved."""
+        """Return the window's program for the executor. The proof is that of the whole ``stream``."""
         return Program(self.stream, self.actions)
 
     @cached_property
     def up_to_its_end(self) -> Program:
-        """All actions of the stream up to the end of the window. The held memory follows from them."""
+        """Return the actions of earlier windows and of this one. The memory that is held follows from all of them."""
         return Program(self.stream, tuple(map(tuple.__add__, self.past, self.actions)))
 
     @cached_property
@@ -94,17 +94,17 @@ class Window:
 
     @cached_property
     def versions_held(self) -> tuple[int, ...]:
-        """Per device, the most weight versions held at once."""
+        """Return for every device the most weight versions that it holds at once."""
         return versions_held(self.stream)
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The computing of the window alone, as a schedule for display."""
+        """Return the compute actions of the window, without the past, as a schedule to simulate and draw."""
         orders = tuple(tuple(a for a in actions if a.kind in COMPUTE) for actions in self.actions)
         return replace(self.stream, orders=orders, updates=None, num_microbatches=self.batch)
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
-        """Simulate the window if all devices begin it together, as in a training loop."""
+        """Simulate the window. All devices begin at the same time, as in a training loop."""
         costs = costs or Costs()
         costs.require_alike("a window of a stream that is never flushed")
         run = frozenset(action for actions in self.past for action in actions)
@@ -120,30 +120,29 @@ def steady(num_devices: int, batch: int) -> Moment:
 
 
 def updates_per_batch(name: str) -> bool:
-    """Return whether a family updates its weights once per batch, and not after every microbatch.
+    """Return whether a family updates its weights once per batch, between two calls of the training loop.
 
-    A training loop can then update between two calls.
+    Other families update after every microbatch.
     """
     return UPDATE_EVERY in family(name).options
 
 
 def check_batch(name: str, num_devices: int, batch: int) -> None:
-    """Raise an UnsupportedError if a family that updates once per call needs more microbatches to keep only two weight
-    versions.
-    """
+    """Raise an UnsupportedError if a family that updates once per batch would need more than two weight versions."""
     if updates_per_batch(name) and batch < num_devices:
         raise UnsupportedError(
             "needs-microbatches",
-            f"schedule {name} keeps two versions of the weights only if a step has at least as many microbatches as the "
-            f"pipeline has ranks, {num_devices}, not {batch}; raise --global-batch-size",
+            f"schedule {name} keeps two versions of the weights, and so needs at least as many microbatches per step "
+            f"as pipeline ranks, {num_devices}, not {batch}; raise --global-batch-size",
         )
 
 
 def family_window(
     name: str, num_devices: int, batch: int, moment: Moment, *, single_queue: bool = False, **arguments: Any
 ) -> Window:
-    """Cut a window out of the stream of a family. ``batch`` counts microbatches per call, ``arguments`` are for
-    ``build_schedule``.
+    """Return the window of an asynchronous family at a moment of its stream.
+
+    ``batch`` is the number of microbatches per call. ``arguments`` are further arguments of ``build_schedule``.
     """
     per_batch = updates_per_batch(name)
     if per_batch:
@@ -189,9 +188,9 @@ def family_window(
 
 
 def _in_single_queues(stream: Schedule, actions: Sequence[Order], costs: Costs) -> list[Order]:
-    """Return the actions of a window in an order for single queues.
+    """Return the actions of a window, with messages inserted for devices that have a single queue.
 
-    Every message that a window receives is also sent in it (``_check_messages``).
+    Every message that a window receives is also sent in the same window (``_check_messages``).
     """
     router = Router(stream.placement)
     orders = tuple(tuple(a for a in row if a.kind not in MESSAGES) for row in actions)
@@ -202,8 +201,9 @@ def _in_single_queues(stream: Schedule, actions: Sequence[Order], costs: Costs) 
 
 
 def _window_numbers(actions: Order, batch: int) -> list[int]:
-    """Return the window of every action. A window ends after the last gradient of its batch, and after the message that
-    sends it.
+    """Return the number of the window of every action of a device.
+
+    A window ends after the last backward of its batch, and after the message with the gradient of that backward.
     """
     last = {action.microbatch // batch: at for at, action in enumerate(actions) if action.kind in COMPLETING}
     numbers: list[int] = []
@@ -216,8 +216,9 @@ def _window_numbers(actions: Order, batch: int) -> list[int]:
 
 
 def _check_messages(program: Program, number: Mapping[Action, int], last: int) -> None:
-    """Check that no message crosses the end of a window up to the ``last``, so that evaluation in between finds
-    empty channels.
+    """Check that every message is sent and received in the same window, for all windows up to number ``last``.
+
+    Evaluation can then run between two windows without receiving their messages.
     """
     router = Router(program.placement)
     for order in program.schedule.orders:
@@ -230,8 +231,8 @@ def _check_messages(program: Program, number: Mapping[Action, int], last: int) -
                 device = message.edge[1]
                 raise ScheduleError(
                     "message-order",
-                    f"is posted in window {received}, but device {message.edge[0]} sends in window {sent}; post it before "
-                    "the window ends",
+                    f"is posted in window {received}, but device {message.edge[0]} sends the message in window {sent}; "
+                    "post both in the same window",
                     at=(device, program.actions[device].index(message.receive), message.receive),
                 )
 
@@ -241,7 +242,8 @@ def _weights(
 ) -> tuple[dict[Action, int], dict[Action, frozenset[int]]]:
     """Return ``versions`` and ``updates`` of the window whose batch begins with microbatch ``first`` of the stream.
 
-    If messages follow their actions at once, an update waits for the message too, because the other end waits for it.
+    With ``behind_messages`` an update comes after the message that follows its action, because another device waits
+    for the message.
     """
     assert stream.updates is not None
     newest = first // stream.updates.every
@@ -262,33 +264,33 @@ def _weights(
 
 
 LEAST_GAIN = 1.001
-"""The smallest speed-up for which leaving the barrier out pays."""
+"""The smallest speed-up for which it is worth to leave the barrier out."""
 
 _MOST_STEPS = 64
-"""Most steps until they repeat; more than any family here takes."""
+"""The most steps that are simulated to find a period. All families of this package need fewer."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The times of consecutive steps."""
+    """The times of consecutive steps with and without a barrier."""
 
     synchronous: float  # seconds from step to step if all devices wait for each other before the optimizer
     period: float  # seconds from step to step if no device waits for another one
     ends: tuple[tuple[float, ...], ...]
-    """Per step, the end of every device's part with its tail, without barriers. The first step begins at 0."""
+    """Per step and device, the end of the device's part without a barrier, its tail included. Step 0 begins at 0."""
 
     @property
     def gain(self) -> float:
-        """Speed-up of consecutive steps without the barrier."""
+        """Return the speed-up without the barrier: ``synchronous / period``."""
         return self.synchronous / self.period if self.period else 1.0
 
 
 def stream(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float] = (), steps: int = 8) -> Stream:
-    """Run steps one after another until they repeat, and so find their period.
+    """Simulate consecutive steps until their times repeat, and return the time from step to step.
 
-    ``tails`` has per device the seconds of its own work at the end of a step: its optimizer, and the part of its
-    gradients' reduction that no computing hides. At least ``steps`` steps are run. Raise a ScheduleError if there is
-    no period after 64 steps.
+    ``tails`` has the seconds of every device's own work at the end of a step: its optimizer, and the part of its
+    gradient reduction that does not overlap with computing. At least ``steps`` steps are simulated. Raise a
+    ScheduleError if there is no period after 64 steps.
     """
     tails = tuple(tails) or (0.0,) * schedule.num_devices
     if len(tails) != schedule.num_devices:
@@ -306,10 +308,10 @@ def stream(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float
 def until_they_repeat(
     name: str, run: Callable[[int, Sequence[float]], Sequence[float]], tails: Sequence[float], steps: int = 1
 ) -> tuple[float, tuple[tuple[float, ...], ...]]:
-    """Run steps one after another until they repeat. Return the period, and per step the time at which each device is free.
+    """Run steps until their times repeat; return the period, and per step the time at which each device is free.
 
-    ``run`` takes the number of a step and the time at which each device begins it. It returns the time at which each device
-    ends it. ``tails`` has the seconds of each device between the end of a step and the beginning of the next one.
+    ``run`` takes the number of a step and the time at which each device begins it. It returns the time at which each
+    device ends it. ``tails`` has the seconds of each device between the end of a step and the start of the next one.
     """
     begins: tuple[float, ...] = (0.0,) * len(tails)
     found: list[tuple[float, ...]] = []
@@ -317,7 +319,9 @@ def until_they_repeat(
     while len(found) < steps or period is None:
         if len(found) == max(steps, _MOST_STEPS):
             raise ScheduleError(
-                "no-period", f"{name}: steps without a barrier have no period within {len(found)} steps"
+                "no-period",
+                f"{name}: the times of steps without a barrier do not repeat within {len(found)} steps; use other "
+                "costs, or keep the barrier",
             )
         ends = run(len(found), begins)
         begins = tuple(end + tail for end, tail in zip(ends, tails, strict=True))
@@ -327,12 +331,12 @@ def until_they_repeat(
 
 
 def gain_without_barrier(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float] = ()) -> float:
-    """Return the speed-up of consecutive steps without the barrier. Compare it with ``LEAST_GAIN``."""
+    """Return the speed-up of consecutive steps without the barrier. From ``LEAST_GAIN`` on it is worth to use it."""
     return stream(schedule, costs, tails, steps=1).gain
 
 
 def draw_steps(timeline: Timeline, steps: int) -> Timeline:
-    """Simulate several steps without a barrier as one schedule with consecutive microbatches, to draw them."""
+    """Simulate several steps without a barrier as one long schedule, so that a picture can show them."""
     schedule, costs = timeline.schedule, timeline.costs
     if schedule.placement.replicas > 1:
         raise UnsupportedError(
@@ -360,14 +364,14 @@ def draw_steps(timeline: Timeline, steps: int) -> Timeline:
 
 
 def _endless(schedule: Schedule, steps: int) -> Schedule:
-    """Return so many steps of an asynchronous family as one schedule."""
+    """Return several steps of an asynchronous family as one schedule."""
     _check_family(schedule)
     devices, microbatches = schedule.num_devices, schedule.num_microbatches * steps
     return build_schedule(schedule.name, num_devices=devices, num_microbatches=microbatches, **_options(schedule))
 
 
 def _options(schedule: Schedule) -> dict[str, Any]:
-    """Return the options with which an asynchronous family builds steps of this size."""
+    """Return the options of ``build_schedule`` with which an asynchronous family builds schedules like this one."""
     if updates_per_batch(schedule.name):
         return {UPDATE_EVERY: schedule.num_microbatches}
     assert schedule.updates is not None
@@ -375,14 +379,14 @@ def _options(schedule: Schedule) -> dict[str, Any]:
 
 
 def _check_family(schedule: Schedule) -> None:
-    """Raise an UnsupportedError if an asynchronous schedule comes from a file, or has too few microbatches."""
+    """Raise an UnsupportedError if an asynchronous schedule is not that of a family, or has too few microbatches."""
     if schedule.name not in {family.name for family in families() if family.asynchronous}:
         raise UnsupportedError("no-steps", f"{schedule.name} has no steps: {NEVER_FLUSHED}, or leave --steps out")
     check_batch(schedule.name, schedule.num_devices, schedule.num_microbatches)
 
 
 class _Windows:
-    """The steps of an asynchronous family: the windows of its stream, one after the other."""
+    """Simulate the steps of an asynchronous family: the windows of its stream, one after the other."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         _check_family(schedule)
@@ -391,10 +395,13 @@ class _Windows:
         self._size = schedule.name, schedule.num_devices, schedule.num_microbatches
         self._found: dict[Moment, Window] = {}
         self._forwards: dict[Action, float] = {}
-        """ends of the forwards of the previous step, in the numbers of the next one"""
+        """ends of the forwards of the previous step, with microbatches numbered as in the next step"""
 
     def run(self, number: int, begins: Sequence[float]) -> list[float]:
-        """Return the end of every device's part of a step. The first step fills the pipeline, and all others are alike."""
+        """Simulate step ``number`` from each device's start on, and return the end of every device's part.
+
+        Step 0 fills the pipeline.
+        """
         far = horizon(*self._size[1:])
         moment = Moment(min(number, far), far if number else 0, far)
         if moment not in self._found:
@@ -416,7 +423,7 @@ class _Windows:
         return _ends(timeline, starts)
 
     def _arrival(self, device: int, first: Action) -> float:
-        """Return the time at which a device's first action has its input from the previous step; 0 if it needs none."""
+        """Return when the input of a device's first action arrives; 0 if no forward of the previous step makes it."""
         placement = self._schedule.placement
         return max(
             (
@@ -429,7 +436,7 @@ class _Windows:
 
 
 def _ends(timeline: Timeline, begins: Sequence[float]) -> list[float]:
-    """Return the end of every device, sums over replicas included."""
+    """Return the time at which every device ends its last action, or its last sum over replicas."""
     ends = [spans[-1][1] if spans else begin for spans, begin in zip(timeline.spans, begins, strict=True)]
     for each in timeline.replica_reductions:
         for device in timeline.schedule.placement.holders(each.stage):
@@ -438,7 +445,7 @@ def _ends(timeline: Timeline, begins: Sequence[float]) -> list[float]:
 
 
 def _period(ends: Sequence[tuple[float, ...]]) -> float | None:
-    """Return the seconds from step to step if the last step repeats an earlier one with a delay."""
+    """Return the seconds per step if the last step's ends are those of an earlier step plus a delay, else ``None``."""
     last = ends[-1]
     for back, before in enumerate(reversed(ends[:-1]), start=1):
         shifts = [b - a for a, b in zip(before, last, strict=True)]

@@ -1,4 +1,4 @@
-"""Proofs that a schedule or a program may run: complete, ordered, matched, free of deadlock, within memory.
+"""Proofs that a schedule or a program may run: it is complete, in order, free of deadlock, and within its memory cap.
 
 Every error names the device, the position in its order or program, the action there, the fault, and the remedy.
 """
@@ -47,18 +47,18 @@ def validate(
     *,
     microbatch_order: bool = True,
 ) -> None:
-    """Prove that ``schedule`` computes every microbatch correctly on all devices and ends.
+    """Prove that ``schedule`` computes every microbatch correctly on all devices, without a deadlock.
 
-    A schedule without any backward is valid if its forwards are, because evaluation runs such schedules.
+    A schedule without any backward is valid if its forwards are valid, because evaluation runs such schedules.
 
     Args:
         schedule: the schedule to check.
-        costs: the costs whose ``memory``, times the weight of every microbatch, is compared with the cap; by default
-            activation units.
+        costs: the costs with the memory that is compared with the cap, and with the weights of microbatches. By
+            default memory is in activation units.
         memory_cap: the most memory of a device after any action, one number or one per device, in activation units,
             or in bytes if ``costs.memory`` is in bytes.
-        host_budget: the most host memory of a device, in the same unit.
-        microbatch_order: whether to check the order that only our own runs need (``check_microbatch_order``).
+        host_budget: the most host memory for the activations of one device, in the same unit.
+        microbatch_order: whether to check the order that runs of this package need (``check_microbatch_order``).
 
     Raises:
         ScheduleError: the first violation found.
@@ -86,10 +86,10 @@ def validate(
 def validate_program(
     program: Program, *, microbatch_order: bool = True, host_waits: bool = True, single_queue: bool = False
 ) -> None:
-    """Prove that ``program`` computes its schedule and that its messages match and arrive.
+    """Prove that ``program`` has the actions of its schedule, and that every message is sent, received and used.
 
-    The rules of the transport: posts never block, and a compute action waits for its own message. Every directed edge
-    moves its messages one at a time in posted order, each when both ends have posted it. ``host_waits`` and
+    The rules of messages: posts never block, and a compute action waits for its own message. From one device to
+    another, messages move one at a time in posted order, each when both devices have posted it. ``host_waits`` and
     ``single_queue`` add the proofs of ``schedule.waits``.
     """
     validate(program.schedule, microbatch_order=microbatch_order)
@@ -130,7 +130,7 @@ def validate_program(
 
 
 def _place_all(schedule: Schedule) -> Places:
-    """Return the place of every action, after a check that it exists, is on its stage's device, and is unique."""
+    """Return device and position of every action. Check that it is possible, unique, and on the device of its stage."""
     placement = schedule.placement
     if len(schedule.orders) != placement.num_devices:
         raise ScheduleError(
@@ -149,18 +149,18 @@ def _place_all(schedule: Schedule) -> Places:
 
 
 def _problem_of(action: Action, device: int, schedule: Schedule) -> tuple[str, str] | None:
-    """Return the code and the message of an action's fault on this device, whatever the other actions are."""
+    """Return the code and message of a fault that an action has by itself; ``None`` if it may be on this device."""
     kind, stage, microbatch = action
     devices = schedule.placement.devices
     if kind not in ORDERED:
         return (
             "not-computed",
-            "is not a compute action; keep F, I, W, B, R and the actions on memory, because lower() derives the rest",
+            "is not a compute action; remove messages and gradient reductions from a schedule: lower() adds them",
         )
     if kind in VOCABULARY and stage != device:
         return (
             "misplaced-action",
-            f"belongs to the shard on device {stage}; move it there, or give it the number of its own device",
+            f"belongs to the vocabulary shard on device {stage}; move it there, or write {device} in place of {stage}",
         )
     if kind not in VOCABULARY and not 0 <= stage < len(devices):
         return (
@@ -180,7 +180,7 @@ def _problem_of(action: Action, device: int, schedule: Schedule) -> tuple[str, s
 
 
 def _check_replicas(schedule: Schedule, places: Places) -> Mapping[int, int]:
-    """Check that every microbatch runs through the stages of one replica, and return that replica if there are several."""
+    """Check that every microbatch uses stages of one replica only; return its replica if there are several."""
     placement = schedule.placement
     if placement.replicas == 1:
         return {}
@@ -203,20 +203,20 @@ def _check_replicas(schedule: Schedule, places: Places) -> Mapping[int, int]:
 
 
 def _check_unique(places: Places, action: Action, device: int, position: int) -> None:
-    """Record the place of an action that has not occurred before."""
+    """Record device and position of an action, or raise a ScheduleError if the action has occurred before."""
     if action in places:
         other_device, other_position = places[action]
         raise ScheduleError(
             "duplicate-action",
-            f"already stands at position {other_position} of device {other_device}; remove one of the two, or renumber "
-            "the one that was meant to be another action",
+            f"already stands at position {other_position} of device {other_device}; remove one of the two, or correct "
+            "the stage or microbatch of one",
             at=(device, position, action),
         )
     places[action] = (device, position)
 
 
 def _check_local_order(schedule: Schedule, places: Places, found: Dependencies) -> None:
-    """Check that all needs of an action exist, and come before it if they are on the same device."""
+    """Check that all actions that an action needs exist, and come before it if they are on the same device."""
     suspects: Iterable[int] = found.impossible
     if any(kind.spec.prepares or kind in MEMORY for kind, _ in found.kinds):
         suspects = range(len(places))
@@ -237,12 +237,12 @@ def _check_local_order(schedule: Schedule, places: Places, found: Dependencies) 
 
 
 def _or_fused(needed: Action) -> str:
-    """Return the text of a needed action. A full backward can replace an input gradient."""
+    """Return the text of a missing action for a message: ``2I0 (or 2B0)`` for an input gradient."""
     return f"{needed} (or {needed._replace(kind=Kind.B)})" if needed.kind is Kind.I else str(needed)
 
 
 def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[int, int]) -> None:
-    """Check that every stage runs each microbatch of its replica forward once, and backward once if anything runs backward."""
+    """Check that every stage runs each microbatch of its replica forward once, and backward once unless none does."""
     backwards = any(action.kind in (Kind.I, Kind.W, Kind.B) for action in places)
     for stage in range(schedule.num_stages):
         replica = schedule.placement.replica_of(stage)
@@ -277,12 +277,11 @@ def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[
 
 
 def check_microbatch_order(schedule: Schedule) -> None:
-    """Prove that training by ``schedule`` can be bit-identical to stock 1F1B. Our own runs promise this; others may
-    do without.
+    """Prove that the order of microbatches allows training that is bit-identical to stock 1F1B.
 
-    Forwards of a stage run in microbatch order, because data come from an iterator and dropout from one stream of
-    random numbers. Gradients accumulate in that order too. Slices of one microbatch run backward from the last to the
-    first.
+    Forwards of a stage must run in microbatch order, because data come from an iterator, and dropout from one sequence
+    of random numbers. Gradients must accumulate in that order too. The slices of one microbatch run backward from the
+    last to the first. Runs of this package promise this order. Schedules that other programs run may lack it.
     """
     names = {Kind.F: "forwards", Kind.I: "input gradients", Kind.W: "weight gradients"}
     slices, rank = schedule.slices, range(schedule.num_units)
@@ -308,7 +307,7 @@ def check_microbatch_order(schedule: Schedule) -> None:
 
 
 def _check_weight_versions(schedule: Schedule) -> None:
-    """Check that forward and backward of a microbatch use one version of the weights, and that the stage has it then."""
+    """Check that a stage has the weight version of every microbatch when its forward and when its backward runs."""
     updates = schedule.updates
     assert updates is not None
     if updates.every < 1 or updates.kept < 1 or (updates.delay or 0) < 0:
@@ -372,7 +371,7 @@ def _check_alone(
     over: str,
     unit: float,
 ) -> None:
-    """Raise a ScheduleError if a microbatch alone exceeds the cap on a device, because no order of microbatches helps then."""
+    """Raise a ScheduleError if a single microbatch exceeds the cap on a device. No order of microbatches helps then."""
     order, slices = schedule.orders[device], schedule.slices
     for microbatch in range(schedule.num_microbatches):
         own = [(at, action) for at, action in enumerate(order) if action.microbatch // slices == microbatch]
@@ -381,8 +380,8 @@ def _check_alone(
             if held > allowed:
                 raise ScheduleError(
                     "over-cap",
-                    f"microbatch {microbatch} alone holds {held * unit:.12g} {over}; split this microbatch, recompute its "
-                    "stages, or raise the cap",
+                    f"microbatch {microbatch} alone holds {held * unit:.12g} {over}; make this microbatch smaller, "
+                    "recompute its stages, or raise the cap",
                     at=(device, at, action),
                 )
 
@@ -400,9 +399,10 @@ def _check_progress(found: Dependencies) -> None:
 
 
 def explained_by_validation[F: Callable[..., Any]](function: F) -> F:
-    """Make a function of a schedule raise the error of ``validate`` if it fails on an invalid schedule.
+    """Make a function raise the error of ``validate`` in place of a LookupError, if its schedule is invalid.
 
-    The function takes the schedule first. Validation runs only after a lookup has failed, so valid schedules cost nothing.
+    The first argument of the function is the schedule. A schedule is validated only after a lookup has failed, so
+    calls with valid schedules cost no extra time.
     """
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""Vocabulary parallelism in schedules: its passes and collectives, their costs, and the proof that a schedule has them."""
+"""Vocabulary parallelism in schedules: its passes and collectives, their costs, and the check that none is missing."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from megatron_pipemem.schedule.schedule import Schedule
 
 _SCORE_SHARE = {1: 2 / 3, 2: 1 / 3}
-"""Share of S in the head's three matrix products per weight (logits, input gradient, weight gradient). With one barrier
-S also forms the input gradient from the local softmax, and T has only the weight gradient."""
+"""The share of S in the three matrix products of the head (logits, input gradient, weight gradient), by the number of
+barriers. With one barrier S also forms the input gradient from the local softmax. T then has only the weight
+gradient."""
 
 
 @dataclass(frozen=True)
 class VocabularyCosts:
-    """Seconds of one microbatch: one number for every device, one per device, or one per device and slice."""
+    """Seconds of vocabulary passes for one microbatch: one number for all devices, one each, or one per slice too."""
 
     score: Several = 0.0  # seconds of S
     gradient: Several = 0.0  # seconds of T
@@ -39,7 +40,7 @@ class VocabularyCosts:
     embed_gradient: Several = 0.0  # seconds of EMBED_B
     loss: float = 0.0  # seconds of LOSS, one number; it runs on the last stage's device, with the last slice
     collectives: float | Mapping[Kind, float] = 0.0
-    """Seconds of one collective: one number for all kinds, or one per kind. Kinds left out take no time."""
+    """Seconds of one collective: one number for all kinds, or one per kind. Missing kinds take no time."""
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -71,18 +72,18 @@ class VocabularyCosts:
         scaling: float = 1.0,
         collectives: float | Mapping[Kind, float] = 0.0,
     ) -> VocabularyCosts:
-        """Cut a head and an embedding into equal shards.
+        """Return the costs of a head and an embedding that are cut into equal shards.
 
-        ``head`` and ``embedding`` are seconds of forward and backward of the whole on one device. A third of the
-        embedding is forward. ``barriers`` determines how S and T divide the head's matrix products. ``scaling`` is
-        the speed of a shard relative to the whole head, at best 1.
+        ``head`` and ``embedding`` are the seconds of forward and backward of the whole head and embedding on one
+        device. A third of the embedding's seconds is its forward. ``barriers`` determines how S and T divide the
+        head's matrix products. ``scaling`` is the efficiency of a shard relative to the whole head, at best 1.
         """
         shard, rows = head / num_devices / scaling, embedding / num_devices
         share = _SCORE_SHARE[barriers]
         return cls(shard * share, shard * (1 - share), rows / 3, 2 * rows / 3, 0.0, collectives)
 
     def seconds(self, num_devices: int, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
-        """Return the seconds of every pass, one value per device and slice, device by device."""
+        """Return the seconds of every vocabulary pass, one value per device and slice, device by device."""
         prices = {
             Kind.EMBED_F: self.embed,
             Kind.S: self.score,
@@ -93,16 +94,17 @@ class VocabularyCosts:
         return {**seconds, Kind.LOSS: (*(0.0,) * (slices - 1), self.loss) * num_devices}
 
     def collective_seconds(self, slices: int = 1) -> dict[Kind, float]:
-        """Return the seconds of every kind of collective for one of so many slices of a microbatch."""
+        """Return the seconds of every kind of collective for one slice, if a microbatch has this many slices."""
         if isinstance(self.collectives, Mapping):
             return {kind: self.collectives.get(kind, 0.0) / slices for kind in COLLECTIVES}
         return dict.fromkeys(COLLECTIVES, self.collectives / slices)
 
 
 def per_device(subject: str, price: Several, num_devices: int, slices: int = 1) -> tuple[float, ...]:
-    """Return one value per device and slice, device by device.
+    """Return a price as one value per device and slice, device by device.
 
-    A sequence has one value per device, shared evenly by the slices, or one per device and slice.
+    One number, or one per device, is the price of a whole microbatch, which the slices share evenly. ``subject``
+    begins the message of a CostsError.
     """
     if not isinstance(price, Sequence):
         return (price / slices,) * (num_devices * slices)
@@ -119,28 +121,31 @@ def per_device(subject: str, price: Several, num_devices: int, slices: int = 1) 
 
 BARRIERS = (1, 2)
 BARRIERS_OF_ALGORITHM = {1: 2, 2: 1}
-"""The paper's Algorithm 1 has two barriers, and its Algorithm 2 one. Users name the algorithm, and schedules count
-barriers."""
+"""The number of barriers of an algorithm of arXiv 2411.05288: Algorithm 1 has two, and Algorithm 2 has one. Users name
+the algorithm. Schedules have the number of barriers."""
 
 
 def check_placement(placement: Placement) -> None:
-    """Raise an UnsupportedError if a shard has no device, or if the devices hold several replicas of the model."""
+    """Raise an UnsupportedError unless stage ``d`` is on device ``d`` for the first stages, with one replica.
+
+    Shard ``d`` of head and embedding is on device ``d``.
+    """
     if placement.replicas > 1:
         raise UnsupportedError(
             "unsupported-placement",
             "vocabulary parallelism cuts head and embedding of one replica of the model, and this placement holds "
-            f"{placement.replicas}; take a schedule with one pipeline",
+            f"{placement.replicas}; use a schedule with one replica",
         )
     if placement.devices[: placement.num_devices] != tuple(range(placement.num_devices)):
         raise UnsupportedError(
             "unsupported-placement",
-            "vocabulary parallelism needs stage d on device d for the first stages, as linear, interleaved, V and wave "
-            f"placements have it; this one has {placement.devices}",
+            "vocabulary parallelism needs stage d on device d for the first stages, and this placement has the devices "
+            f"{placement.devices}; use a linear, interleaved, V or wave placement",
         )
 
 
 def vocabulary_actions(schedule: Schedule, backwards: bool) -> Iterator[tuple[Action, int]]:
-    """Yield ``(action, device)`` of everything that vocabulary parallelism adds to a step."""
+    """Yield ``(action, device)`` for all passes and posts of collectives that vocabulary parallelism adds to a step."""
     everywhere = [Kind.EMBED_F, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS]
     if backwards:
         everywhere += [Kind.BCAST_G, Kind.T, Kind.REDUCE_X, Kind.BCAST_E, Kind.EMBED_B]
@@ -155,7 +160,7 @@ def vocabulary_actions(schedule: Schedule, backwards: bool) -> Iterator[tuple[Ac
 
 
 def check_switch(schedule: Schedule) -> None:
-    """Check that only a schedule with barriers has vocabulary actions, and that its features go with them."""
+    """Check that a schedule without barriers has no vocabulary actions, and one with barriers no excluded feature."""
     if schedule.vocabulary_barriers:
         if schedule.vocabulary_barriers not in BARRIERS:
             raise ScheduleError(
@@ -165,8 +170,8 @@ def check_switch(schedule: Schedule) -> None:
         if schedule.updates is not None or schedule.offloads or schedule.recomputed:
             raise ScheduleError(
                 "conflicting-features",
-                "vocabulary parallelism needs one version of the weights, and activations that are neither moved nor "
-                "recomputed; leave the passes out",
+                "vocabulary parallelism excludes asynchronous updates, offload and recomputation; leave the vocabulary "
+                "passes out, or the other feature",
             )
         check_placement(schedule.placement)
         return
@@ -182,10 +187,10 @@ def check_switch(schedule: Schedule) -> None:
 
 
 def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> None:
-    """Check that every device has every pass and post once, in the right order.
+    """Check that every device has each vocabulary pass and each post of a collective once, in the right order.
 
-    Passes run in microbatch order. T and EMBED_B run from a microbatch's last slice to its first. Posts have one
-    order on all devices.
+    Passes of a kind run in microbatch order. T and EMBED_B run from a microbatch's last slice to its first. All
+    devices post the collectives in the same order.
     """
     backwards = any(action.kind in (Kind.I, Kind.W, Kind.B) for action in places)
     wanted, slices = dict(vocabulary_actions(schedule, backwards)), schedule.slices
@@ -223,7 +228,7 @@ def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> N
 
 
 def _check_one_sequence(schedule: Schedule) -> None:
-    """Check that all devices post the collectives in one order, because they share a channel that serves posts in order."""
+    """Check that all devices post the collectives in the same order, because one channel runs them in that order."""
     posted = [
         [(position, action) for position, action in enumerate(order) if action.kind in COLLECTIVES]
         for order in schedule.orders
@@ -233,7 +238,7 @@ def _check_one_sequence(schedule: Schedule) -> None:
             if first._replace(stage=device) != action:
                 raise ScheduleError(
                     "collective-order",
-                    f"is posted where device 0 posts {first}; collectives run in posting order, so post them in one order on "
-                    "all devices",
+                    f"is posted where device 0 posts {first}; collectives run in posting order, so post them in the "
+                    "same order on all devices",
                     at=(device, position, action),
                 )

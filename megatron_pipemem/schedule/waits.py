@@ -1,16 +1,17 @@
-"""Proofs that a program ends on GPUs, in two models that are stricter than messages alone: waiting hosts, and single queues.
+"""Proofs that a program does not deadlock on GPUs, in two models: hosts that wait for their device, and single queues.
 
-On a GPU a posted message is a kernel that runs until the other end has come. Some events make a host wait for its
-whole device, and so for that message: loading a kernel at its first launch, a synchronisation, an allocation. If the
-message needs an action that this host launches later, both wait without end.
+On a GPU a posted message is a kernel that runs until the other device has posted it too. Some events make a host wait
+for its whole device, and so for that message: the loading of a kernel at its first launch, a synchronisation, an
+allocation. If the message depends on an action that this host launches later, host and device wait without end.
 
-So the rule for hosts is: no message, collective or sum over replicas needs an action that one of its devices launches
-after its own post. A message needs exactly the same as its two posts. The rule therefore compares, for every two ends,
-the post of one with the last action of that device that the other one needs.
+So the rule for hosts is: no message, collective or sum over replicas may depend on an action that one of its devices
+launches after its own post. A message depends on the same actions as its two posts. So the rule compares two positions
+for every two posts that complete together: that of the first post, and that of the last action on the same device that
+the second post depends on.
 
-In the model of single queues an action starts when the one before it on its device has ended. A message, a collective
-or a sum over replicas starts when all its devices have reached it. Copies to the host take time in the queue too. No
-hardware queue is stricter, so a program that ends in this model ends on any.
+In the model of single queues an action starts when the previous action of its device has ended. A message, a collective
+or a sum over replicas starts when it is the next action of all its devices. Copies to the host take time in the queue
+too. No hardware queue is stricter, so a program that ends in this model ends on every GPU.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from megatron_pipemem.schedule.schedule import Program
 
 
 def last_needed(found: Dependencies) -> list[Sequence[int]]:
-    """Return, per node and device, the last node of that device that must run before the node can end; -1 for none.
+    """Return for every node, per device, the last node there that must run before the node can end; -1 for none.
 
-    The entry of the node's own device has no meaning. The graph must be free of deadlock.
+    The entry for the node's own device has no meaning. The graph must be free of deadlock.
     """
     graph, num_devices = found.graph, found.num_devices
     waits, lane_of = graph.waits, graph.lane_of
@@ -52,19 +53,19 @@ def last_needed(found: Dependencies) -> list[Sequence[int]]:
 
 
 def check_host_waits(program: Program, found: Dependencies, messages: Iterable[Message]) -> None:
-    """Prove that each host may wait for its device before any of its actions while all other hosts go on.
+    """Prove that a program has no deadlock even if a host waits for its whole device before any one of its actions.
 
-    Messages must match, and the program must be free of deadlock.
+    Every send must have its receive, and the program must be free of deadlock without such waits.
     """
     for end, other, later in refused_waits(program, found, messages):
         raise _fault(found, end, other, later)
 
 
 def refused_waits(program: Program, found: Dependencies, messages: Iterable[Message]) -> Iterator[tuple[int, int, int]]:
-    """Yield the posts after which a host must not wait for its device, as triples of nodes.
+    """Yield ``(post, other, later)``, three nodes, for every post after which a host must not wait for its device.
 
-    The second node is another post that completes together with the first. The third is the later action of the first
-    post's device that the second one needs. The host must not wait between the first and the third.
+    ``other`` is a post on another device that completes together with ``post``, for example the receive of a send. It
+    depends on ``later``, an action of the post's own device. The host must not wait between ``post`` and ``later``.
     """
     needed, lane_of = last_needed(found), found.graph.lane_of
     for end, other in _pairs(program, found, messages):
@@ -74,7 +75,7 @@ def refused_waits(program: Program, found: Dependencies, messages: Iterable[Mess
 
 
 def _pairs(program: Program, found: Dependencies, messages: Iterable[Message]) -> Iterator[tuple[int, int]]:
-    """Yield every post with every other post that completes together with it, as nodes."""
+    """Yield the nodes of every two posts that complete together: send and receive, or the posts of one collective."""
     nodes = {action: node for node, action in enumerate(found.actions)}
     for message in messages:
         yield from permutations((nodes[message.send], nodes[message.receive]), 2)
@@ -93,7 +94,7 @@ def _pairs(program: Program, found: Dependencies, messages: Iterable[Message]) -
 
 
 def _fault(found: Dependencies, end: int, other: int, later: int) -> ScheduleError:
-    """Return the error for a posted message that needs a later action of its own device to be complete."""
+    """Return the error for a post that completes only after a later action of its own device."""
     device = found.graph.lane_of[end]
     first = found.lanes[device].start
     action, after, partner = (found.actions[node] for node in (end, later, other))
@@ -103,15 +104,15 @@ def _fault(found: Dependencies, end: int, other: int, later: int) -> ScheduleErr
         mend = f"post {partner} before the actions that need {after}, or {action} after {after}"
     return ScheduleError(
         "host-wait",
-        f"is complete only after {after} at position {later - first} of its own device; a host that waits for its whole device "
-        f"between the two would wait without end, as when a GPU loads a kernel; {mend}, as lower() does",
+        f"is complete only after {after} at position {later - first} of its own device; a host that waits for its "
+        f"whole device between the two, for example to load a kernel, waits without end; {mend}, as lower() does",
         at=(device, end - first, action),
     )
 
 
 @dataclass(frozen=True)
 class QueueRun:
-    """The run of a program in single queues."""
+    """The simulated run of a program on devices with a single queue; ``spans`` has start and end of every action."""
 
     program: Program
     spans: tuple[tuple[tuple[float, float], ...], ...]
@@ -123,7 +124,7 @@ class QueueRun:
 
     @cached_property
     def bubble_rate(self) -> float:
-        """1 - work of the busiest device / makespan."""
+        """Return 1 - (work of the busiest device / makespan)."""
         work = [
             sum(end - start for action, (start, end) in zip(actions, spans, strict=True) if action.kind in COMPUTE)
             for actions, spans in zip(self.program.actions, self.spans, strict=True)
@@ -134,10 +135,10 @@ class QueueRun:
 def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
     """Simulate a program in the strict model of one hardware queue per device, and return the times of its actions.
 
-    Both ends of every message must have been checked to match.
+    Every send must have its receive (``check_edges``).
 
     Raises:
-        ScheduleError: a deadlock.
+        ScheduleError: the program has a deadlock in this model.
     """
     prices = ActionPrices(program.schedule, costs or Costs())
     lanes, actions = numbered(program.actions), [action for order in program.actions for action in order]
@@ -158,7 +159,7 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
     if len(nodes) < len(waits):
 
         def awaited(device: int) -> tuple[int, int]:
-            """Return the device that a device waits for, and the position of the missing post there."""
+            """Return another device that has not reached its post of the same message, and that post's position."""
             posts, _ = meetings[meeting_of[lanes[device][reached[device]]] - len(actions)]
             places = ((owner := graph.lane_of[post], post - lanes[owner].start) for post in posts)
             return next((owner, position) for owner, position in places if position != reached[owner])
@@ -174,7 +175,7 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
 
 
 def _meetings(program: Program, prices: ActionPrices) -> list[tuple[list[int], float]]:
-    """Return the messages, collectives and sums: the nodes of the actions that take part, and the seconds."""
+    """Return the nodes of the posts, and the seconds, of every message, collective and sum over replicas."""
     router, placement = Router(program.placement), program.placement
     nodes = {action: node for node, action in enumerate(action for order in program.actions for action in order)}
     together: dict[tuple[Kind, int] | Action, tuple[list[int], float]] = {}
@@ -196,10 +197,10 @@ def _meetings(program: Program, prices: ActionPrices) -> list[tuple[list[int], f
 
 
 def check_queues(program: Program, found: Dependencies) -> None:
-    """Prove that messages and collectives end even if every device serves all its posts strictly in order.
+    """Prove that messages and collectives complete even if every device serves all its posts strictly in order.
 
-    A message moves when it is at the head of both ends' queues, and a collective when it is at the head of all
-    queues. A post waits for its data.
+    A message moves when it is the next post of both its devices, and a collective when it is the next post of all
+    devices. A post waits for its data.
     """
     router, nodes = Router(program.placement), {action: node for node, action in enumerate(found.actions)}
     *devices, channel = found.lanes
@@ -224,7 +225,7 @@ def check_queues(program: Program, found: Dependencies) -> None:
             if node not in done or moves.get(node, node) not in done:
                 raise ScheduleError(
                     "queue-order",
-                    "can never end if its device serves messages and collectives strictly in posting order; post them in one "
-                    "order on all devices that take part, as lower() does",
+                    "can never end if its device serves messages and collectives strictly in posting order; post them "
+                    "in the same order on all devices that take part, as lower() does",
                     at=(device, position, found.actions[node]),
                 )
