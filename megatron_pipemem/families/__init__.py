@@ -1,4 +1,4 @@
-"""The built-in schedule families, one group of families per module."""
+"""The built-in schedule families. Each module has a group of related families, and is found without registration."""
 
 ORDER = (
     "gpipe",
@@ -27,4 +27,4 @@ ORDER = (
     "pipedream",
     "pipedream-2bw",
 )
-"""Order of the table of schedules, from the simplest. Families without an entry follow, by module."""
+"""The order of families in the table of schedules, from the simplest. Other families follow in the order of modules."""

@@ -1,8 +1,8 @@
-"""Asynchronous families: pipelines that are never flushed, with weights that change while microbatches are in them.
+"""Asynchronous families: pipelines that are never flushed, so that weights change while microbatches are in them.
 
-A schedule shows a window of such a run, from an empty pipeline to an empty one. In between no device waits for the
-last microbatch of an update. Training differs from synchronous training, because gradients are computed with older
-weights.
+A schedule of these families shows a part of an endless run. It begins and ends with an empty pipeline, as if training
+did. In between, no device waits for the last microbatch of an update. Training differs from synchronous training,
+because gradients are computed with older weights.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megatron_pipemem.schedule.schedule import Schedule, WeightUpdates
 
 
 def pipedream(num_devices: int, num_microbatches: int, vertical_sync: bool = False) -> Schedule:
-    """Build 1F1B with an update after every backward. A backward uses the weights of its own forward.
+    """Build 1F1B with an update after every backward. A backward uses the weight version of its own forward.
 
-    With ``vertical_sync`` all stages use the version that the first stage had, so a microbatch uses one version of
-    the whole model.
+    With ``vertical_sync`` all stages use the version that the first stage used for the microbatch. So the microbatch
+    uses one version of the whole model.
     """
     if not isinstance(vertical_sync, bool):
         raise UnsupportedError("bad-choice", f"pipedream: vertical_sync must be true or false, not {vertical_sync!r}")
@@ -31,7 +31,8 @@ def pipedream(num_devices: int, num_microbatches: int, vertical_sync: bool = Fal
 def pipedream_2bw(num_devices: int, num_microbatches: int, update_every: int | None = None) -> Schedule:
     """Build 1F1B with an update after every group of at least ``p`` microbatches.
 
-    On all stages a group uses the version before the newest. The last group may be smaller.
+    On all stages, a group uses the weights as they were before the update of the previous group. The last group may
+    be smaller.
     """
     every = num_devices if update_every is None else update_every
     check_whole("pipedream-2bw: update_every", every, least=num_devices)

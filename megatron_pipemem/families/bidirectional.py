@@ -1,10 +1,12 @@
 """Bidirectional families, and DualPipeV: two pipelines in opposite directions over the same devices.
 
-Device ``r`` holds stage ``r`` of one replica and stage ``p - 1 - r`` of the other, so that one direction computes
-while the other fills and drains. The replicas sum the gradients of a stage when both are complete.
+Device ``r`` holds stage ``r`` of one replica and stage ``p - 1 - r`` of the other. So one pipeline computes while the
+other one has bubbles at the start and end of a step. The gradients of a stage are summed over both replicas when both
+are complete.
 
-DualPipeV is DualPipe (arXiv 2412.19437, section 3.2.1) cut in half and folded onto a V, as deepseek-ai/DualPipe does.
-Its steady state pairs a forward with a backward, so that each can hide the other's communication.
+DualPipeV is DualPipe (arXiv 2412.19437, section 3.2.1) with one replica, on half as many devices with a V placement, as
+in deepseek-ai/DualPipe. In its steady state every forward is followed by a backward, so that each pass can overlap with
+the communication of the other.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from megatron_pipemem.schedule.schedule import Order, Schedule
 
 
 def dualpipe_v(num_devices: int, num_microbatches: int) -> Schedule:
-    """Build DualPipeV's eight steps. Backwards are split only where the pipeline fills and drains.
+    """Build the schedule DualPipeV. Backwards are split only at the start and end of a step.
 
-    A forward and its paired backward run one after the other, and each sends its result when it ends. Passes beyond
-    the last microbatch are dropped.
+    A forward and the backward that is paired with it run one after the other. Each sends its result when it ends. The
+    order is that of at least ``2p`` microbatches, without the passes of microbatches that do not exist.
     """
     p, n = num_devices, max(2 * num_devices, num_microbatches)
     passes = (_device_passes(device, p, n) for device in range(p))
@@ -51,7 +53,7 @@ def _device_passes(device: int, p: int, n: int) -> list[Pass]:
         passes.append(f1)
     passes += [f0, b1, f1, b0] * (n - 2 * p + device + 1)
     passes += [b1, f1, b0] * below
-    # The second half of these backwards is split: their W wait until nothing else can run.
+    # The second half of these backwards is split: their W run when nothing else can run.
     split_from = device + 1
     for index in range(2 * (device + 1)):
         stage = first if index % 2 else second
@@ -78,12 +80,13 @@ DUALPIPE_V = Family(
 
 
 def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> Schedule:
-    """Build units of ``p`` microbatches, half of them in either direction, on a grid of slots without conflicts.
+    """Build the schedule Chimera from units of ``p`` microbatches, half of them in each direction.
 
-    The next unit starts ``2p`` slots later, within the gaps at the end of the previous one. A last unit with fewer
-    microbatches leaves slots empty. With ``doubling`` a slot holds two forwards, so it is as long as a backward. Then
-    a unit has ``2p`` microbatches in ``3p`` slots, and there is no bubble between units. The number of devices must
-    be even, because the two directions collide otherwise.
+    Every pass of a unit has a time slot of its own on its device. The next unit starts ``2p`` slots later, in the idle
+    slots at the end of the previous unit. A last unit with fewer microbatches leaves slots empty. With ``doubling`` a
+    slot has two forwards, so it is as long as a backward. A unit then has ``2p`` microbatches in ``3p`` slots, and
+    there is no bubble between units. The number of devices must be even, because otherwise two passes would need the
+    same slot.
     """
     p, m = num_devices, num_microbatches
     _check_even("chimera", p)
@@ -107,7 +110,7 @@ def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> 
 
 
 def gems(num_devices: int, num_microbatches: int) -> Schedule:
-    """Run one microbatch at a time. The next one goes forward in the other direction right after the backward."""
+    """Build the schedule GEMS: one microbatch at a time, in alternating directions, each after the other's backward."""
     p = num_devices
     orders = (
         tuple(
@@ -121,11 +124,11 @@ def gems(num_devices: int, num_microbatches: int) -> Schedule:
 
 
 def dualpipe(num_devices: int, num_microbatches: int) -> Schedule:
-    """Build the eight steps of DeepSeek's schedule, with half of the microbatches in either direction.
+    """Build DeepSeek's schedule DualPipe, with half of the microbatches in each direction.
 
-    The source overlaps a forward of one direction with a backward of the other. Here they are adjacent, and each
-    sends its result when it ends. It needs an even number of devices, and an even number of at least ``2p``
-    microbatches.
+    DeepSeek overlaps a forward of one direction with a backward of the other. Here the two run one after the other,
+    and each sends its result when it ends. The schedule needs an even number of devices, and an even number of
+    microbatches, at least ``2p``.
     """
     p, m = num_devices, num_microbatches
     _check_even("dualpipe", p)

@@ -1,13 +1,13 @@
-"""Construction of families from passes, and of passes from building blocks.
+"""Build schedules from lists of passes, and lists of passes from a building block.
 
-A pass is a kind on a stage, without a microbatch. Every family here takes the microbatches of a stage in order,
-forward and backward. Slices of a microbatch run from the first to the last forward, and from the last to the first
-backward. The passes of a device then determine its order, and weight gradients accumulate as in 1F1B.
+A pass is a kind on a stage, without a microbatch. Microbatches of a stage always run in order, forward and backward.
+The slices of a microbatch run forward from the first to the last, and backward from the last to the first. So the list
+of passes of a device determines its order, and weight gradients accumulate as in 1F1B.
 
-A block has the passes of one microbatch at fixed time slots. It is repeated at a fixed interval, reordered and
-squeezed into a schedule. The peak follows from the time that each activation lives (arXiv 2405.15362, sections 2 and
-3). F, I and W take one slot, and B takes two. With sequence slices a block is for one slice, and backwards wait for
-the last slice.
+A block has the passes of one microbatch on all stages, each in a time slot. It is repeated at a fixed interval. Then
+passes move into idle slots, and the remaining idle slots are dropped. The peak memory follows from the time that each
+activation lives (arXiv 2405.15362, sections 2 and 3). F, I and W take one slot, and B takes two. With sequence slices
+a block has the passes of one slice, and backwards wait for the last slice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 
 
 class Pass(NamedTuple):
-    """A kind on a stage, for the next microbatch."""
+    """A kind of action on a stage. The microbatch is the next one that has not had this kind there."""
 
     kind: Kind
     stage: int
@@ -36,10 +36,11 @@ class Pass(NamedTuple):
 def in_microbatch_order(
     name: str, placement: Placement, num_microbatches: int, passes: Iterable[Iterable[Pass]], slices: int = 1
 ) -> Schedule:
-    """Return the schedule in which the k-th forward of a stage is of unit ``k``, and its k-th I or B of unit ``mirrored(k)``.
+    """Return the schedule of a list of passes per device: microbatches of every kind and stage run in order.
 
-    Units are slices, or microbatches without slices. The k-th W of a stage is of the unit of its k-th I, or of its
-    k-th backward if the stage has no I. Units beyond the last microbatch are dropped.
+    The k-th F of a stage is that of unit ``k``, and the k-th I or B that of unit ``mirrored(k)``. Units are slices, or
+    whole microbatches without slices. The k-th W of a stage has the unit of its k-th I, or of its k-th backward if the
+    stage has no I. Passes beyond the last microbatch are dropped.
     """
     orders = (_order(list(device_passes), num_microbatches * slices, slices) for device_passes in passes)
     return Schedule(name, placement, num_microbatches, tuple(orders), slices)
@@ -75,19 +76,19 @@ SLOTS = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
 _HELD = {Kind.F: 1, Kind.I: 0, Kind.W: -1, Kind.B: -1}
 
 Timetable = list[tuple[int, Pass]]
-"""``(start slot, pass)`` of all passes, by slot. A device's W are interchangeable until ``squeeze``."""
+"""``(start slot, pass)`` of all passes, sorted by slot. The stages of a device's W are decided only in ``squeeze``."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """The passes of one microbatch: per stage F and either B, or I and W.
+    """The passes of one microbatch, each with its slot: F and either B, or I and W, on every stage.
 
-    A pass that is missing, starts before its input ends, or collides with another one when the block is repeated is
-    an error.
+    A ScheduleError is raised if a pass is missing or starts before its input ends. It is also raised if two passes of
+    a device take the same slot when the block is repeated.
     """
 
     placement: Placement
-    interval: int  # slots between one microbatch and the next; at least the device's work per microbatch
+    interval: int  # slots from a microbatch to the next one; at least the slots of a device's passes per microbatch
     starts: Mapping[Pass, int]  # the slot in which every pass starts
 
     def __post_init__(self) -> None:
@@ -123,7 +124,7 @@ class Block:
 
     @classmethod
     def with_weight_gradients(cls, placement: Placement, interval: int, starts: Mapping[Pass, int]) -> Block:
-        """Make a block from its F and I. Each W takes the next vacant slot, in the order of their I."""
+        """Make a block from the slots of F and I. Each W gets the first free slot after its I, in order of the I."""
         starts = dict(starts)
         taken = {(placement.devices[each.stage], slot % interval) for each, slot in starts.items()}
         for slot, stage in sorted((slot, each.stage) for each, slot in starts.items() if each.kind is Kind.I):
@@ -141,10 +142,10 @@ class Block:
         return cls(placement, interval, starts)
 
     def sliced(self, slices: int) -> Block:
-        """Return the block of one sequence slice: its forwards stay, and its backwards come ``slices - 1`` intervals later.
+        """Return the block of one sequence slice: with the same forwards, and backwards ``slices - 1`` intervals later.
 
-        The last slice of a microbatch then has its backward as soon as before, and the first slice ``2 (slices - 1)``
-        intervals later.
+        Slices run backward in reverse. So the last slice of a microbatch has its backward as soon after its forward as
+        in this block, and the first slice ``2 (slices - 1)`` intervals later.
         """
         later = (slices - 1) * self.interval
         starts = {each: start + (0 if each.kind is Kind.F else later) for each, start in self.starts.items()}
@@ -152,16 +153,16 @@ class Block:
 
     @property
     def length(self) -> int:
-        """Slots from slot 0 to the end of the last pass."""
+        """Return the number of slots from slot 0 to the end of the last pass."""
         return max(start + SLOTS[each.kind] for each, start in self.starts.items())
 
     def lifespan(self, stage: int) -> int:
-        """Return the slots from the start of the stage's F to the end of the W or B that releases its activation."""
+        """Return for how many slots an activation of a stage lives: from the start of F to the end of W or B."""
         kind = Kind.B if Pass(Kind.B, stage) in self.starts else Kind.W
         return self.starts[Pass(kind, stage)] + SLOTS[kind] - self.starts[Pass(Kind.F, stage)]
 
     def peaks(self) -> tuple[int, ...]:
-        """Return the most stage activations that every device holds if the block is repeated without end."""
+        """Return for every device the most activations (of one stage each) if the block is repeated without end."""
 
         def most(stages: tuple[int, ...]) -> int:
             lives = [(self.starts[Pass(Kind.F, stage)], self.lifespan(stage)) for stage in stages]
@@ -175,7 +176,7 @@ class Block:
 
 
 def repeat(block: Block, num_microbatches: int) -> Timetable:
-    """Repeat the block for every microbatch, ``interval`` slots apart."""
+    """Return the passes of all microbatches: the block, repeated every ``interval`` slots."""
     return sorted(
         (start + microbatch * block.interval, each)
         for each, start in block.starts.items()
@@ -186,12 +187,12 @@ def repeat(block: Block, num_microbatches: int) -> Timetable:
 def reorder(
     timetable: Timetable, placement: Placement, peak: int, *, steady: bool = False, slices: int = 1
 ) -> Timetable:
-    """Fill the idle slots of warm-up and cool-down without raising any device's peak above ``peak`` stage activations.
+    """Move passes of warm-up and cool-down to earlier idle slots. No device may hold more than ``peak`` activations.
 
-    Warm-up lasts until the first backward of stage 0, and cool-down begins after its last forward. Passes move, in
-    order of time, to the earliest idle slots that their inputs allow. In the cool-down W take the slots that all
-    other passes leave. ``steady`` also moves the passes in between, which gains about a slot with full backwards and
-    disturbs the block with split ones.
+    Warm-up lasts until the first backward of stage 0, and cool-down begins after the last forward of stage 0. Passes
+    move, in order of time, to the earliest idle slots that their inputs allow. In the cool-down, W take the slots that
+    are idle after all other passes have moved. ``steady`` also moves the passes in between. That saves about one slot
+    if backwards are full, and makes the schedule worse if they are split. ``peak`` counts activations of one stage.
     """
     warm_up_end = min(slot for slot, each in timetable if each.stage == 0 and each.kind in (Kind.I, Kind.B))
     cool_down = 1 + max(slot for slot, each in timetable if each == Pass(Kind.F, 0))
@@ -221,7 +222,7 @@ def reorder(
 
 
 def extend(timetable: Timetable, interval: int, num_microbatches: int) -> Timetable:
-    """Insert repetitions of one interval from the middle of the steady state until there are so many more microbatches."""
+    """Lengthen a timetable by a number of microbatches: repeat one interval from the middle of its steady state."""
     if num_microbatches <= 0:
         return timetable
     begin = timetable[len(timetable) // 2][0]
@@ -235,7 +236,7 @@ def extend(timetable: Timetable, interval: int, num_microbatches: int) -> Timeta
 
 
 def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Drop the idle slots and assign a device's W in the order of its I."""
+    """Return the schedule of a timetable without idle slots. The W of a device get the stages of its I, in order."""
 
     def device_passes(device: int) -> Iterator[Pass]:
         gradients = iter([each.stage for _, each in by_device[device] if each.kind is Kind.I])
@@ -250,10 +251,10 @@ def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatc
 
 
 def build(name: str, block: Block, num_microbatches: int, *, steady: bool = False, slices: int = 1) -> Schedule:
-    """Repeat, reorder and squeeze a block into a schedule that keeps the block's highest peak on every device.
+    """Return the schedule of a repeated block. No device holds more than the highest peak of the block.
 
-    A step with fewer microbatches than the peak is a longer step without its surplus. ``sliced`` is applied to the
-    block, so its backward must not wait for other slices yet.
+    If there are fewer microbatches than activations in the peak, a longer step is built, and the passes of surplus
+    microbatches are dropped. ``Block.sliced`` is applied here, so pass the block of a whole microbatch.
     """
     check_whole(f"{name}: slices", slices, least=1)
     block = block.sliced(slices)
@@ -267,7 +268,7 @@ def build(name: str, block: Block, num_microbatches: int, *, steady: bool = Fals
 
 
 def _backwards(passes: Iterable[Pass]) -> dict[int, Pass]:
-    """Return the pass that makes every stage's input gradient."""
+    """Return for every stage the pass that computes its input gradient: I or B."""
     return {each.stage: each for each in passes if each.kind in (Kind.I, Kind.B)}
 
 
@@ -283,7 +284,7 @@ def _inputs(each: Pass, placement: Placement, backwards: Mapping[int, Pass]) -> 
 
 
 def _peak(timetable: Timetable, placement: Placement) -> int:
-    """Return the most stage activations that any device holds."""
+    """Return the most activations (of one stage each) that any device holds."""
     held: Counter[int] = Counter()
     most = 0
     for _, each in timetable:
@@ -294,7 +295,7 @@ def _peak(timetable: Timetable, placement: Placement) -> int:
 
 
 class _Plan:
-    """The passes placed so far, and the idle slots."""
+    """A timetable whose passes are moved one by one: the passes placed so far, and the idle slots of every device."""
 
     def __init__(self, timetable: Timetable, placement: Placement, slices: int) -> None:
         self.placed: Timetable = []
@@ -315,7 +316,7 @@ class _Plan:
         self._held = [list(accumulate(device_changes)) for device_changes in changes]
 
     def earliest(self, each: Pass) -> int:
-        """Return the first slot in which the next occurrence of a pass has its inputs."""
+        """Return the first slot in which the inputs of the pass's next microbatch are complete."""
         kind, stage = each
         if kind is Kind.W:
             device = self._placement.devices[stage]
@@ -330,14 +331,17 @@ class _Plan:
         return max([0, *self._ends[each][-1:], *inputs])
 
     def earliest_within(self, peak: int, each: Pass, earliest: int, slot: int) -> int:
-        """Return the first slot from which the device can hold one more activation until ``slot``."""
+        """Return the first slot from ``earliest`` on since which the device has room for one more activation."""
         held = self._held[self._placement.devices[each.stage]]
         while slot > earliest and held[slot - 1] < peak:
             slot -= 1
         return slot
 
     def first_idle(self, each: Pass, earliest: int, planned: int | None = None) -> int:
-        """Return the first start from ``earliest`` on with enough idle slots. The ``planned`` slots count as idle."""
+        """Return the first slot from ``earliest`` on at which the pass fits into idle slots.
+
+        The slots that the pass has now, from ``planned`` on, count as idle.
+        """
         busy, length = self._busy[self._placement.devices[each.stage]], SLOTS[each.kind]
         own = range(0) if planned is None else range(planned, planned + length)
         start = earliest
@@ -346,7 +350,7 @@ class _Plan:
         return start
 
     def place(self, each: Pass, planned: int, start: int) -> None:
-        """Put the next occurrence of a pass at ``start`` instead of ``planned``."""
+        """Move the pass of its next microbatch from slot ``planned`` to slot ``start``."""
         device, length = self._placement.devices[each.stage], SLOTS[each.kind]
         if start != planned:
             self._busy[device].difference_update(range(planned, planned + length))
@@ -360,7 +364,7 @@ class _Plan:
         self._weight_gradients[device] += each.kind is Kind.W
 
     def add_missing_weight_gradients(self) -> None:
-        """Put a W for every I without one into the first idle slots."""
+        """Add a W for every I that has none, in the first idle slot after the I."""
         for device, ends in enumerate(self._input_gradient_ends):
             missing = Pass(Kind.W, self._placement.stages[device][0])
             for end in ends[self._weight_gradients[device] :]:

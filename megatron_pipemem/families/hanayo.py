@@ -1,4 +1,4 @@
-"""Hanayo: several waves over the devices, so that the turn of a wave hides in a neighbour's chunk (arXiv 2308.15762)."""
+"""The family ``hanayo``: stages go up and down the devices several times, in so-called waves (arXiv 2308.15762)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _DELAYS = range(6)
 
 
 def hanayo(num_devices: int, num_microbatches: int, waves: int | None = None, chunks: int | None = None) -> Schedule:
-    """Schedule by list, backwards first as in the paper, or repeat a block. The faster schedule is taken.
+    """Return the faster of two schedules: a greedy one with backwards first, as in the paper, and a repeated block.
 
-    List scheduling holds no more than 1F1B and is best for about ``p`` microbatches, but its bubble grows with their
-    number. The bubble of a block does not grow. A block that holds over a microbatch more than 1F1B is not used.
-    ``waves`` (default 2) counts trips up and down the devices; ``chunks`` is twice the number.
+    The greedy schedule holds no more than 1F1B and is best for about ``p`` microbatches, but its bubble grows with
+    their number. The bubble of the repeated block does not grow. A block is not used if a device would hold more than
+    one microbatch of all its stages in addition to 1F1B. ``waves`` (default 2) is how often the stages go up and down
+    the devices, and ``chunks`` is twice that number.
     """
     p, m = num_devices, num_microbatches
     if waves is None:
@@ -51,10 +52,10 @@ def _waves(chunks: int) -> int:
 
 
 def _list_schedule(placement: Placement, num_microbatches: int) -> Schedule:
-    """Run a ready pass whenever a device is free: preferably a backward, and the oldest microbatch.
+    """Return the greedy schedule: a free device runs a ready backward, or else a forward, of the oldest microbatch.
 
-    A forward waits until its device holds less than 1F1B, and one stage less than that for every later chunk. So the
-    oldest microbatch always finds room, and nothing blocks for good.
+    A device holds at most the memory of 1F1B's first device. A forward runs only if there is also room for the same
+    microbatch on all later chunks of the device. So the oldest microbatch can always go on, and there is no deadlock.
     """
     from megatron_pipemem.search.improve import dispatch  # only here, because it loads the search
     from megatron_pipemem.search.problem import FORWARD, INPUT, KINDS, WEIGHT, Problem, to_schedule, waits_of
@@ -73,7 +74,10 @@ def _list_schedule(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 def _block(placement: Placement, delay: int) -> Block:
-    """Put every pass into the first slots after its input that leave room for the rest, with a ``delay`` per new chunk."""
+    """Return the block whose passes start as soon as their input is ready and a slot is free.
+
+    ``delay`` is the number of slots between the forwards of consecutive chunks.
+    """
     p, chunks = placement.num_devices, placement.num_chunks
     interval = chunks * (SLOTS[Kind.F] + SLOTS[Kind.B])
     rhythms = [_Rhythm(interval, chunks) for _ in range(p)]
@@ -90,7 +94,7 @@ def _block(placement: Placement, delay: int) -> Block:
 
 
 class _Rhythm:
-    """The taken slots of one device in every interval. For each F to come, two slots in a row stay free for a B."""
+    """The taken slots of one device within an interval. For each remaining B, two adjacent slots stay free."""
 
     def __init__(self, interval: int, forwards: int) -> None:
         self._interval = interval
@@ -98,7 +102,7 @@ class _Rhythm:
         self._forwards = forwards  # still to come; each can close one odd gap
 
     def take(self, earliest: int, kind: Kind) -> int:
-        """Take the first start from ``earliest`` on."""
+        """Take the slots of a pass, and return the first of them: the earliest possible from ``earliest`` on."""
         self._forwards -= kind is Kind.F
         for start in range(earliest, earliest + self._interval):
             slots = {slot % self._interval for slot in range(start, start + SLOTS[kind])}

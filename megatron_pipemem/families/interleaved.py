@@ -1,8 +1,8 @@
 """Families that interleave several stages per device.
 
 Interleaved 1F1B has Megatron's exact order (arXiv 2104.04473, section 2.2). Looped BFS is from arXiv 2211.05953.
-SlimPipe cuts sequences into so many slices that all devices together hold about one microbatch (arXiv 2504.14519).
-GIS, GIS-H and the schedules between them run groups of microbatches with a split backward (arXiv 2503.01328).
+SlimPipe cuts sequences into slices, so that all devices together hold about one microbatch (arXiv 2504.14519). GIS and
+GIS-H run groups of microbatches through the chunks, with split backwards (arXiv 2503.01328).
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from megatron_pipemem.schedule.schedule import Schedule
 def interleaved(
     num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None, slices: int = 1
 ) -> Schedule:
-    """Build Megatron's order, and extend its rule to every other number of microbatches, and to their slices.
+    """Build Megatron's interleaved order, also for numbers of microbatches that Megatron refuses, and for slices.
 
-    A given ``group_size`` makes the order equal to Megatron's table whenever that table can run, even with a last
-    group that is too small for Megatron.
+    ``group_size`` is Megatron's ``microbatch_group_size_per_vp_stage``: the number of microbatches (or slices) that
+    run through a chunk before the next chunk's turn. It is at least ``p``, and ``p`` by default. If microbatches have
+    a number of slices that is not a multiple of ``p``, the default is the smallest group of whole microbatches with at
+    least ``p`` slices.
 
-    ``group_size`` counts microbatches (or slices) that run through one chunk before the next chunk's turn, at least
-    ``p``: Megatron's ``microbatch_group_size_per_vp_stage``. The default is ``p``. If the slices of a microbatch do
-    not fill groups of ``p``, the default is the smallest number of whole microbatches with at least ``p`` slices.
+    If ``group_size`` is given, the order is exactly Megatron's whenever it has no deadlock, even if the last group has
+    fewer than ``p`` microbatches.
     """
     check_whole("interleaved: slices", slices, least=1)
     p, units = num_devices, num_microbatches * slices
@@ -99,9 +100,10 @@ INTERLEAVED = Family(
 
 
 def looped_bfs(num_devices: int, num_microbatches: int, chunks: int = 2) -> Schedule:
-    """Run chunk after chunk for all microbatches. Backwards ascend, so that gradients accumulate in the order of 1F1B.
+    """Build the schedule in which every device runs all microbatches through one chunk, then through the next.
 
-    Fewer than ``p`` microbatches lengthen the bubble.
+    Backwards run in microbatch order, so that gradients accumulate as in 1F1B. With fewer than ``p`` microbatches the
+    bubble is longer.
     """
     check_whole("looped-bfs: chunks", chunks, least=1)
     m, placement = num_microbatches, Placement.interleaved(num_devices, chunks)
@@ -125,11 +127,11 @@ LOOPED_BFS = Family(
 
 
 def slimpipe(num_devices: int, num_microbatches: int, chunks: int = 2, slices: int | None = None) -> Schedule:
-    """Run slices through the chunks in groups of ``p``, as interleaved 1F1B does with microbatches.
+    """Build interleaved 1F1B of sequence slices: groups of ``p`` slices run through the chunks.
 
-    A device runs the forwards of a whole microbatch before its first backward. With a multiple of ``p`` slices it
-    holds that microbatch, and at most ``2 (p - 1)`` slices of a stage that are between it and the last device. One
-    chunk gives ``seq1f1b``.
+    A device runs the forwards of a whole microbatch before its first backward. At its peak, it holds that microbatch
+    on all its stages, and up to ``2 (p - 1)`` further slices of one stage. With one chunk the schedule is
+    ``seq1f1b``. The number of slices must be a multiple of ``p``.
     """
     p, n = num_devices, num_devices if slices is None else slices
     check_whole("slimpipe: chunks", chunks, least=1)
@@ -137,8 +139,8 @@ def slimpipe(num_devices: int, num_microbatches: int, chunks: int = 2, slices: i
     if n % p:
         raise UnsupportedError(
             "slices-do-not-fit",
-            f"slimpipe: slices must be a multiple of the {p} devices, not {n}; take {-(-n // p) * p}, or 'seq1f1b' or "
-            "'interleaved', which take any number",
+            f"slimpipe: slices must be a multiple of the {p} devices, not {n}; give {-(-n // p) * p}, or use 'seq1f1b' "
+            "or 'interleaved', which take any number",
         )
     # With one chunk, the warm-up of interleaved 1F1B would be up to p - 1 slices longer than needed.
     built = seq1f1b(p, num_microbatches, n) if chunks == 1 else interleaved(p, num_microbatches, chunks, slices=n)
@@ -169,18 +171,18 @@ _SLOTS = 3
 
 
 def gis(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:
-    """Run groups of ``p`` microbatches: 1F1B's memory with two thirds of interleaved 1F1B's bubble."""
+    """Build GIS: groups of ``p`` microbatches, 1F1B's memory, and two thirds of interleaved 1F1B's bubble."""
     return _gis("gis", num_devices, num_microbatches, chunks, num_devices if group_size is None else group_size)
 
 
 def gis_h(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:
-    """Run groups of half as many microbatches as devices. With many chunks this needs half of the memory of ``gis``."""
+    """Build GIS-H: groups of ``p / 2`` microbatches. With many chunks it needs half of the memory of ``gis``."""
     p = num_devices
     return _gis("gis-h", p, num_microbatches, chunks, (p + 1) // 2 if group_size is None else group_size)
 
 
 def grouped_slots(num_devices: int, chunks: int, group_size: int) -> tuple[list[int], list[int]]:
-    """Return the slots of the first microbatch of a group, by chunk: of its F on device 0, and of its I on the last device."""
+    """Return the slots of a group's first microbatch, per chunk: of F on device 0, and of I on the last device."""
     p, v, g = num_devices, chunks, group_size
     turns = -(-((p + 1) // 2) // g)
     distinct = v // gcd(v, turns)
@@ -203,7 +205,10 @@ def _gis(name: str, p: int, m: int, v: int, group: int) -> Schedule:
 
 
 def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
-    """Run forwards ahead, then I, W and F in turn. For groups of one size this is the order of the slots."""
+    """Return the passes of a device: first some forwards, then I, W and F in turn.
+
+    For groups of equal size the order is the same as that of ``_in_slots``.
+    """
     visits = [chunk for size in sizes for chunk in range(v) for _ in range(size)]
     forwards = [Pass(Kind.F, chunk * p + device) for chunk in visits]
     warm_up = max(sizes) * (v - 1) + p - device
@@ -217,7 +222,7 @@ def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
 
 
 def _in_slots(device: int, p: int, v: int, group: int, m: int) -> list[Pass]:
-    """Build full groups, and a last one without some of its microbatches: the order stays valid without them."""
+    """Return the passes of a device in the order of their slots. A last group may lack microbatches."""
     forward, backward = grouped_slots(p, v, group)
     timetable = []
     for microbatch in range(m):

@@ -1,7 +1,7 @@
-"""PipeOffload (arXiv 2503.01328): half or all chunks of uniform repeating are offloaded, interleaved or over a V.
+"""PipeOffload (arXiv 2503.01328): offload half or all chunks of a schedule with *uniform repeating*.
 
-In uniform repeating forwards have the pace of the steady state from the beginning. So activations are made no faster
-than they can leave. Every W follows its I at once.
+In such a schedule, forwards run at the rate of the steady state from the beginning of a step. So activations are made
+no faster than they can be copied to the host. Every W directly follows its I. The placement is interleaved or a V.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _MOST_WAITING = 4
 
 
 def with_prompt_weights(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
-    """Yield orders in which at most 0, 1, 2 ... weight gradients of a device wait. More W run whenever it would be idle."""
+    """Yield the schedule with its W moved: with at most 0, 1, 2, 3 or 4 W waiting on a device.
+
+    A W also runs whenever its device would be idle. Nothing is yielded for a schedule without W.
+    """
     if not any(action.kind is Kind.W for order in schedule.orders for action in order):
         return
     timeline = simulate(schedule, costs)
@@ -56,7 +59,7 @@ def _prompt(timeline: Timeline, device: int, most: int) -> Order:
 def uniform_repeating(
     num_devices: int, num_microbatches: int, chunks: int = 2, placement: str = "interleaved"
 ) -> Schedule:
-    """Build the schedule that PipeOffload starts from. Its peak lies between interleaved 1F1B without and with offload.
+    """Build the schedule with uniform repeating that ``pipe_offload`` adds offload to.
 
     ``placement`` is ``interleaved``, or ``v`` with 2 chunks.
     """
@@ -65,8 +68,8 @@ def uniform_repeating(
     if placement != "v" or chunks != 2:
         raise UnsupportedError(
             "unsupported-placement",
-            f"uniform repeating over {placement!r} with {chunks} chunks does not exist; take interleaved with any number of "
-            "chunks, or v with 2",
+            f"there is no uniform repeating for placement {placement!r} with {chunks} chunks; use interleaved with any "
+            "number of chunks, or v with 2",
         )
     return next(with_prompt_weights(zbv(num_devices, num_microbatches), Costs()))
 
@@ -82,10 +85,11 @@ def pipe_offload(
     offload_chunks: int | None = None,
     costs: Costs | None = None,
 ) -> Schedule:
-    """Offload the longer-lived chunks of every device, as far as that lowers the peak.
+    """Build PipeOffload: offload the longer-lived chunks of every device, as far as that lowers the peak.
 
-    At most ``offload_chunks`` chunks per device are offloaded, by default one of ``part``, rounded up. ``k`` is the
-    time of activations to the host and back over that of their F, I and W, by default from ``costs``, or 1.
+    At most ``offload_chunks`` chunks per device are offloaded: by default all chunks divided by ``part``, rounded up.
+    ``k`` is the seconds of a copy to the host and back, divided by those of F, I and W. The default is that of
+    ``costs``, or 1.
     """
     from megatron_pipemem.features.offload.orders import plan_offload  # only here, because others do not need it
 

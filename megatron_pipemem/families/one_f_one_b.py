@@ -1,8 +1,8 @@
 """GPipe and the variants of 1F1B.
 
 GPipe runs all forwards, then all backwards (arXiv 1811.06965, section 2.3). 1F1B runs some forwards, then one forward
-and one backward in turn. Variants are eager, lie over a V with a full backward (arXiv 2405.15362, appendix I), or run
-slices of sequences in place of whole microbatches (arXiv 2406.03488).
+and one backward in turn. One variant runs more forwards ahead (eager). One has a V placement with full backwards (arXiv
+2405.15362, appendix I). One runs sequence slices in place of whole microbatches (arXiv 2406.03488).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_pipemem.schedule.schedule import Order, Schedule
 
 
 def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
-    """Run all forwards, then all backwards. Backwards ascend, so that gradients accumulate in the order of 1F1B."""
+    """Build GPipe: all forwards, then all backwards, in microbatch order, so that gradients accumulate as in 1F1B."""
     m = num_microbatches
     passes = ([Pass(Kind.F, r)] * m + [Pass(Kind.B, r)] * m for r in range(num_devices))
     return in_microbatch_order("gpipe", Placement.linear(num_devices), m, passes)
@@ -35,12 +35,12 @@ GPIPE = Family(
 
 
 def one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
-    """Build stock Megatron's order: device r runs p-r-1 forwards ahead."""
+    """Build stock Megatron's 1F1B: device ``r`` runs ``p - r - 1`` forwards before it alternates with backwards."""
     return _with_warm_up("1f1b", num_devices, num_microbatches, lambda hops_to_loss: hops_to_loss)
 
 
 def eager_one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
-    """Run one more forward ahead per hop to the loss, so that messages of both directions hide behind compute."""
+    """Build 1F1B with ``2 (p - r - 1)`` forwards ahead on device ``r``, so that messages overlap with computing."""
     return _with_warm_up("1f1b-eager", num_devices, num_microbatches, lambda hops_to_loss: 2 * hops_to_loss)
 
 
@@ -76,7 +76,7 @@ _INTERVAL = 6
 
 
 def one_f_one_b_v(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Start every pass right after its input. Only every third backward waits for a free slot."""
+    """Build 1F1B over a V: passes start right after their input, and only every third backward waits for a slot."""
     p, stages = num_devices, 2 * num_devices
     starts = {Pass(Kind.F, stage): stage for stage in range(stages)}
     clock = stages + (3 if p % 3 == 0 else 0)
@@ -104,9 +104,9 @@ ONE_F_ONE_B_V = Family(
 
 
 def seq1f1b(num_devices: int, num_microbatches: int, slices: int = 2) -> Schedule:
-    """Run forwards slice by slice. Backwards begin with the last slice of a microbatch, which no other slice attends to.
+    """Build 1F1B of sequence slices. The slices of a microbatch run backward from the last to the first.
 
-    With one slice this is 1F1B.
+    The last slice comes first, because no other slice attends to its keys and values. With one slice this is 1F1B.
     """
     check_whole("seq1f1b: slices", slices, least=1)
     p, n, units = num_devices, slices, num_microbatches * slices

@@ -16,7 +16,10 @@ INTERVAL = 6
 
 
 def zbv(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Build ZBV by its closed form for equal F, I and W. Passes beyond the last microbatch are dropped."""
+    """Build ZBV, whose order is given by a formula for equal F, I and W.
+
+    The order is that of at least ``2p - 1`` microbatches, without the passes of microbatches that do not exist.
+    """
     check_whole("zbv: slices", slices, least=1)
     p, units = num_devices, max(2 * num_devices + slices - 2, num_microbatches * slices)
     passes = (_zbv_passes(device, p, units, slices - 1) for device in range(p))
@@ -24,21 +27,21 @@ def zbv(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
 
 
 def v_half(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Let forwards go down the V in two slots per device and come back in one. Backwards mirror them."""
+    """Build V-Half: forwards take two slots per device down the V, and one per device back. Backwards mirror them."""
     p, turn = num_devices, 0 if num_devices % 2 else 3
     slots = ((2 * r, 3 * p - 2 - r, 3 * p - 1 + turn + 2 * r, 6 * p - 2 + turn - r) for r in range(p))
     return _repeated("v-half", slots, p, num_microbatches, slices)
 
 
 def v_min(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Start every pass right after its input, so that activations live as short as possible."""
+    """Build V-Min: every F and I starts right after its input, so that activations live as short as possible."""
     p, turn = num_devices, 0 if num_devices % 3 else 2
     slots = ((r, 2 * p - 1 - r, 2 * p + turn + r, 4 * p - 1 + turn - r) for r in range(p))
     return _repeated("v-min", slots, p, num_microbatches, slices)
 
 
 def _repeated(name: str, slots: Iterable[tuple[int, ...]], p: int, num_microbatches: int, slices: int) -> Schedule:
-    """Repeat a block given by the slots of every device: F of its two stages, then I of both in reverse."""
+    """Return the schedule of a block, given four slots per device: F of its two stages, then I of both in reverse."""
     starts: dict[Pass, int] = {}
     for device, own in enumerate(slots):
         down, up = device, 2 * p - 1 - device
@@ -49,7 +52,7 @@ def _repeated(name: str, slots: Iterable[tuple[int, ...]], p: int, num_microbatc
 
 
 def _zbv_passes(device: int, p: int, units: int, ahead: int) -> list[Pass]:
-    """Return the passes of a device that runs ``ahead`` more forwards of both stages before its first backward."""
+    """Return ZBV's passes of a device, with ``ahead`` more forwards of both stages before the first backward."""
     r, first, second = device, device, 2 * p - 1 - device
     f0, i0, w0 = (Pass(kind, first) for kind in (Kind.F, Kind.I, Kind.W))
     f1, i1, w1 = (Pass(kind, second) for kind in (Kind.F, Kind.I, Kind.W))

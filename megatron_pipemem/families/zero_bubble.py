@@ -1,4 +1,4 @@
-"""Zero bubble: ZB-H1 and ZB-H2 (arXiv 2401.10241, section 2), and an order fitted to costs and memory (section 3.1)."""
+"""Zero-bubble families: ZB-H1 and ZB-H2 (arXiv 2401.10241, section 2), and orders fitted to costs and memory (3.1)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_pipemem.schedule.simulator import simulate
 
 
 def zb_h1(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Keep 1F1B's memory: device r runs p-r forwards ahead, and its weight gradients follow r microbatches later."""
+    """Build ZB-H1 in 1F1B's memory: device ``r`` runs ``p - r`` forwards ahead, and W ``r`` microbatches after I."""
     check_whole("zb-h1: slices", slices, least=1)
     p, units = num_devices, num_microbatches * slices
     passes = (_device_passes(r, units, forwards_ahead=p - r + slices - 1, delay=r) for r in range(p))
@@ -29,7 +29,7 @@ def zb_h1(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
 
 
 def zb_h2(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Take twice 1F1B's memory: with unit costs no device idles between its first and its last pass (m >= 2p-1)."""
+    """Build ZB-H2 in twice 1F1B's memory: with unit costs and ``m >= 2p - 1`` no device idles between its passes."""
     check_whole("zb-h2: slices", slices, least=1)
     p, units = num_devices, num_microbatches * slices
     passes = (_device_passes(r, units, forwards_ahead=2 * (p - r) + slices - 2, delay=2 * r) for r in range(p))
@@ -77,19 +77,19 @@ NAME = "zb-auto"
 def zb_auto(
     num_devices: int, num_microbatches: int, costs: Costs | None = None, memory_cap: float | None = None
 ) -> Schedule:
-    """Return the fastest schedule of several greedy orders, ZB-H1 and ZB-H2 that fits the cap (by default 1F1B's memory).
+    """Return the fastest schedule within the cap (by default 1F1B's memory) of greedy orders, ZB-H1 and ZB-H2.
 
-    Greedy orders differ in the number of forwards ahead. They also differ in how long a device idles for a pass that
-    arrives soon when it could run W. Schedules are compared by the makespan, then by the longest time from a device's
-    first pass to its last.
+    The greedy orders differ in the number of forwards ahead. They also differ in how long an idle device waits for
+    data of an F or I in place of running a W. Schedules are compared by the makespan, then by the longest time from a
+    device's first pass to its last.
     """
     p, costs, cap = num_devices, costs or Costs(), 1.0 if memory_cap is None else memory_cap
     most = int(loosened(cap * p))
     if most < 1:
         raise UnsupportedError(
             "cap-unreachable",
-            f"{NAME} holds at least {1 / p:.4g} activation units on {p} devices, one microbatch of one stage; raise the "
-            f"memory cap of {cap:.4g}",
+            f"{NAME} holds at least {1 / p:.4g} activation units on {p} devices, for one microbatch of a stage; raise "
+            f"the memory cap of {cap:.4g}",
         )
     policies = starmap(_Policy, product(dict.fromkeys(_forwards_ahead(costs, p, most)), (0.0, 0.5, 1.0)))
     # The best policy for a few microbatches is the best for many, because a longer steady state repeats its rhythm.
@@ -104,10 +104,10 @@ def zb_auto(
 
 
 class _Policy(NamedTuple):
-    """The choices of every device.
+    """The parameters of a greedy order.
 
-    ``ahead``: per device, the most microbatches between its F and its I. ``patience``: W waits for a pass that
-    arrives within this share of W's duration.
+    ``ahead``: per device, the most microbatches that have run F and not yet I. ``patience``: a device waits for an F
+    or I in place of running W if the data arrive within this share of the seconds of W.
     """
 
     ahead: tuple[int, ...]
@@ -115,7 +115,10 @@ class _Policy(NamedTuple):
 
 
 def _forwards_ahead(costs: Costs, p: int, most: int) -> list[tuple[int, ...]]:
-    """Return three choices: few, as in 1F1B; as many as end before the first gradient can be back; and the middle of both."""
+    """Return three choices of forwards ahead per device: few, many, and the mean of both.
+
+    Few are those of 1F1B. Many are as many as end before the first gradient can return.
+    """
     seconds = costs.seconds(Placement.linear(p))
     forward, backward = seconds[Kind.F], seconds[Kind.I]
     few = [min(most, p - device) for device in range(p)]
@@ -145,19 +148,22 @@ def _greedy(costs: Costs, policy: _Policy, num_microbatches: int, most: int) -> 
 
 
 def _run(costs: Costs, policy: _Policy, m: int, most: int) -> Iterator[tuple[int, Kind]]:
-    """Start passes in order of time. No device blocks, because limits on younger microbatches never delay the oldest one."""
+    """Yield ``(device, kind)`` of the greedy order, in order of time.
+
+    There is no deadlock, because limits on younger microbatches never delay the oldest one.
+    """
     last, seconds = len(policy.ahead) - 1, costs.seconds(Placement.linear(len(policy.ahead)))
     arrivals: dict[Kind, list[list[float]]] = {kind: [[] for _ in policy.ahead] for kind in (Kind.F, Kind.I)}
     ran = {kind: [0] * (last + 1) for kind in (Kind.F, Kind.I, Kind.W)}
     free = [0.0] * (last + 1)
 
     def coming(kind: Kind, device: int) -> float:
-        """Return when the next pass of this kind can start; infinity if that is unknown."""
+        """Return when the data of a device's next F or I arrive; infinity if that is unknown."""
         known, started = arrivals[kind][device], ran[kind][device]
         return known[started] if started < len(known) else inf
 
     def choose(device: int, now: float) -> Kind | None:
-        """Choose the kind to start at ``now``; ``None`` waits for the next arrival."""
+        """Return the kind that a device starts at ``now``; ``None`` if it waits for the next data."""
         forwards, gradients, weights = (ran[kind][device] for kind in (Kind.F, Kind.I, Kind.W))
         gradient, forward = coming(Kind.I, device), coming(Kind.F, device)
         if gradient <= now:
