@@ -1,1 +1,1 @@
-"""The choice of a schedule for a request: for runs, the command line and the planner."""
+"""Choose the schedule for a request. Runs, the command line and the planner all use this package."""

@@ -1,7 +1,7 @@
-"""The choice of the schedule for a request, the only way from a request to a schedule.
+"""Choose the schedule for a request: ``choose`` is the only way from a request to a schedule.
 
-Rank 0 of a run asks here, again whenever the run has measured more. The command line and the planner ask the same
-way. The search is imported when a request needs it.
+Rank 0 of a run calls it, and calls it again when the run has measured more. The command line and the planner call it,
+too. The search is imported only if a request needs it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS
 
 
 def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
-    """Return the schedule for a request: proved, and within its memory cap if bytes are known.
+    """Return the schedule for a request. It is proved, and keeps the memory cap if the bytes of actions are known.
 
-    If ``knowledge`` lacks bytes that a run will count, the result is a schedule for counting them. It runs one
-    microbatch after another, which holds least.
+    If the cap needs bytes that the run has not counted yet, the result is a schedule for a step that counts them. It
+    runs one microbatch after another, because that needs the least memory.
 
     Raises:
-        UnsupportedError: there is no such schedule, or none keeps the cap. The message has the smallest possible cap.
+        UnsupportedError: there is no such schedule, or none keeps the cap. The message has the lowest possible cap.
         ScheduleError: a family has built an invalid schedule.
         CostsError: the costs do not fit the schedule's placement.
     """
@@ -54,9 +54,10 @@ def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 def vocabulary_ways(
     request: Request, chosen: Callable[[Request], Choice], refused: Callable[[int, PipememError], None]
 ) -> dict[int, Choice]:
-    """Return the choices without vocabulary passes (0) and with those of 1 or 2 barriers, by number of barriers.
+    """Return the choice for every number of vocabulary barriers, 0 (no vocabulary passes), 1 and 2, by the number.
 
-    ``refused`` is called with each impossible number and its error. Without passes there must be a schedule.
+    ``chosen`` returns the choice for a request. If it raises an error for 1 or 2 barriers, ``refused`` is called with
+    the number and the error, and the result lacks that number.
     """
     ways = {0: chosen(request.decided(0))}
     for barriers in BARRIERS:
@@ -68,7 +69,7 @@ def vocabulary_ways(
 
 
 def with_barriers(schedule: Schedule, barriers: int, costs: Costs) -> Schedule:
-    """Return the schedule with the passes of a vocabulary cut with so many barriers; 0 for an uncut one."""
+    """Return the schedule with vocabulary passes that have 1 or 2 barriers; with 0 barriers the schedule itself."""
     if not barriers:
         return schedule
     from megatron_pipemem.features.vocabulary import orders
@@ -103,7 +104,7 @@ def _built(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 
 
 def _of_family(request: Request, shape: Shape, knowledge: Knowledge) -> Schedule:
-    """Build a family's schedule for a model with the chunks per rank of ``shape``."""
+    """Build the schedule of the requested family. The user's options replace the chunks and group size of ``shape``."""
     options, accepted = dict(request.options), family(request.schedule).options
     # Replace the default of Megatron by our default, which copes better with an odd last group.
     group_size = None if shape.group_size == shape.num_devices else shape.group_size
@@ -122,7 +123,10 @@ def _of_family(request: Request, shape: Shape, knowledge: Knowledge) -> Schedule
 
 
 def _forwards(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
-    """Return the forwards of an evaluation step, in the family's order if it builds steps of this size."""
+    """Return the choice for an evaluation step: the forwards of the family's schedule, if it can be built.
+
+    Otherwise it has the order of ``forward_schedule``.
+    """
     bare, schedule = request.without_offload(), None
     if bare.family is not None:
         # The family may require numbers of microbatches that hold for training only.
@@ -136,9 +140,9 @@ def _forwards(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 
 
 def forward_schedule(placement: Placement, num_microbatches: int, name: str = "forward only") -> Schedule:
-    """Return forwards alone: with equal passes, a device runs the deepest stage whose input has arrived.
+    """Return a schedule of forwards only: a device always runs the deepest of its stages whose input has arrived.
 
-    Replicas of the model take the microbatches in turn.
+    That assumes that all forwards take equally long. Microbatches are assigned to replicas of the model in turn.
     """
     replicas, shares = placement.replicas, [0] * placement.replicas
     for microbatch in range(num_microbatches):

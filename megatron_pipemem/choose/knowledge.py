@@ -1,4 +1,4 @@
-"""The inputs and the output of a choice: prices, measurements of a run, and the chosen schedule."""
+"""The inputs and the output of ``choose``: costs, measurements of a run, and the chosen schedule."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ if TYPE_CHECKING:  # loaded when something is searched for
     from megatron_pipemem.search.result import ResultCache
 
 UNIT, FILE, MEASURED = "unit", "file", "measured"
-"""Origins of costs: unit costs, a file of the user, or measurements of the run."""
+"""The sources of costs: unit costs, a file of the user, or measurements of the run."""
 
 ASSUMED_RATIO = 1.0
-"""Round trip of a layer's activations over its F, I and W, until both are measured."""
+"""The seconds to copy a layer's activations to the host and back, divided by those of its F, I and W, until both are
+measured."""
 
 MemoryDeltas = Mapping[Kind, tuple[float, ...]]
 """Bytes by which every kind of action, messages included, changes its device's memory, one value per stage and slice,
@@ -37,20 +38,20 @@ stage by stage."""
 
 
 class Shape(NamedTuple):
-    """The size of a step, and whether it evaluates."""
+    """The size of a step, and whether it is an evaluation step."""
 
     num_devices: int
     chunks: int | None
     """Model chunks per rank; ``None`` before a model exists."""
     num_microbatches: int
     group_size: int | None = None
-    """Microbatches per group of the interleaved schedule, from Megatron's flags."""
+    """Megatron's ``microbatch_group_size_per_vp_stage``; ``None`` if it is not given."""
     forward_only: bool = False
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule, and the expectations with which it was chosen."""
+    """A chosen schedule, with the costs and the bounds by which it was chosen."""
 
     schedule: Schedule
     costs: Costs
@@ -67,8 +68,8 @@ class Choice:
     offload: OffloadPlan | None = None
     """The plan of offload and recomputation, with the reasons against more, if there is one."""
     arrival_makespan: float | None = None
-    """If the step has its own plan: seconds of its microbatches in arrival order with the schedule that all steps
-    start from."""
+    """If the step has its own plan (``plan_step``): the seconds of the base schedule with the microbatches in arrival
+    order."""
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -76,13 +77,13 @@ class Choice:
 
     @property
     def alone(self) -> Choice:
-        """Return the choice without other results, for the messages between ranks."""
+        """Return the choice without the results of searches and plans, to send it to other ranks."""
         return replace(self, search=None, offload=None)
 
 
 @dataclass(frozen=True)
 class Knowledge:
-    """The facts that a schedule is chosen for."""
+    """The facts by which a schedule is chosen: costs, measurements of the run, and the model's placement."""
 
     costs: Costs = Costs()
     """Seconds; with bytes and a channel to the host if these are known in advance."""
@@ -91,30 +92,30 @@ class Knowledge:
     measures: bool = False
     """Whether a run will measure unknown values, first bytes and then seconds."""
     changes: MemoryDeltas | None = None
-    """Bytes that a run has counted; ``None`` before."""
+    """The change of memory by every kind of action in bytes, as counted in the run; ``None`` before that."""
     selective: tuple[float, ...] | None = None
-    """Per stage and slice, bytes of a forward in a step that recomputed every stage selectively."""
+    """Per stage and slice, the bytes that F kept in a step that recomputed every stage selectively."""
     placement: Placement | None = None
     """The placement of the model; ``None`` before it is built."""
     ratio: float | None = None
-    """Round trip of a layer's activations to the host over its F, I and W, if given."""
+    """The seconds to copy a layer's activations to the host and back, divided by those of its F, I and W, if given."""
     links: tuple[HostLink, ...] | None = None
-    """Per device, the measured link to its host."""
+    """Per device, the measured bandwidth to its host."""
     switches: tuple[tuple[int, ...], ...] = ()
     """Groups of devices that share a channel to the host."""
     host_budget: float | None = None
     """The most host memory of a device, in the unit of the costs' memory."""
     queues: tuple[bool, ...] = (False,)
-    """The kinds of programs that steps run, each as whether it is for single hardware queues."""
+    """The programs that steps run: one entry each, ``True`` if it is lowered for devices with a single queue."""
     with_passes: tuple[Schedule, ...] | None = None
-    """Schedules with the asked vocabulary passes, to compare with the search's results; ``None`` for those of all families."""
+    """Schedules with vocabulary passes that are compared with the search's results; ``None`` for those of all families."""
     cache: ResultCache | None = None
     """The cache of finished searches; ``None`` always searches."""
 
     def with_measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> Knowledge:
-        """Return the knowledge after more steps of a run; ``None`` for values that were not measured.
+        """Return the knowledge with measured seconds (``costs``) and counted bytes (``changes``), unless ``None``.
 
-        Bytes that come a second time are from a step that recomputed every stage selectively.
+        If bytes were counted before, the new ones are those of a step that recomputed every stage selectively.
         """
         known = self
         if costs is not None:
@@ -128,11 +129,11 @@ class Knowledge:
         return replace(known, selective=changes[Kind.F])
 
     def lacks_seconds(self, request: Request) -> bool:
-        """Return whether the channel is still to be measured, which is of little use without all other seconds."""
+        """Return whether a run must measure seconds first, because the request offloads and has no speed of copies."""
         return self.measures and request.offload != OFF and self.ratio is None and self.costs.channel is None
 
     def lacks_bytes(self, request: Request) -> bool:
-        """Return whether a step must count bytes before anything can be chosen."""
+        """Return whether a step of the run must count bytes before a schedule can be chosen."""
         if not self.measures or self.costs.memory is not None:
             return False
         if not request.plans_offload:
@@ -144,9 +145,9 @@ class Knowledge:
         )
 
     def counted_costs(self, placement: Placement, in_bytes: bool) -> Costs:
-        """Return the costs with memory in the unit of the cap: bytes or activation units.
+        """Return the costs with memory in the unit of the cap: counted bytes if ``in_bytes``, else activation units.
 
-        Messages are counted with the actions that need or make them.
+        The bytes of a message are added to the pass that makes or uses its tensor.
         """
         if not in_bytes:
             return replace(self.costs, memory=None)
@@ -159,7 +160,10 @@ class Knowledge:
         return replace(self.costs, memory=memory)
 
     def offload_costs(self, request: Request, placement: Placement) -> Costs:
-        """Return the costs with the channel to the host, and with bytes if they are known."""
+        """Return the costs with the seconds of copies to the host. Memory is in activation units if the cap is.
+
+        Otherwise memory is in bytes, if they are known.
+        """
         costs = self.counted_costs(placement, request.memory_cap is None or request.in_bytes)
         if request.offload == OFF:
             return costs
@@ -167,9 +171,9 @@ class Knowledge:
         return replace(costs, channel=channel if channel.switches else replace(channel, switches=self.switches))
 
     def held(self, schedule: Schedule, costs: Costs) -> Sequence[float]:
-        """Return the peak memory of every device, also between messages if their bytes are known.
+        """Return the peak memory of every device, in the unit of the memory of ``costs``.
 
-        Without counted bytes the memory of ``costs`` is used.
+        If bytes were counted, the peak is taken over the actions of the lowered program, messages included.
         """
         if self.changes is None or costs.memory is None:
             return peaks(schedule, costs)
@@ -189,7 +193,7 @@ class Knowledge:
         ]
 
     def excess(self, request: Request, schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-        """Return the excess of every device over the cap, in the unit of the costs' memory."""
+        """Return for every device by how much its peak exceeds the cap, in the unit of the costs' memory; else 0."""
         caps = request.caps(schedule.num_devices)
         if caps is None:
             return (0.0,) * schedule.num_devices
@@ -198,16 +202,16 @@ class Knowledge:
 
     @property
     def message(self) -> float:
-        """Bytes of the largest message that was counted."""
+        """Return the bytes of the largest message that was counted; 0 if none was."""
         return max(self._messages(1))
 
     def _messages(self, slices: int) -> list[float]:
-        """Return the bytes of the largest counted messages, one per slice."""
+        """Return the bytes of the largest counted message with activations, for every slice of a microbatch."""
         received = (self.changes or {}).get(Kind.RECV_F, (0,) * slices)
         return [max(received[at::slices]) for at in range(slices)]
 
     def _channel(self, placement: Placement) -> Channel:
-        """Return the channel without sharing, unless the costs have one."""
+        """Return the channel of the costs, or else of the given ratio, the measured bandwidth, or the assumed ratio."""
         if self.costs.channel is not None:
             return self.costs.channel
         if self.ratio is not None:
@@ -225,9 +229,10 @@ class Knowledge:
     def _memory(
         self, counted: MemoryDeltas, placement: Placement, with_their_messages: MemoryDeltas
     ) -> dict[Kind, tuple[float, ...]]:
-        """Return the bytes of every action from the counted ones.
+        """Return the bytes of every kind of action for ``Costs.memory``, from counted bytes without recomputation.
 
-        A recomputed forward keeps only its output, until that is sent or used on the device.
+        ``with_their_messages`` replaces the counted bytes of passes. A recomputed forward keeps only its output, until
+        the output is sent, or used by the next stage on the same device.
         """
         changes = {**counted, **with_their_messages}
         handed_on: list[float] = []
@@ -247,7 +252,7 @@ class Knowledge:
 
 
 def _slices(changes: MemoryDeltas, placement: Placement) -> int:
-    """Return the number of slices of a microbatch that were counted."""
+    """Return the number of slices per microbatch for which bytes were counted."""
     return len(changes[Kind.F]) // placement.num_stages
 
 
@@ -260,7 +265,7 @@ _WITH_MESSAGES = {
 
 
 def _with_messages(changes: MemoryDeltas) -> dict[Kind, tuple[float, ...]]:
-    """Return the changes by compute actions with their messages, for searches, which have no messages."""
+    """Return the bytes of F, I and W with those of their messages added, because searches have no messages."""
     empty = (0.0,) * len(changes[Kind.F])
     return {
         kind: tuple(map(sum, zip(*(changes.get(part, empty) for part in parts), strict=True)))

@@ -1,4 +1,4 @@
-"""Checks that a schedule runs a model with the user's number of model chunks per pipeline rank."""
+"""Check that a schedule can run a model that is cut into the user's number of chunks per pipeline rank."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from megatron_pipemem.schedule.registry import family
 
 @dataclass(frozen=True)
 class Cut:
-    """The cut of a model, and the setting that gives it."""
+    """The number of model chunks per pipeline rank, and the user's setting that determines it."""
 
     chunks: float
-    """Model chunks per pipeline rank; not whole if the ranks cannot share the model's pieces evenly."""
+    """Model chunks per pipeline rank. Not a whole number if the model's stages are no multiple of the ranks."""
     words: str
-    """The setting for messages, for example ``--num-virtual-stages-per-pipeline-rank 4``."""
+    """The setting as messages name it, for example ``--num-virtual-stages-per-pipeline-rank 4``."""
     remedy: Callable[[int], str]
-    """``remedy(chunks)`` returns the advice for another number of chunks."""
+    """``remedy(chunks)`` returns the part of a message that says how to get another number of chunks."""
 
 
 def known_chunks(placement: Placement) -> int:
-    """Return the model chunks per rank that Megatron sees: those of one replica of the model."""
+    """Return the number of model chunks per rank in Megatron: those of one replica of the model."""
     return placement.num_chunks // placement.replicas
 
 
 def is_folded(placement: Placement) -> bool:
-    """Return whether one replica of the model goes back and forth over the devices, as in a V or a wave."""
+    """Return whether there is one replica whose stages are not placed round robin, as in a V or a wave."""
     return placement.replicas == 1 and not placement.is_round_robin
 
 
@@ -38,11 +38,11 @@ OTHER_ENDS = (
     "it counts the layers of all chunks of the first or last pipeline rank, and in this placement a rank holds other stages; "
     "give the layers of each stage by --pipeline-model-parallel-layout"
 )
-"""Why flags for the layers of the first or last pipeline rank do not go with a folded placement."""
+"""The reason why Megatron's flags for the layers of the first or last rank are refused for a folded placement."""
 
 
 def as_built(chunks: int) -> Cut:
-    """Return the cut of a model that Megatron builds or has built."""
+    """Return the cut of a model that Megatron builds, with this number of chunks per pipeline rank."""
 
     def remedy(needed: int) -> str:
         if needed == 1:
@@ -71,9 +71,10 @@ def check_cut(cut: Cut, schedule: str, placement: Placement) -> None:
 def placements_of(
     schedule: str, options: Mapping[str, Any], num_devices: int, cut: Cut | None = None
 ) -> tuple[Placement, ...]:
-    """Return the possible placements of a schedule on a model, or those among which ``auto`` chooses.
+    """Return the placement of a schedule on a model with this cut; for ``auto`` all placements that it may choose.
 
-    Without a cut the schedule decides. Raise an UnsupportedError if it does not run a model with this cut.
+    Without a cut, the schedule and its options determine the number of chunks. Raise an UnsupportedError if the
+    schedule cannot run a model with this cut.
     """
     asked = dict(options)
     is_open = schedule == AUTO or ("chunks" in family(schedule).options and "waves" not in asked)

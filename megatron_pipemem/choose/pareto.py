@@ -1,4 +1,7 @@
-"""The comparison of all schedules of a pipeline by memory and bubble, with a mark on those that others dominate."""
+"""Compare all schedules of a pipeline by memory and time, and mark those that another one dominates.
+
+A schedule is dominated if another one is no worse in memory and time, and better in one of them.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,14 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class ParetoPoint:
-    """A schedule with its memory, in activation units or in the unit of the costs, and its seconds."""
+    """A schedule with its peak memory, in activation units or in the unit of the costs, and its makespan in seconds."""
 
     schedule: Schedule
     peak: float
     makespan: float
     bubble_rate: float
     cap: float | None
-    """Cap of the search; ``None`` for a family's schedule."""
+    """The memory cap of the search that found the schedule; ``None`` for a family's schedule."""
     dominated: bool
     """Whether another point is no worse in memory and time, and better in one of them."""
 
@@ -48,7 +51,7 @@ class ParetoPoint:
 
 @dataclass(frozen=True)
 class Trade:
-    """A little memory for much time: a schedule, and the next one that is worth its memory."""
+    """Two schedules, of which ``more`` saves much time for a little more memory than ``less``."""
 
     less: ParetoPoint
     more: ParetoPoint
@@ -66,10 +69,10 @@ class Trade:
 
 
 def useful_caps(num_devices: int, most: int = 13) -> list[float]:
-    """Return at most so many memory caps, evenly spread, in activation units.
+    """Return at most ``most`` memory caps, evenly spread, in activation units, for searches whose results are compared.
 
-    They lie between the least that two chunks per device need and 1F1B's peak. A V has ``2p`` stages, so a cap
-    between two multiples of ``1 / 2p`` is no better than the lower one.
+    They are between a quarter of 1F1B's peak (more for few devices) and 1F1B's peak. A V has ``2p`` stages, so all caps
+    are multiples of ``1 / 2p``: a cap between two multiples would admit no more than the lower one.
     """
     counts = range(max(2, num_devices // 2), 2 * num_devices + 1)
     picked = {counts[round(i * (len(counts) - 1) / (most - 1))] for i in range(most)} if len(counts) > most else counts
@@ -87,11 +90,12 @@ def choices(
     priced: Callable[[Schedule], Costs] | None = None,
     max_chunks: int = MAX_CHUNKS,
 ) -> list[ParetoPoint]:
-    """Return all synchronous one-pipeline families with any number of chunks, and the search under every cap, by peak.
+    """Return the schedules to compare, sorted by peak: those of families, and the search's result under every cap.
 
-    Orders are fitted to ``costs``. ``priced`` returns the costs of a found schedule if they are higher (a head). Caps
-    that no schedule fits are left out. ``barriers`` lists numbers of vocabulary barriers, 0 for none. ``seconds`` are
-    per search.
+    Families are all synchronous ones with one replica, with up to ``max_chunks`` chunks. Orders are fitted to
+    ``costs``. ``priced`` returns the costs of a schedule for the comparison, if those differ (by the LM head, for
+    example). Caps that no schedule keeps are left out. ``barriers`` lists numbers of vocabulary barriers, 0 for none.
+    ``seconds`` is the time limit of one search.
     """
     costs = costs or Costs()
     costs.require_alike("the table of all schedules")
@@ -124,7 +128,7 @@ def choices(
 
 
 def _dominated(index: int, rows: Sequence[tuple[float, float]]) -> bool:
-    """Return whether a point is dominated. Of equal points, all but the first are."""
+    """Return whether the ``(peak, makespan)`` row at an index is dominated. Of equal rows all but the first are."""
     peak, makespan = rows[index]
     for other, (other_peak, other_makespan) in enumerate(rows):
         no_worse = other_peak <= peak * (1 + _TOLERANCE) and other_makespan <= makespan * (1 + _TOLERANCE)
@@ -135,9 +139,10 @@ def _dominated(index: int, rows: Sequence[tuple[float, float]]) -> bool:
 
 
 def trades(front: Sequence[ParetoPoint], least: float = 0.03) -> list[Trade]:
-    """Return steps along the front that save at least ``least`` of the makespan for at most a quarter of the largest peak.
+    """Return the neighbouring points of ``front`` of which the second one saves much time for a little more memory.
 
-    The front has the points that are not dominated, by peak.
+    It saves at least the share ``least`` of the makespan, for at most a quarter of the largest peak. ``front`` has the
+    points that are not dominated, sorted by peak.
     """
     largest = max((choice.peak for choice in front), default=0.0)
     return [
@@ -154,12 +159,11 @@ def bound_line(
     priced: Callable[[Schedule], Costs] | None = None,
     levels: int = 64,
 ) -> list[tuple[float, float]]:
-    """Return ``(memory, bubble rate)``, ascending: lower bounds for all orders with a placement of ``found`` and as many
-    barriers.
+    """Return pairs ``(memory, bubble rate)`` by memory: no order within that memory has a lower bubble rate.
 
-    The bubble rate compares the least time within that memory with the work of the busiest device. Placements may
-    share the work in different ways; then the smallest such work counts. Memory has evenly spread levels and the
-    peaks of ``found``.
+    That holds for all orders with a placement and a number of barriers that ``found`` has. The bubble rate is 1 - (work
+    of the busiest device / least time within that memory). If that work differs between placements, the least counts.
+    The memory values are ``levels`` evenly spread ones, and the peaks of ``found``.
     """
     costs = costs or Costs()
     peaks = {choice.peak for choice in found}
@@ -178,12 +182,12 @@ def bound_line(
 
 
 def _work(choice: ParetoPoint) -> float:
-    """Return the seconds of the busiest device, which do not depend on the order."""
+    """Return the seconds that the busiest device computes, which do not depend on the order."""
     return choice.makespan * (1 - choice.bubble_rate)
 
 
 def _least_seconds(choice: ParetoPoint, costs: Costs, cap: float) -> float:
-    """Return the least seconds of any order with a point's placement under a cap; infinity if none keeps it."""
+    """Return a lower bound in seconds of all orders with a point's placement under a cap; infinity if none keeps it."""
     schedule = choice.schedule
     if not _is_plain(schedule):
         return _work(choice)
@@ -194,5 +198,5 @@ def _least_seconds(choice: ParetoPoint, costs: Costs, cap: float) -> float:
 
 
 def _is_plain(schedule: Schedule) -> bool:
-    """Return whether ``lower_bound`` covers everything in the order."""
+    """Return whether ``lower_bound`` holds for a schedule: no slices, replicas, recomputation or offload."""
     return schedule.slices == 1 and schedule.placement.replicas == 1 and not (schedule.recomputed or schedule.offloads)

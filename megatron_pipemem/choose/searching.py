@@ -1,7 +1,8 @@
-"""Searches for the schedule of a request: the fastest order within a memory cap, with offload and recomputation.
+"""Search for the schedule of a request: the fastest order within a memory cap, with offload and recomputation.
 
-A search counts only a part of the memory. So it is repeated under a lower cap until its result keeps the real cap
-(``tightened``). The order that runs one microbatch at a time is the last resort. It also serves to count bytes.
+A search does not count all of the memory. So it is repeated under a lower cap until its result keeps the real cap
+(``tightened``). If nothing else keeps the cap, one microbatch runs after another. That order is also used in the step
+that counts bytes.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ COUNTING = "one microbatch at a time, to count bytes"
 UNIFORM = "uniform repeating"
 
 _HIGHER = (1.0, 2.0, 4.0)
-"""Factors of the cap under which orders are searched. The excess over the cap is then offloaded."""
+"""Orders are searched under the cap times these factors. The memory that exceeds the cap is then offloaded."""
 _ATTEMPTS = 4
 
 
 def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
-    """Return the fastest schedule of any order that keeps the cap, vocabulary passes and messages included.
+    """Return the choice with the fastest order that keeps the cap, including vocabulary passes and messages.
 
-    The search does not count these two, so its result may exceed the cap with them. All families with their passes
-    are considered first, without a time limit.
+    The search counts neither of these, so its result may exceed the cap with them. If vocabulary passes are requested,
+    the schedules of all families with these passes are considered first, without a time limit.
     """
     devices, microbatches, options = shape.num_devices, shape.num_microbatches, request.options
     placements = searched(request, shape, knowledge)
@@ -65,7 +66,7 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     results: list[SearchResult] = []
 
     def consider(found: Candidate) -> Sequence[float]:
-        """Keep a candidate within the cap if none is faster. Return its excess over the cap."""
+        """Store a candidate that keeps the cap if it is the fastest; return its excess over the cap per device."""
         schedule = with_barriers(found.schedule, request.barriers, costs)
         if not request.searches_period and (request.barriers or tries > 1):
             found = _candidate(schedule, costs, caps if not request.barriers else None, found.found_by)
@@ -112,7 +113,7 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 
 
 def with_planned_offload(base: Schedule, request: Request, knowledge: Knowledge) -> Choice:
-    """Return a schedule that keeps the cap by recomputation and by round trips of its activations."""
+    """Return the choice with the order of ``base``, and with recomputation and offload so that it keeps the cap."""
     costs = knowledge.offload_costs(request, base.placement)
     plans = Plans(request, knowledge, costs)
     plans.add(base.name, base)
@@ -122,11 +123,11 @@ def with_planned_offload(base: Schedule, request: Request, knowledge: Knowledge)
 
 
 def with_chosen_offload(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
-    """Return the fastest plan of any order that keeps the cap.
+    """Return the choice with the fastest order that keeps the cap with offload and recomputation.
 
-    Orders of all families and of uniform repeating come first. All that could win are planned, without a time limit
-    unless fewer seconds than the default are given. Then, while there is time, come families over a V with fewer
-    waiting W, and orders of searches under higher caps.
+    First come the orders of all families and of uniform repeating (``families.offload``). Offload is planned for each
+    of them that could be the fastest. This has no time limit, unless the user gives fewer seconds than the default.
+    Then, while there is time, come families over a V whose W wait less, and the results of searches under higher caps.
     """
     started, p, m = time.perf_counter(), shape.num_devices, shape.num_microbatches
     placements = searched(request, shape, knowledge)
@@ -166,7 +167,7 @@ def _under_higher_caps(
     placements: Sequence[Placement],
     deadline: float,
 ) -> Iterator[tuple[str, Schedule]]:
-    """Yield orders found under higher caps, in half of the remaining time. Their excess is to be offloaded."""
+    """Yield the results of searches under higher caps, whose excess is to be offloaded, in half of the remaining time."""
     search = _search(request, shape, knowledge, costs, placements, effort=0.3)
     for number, factor in enumerate(_HIGHER):
         left = (deadline - time.perf_counter()) / 2 / (len(_HIGHER) - number)
@@ -186,7 +187,7 @@ def _under_higher_caps(
 def _search(
     request: Request, shape: Shape, knowledge: Knowledge, costs: Costs, placements: Sequence[Placement], effort: float
 ) -> Callable[..., SearchResult]:
-    """Return ``search_schedule`` with all arguments but the caps and the seconds."""
+    """Return ``search_schedule`` with all arguments set except ``memory_cap`` and ``seconds``."""
     return partial(
         search_schedule,
         num_devices=shape.num_devices,
@@ -210,8 +211,9 @@ def _candidate(schedule: Schedule, costs: Costs, caps: Sequence[float] | None, f
 def searched(request: Request, shape: Shape, knowledge: Knowledge) -> tuple[Placement, ...]:
     """Return the placements among which a search chooses.
 
-    That is the model's placement once the model exists. Before, the request and the number of chunks limit them.
-    Raise an UnsupportedError if options contradict each other, and a CostsError if costs per stage fit none.
+    If the model exists, that is its placement alone. Otherwise the options of the request and the number of chunks
+    determine the placements. Raise an UnsupportedError if options contradict each other, and a CostsError if the costs
+    are per stage and fit no placement.
     """
     if knowledge.placement is not None:
         return (knowledge.placement,)
@@ -228,7 +230,7 @@ def searched(request: Request, shape: Shape, knowledge: Knowledge) -> tuple[Plac
 def _known_orders(
     families: Iterable[Schedule], num_microbatches: int, placements: Sequence[Placement]
 ) -> Iterator[tuple[str, Schedule]]:
-    """Yield these families' schedules, and the schedules of uniform repeating that have one of the placements, by name."""
+    """Yield name and schedule of these families and of uniform repeating, if the schedule has one of the placements."""
     p, m = placements[0].num_devices, num_microbatches
     found = [(schedule.name, schedule) for schedule in families]
     found += [(f"{UNIFORM}, {v} chunks", uniform_repeating(p, m, v)) for v in {each.num_chunks for each in placements}]
@@ -237,7 +239,7 @@ def _known_orders(
 
 
 def _prompt_orders(families: Iterable[Schedule], costs: Costs) -> Iterator[tuple[str, Schedule]]:
-    """Yield the orders of families over a V with fewer waiting W, by name."""
+    """Yield name and schedule of families over a V, with W moved so that at most 0 to 4 of them wait on a device."""
     for schedule in families:
         if schedule.placement.name == "v":
             for most, prompt in enumerate(with_prompt_weights(schedule, costs)):
@@ -245,9 +247,9 @@ def _prompt_orders(families: Iterable[Schedule], costs: Costs) -> Iterator[tuple
 
 
 def _times_to_look(request: Request, knowledge: Knowledge) -> int:
-    """Return the number of attempts to keep a cap.
+    """Return how often to search at most, until a result keeps the cap.
 
-    There are several if messages with known bytes, or vocabulary passes, are added to the search's result.
+    It is more than once if the memory of messages or vocabulary passes is added to the result of a search.
     """
     grows = request.barriers or (request.in_bytes and knowledge.changes is not None)
     return _ATTEMPTS if grows and request.memory_cap is not None else 1
@@ -259,10 +261,11 @@ def tightened[T](
     attempts: int,
     margin: float = 0.0,
 ) -> tuple[T, Sequence[float]]:
-    """Search for a result within the caps, one per device. Return the last result, and each device's excess over the caps.
+    """Call ``find`` with lower and lower caps until its result keeps the real caps, one per device.
 
-    ``find`` takes caps and returns such a pair: it cannot count all of the memory, so its result may exceed the caps. The
-    search is then repeated with caps lowered by the excess plus ``margin``, in at most ``attempts`` calls of ``find``.
+    Return the last result, and the excess of every device over the real caps. ``find`` takes caps and returns such a
+    pair. It does not count all of the memory, so its result may exceed the caps that it got. The next call gets caps
+    that are lower by the excess plus ``margin``. ``find`` is called at most ``attempts`` times.
     """
     found, over = find(caps)
     for _ in range(attempts - 1):
@@ -280,20 +283,22 @@ def tightened[T](
 
 
 class Plans:
-    """Plans of recomputation and round trips for one order after another, as far as they keep the cap."""
+    """Plan recomputation and offload for one order after another, and keep the plans that keep the cap."""
 
     def __init__(self, request: Request, knowledge: Knowledge, costs: Costs) -> None:
         self._request, self._knowledge, self._costs = request, knowledge, costs
         self._attempts = _times_to_look(request, knowledge)
         self._known: set[tuple] = set()
         self.kept: list[tuple[OffloadPlan, str]] = []
-        """Plans that keep the cap, each with the origin of its order."""
+        """Plans that keep the cap, each with the name of its order."""
         self._missed: list[tuple[float, OffloadPlan]] = []
 
     def add(self, name: str, order: Schedule, slow_down: bool = True) -> bool:
-        """Plan for an order with as little recomputation as asked, and with more while the cap is not kept without delay.
+        """Plan recomputation and offload for an order, and return whether a plan keeps the cap.
 
-        With ``slow_down`` the steady state may become slower if only that keeps the cap. Return whether some plan keeps it.
+        The first plan has the least recomputation that the request allows. Further plans have more, until one keeps the
+        cap without making the order slower. With ``slow_down`` a plan may make the steady state slower if nothing else
+        keeps the cap.
         """
         before = len(self.kept)
         within_cap = partial(self._within_cap, slow_down)
@@ -307,7 +312,7 @@ class Plans:
         return len(self.kept) > before
 
     def add_all(self, orders: Iterable[tuple[str, Schedule]], deadline: float) -> None:
-        """Plan for the orders that can win, by name, until the deadline if some plan keeps the cap."""
+        """Plan for every order that could be faster than the fastest plan. Stop at the deadline if a plan keeps the cap."""
         new: list[tuple[float, str, Schedule]] = []
         for name, order in orders:
             known = (order.placement.devices, order.orders)
@@ -328,13 +333,13 @@ class Plans:
             new = over
 
     def fastest(self) -> tuple[OffloadPlan, str]:
-        """Return the fastest plan that keeps the cap, with the origin of its order.
+        """Return the fastest plan that keeps the cap, and the name of its order.
 
-        Raise a MemoryCapError if no plan keeps it, and an UnsupportedError if there was no order.
+        Raise a MemoryCapError if no plan keeps the cap, and an UnsupportedError if there was no order.
         """
         if not (self.kept or self._missed):
             raise UnsupportedError(
-                "cap-unreachable", "no schedule of these placements is known for these costs; give other placements"
+                "cap-unreachable", "no schedule with these placements is known for these costs; give other placements"
             )
         if not self.kept:
             raise self._refusal()
@@ -384,10 +389,10 @@ class Plans:
 def serial_schedule(
     placement: Placement, num_microbatches: int, name: str = "serial", full: Collection[int] = ()
 ) -> Schedule:
-    """Run one microbatch after another through all stages and back: the slowest order, with the lowest memory.
+    """Return the schedule that runs one microbatch after another: the slowest order, with the lowest memory.
 
-    Stages whose I takes memory (``full``) must run full backwards for that. Replicas of the model take the
-    microbatches in turn.
+    ``full`` has the stages with full backwards. For the lowest memory these are the stages whose I takes memory.
+    Microbatches are assigned to replicas of the model in turn.
     """
     orders = []
     for stages in placement.stages:
@@ -403,9 +408,9 @@ def serial_schedule(
 
 
 def counting(request: Request, num_microbatches: int, knowledge: Knowledge) -> Choice:
-    """Return the schedule of a step that counts the bytes of every action: one microbatch at a time, which holds least.
+    """Return the choice for a step in which the run counts the bytes of every action: one microbatch after another.
 
-    If the run has counted bytes already, the step recomputes every stage selectively, to count the bytes of that.
+    If the run has counted bytes before, the step recomputes every stage selectively, to count the bytes of that, too.
     """
     placement, name = knowledge.placement, f"{request.schedule} (counting bytes)"
     assert placement is not None, "the model has been built"
@@ -420,9 +425,10 @@ def counting(request: Request, num_microbatches: int, knowledge: Knowledge) -> C
 def _last_resort(
     request: Request, placements: Sequence[Placement], microbatches: int, knowledge: Knowledge, costs: Costs
 ) -> Iterator[Schedule]:
-    """Yield schedules of one microbatch after another that keep the cap, offloaded if offload is on.
+    """Yield for every placement the schedule of one microbatch after another, if it keeps the cap.
 
-    Raise an UnsupportedError if no placement has one.
+    All activations are offloaded unless the request excludes that. Raise an UnsupportedError if no placement keeps the
+    cap.
     """
     least: list[tuple[float, int, Schedule]] = []
     for placement in placements:
@@ -437,14 +443,14 @@ def _last_resort(
         needed = MemoryCap(knowledge.held(serial, costs)[device], request.in_bytes)
         raise UnsupportedError(
             "cap-unreachable",
-            f"no schedule keeps a memory cap of {request.memory_cap}: pipeline rank {device} holds {needed} when one "
-            f"microbatch runs after the other; raise the cap to at least {needed}, take smaller microbatches, cut the model "
+            f"no schedule keeps a memory cap of {request.memory_cap}: pipeline rank {device} holds {needed} even if "
+            f"microbatches run one by one; raise the cap to at least {needed}, use smaller microbatches, cut the model "
             "into more stages, or recompute or offload activations",
         )
 
 
 def _away(schedule: Schedule) -> Schedule:
-    """Return a serial order in which every forward is offloaded at once, and reloaded right before its backward."""
+    """Return a serial schedule with all activations copied to the host right after F, and back right before I or B."""
 
     def away(order: Order) -> Order:
         found: list[Action] = []

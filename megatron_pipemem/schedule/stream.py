@@ -264,7 +264,7 @@ def _weights(
 
 
 LEAST_GAIN = 1.001
-"""The smallest speed-up for which it is worth to leave the barrier out."""
+"""The smallest speed-up for which steps without the barrier are worth their effort."""
 
 _MOST_STEPS = 64
 """The most steps that are simulated to find a period. All families of this package need fewer."""
@@ -331,7 +331,7 @@ def until_they_repeat(
 
 
 def gain_without_barrier(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float] = ()) -> float:
-    """Return the speed-up of consecutive steps without the barrier. From ``LEAST_GAIN`` on it is worth to use it."""
+    """Return the speed-up of consecutive steps without the barrier. Steps without it are used from ``LEAST_GAIN`` on."""
     return stream(schedule, costs, tails, steps=1).gain
 
 

@@ -1,9 +1,9 @@
-"""Exact solution of tiny problems: best-first search over beginnings of a step, with dominance.
+"""Solve tiny problems exactly, by a best-first search over beginnings of a step.
 
-A beginning is a set of passes that have started, with their times. It grows by the pass that starts next. It is
-described by the number of started passes per class, the times
-at which devices are free, and the arrival times of unused results. Of two beginnings with the same passes, one that
-is no earlier in any of these times is dropped.
+A beginning is the set of passes that have started, with their times. The search extends it by the pass that starts
+next. A beginning is described by the number of started passes per class, the times at which devices are free, and the
+arrival times of results that are not used yet. If two beginnings have the same passes, and one is no earlier in any of
+these times, that one is dropped.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class Solved(NamedTuple):
 
 
 def solve(problem: Problem, shorter_than: int, most_states: int) -> Solved | None:
-    """Find the shortest timetable below ``shorter_than``, or prove that there is none. Return ``None`` after ``most_states``.
+    """Find the shortest timetable below ``shorter_than`` ticks, or prove that there is none.
 
-    States multiply with every pass, and each takes about a tenth of a millisecond on two devices.
+    Return ``None`` if more than ``most_states`` beginnings would be stored. Their number multiplies with every pass,
+    and each takes about a tenth of a millisecond on two devices.
     """
     steps = _Steps(problem)
     queue = [(0, 0, 0, steps.start)]
@@ -61,15 +62,16 @@ def _no_later(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 class _Beginning(NamedTuple):
-    """The beginning of a step."""
+    """The beginning of a step: the passes that have started. All times are in ticks. See ``_Steps`` for pools."""
 
     counts: tuple[int, ...]  # per pool, the number of started passes
     free: tuple[int, ...]
-    """Per device, the time at which it is free, but not before the last start of all: later passes start no sooner."""
+    """Per device, the time at which it is free, or the latest start of any pass if that is later. Other passes start
+    no sooner."""
     arrivals: tuple[tuple[int, ...], ...]
-    """Per pool of the way, the known arrival times of its next passes' inputs, but not before the last start of all."""
+    """Per pool of F or I, the known arrival times of the inputs of its next passes, raised like ``free``."""
     pool: int = -1  # pool of the last pass
-    before: _Beginning | None = None  # the beginning that this one has grown from
+    before: _Beginning | None = None  # the beginning without the last pass
 
     @property
     def times(self) -> tuple[int, ...]:
@@ -78,11 +80,11 @@ class _Beginning(NamedTuple):
 
 
 class _Steps:
-    """Extends beginnings by a pass, and computes lower bounds of the whole step.
+    """Extend beginnings by a pass, and compute lower bounds of the whole step.
 
-    Passes are counted in pools. The first pools are the classes of F and I along a microbatch's way to the loss and
-    back, so each waits for the pool before it. W of a device with equal time and memory form one pool, and run in the
-    order of their I.
+    Passes are grouped in pools. The first pools are the F of every stage in model order, then the I in reverse. So a
+    pass of each waits for that of the previous pool. All W of a device with equal time and memory are one pool, and
+    run in the order of their I.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -108,10 +110,11 @@ class _Steps:
         self.start = _Beginning((0,) * len(first), (0,) * problem.num_devices, ((0,) * m, *((),) * (self._length - 1)))
 
     def _tail(self, pool: int, microbatches: int) -> int:
-        """Return the least time from the start of a pass to the end of the step.
+        """Return the least ticks from the start of a pool's next pass to the end of the step.
 
-        ``microbatches`` still have to pass this pool. A device cannot begin its share of their work before the first of
-        them reaches it. After its share, the last of them still has to run to its end.
+        ``microbatches`` have not run this pool's pass yet. A device cannot begin their later passes before the first of
+        these microbatches reaches it. After the device has run all of them, the last microbatch still has to reach its
+        end.
         """
         begins = list(accumulate((t + lag for t, lag in zip(self._ticks, self._lags[1:], strict=False)), initial=0))
         weight = self._problem.ticks
@@ -131,7 +134,7 @@ class _Steps:
         return longest
 
     def grown(self, step: _Beginning) -> Iterator[_Beginning]:
-        """Yield, for every pool that has a pass that may start next, the beginning with that pass."""
+        """Yield the extended beginning for every pool whose next pass may be the next to start."""
         counts = step.counts
         candidates = []
         horizon = None
@@ -171,7 +174,7 @@ class _Steps:
         return _Beginning(tuple(counts), tuple(free), tuple(arrivals), pool, step)
 
     def bound(self, step: _Beginning) -> int:
-        """Return a time that no step with this beginning can beat."""
+        """Return the ticks that a step with this beginning takes at least."""
         m, counts, earliest = self._problem.num_microbatches, step.counts, [0] * self._length
         longest = 0
         for i in range(self._length):
@@ -188,9 +191,7 @@ class _Steps:
         return longest
 
     def _before_inputs(self, step: _Beginning, device: int) -> int:
-        """Return the largest time that a device can fill before its next I, with ready W and with forwards within
-        the cap.
-        """
+        """Return the most ticks that a device can compute before its next I: ready W, and forwards within the cap."""
         counts = step.counts
         room = self._problem.caps[device] - sum(counts[i] * self._change[i] for i in self._of_device[device])
         time = 0
@@ -209,7 +210,7 @@ class _Steps:
         return time
 
     def orders(self, step: _Beginning) -> Orders:
-        """Return the orders of a whole step."""
+        """Return every device's passes in order, given a beginning that has all passes of the step."""
         m = self._problem.num_microbatches
         pools = []
         while step.before is not None:

@@ -1,4 +1,8 @@
-"""The search within one placement: starting orders, their improvement and the best orders, in a limited time."""
+"""The search within one placement: find starting orders, improve them and keep the best ones, in a limited time.
+
+A timetable has every device's passes in order, with their starts. It is *justified* by moving all passes as late as
+possible, and then as early as possible (``improve``).
+"""
 
 from __future__ import annotations
 
@@ -43,9 +47,9 @@ from megatron_pipemem.search.result import Candidate
 
 
 class SearchStep(Enum):
-    """Steps of a search, with their seconds per pass before the first measurement."""
+    """Parts of a search, with the seconds per pass that are assumed until the part has been measured."""
 
-    FIRST = 4e-6  # run a known order; every search does it once, so it measures the speed of the machine
+    FIRST = 4e-6  # run a known order; every search begins with this, which measures the speed of the machine
     FAMILY = 10e-6  # build the schedule of a family
     JUSTIFY = 20e-6  # justify a timetable
     TRY = 25e-6  # propose a periodic order and justify it
@@ -53,25 +57,25 @@ class SearchStep(Enum):
 
 
 class Clock:
-    """The time of a search, which starts when the clock is made."""
+    """The time limit of a search, which begins when the clock is made, and the measured speed of its parts."""
 
     def __init__(self, seconds: float) -> None:
         self._started, self.seconds = time.perf_counter(), seconds
         self.state: Callable[[], str] = lambda: "searching"
-        """Progress message after every step."""
+        """Returns the progress message that is sent after every part of the search."""
         self._paces: dict[SearchStep, float] = {}
         self.refused_any = False
-        """Whether a step was left out because it would have ended too late."""
+        """Whether a part of the search was left out because it would have ended too late."""
 
     @property
     def elapsed(self) -> float:
         return time.perf_counter() - self._started
 
     def allows(self, step: SearchStep, passes: int, result: int, share: float = 1.0) -> bool:
-        """Return whether a search step can end in time, with time left to build its schedule.
+        """Return whether a part of the search can end in time, with time left to build the resulting schedule.
 
-        ``passes`` is the number of passes that the step handles, and ``result`` that of the schedule. ``share`` limits
-        the time to a share of the whole.
+        ``passes`` is the number of passes that the part handles, and ``result`` that of the schedule. ``share`` is the
+        share of the time limit that may be used up.
         """
         expected = self._pace(step) * passes + self._pace(SearchStep.DESCRIBE) * result
         if self.elapsed + expected > self.seconds * share:
@@ -81,14 +85,14 @@ class Clock:
 
     @contextmanager
     def step(self, step: SearchStep, passes: int) -> Iterator[None]:
-        """Measure the time of a search step, to predict the next one of its kind."""
+        """Measure the time of this block, to predict the time of the same part of the search later."""
         before = self.elapsed
         yield
         self._paces[step] = (self.elapsed - before) / passes
         tell(lambda: f"{self.state()}; {max(0.0, self.seconds - self.elapsed):.0f} s left at most")
 
     def _pace(self, step: SearchStep) -> float:
-        """Return the last pace of a step. Before its first run, scale the usual pace by the speed of the first start."""
+        """Return the seconds per pass of a part: measured, or assumed times how slow ``FIRST`` was on this machine."""
         usual = SearchStep.FIRST.value
         slowness = max(1.0, self._paces.get(SearchStep.FIRST, usual) / usual)
         return self._paces.get(step, step.value * slowness)
@@ -120,7 +124,7 @@ _EFFORT_WHEN_IDLE = 4
 
 @dataclass
 class Exploration:
-    """The search within one placement. Its interface is in seconds, and its inner values are in ticks."""
+    """The search within one placement. Arguments and results are in seconds, private values in ticks."""
 
     placement: Placement
     num_microbatches: int
@@ -131,12 +135,12 @@ class Exploration:
     slices: int = 1
     full: frozenset[int] = frozenset()  # stages that are restricted to full backwards
     period: bool = False
-    """Whether to minimise the period without a barrier. Makespans are then upper bounds of the period, and the lower
-    bound is the work of the busiest device."""
+    """Whether to minimise the time from step to step without a barrier. Makespans are then upper bounds of that period,
+    and the lower bound is the work of the busiest device."""
     _finalists: list[tuple[int, int, str, Timetable]] = field(default_factory=list)
     _starts: list[tuple[str, Timetable]] = field(default_factory=list)
     idles: bool = False
-    """Whether all periodic orders without a bubble in the steady state exceed the caps."""
+    """Whether the caps exclude all periodic orders without idle time in the steady state."""
 
     def __post_init__(self) -> None:
         n = self.slices
@@ -170,18 +174,18 @@ class Exploration:
         return self.makespan <= self.bound * _EXACT
 
     def can_beat(self, makespan: float) -> bool:
-        """Return whether the bound is below a makespan."""
+        """Return whether the lower bound of this placement is below a makespan in seconds."""
         return self.bound * _EXACT < makespan
 
     def take_first(self, clock: Clock) -> None:
-        """Find an order without a search, with microbatches at equal intervals, and keep it if it is among the best."""
+        """Make a first order: microbatches at equal intervals. Keep it if it is among the best."""
         with clock.step(SearchStep.FIRST, self.num_passes):
             table = first_start(self._problem)
         if table is not None:
             self._add("evenly spaced", table)
 
     def take_families(self, families: Sequence[Family], clock: Clock) -> None:
-        """Add the families' schedules to the starts while there is time. If none fits the caps, add an order that fits."""
+        """Add the schedules of families to the starts while there is time, or another order if none keeps the caps."""
 
         def in_time() -> bool:
             share = 1.0 if self.is_periodic else _SHARE_OF_MANY_CHUNKS
@@ -211,11 +215,11 @@ class Exploration:
 
     @property
     def starts(self) -> list[tuple[float, str, Timetable]]:
-        """Return the seconds, name and timetable of the starts, families first."""
+        """Return the makespan in seconds, the name and the timetable of every start, families first."""
         return [(table.makespan / self._problem.ticks_per_second, name, table) for name, table in self._starts]
 
     def more_starts(self) -> Iterator[tuple[str, Timetable]]:
-        """Return list schedules that are not among the starts."""
+        """Return the greedy orders of ``list_schedules`` that are not among the starts yet."""
         tried = {name for name, _ in self._starts}
         return (start for start in list_schedules(self._problem) if start[0] not in tried)
 
@@ -235,7 +239,10 @@ class Exploration:
 
     @property
     def is_far_from_bound(self) -> bool:
-        """Return whether random starts may improve much. Slices have no other improvement."""
+        """Return whether random starts may improve much: the best makespan is at least 3 % above the lower bound.
+
+        With slices any distance counts, because no other method improves them.
+        """
         return self.makespan > self.bound * (_FAR_FROM_BOUND if self.slices == 1 else _EXACT)
 
     @property
@@ -244,17 +251,17 @@ class Exploration:
 
     @cached_property
     def is_periodic(self) -> bool:
-        """Return whether a search for periodic orders is possible: few cyclic orders, and messages between neighbours."""
+        """Return whether periodic orders can be searched: at most two chunks per device, and messages to neighbours."""
         hops = {frozenset(hop) for hop in pairwise(self.placement.devices)}
         neighbours = pairwise(range(self.placement.num_devices))
         few = self.slices == 1 and self.placement.num_chunks <= _CHUNKS_OF_A_CYCLE
         return few and all(frozenset(pair) in hops for pair in neighbours) and self._problem.is_steady
 
     def solve(self, reached: float, most_states: int) -> int:
-        """Look for the shortest order below ``reached`` seconds, and return the number of states used.
+        """Search exactly for an order below ``reached`` seconds, and return the number of states that were used.
 
-        A proof that there is none raises ``bound``. It does not if orders with full backwards may fit a cap that others
-        exceed.
+        If there is none, ``bound`` is raised. It is not if full backwards hold less than I on some stage, because the
+        exact search has no full backwards.
         """
         if (
             self.period
@@ -273,9 +280,9 @@ class Exploration:
         return solved.states
 
     def explore(self, clock: Clock, effort: float, reached: float) -> None:
-        """Try periodic starts until the bound is met, progress stops, or effort or time is used up.
+        """Try periodic orders until the lower bound is met, progress stops, or the effort or time is used up.
 
-        Intervals that are too long for the makespan ``reached`` are left out.
+        The search also ends when intervals become so long that no order can be faster than ``reached`` seconds.
         """
         if self.is_optimal or not self.may_justify(clock):
             return
@@ -321,7 +328,10 @@ class Exploration:
         self.idles = sampler.idles
 
     def polish(self, clock: Clock, effort: float) -> None:
-        """Justify the best orders again and again with changing parts frozen. This helps if the steady state idles."""
+        """Justify the best orders many times, each time with other passes frozen in their place in the order.
+
+        This helps if devices idle in the steady state.
+        """
         rng = Random(self.seed)
         problem = self._problem
         classes, units = len(problem.device), problem.units
@@ -353,7 +363,7 @@ class Exploration:
         self._finalists = sorted([*self._finalists, entry], key=lambda e: e[:2])[:_FINALISTS]
 
     def candidate(self) -> Candidate:
-        """Return the best schedule. Among equally fast ones, take the one that is fastest with inexact costs."""
+        """Return the fastest schedule; of equally fast ones, the one that is fastest with costs of 20 % error."""
         slack = 0 if self.is_optimal else 1e-3
         equal = [entry for entry in self._finalists if entry[0] <= self._finalists[0][0] * (1 + slack)]
         _, _, name, table = equal[most_robust(self._problem, [entry[3] for entry in equal], self.seed)]
@@ -375,7 +385,10 @@ _SAMPLES = 4
 
 
 def most_robust(problem: Problem, tables: Sequence[Timetable], seed: int, error: float = 0.2) -> int:
-    """Return the index of the timetable with the fastest orders on average, over costs with errors of up to ``error``."""
+    """Return the index of the timetable whose orders are fastest on average if times have random errors.
+
+    ``error`` is the largest relative error.
+    """
     if len(tables) == 1:
         return 0
     rng = Random(seed)

@@ -1,8 +1,8 @@
-"""Runs of a step by urgency or in given orders, and justification (forward-backward improvement) of orders.
+"""Simulate a step in given orders or greedily by urgency, and improve orders by justification.
 
-Justification comes from project scheduling. It moves every pass as late as possible, also into idle gaps, then as
-early as possible, and repeats. No move makes the step longer or exceeds the caps, so every order in between is a
-valid schedule.
+Justification (forward-backward improvement) is a method of project scheduling. It moves every pass as late as
+possible, also into idle gaps, and then every pass as early as possible. No move makes the step longer or exceeds the
+caps, so the result is a valid schedule, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_pipemem.search.problem import FORWARD, Orders, PassTable, Problem
 
 @dataclass(frozen=True)
 class Timetable:
-    """Orders, and the starts of their passes."""
+    """The orders of all devices, and the start of every pass, in ticks."""
 
     orders: Orders  # per device, its passes in order
     starts: list[int]  # the tick in which every pass starts
@@ -26,7 +26,7 @@ class Timetable:
 
 
 def as_soon_as_possible(problem: Problem, orders: Orders) -> Timetable | None:
-    """Run every device's order without unneeded waits; ``None`` if the orders wait for one another."""
+    """Return the timetable of these orders in which every pass starts as early as possible; ``None`` for a deadlock."""
     passes = problem.passes
     graph = Graph(orders, passes.waits, passes.price, passes.device)
     nodes, _ = graph.walk()
@@ -45,7 +45,10 @@ def timetable(problem: Problem, orders: Orders) -> Timetable:
 
 
 def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
-    """Run the step by urgency, smaller ones first. Return ``None`` if the caps admitted none of the ready passes."""
+    """Return a greedy timetable: a free device runs the ready pass with the smallest urgency that its cap admits.
+
+    The result is ``None`` if the caps block all devices before the end.
+    """
     units, ticks, change, caps, reserve = problem.units, problem.ticks, problem.change, problem.caps, problem.reserve
     classes_of, passes = problem.classes, problem.reversed
     device_of, price_of, followers, lags = passes.device, passes.price, passes.waits, passes.lags
@@ -103,22 +106,22 @@ def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
 
 
 def justify(problem: Problem, table: Timetable, frozen: Collection[int] = frozenset()) -> Timetable:
-    """Move all passes as late as possible, then all as early as possible.
+    """Justify a timetable: move all passes as late as possible, and then all as early as possible.
 
-    ``frozen`` passes keep their place in the order, so that the result differs from a plain justification.
+    ``frozen`` passes do not move into idle gaps. Other frozen passes give other results.
     """
     late = _earlier(problem.reversed, _mirrored(problem, table), frozen)
     return _earlier(problem.passes, _mirrored(problem, late), frozen)
 
 
 def _mirrored(problem: Problem, table: Timetable) -> list[int]:
-    """Return the starts of passes with time reversed."""
+    """Return the starts of all passes of a timetable that runs backwards in time."""
     ticks, end = problem.ticks, table.makespan
     return [end - start - ticks[price] for start, price in zip(table.starts, problem.passes.price, strict=True)]
 
 
 class Row:
-    """The passes of a device that have been placed, and the gaps between them. Too small gaps are dropped."""
+    """The passes of a device that have been placed, and the idle gaps between them that are long enough for a pass."""
 
     def __init__(self, cap: int, shortest: int) -> None:
         self._cap, self._shortest = cap, shortest
@@ -130,8 +133,10 @@ class Row:
         self._gap_places: list[int] = []  # the number of passes before the gap
 
     def into_gap(self, each: int, ready: int, length: int, change: int) -> int:
-        """Put a pass into the first gap that fits its length, its inputs (from ``ready`` on) and the cap. Return its
-        end, or -1.
+        """Place a pass into the first gap that it fits into, and return its end; -1 if there is no such gap.
+
+        The pass starts at ``ready`` or later, takes ``length`` ticks, and changes the memory by ``change``. The device
+        must keep its cap afterwards, too.
         """
         levels, heads, tails, places = self._levels, self._gap_starts, self._gap_ends, self._gap_places
         gap = bisect_left(tails, ready + length)
@@ -175,7 +180,7 @@ class Row:
         return end
 
     def append(self, each: int, ready: int, length: int, change: int) -> int:
-        """Put a pass after all others, and return its end."""
+        """Place a pass after all others, and return its end."""
         begin = self.end
         if ready > begin:
             if ready - begin >= self._shortest:
@@ -190,7 +195,7 @@ class Row:
 
 
 def _earlier(passes: PassTable, starts: Sequence[int], frozen: Collection[int]) -> Timetable:
-    """Move every pass, in the order of ``starts``, into the first gap that fits, or after the others."""
+    """Place all passes in the order of ``starts``, each into the first gap that fits, or else after the others."""
     device_of, price_of, before, waits, ticks, change, lags, caps, shortest = passes
     rows = [Row(cap, least) for cap, least in zip(caps, shortest, strict=True)]
     ends = [0] * (len(starts) + 1)  # the last entry stands for the pass before the first of a class

@@ -1,4 +1,4 @@
-"""Variations of the order of a schedule's microbatches, many at once, towards a shorter step within the caps."""
+"""Vary the order of a schedule's unequal microbatches, many variations at once, for a faster step within the caps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks, simulate
 
-# Variations per try. A try takes as long as the longest chain of actions, and more orders cost almost nothing.
+# Variations per try. The time of a try depends on the longest chain of actions, and hardly on the number of orders.
 _AT_ONCE = 96
 # Variations per try by the simulator, which takes the sum of their times.
 _SIMULATED = 4
-# Moves that gained alone and are then applied together.
+# The most moves that are applied together, after each of them has made the step faster alone.
 _TOGETHER = 6
 # The value of an order grows by this factor times its excess over the cap. So variations may pass through such orders.
 _PENALTY = 3.0
@@ -32,11 +32,11 @@ Move = Callable[[Sequence[int]], Order]
 
 
 class Variation:
-    """The best orders found for one schedule, whose actions stay as they are.
+    """The search for the best order of microbatches for one schedule, whose actions stay in their order.
 
     Attributes:
         order: the order with the smallest ``value``. It may exceed the caps.
-        value: its makespan in seconds, raised if it exceeds the caps.
+        value: the makespan of ``order`` in seconds, times a factor above 1 if it exceeds the caps.
         fitting: makespan and order of the fastest order within the caps; the makespan is infinite if there is none.
     """
 
@@ -58,7 +58,10 @@ class Variation:
         return _SIMULATED if self._many is None else _AT_ONCE
 
     def round(self) -> bool:
-        """Try single moves of the best order, and the earlier gaining moves together. Return whether any gained."""
+        """Try random moves in the best order, and return whether any order has a smaller value.
+
+        The moves that made the order better in the previous round are also tried together.
+        """
         further, tries = self.order, []
         for move in self._gained:
             further = move(further)
@@ -71,7 +74,7 @@ class Variation:
         return self.value < before
 
     def _try(self, orders: Sequence[Order]) -> list[float]:
-        """Return the values of orders, and keep the best. Of equal ones keep the later, so that variations move on."""
+        """Return the values of orders, and keep the best order; of equal ones the later, so that variations go on."""
         makespans, excess = self._simulated(orders) if self._many is None else self._many.try_all(orders)
         values = []
         for order, makespan, over in zip(orders, map(float, makespans), map(float, excess), strict=True):
@@ -84,7 +87,7 @@ class Variation:
         return values
 
     def _simulated(self, orders: Sequence[Order]) -> tuple[list[float], list[float]]:
-        """Return the makespan of each order, and its largest excess as a share of the cap, from the simulator."""
+        """Simulate each order; return the makespans, and the largest excess over a cap as a share of the cap."""
         all_costs = [replace(self._costs, microbatch=self._weights.reordered(order)) for order in orders]
         held = [zip(peaks(self.schedule, costs), self._caps, strict=True) for costs in all_costs]
         excess = [max((now - cap) / (cap or 1.0) for now, cap in each) for each in held]
@@ -92,7 +95,7 @@ class Variation:
 
 
 def random_move(count: int, random: Random) -> Move:
-    """Return a function that swaps two microbatches of an order, or moves one."""
+    """Return a function that changes an order of microbatches: it swaps two of them, or moves one."""
     first, second, swaps = random.randrange(count), random.randrange(count), random.random() < 0.5
 
     def moved(order: Sequence[int]) -> Order:
@@ -107,7 +110,7 @@ def random_move(count: int, random: Random) -> Move:
 
 
 class Outcomes(NamedTuple):
-    """The results of all tried orders."""
+    """The makespan and the excess over the caps of every tried order."""
 
     makespans: np.ndarray  # seconds, without sums over replicas of the model
     excess: (
@@ -116,7 +119,7 @@ class Outcomes(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """Nodes that wait only for nodes of earlier levels."""
+    """Nodes of a graph that wait only for nodes of earlier levels, so that their times are computed at once."""
 
     nodes: slice  # consecutive numbers
     before: np.ndarray  # per node, the one before it in its lane
@@ -125,9 +128,9 @@ class _Level(NamedTuple):
 
 
 class ManyOrders:
-    """Time and memory of a schedule for many orders of its microbatches, in one pass over its actions.
+    """Compute time and memory of a schedule for many orders of its microbatches at once, with numpy.
 
-    The schedule must not offload, because copies wait for a channel in their own order.
+    The schedule must not offload, because the order in which copies use their channel depends on times.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, caps: Sequence[float]) -> None:
@@ -142,7 +145,7 @@ class ManyOrders:
         self._weigh_lanes(schedule, costs, caps)
 
     def try_all(self, orders: Sequence[Sequence[int]]) -> Outcomes:
-        """Run all orders. Each lists the microbatches by their index in the weights."""
+        """Return makespan and excess of every order. An order lists indices of microbatches in ``costs.microbatch``."""
         chosen = np.asarray(orders).T
         weights = np.asarray(self._rows)[:, chosen]
         seconds = np.zeros((len(self._of_node[0][0]), len(orders)))
@@ -170,7 +173,7 @@ class ManyOrders:
         return self._rows.index(weights)
 
     def _price_nodes(self, schedule: Schedule, costs: Costs, found: Dependencies, nodes: list[int]) -> None:
-        """Store the seconds of every node as prices times weights. A B has two terms, for I and W."""
+        """Store the price of every node, and the weight that multiplies it. A B has two of each: for I and for W."""
         prices, weights = ActionPrices(schedule, costs), self._weights
         rows = {kind: self._row(weights.seconds_of(kind)) for kind, _ in found.kinds}
         split = Kind.B not in weights.kinds and any(kind is Kind.B for kind, _ in found.kinds)
@@ -187,7 +190,7 @@ class ManyOrders:
         self._of_node = [_columns(part) for part in parts]
 
     def _price_messages(self, schedule: Schedule, costs: Costs, found: Dependencies, numbers: list[int]) -> None:
-        """Store a lag per link and microbatch, and the row of every wait's lag, unless no message takes time."""
+        """Store the seconds of a message per link and microbatch, unless all are 0, and their row for every wait."""
         prices, self._tokens = ActionPrices(schedule, costs), self._row(self._weights.tokens)
         seconds = [prices.of_message(link) for link in found.links]
         self._lags = None
@@ -208,7 +211,7 @@ class ManyOrders:
                 level.needs[slot] = (needed, links)
 
     def _weigh_lanes(self, schedule: Schedule, costs: Costs, caps: Sequence[float]) -> None:
-        """Store the changes of every device's memory by its actions."""
+        """Store, for every device, the change of memory by each action, its microbatch, and the cap."""
         slices = schedule.slices
         changes = costs.memory_changes(schedule.placement, schedule.recomputed, slices)
         unit = costs.memory_unit(schedule.placement, slices)
@@ -225,13 +228,13 @@ class ManyOrders:
 
 
 def _columns(entries: list[tuple[float, int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return prices as a column, rows of weights, and microbatches."""
+    """Return the entries as three arrays: prices as a column, rows of weights, and microbatches."""
     prices, rows, units = zip(*entries, strict=True)
     return np.asarray(prices, float)[:, None], np.asarray(rows), np.asarray(units)
 
 
 def _levels(found: Dependencies) -> tuple[list[_Level], list[int]]:
-    """Return the levels of a graph, and the number of every node when nodes are numbered level by level."""
+    """Return the levels of a graph, and a new number for every node, counted level by level."""
     graph = found.graph
     before: dict[int, int] = {}
     for lane in graph.lanes:

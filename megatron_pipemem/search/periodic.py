@@ -1,12 +1,14 @@
-"""Periodic orders: every device repeats one cycle of its passes, and a microbatch takes the shortest way through the cycles.
+"""Periodic orders: every device repeats one cycle of its passes, once per microbatch, at a fixed interval.
 
 This generalises the building blocks of arXiv 2405.15362 to any costs. The interval is the work of the busiest device
-per microbatch, so that this device never idles in the steady state. The offsets of passes follow from every device's
-cyclic order and from the rotation of its cycle against its neighbours. Waits of a microbatch make activations live
-longer. The cheapest combination of cycles is a shortest path from the last device to the first. Prices per device
-rise until every device fits its cap (Lagrange multipliers of the memory constraints).
+per microbatch, so that this device never idles in the steady state. Two choices per device determine the start of every
+pass: the order of the passes in the cycle, and the time by which the cycle is shifted against that of the next device
+(the *rotation*). If a microbatch waits between two passes, its activations live longer. So a combination of choices has
+a cost: the memory held during the waits, times a price per device. The cheapest combination is found as a shortest path
+from the last device to the first. The prices of devices that exceed their caps rise until all devices keep them
+(Lagrange multipliers of the memory constraints).
 
-A sampler varies the combinations: it chooses the blocks and intervals that are proposed.
+A sampler chooses the combinations and intervals that are tried.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _ORDERS_WITH_A_PAUSE = 60
 
 @dataclass(frozen=True)
 class ClassWait:
-    """A class that waits for another class of the same microbatch."""
+    """A pass class (a kind on a stage) that waits for another class of the same microbatch."""
 
     source: int  # the needed class
     target: int  # the waiting class
@@ -33,10 +35,11 @@ class ClassWait:
 
 
 class Cycles:
-    """All combinations of cyclic orders of a problem for one interval.
+    """All cyclic orders of every device, and the waits of a microbatch between them, for one interval in ticks.
 
-    The problem has at most two chunks per device, because more have too many cyclic orders. ``interval`` is at least
-    the work of the busiest device. ``rng`` picks cyclic orders if idle time makes them too many.
+    The problem has at most two chunks per device, because more chunks have too many cyclic orders. ``interval`` is at
+    least the work of the busiest device. If it is longer, there are too many places for the idle time, and ``rng``
+    picks some.
     """
 
     def __init__(self, problem: Problem, interval: int, rng: np.random.Generator) -> None:
@@ -71,7 +74,7 @@ class Cycles:
         return (starts[:, position[link.target]] - starts[:, position[link.source]] - link.gap) % self.interval
 
     def _shared_waits(self, device: int, shared: dict[tuple, np.ndarray]) -> np.ndarray:
-        """Return the waits of a hop. Equal hops share one array."""
+        """Return the waits between a device and the next one. Pairs of devices with equal waits share one array."""
         links, position = self._hops[device], self._position
         below, above = self._starts[device], self._starts[device + 1]
         key = (
@@ -86,7 +89,10 @@ class Cycles:
         return shared[key]
 
     def _waits(self, device: int) -> np.ndarray:
-        """Return ``[rotation, link, order above, order below]``. Every rotation makes one link's wait zero."""
+        """Return the waits between a device and the next one, in ticks: ``[rotation, link, next order, own order]``.
+
+        The rotations are those that make the wait of one of the links 0.
+        """
         offsets, signs = self._offsets(device)
         return np.stack(
             [
@@ -98,7 +104,7 @@ class Cycles:
         ).astype(np.float32)
 
     def _offsets(self, device: int) -> tuple[list[np.ndarray], list[int]]:
-        """Return, per link, the rotation against the device above that makes its wait zero, and the sign of the wait."""
+        """Return for every link to the next device the rotation that makes its wait 0, and the sign of the wait."""
         below, above = self._starts[device], self._starts[device + 1]
         offsets, signs = [], []
         for link in self._hops[device]:
@@ -112,10 +118,10 @@ class Cycles:
         return offsets, signs
 
     def cheapest(self, prices: np.ndarray, variation: np.ndarray, among: np.ndarray | None = None) -> PeriodicBlock:
-        """Return the combination with the cheapest activations.
+        """Return the block of the combination with the lowest cost of waits.
 
-        ``prices`` are per device, for one memory unit and tick. ``among`` are the cyclic orders to consider on every
-        device; ``None`` for all.
+        ``prices`` has one price per device, for one memory unit held for one tick. ``variation`` has one factor per
+        link. ``among`` has the indices of the cyclic orders that are considered on every device; ``None`` for all.
         """
         p = self.problem.num_devices
         weights = self._weights(prices, variation)
@@ -147,7 +153,7 @@ class Cycles:
     def _follow(
         self, order: int, choice: list[tuple[np.ndarray, np.ndarray]], picked: list[np.ndarray]
     ) -> PeriodicBlock:
-        """Return the block of the cheapest path: follow the choices from the first device to the last."""
+        """Return the block of the cheapest combination, given the order of device 0 and the choices for the others."""
         starts = np.zeros(len(self.problem.device), dtype=np.int64)
         shift = 0
         for d in range(self.problem.num_devices):
@@ -163,7 +169,7 @@ class Cycles:
         return PeriodicBlock.along_chain(self.problem, self.interval, starts)
 
     def _weights(self, prices: np.ndarray, variation: np.ndarray) -> dict[tuple[int, int], float]:
-        """Return the cost of one tick of waiting on a link: the price of all memory held across it."""
+        """Return for every link the cost of one tick of waiting: the price of all memory held meanwhile, varied."""
         problem = self.problem
         held = [0.0] * (problem.num_stages + 1)
         for stage in range(problem.num_stages):
@@ -180,7 +186,7 @@ class Cycles:
 
 @dataclass(frozen=True)
 class PeriodicBlock:
-    """The starts of one microbatch's passes."""
+    """The starts of one microbatch's passes, which repeat at a fixed interval."""
 
     problem: Problem
     interval: int  # ticks from one microbatch to the next
@@ -188,7 +194,7 @@ class PeriodicBlock:
 
     @classmethod
     def along_chain(cls, problem: Problem, interval: int, offsets: np.ndarray) -> PeriodicBlock:
-        """Start every pass at the first time that its inputs allow and that equals its offset modulo the interval."""
+        """Return the block whose passes start as early as their inputs allow, at their offset modulo the interval."""
         starts = [0] * len(offsets)
         for c in (*problem.way, *range(WEIGHT, len(offsets), 3)):
             ready = int(offsets[c]) if c == FORWARD else 0
@@ -200,8 +206,8 @@ class PeriodicBlock:
     def delayed(self, after: int) -> PeriodicBlock:
         """Return the block with some passes delayed by one interval.
 
-        The first ``after`` passes of a microbatch's F and I chain keep their times, and the others are delayed. A negative
-        ``after``, ``-n``, delays only the ``n``-th W.
+        All F in model order, followed by all I in reverse, are a chain. Its first ``after`` passes keep their times.
+        All others are delayed, with their W. If ``after`` is ``-n``, only the W of stage ``n - 1`` is delayed.
         """
         if after < 0:
             later = {3 * (-after - 1) + WEIGHT}
@@ -213,7 +219,7 @@ class PeriodicBlock:
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """The most memory of every device in the steady state."""
+        """Return the most memory of every device in the steady state."""
         result = []
         for classes in self.problem.classes:
             starts = np.array([self.starts[c] for c in classes])
@@ -223,7 +229,7 @@ class PeriodicBlock:
         return tuple(result)
 
     def orders(self) -> Orders:
-        """Return the orders of the problem's microbatches. Their peaks are at most the peaks of the steady state."""
+        """Return the orders of a step: the block, repeated for every microbatch. No peak exceeds the steady state's."""
         m = self.problem.num_microbatches
         microbatches = np.arange(m)
         orders = []
@@ -236,9 +242,10 @@ class PeriodicBlock:
 
 
 def _cycle_starts(ticks: tuple[int, ...], idle: int, rng: np.random.Generator) -> np.ndarray:
-    """Return ``[order, pass]``: offsets of a device's passes in every cyclic order, the first pass first.
+    """Return the starts of a device's passes within its cycle, for every cyclic order: ``[order, pass]``.
 
-    Idle time is spread over all passes in proportion. In some further random orders it is in one piece.
+    The first pass starts at 0 in all orders. Idle time is spread over all passes in proportion to their ticks. Some
+    further orders, chosen at random, have the idle time in one piece.
     """
     spread = np.array([length * (sum(ticks) + idle) / sum(ticks) for length in ticks])
     rows = _tilings(spread)
@@ -251,7 +258,10 @@ def _cycle_starts(ticks: tuple[int, ...], idle: int, rng: np.random.Generator) -
 
 
 def _tilings(lengths: np.ndarray) -> np.ndarray:
-    """Return the start of every piece in every order of all pieces back to back, the first piece first."""
+    """Return the start of every piece (``[order, piece]``) if the pieces follow one another, in every possible order.
+
+    The first piece is first in all orders.
+    """
     orders = _orders(len(lengths))
     ends = np.cumsum(lengths[orders], axis=1)
     starts = np.empty_like(ends)
@@ -277,10 +287,11 @@ _LONGEST_STRETCH = 3.0
 
 
 class BlockSampler:
-    """Proposes blocks for one interval: first blocks that are better and better balanced, then variations of good ones.
+    """Propose blocks for one interval.
 
-    Whether a block fits the caps is known at once, but not how fast it starts and ends. So the prices of waiting are
-    varied at random, and variations of the best blocks are varied further.
+    The first blocks have adjusted prices, so that all devices come equally near to their caps. Then the costs of waits
+    are varied at random. It is known at once whether a block keeps the caps, but not how fast a step begins and ends
+    with it. So ``learn`` records makespans, and the variations of the best blocks are varied further.
     """
 
     def __init__(self, problem: Problem, interval: int, rng: np.random.Generator) -> None:
@@ -297,11 +308,11 @@ class BlockSampler:
 
     @property
     def balanced(self) -> bool:
-        """Return whether the prices have settled and variations have begun."""
+        """Return whether the prices of devices are adjusted, so that random variations have begun."""
         return self._proposed >= _BALANCING_ROUNDS
 
     def propose(self) -> PeriodicBlock | None:
-        """Return another block; ``None`` if it was proposed before or exceeds a cap."""
+        """Make the next block; return ``None`` if that exceeds a cap or was proposed before."""
         variation, among = np.zeros(self.cycles.num_links), None
         if self.balanced:
             variation, among = self._variation(), self._rng.permutation(self.cycles.most_orders)[:_ORDERS_PER_VARIATION]
@@ -324,7 +335,10 @@ class BlockSampler:
         return block
 
     def _deepened(self, block: PeriodicBlock) -> PeriodicBlock:
-        """Use free memory of a block for more microbatches in flight, which help when the step ends."""
+        """Delay random passes of a block by one interval, as far as the caps allow.
+
+        A device then holds more microbatches, which shortens the end of a step.
+        """
         stages = len(block.starts) // 3
         for _ in range(int(self._rng.integers(_MOST_DELAYS + 1))):
             deeper = block.delayed(int(self._rng.integers(-stages, 2 * stages)))
@@ -333,7 +347,7 @@ class BlockSampler:
         return block
 
     def learn(self, block: PeriodicBlock, makespan: int) -> None:
-        """Record the makespan of a proposed block."""
+        """Record the makespan, in ticks, of a step with a proposed block."""
         self._elites = sorted([*self._elites, (makespan, block.starts)])[:_ELITES]
 
     def _variation(self) -> np.ndarray:
@@ -346,27 +360,27 @@ class BlockSampler:
 
 
 class PeriodicStarts:
-    """Proposes random blocks for given costs.
+    """Propose blocks for given costs, with intervals that become longer until blocks keep the caps.
 
-    The first interval is the work of the busiest device. As long as no block fits the caps, the interval gets longer. A
-    device then idles in the steady state too: under a small cap with unequal costs there is no other way.
+    The first interval is the work of the busiest device. With a longer one, all devices idle in the steady state, too.
+    Under a low cap with unequal costs, this may be unavoidable.
     """
 
     def __init__(self, problem: Problem, seed: int) -> None:
         self._problem = problem
         self._rng = np.random.default_rng(seed)
         self.stretch = 1.0
-        """The longest interval so far over the work of the busiest device."""
+        """The longest interval so far, divided by the work of the busiest device."""
         self._samplers = [BlockSampler(problem, max(problem.work), self._rng)]
         self._fitting: list[BlockSampler] = []
 
     @property
     def idles(self) -> bool:
-        """Return whether the interval had to be stretched."""
+        """Return whether the interval is longer than the work of the busiest device."""
         return self.stretch > 1
 
     def propose(self) -> tuple[BlockSampler, PeriodicBlock] | None:
-        """Return a block that fits the caps; ``None`` if this trial gave none."""
+        """Return a new block that keeps the caps, with its sampler; ``None`` if this trial found none."""
         sampler = self._pick()
         block = sampler.propose()
         if block is not None and sampler not in self._fitting:

@@ -1,4 +1,4 @@
-"""Starting orders that need no search: every registered family, and list scheduling."""
+"""Starting orders of a search: the schedules of families, and greedy orders (list schedules)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _STRETCH = 1.1
 
 
 def first_start(problem: Problem) -> Timetable | None:
-    """Return microbatches at equal intervals, as far apart as the caps require; ``None`` if one after another
-    exceeds the caps.
+    """Return a timetable with microbatches at equal intervals, as long as the caps require.
 
-    A microbatch's passes run as if it had the devices to itself. If two passes collide, the earlier one goes first.
+    The passes of a microbatch are planned as if there were no other one. If two passes need a device at the same time,
+    the one that is planned earlier runs first. The result is ``None`` if even one microbatch after another exceeds the
+    caps.
     """
     n, units, ends = problem.slices, problem.units, [0] * len(problem.ticks)
     for c in (*problem.way, *range(WEIGHT, len(problem.device), 3)):
@@ -54,7 +55,10 @@ def first_start(problem: Problem) -> Timetable | None:
 
 
 def _one_by_one(problem: Problem) -> Orders:
-    """Run one microbatch after another. W that takes memory runs at the end, because I has given back more than F took."""
+    """Return orders with one microbatch after another. A W that takes memory runs after all other passes.
+
+    In that case I has given back more memory than F took.
+    """
     orders: Orders = []
     n, units = problem.slices, problem.units
     for classes in problem.classes:
@@ -71,9 +75,7 @@ def _one_by_one(problem: Problem) -> Orders:
 def family_starts(
     families: Sequence[Family], placement: Placement, problem: Problem, costs: Costs, caps: Sequence[float] | None
 ) -> Iterator[tuple[str, Timetable | None]]:
-    """Yield the names and timetables of the families' schedules with a placement; ``None`` in place of those that exceed
-    the caps.
-    """
+    """Yield name and timetable of every family's schedule with this placement; ``None`` if it exceeds the caps."""
     given: dict[str, Any] = {"costs": costs}
     if caps is not None and costs.memory is None:
         given["memory_cap"] = min(caps)
@@ -104,9 +106,9 @@ def family_starts(
 
 
 def _largest_group(name: str, problem: Problem, shape: Mapping[str, Any]) -> int:
-    """Return the largest group size within the caps. Larger groups hold more and idle less.
+    """Return the largest ``group_size`` with which a family keeps the caps. Larger groups hold more and idle less.
 
-    Raise an UnsupportedError if the family does not take such small groups.
+    Raise an UnsupportedError if the family does not accept groups of fewer than ``p`` microbatches.
     """
     fits, exceeds = 1, problem.num_devices
     while exceeds - fits > 1:
@@ -122,7 +124,10 @@ def _largest_group(name: str, problem: Problem, shape: Mapping[str, Any]) -> int
 
 
 def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
-    """Yield greedy orders. The last one runs one microbatch after another and fits any cap that admits one."""
+    """Yield greedy orders (list schedules) by several fixed rules, with their names.
+
+    The last one runs one microbatch after another, and keeps every cap that admits one microbatch.
+    """
     units, n = problem.units, problem.slices
     passes = range(len(problem.device) * units)
     longest = max(problem.ticks)
@@ -145,9 +150,10 @@ def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
 
 
 def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
-    """Return a greedy order. Its rule weighs a microbatch's age, its remaining passes and the delay of W at random.
+    """Return a greedy order by a random rule; ``None`` if it exceeds the caps.
 
-    For costs that do not tile well no fixed rule is best, and no single weighting is best for all costs.
+    The urgency of a pass is a weighted sum of its microbatch's age, the microbatch's remaining passes, and for W a
+    delay. The weights are random, because no fixed weights are best for all costs.
     """
     units, stages, longest = problem.units, problem.num_stages, max(problem.ticks)
     age, way, put_off = 2 ** rng.uniform(0, 3) / problem.slices, rng.uniform(0.2, 0.8), rng.uniform(0.2, 1.0)
@@ -161,7 +167,7 @@ def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
 
 
 def _depths(problem: Problem) -> list[float]:
-    """Return the urgency of every class: passes late in a microbatch's chain go first, and W fills gaps."""
+    """Return the urgency of every pass class: later passes of a microbatch run first, W only if nothing else can."""
     stages, longest = problem.num_stages, max(problem.ticks)
     depths: list[float] = []
     for stage in range(stages):
@@ -171,15 +177,15 @@ def _depths(problem: Problem) -> list[float]:
 
 
 def shortened(problem: Problem, num_microbatches: int) -> Problem:
-    """Return the same problem with fewer microbatches. Warm-up and cool-down take equally long."""
+    """Return the same problem with fewer microbatches. The start and the end of a step stay the same."""
     return replace(problem, num_microbatches=min(problem.num_microbatches, num_microbatches))
 
 
 def fusable(problem: Problem, table: Timetable) -> set[int]:
-    """Return the I passes that can run as one full backward with their W without delay.
+    """Return the I passes that can be joined with their W into a full backward without delaying any other pass.
 
-    If W follows I at once and no other device needs the gradient before W ends, a full backward saves kernel launches
-    and the queue. All I of the problem's full stages are among them.
+    That is so if W directly follows I, and no other device needs the gradient before W ends. A full backward saves
+    kernel launches and the storage of deferred weight gradients. All I of the problem's full stages are included.
     """
     units, starts, passes = problem.units, table.starts, problem.reversed
     ends = [start + problem.ticks[price] for start, price in zip(starts, passes.price, strict=True)]

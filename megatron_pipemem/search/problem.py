@@ -1,9 +1,10 @@
 """The search problem in whole numbers: passes, their waits, times and memory.
 
-Microbatches are identical, so every pass class (a kind on a stage) runs them in order, and a device's order is a
-sequence of passes. With sequence slices a class runs its forwards slice by slice, and its backwards microbatch by
-microbatch with the slices reversed (arXiv 2406.03488, section 3.2). Ticks and memory units are small enough that
-rounding changes nothing, because a search compares sums of thousands of terms for equality.
+A pass class is a kind (F, I or W) on a stage. Microbatches are identical, so every class runs them in order, and a
+device's order is a sequence of passes. With sequence slices a class of F runs slice by slice. A class of I or W runs
+microbatch by microbatch, each from its last slice to its first (arXiv 2406.03488, section 3.2). Times are whole
+*ticks*, and memory is in whole *steps*, because a search compares sums of thousands of terms for equality. Both units
+are so small that rounding changes nothing.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ ClassWaits = tuple[tuple[tuple[int, int], ...], ...]
 
 
 class PassTable(NamedTuple):
-    """All passes of a problem, with time running in one direction."""
+    """All passes of a problem, with time running forward or backward."""
 
     device: list[int]  # per pass
     price: list[int]  # per pass, its index in ``ticks`` and ``change``
-    before: list[int]  # per pass, the pass before it in its class, or -1
-    waits: list[Waits]  # per pass, the other passes that it waits for, with their links
+    before: list[int]  # per pass, the previous pass of the same class, or -1
+    waits: list[Waits]  # per pass, the needed passes of other classes, with their links
     ticks: Sequence[int]
     change: Sequence[int]  # changes of the device's memory
     lags: list[int]  # ticks of every link
@@ -57,25 +58,26 @@ class PassTable(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem: order the passes of every device for the least makespan under the caps."""
+    """A problem to solve: find the order of the passes of every device with the least makespan under the caps."""
 
     num_microbatches: int  # ``m``
     device: tuple[int, ...]  # per class; class ``3 * stage + kind`` with kinds F, I, W
     ticks: tuple[int, ...]
-    """Time of a pass, ``[class * slices + place]`` with the place of its slice in the order of the class."""
-    change: tuple[int, ...]  # change of the device's memory, likewise
+    """Ticks of a pass, at index ``class * slices + j``, if its slice is the ``j``-th of a microbatch that the class
+    runs."""
+    change: tuple[int, ...]  # change of the device's memory by a pass, at the same index
     waits: ClassWaits
-    """``(class, lag)`` of a pass's needs: the pass of that class, microbatch and slice ends at least ``lag`` ticks
-    before its start. Passes of a class also run in order."""
+    """Per class, ``(class, lag)`` of every class that it needs: a pass starts at least ``lag`` ticks after the end of
+    the pass of that class with the same microbatch and slice. Passes of a class also run in order."""
     caps: tuple[int, ...]  # most memory of every device
     full: frozenset[int] = frozenset()
-    """Stages with full backwards (B). Class I has time and memory of the whole, and W has none."""
+    """Stages with full backwards (B). Their class I has the time and memory of B, and their class W has none."""
     ticks_per_second: float = 1.0
     slices: int = 1
 
     @property
     def units(self) -> int:
-        """Return the number of passes of a class."""
+        """Return the number of passes of every class: microbatches times slices."""
         return self.num_microbatches * self.slices
 
     @property
@@ -84,7 +86,7 @@ class Problem:
 
     @cached_property
     def classes(self) -> tuple[tuple[int, ...], ...]:
-        """The classes of every device."""
+        """Return the pass classes of every device."""
         return tuple(tuple(c for c, device in enumerate(self.device) if device == d) for d in range(self.num_devices))
 
     @property
@@ -93,17 +95,17 @@ class Problem:
 
     @cached_property
     def way(self) -> tuple[int, ...]:
-        """Return the classes of a microbatch's way to the loss and back."""
+        """Return the classes that a microbatch runs one after another: all F in model order, then all I in reverse."""
         forwards = range(FORWARD, len(self.device), 3)
         return (*forwards, *(c + INPUT for c in reversed(forwards)))
 
     @cached_property
     def work(self) -> tuple[int, ...]:
-        """Ticks that every device computes for one microbatch."""
+        """Return the ticks that every device computes for one microbatch."""
         return self._per_device(self.ticks)
 
     def _per_device(self, prices: Sequence[int]) -> tuple[int, ...]:
-        """Return the sum over all passes of a microbatch on every device."""
+        """Return for every device the sum of ``prices`` over its passes of one microbatch."""
         n = self.slices
         return tuple(sum(sum(prices[c * n : c * n + n]) for c in classes) for classes in self.classes)
 
@@ -113,7 +115,7 @@ class Problem:
 
     @cached_property
     def reversed(self) -> PassTable:
-        """The same passes with time reversed: memory that was freed last is taken first."""
+        """Return the passes with time reversed: a pass waits for its followers, and takes the memory that it frees."""
         # Memory left at the end is there from the start in reversed time, and held memory counts from there.
         left = self._per_device(self.change)
         caps = tuple(cap - self.num_microbatches * kept for cap, kept in zip(self.caps, left, strict=True))
@@ -145,13 +147,13 @@ class Problem:
 
     @cached_property
     def is_steady(self) -> bool:
-        """Return whether the memory of a microbatch is never negative, and 0 at the end."""
+        """Return whether the memory of a microbatch is never negative on any stage, and 0 after its W."""
         held = (self.change[c : c + 3] for c in range(0, len(self.change), 3))
         return all(f >= 0 and f + i >= 0 and f + i + w == 0 for f, i, w in held)
 
     @cached_property
     def followers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """``(class, lag)`` of the passes that wait for those of every class."""
+        """Return for every class ``(class, lag)`` of the classes that wait for it."""
         found: list[list[tuple[int, int]]] = [[] for _ in self.device]
         for c, waits in enumerate(self.waits):
             for other, lag in waits:
@@ -160,10 +162,10 @@ class Problem:
 
     @cached_property
     def reserve(self) -> tuple[int, ...]:
-        """Return the memory that must also be free when a pass starts, indexed like ``change``.
+        """Return the memory that must stay free after a pass has taken its own, indexed like ``change``.
 
-        A forward leaves room for the rest of its microbatch, for all later chunks, and for the memory of an I.
-        With less memory the microbatch might never reach its backward.
+        A forward leaves room for its microbatch on all later chunks of the device, and for the memory of an I. With
+        less free memory the microbatch might never reach its backward.
         """
         n, change, reserve = self.slices, self.change, [0] * len(self.change)
 
@@ -180,10 +182,10 @@ class Problem:
         return tuple(reserve)
 
     def owed(self, c: int, upcoming: Sequence[int]) -> int:
-        """Return the memory that must be free before the forward of a slice, its own activations included.
+        """Return the memory that must be free before the next forward of class ``c``, if microbatches have slices.
 
-        It covers all remaining forwards of the microbatches that the device has begun, and one I. With less memory no
-        microbatch might reach its backward.
+        It is the memory of this forward, of all remaining forwards of the microbatches that the device has begun, and
+        of one I. With less free memory, no microbatch might reach its backward.
         """
         n, change = self.slices, self.change
         forwards = [other for other in self.classes[self.device[c]] if other % 3 == FORWARD]
@@ -197,7 +199,7 @@ class Problem:
 
     @property
     def full_backwards(self) -> set[int]:
-        """The I passes of the full stages."""
+        """Return all I passes of stages with full backwards."""
         units = self.units
         return {(3 * stage + INPUT) * units + rank for stage in self.full for rank in range(units)}
 
@@ -224,11 +226,11 @@ def make_problem(
     staggered: bool = False,
     slices: int = 1,
 ) -> Problem:
-    """Return the problem of a placement with its prices, in whole numbers.
+    """Return the problem of a placement with these costs, in whole ticks and memory steps.
 
-    ``full`` stages have full backwards. With ``staggered`` every device has its own clock, later than that of the
-    device before. The makespan is then the time from the first start to the last end by those clocks, which bounds
-    every device's part of a step.
+    ``full`` has the stages with full backwards. With ``staggered``, the time of every device counts from a later
+    moment than that of the previous device. The makespan, from the earliest start to the latest end in these times, is
+    then an upper bound for every device's own part of a step.
     """
     stages, n = placement.num_stages, slices
     seconds, memory = costs.seconds(placement, n), costs.memory_changes(placement, slices=n)
@@ -253,7 +255,7 @@ def make_problem(
     rounded = [ceil(value * memory_scale - _NOISE) for value in held]
 
     def before(at: int) -> int:
-        """Return the memory that the slice held before a pass."""
+        """Return the memory that the pass's slice held before the pass, in memory steps."""
         c, part = divmod(at, n)
         return 0 if c % 3 == FORWARD else rounded[(c - 1) * n + (part if c % 3 == WEIGHT else mirrored(part, n))]
 
@@ -291,7 +293,7 @@ def _stagger(placement: Placement, ticks: Sequence[int], slices: int) -> int:
 
 
 def waits_of(placement: Placement, lag: Callable[[int, int], int]) -> ClassWaits:
-    """Return ``Problem.waits``."""
+    """Return ``Problem.waits`` of a placement. ``lag(source, destination)`` returns the ticks between two stages."""
     waits: list[tuple[tuple[int, int], ...]] = []
     for stage in range(placement.num_stages):
         before, after = placement.previous_stage(stage), placement.next_stage(stage)
@@ -303,13 +305,13 @@ def waits_of(placement: Placement, lag: Callable[[int, int], int]) -> ClassWaits
 
 
 def keeps_memory_exactly(placement: Placement, costs: Costs, slices: int = 1) -> bool:
-    """Return whether memory is in whole numbers, which ``make_problem`` does not round."""
+    """Return whether all memory changes are whole numbers. ``make_problem`` then does not scale or round them."""
     changes = costs.memory_changes(placement, slices=slices)
     return all(float(value).is_integer() for kind in (*KINDS, Kind.B) for value in changes.get(kind, ()))
 
 
 def better_full(placement: Placement, costs: Costs) -> frozenset[int]:
-    """Return the stages on which a full backward holds less than I alone. Under a cap some orders use only full ones there."""
+    """Return the stages on which B takes less memory than I. Under a cap it may be better to run only B there."""
     if costs.memory is None:
         return frozenset()
     changes, zero = costs.memory_changes(placement), (0.0,) * placement.num_stages
@@ -320,7 +322,7 @@ def better_full(placement: Placement, costs: Costs) -> frozenset[int]:
 def to_schedule(
     name: str, placement: Placement, problem: Problem, orders: Orders, fused: Collection[int] = ()
 ) -> Schedule:
-    """Return the schedule with these orders. ``fused``: I passes that become one B with their W."""
+    """Return the schedule with these orders. ``fused`` has the I passes that become a B, together with their W."""
     units, n = problem.units, problem.slices
 
     def actions(order: list[int]) -> Iterator[Action]:
@@ -336,7 +338,7 @@ def to_schedule(
 
 
 def from_schedule(schedule: Schedule) -> Orders:
-    """Return the orders of a schedule, its full backwards as I and W in turn."""
+    """Return the orders of a schedule. A full backward becomes I, followed by W."""
     units, n = schedule.num_microbatches * schedule.slices, schedule.slices
     offset = {kind: index * units for index, kind in enumerate(KINDS)}
     orders = []

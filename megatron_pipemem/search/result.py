@@ -1,4 +1,4 @@
-"""Results of searches, and their cache in files, so that an identical search does not run again."""
+"""Results of searches, and a cache of results in files, so that no identical search runs twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Candidate:
-    """The best schedule of one placement."""
+    """The best schedule that a search found for one placement and number of slices."""
 
     schedule: Schedule
     makespan: float  # seconds; the period without a barrier if the search was for a period
@@ -37,10 +37,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult(Shown):
-    """The fastest schedule found, the best of every other placement, and the largest distance from the optimum.
+    """The result of ``search_schedule``: the fastest schedule, the best of every other placement, and a lower bound.
 
     Args:
-        candidates: the best schedule of every placement that had enough time, the fastest first.
+        candidates: the best schedule of every placement for which there was time, the fastest first.
         lower_bound: seconds that no schedule within the cap can beat, with any of the tried placements.
         seconds: duration of the search; 0 if the result comes from the cache.
         costs: the costs of the search.
@@ -68,7 +68,7 @@ class SearchResult(Shown):
 
     @property
     def makespan(self) -> float:
-        """Seconds of the fastest schedule."""
+        """The makespan of the fastest schedule in seconds; its period if the search was for a period."""
         return self.best.makespan
 
     @property
@@ -77,9 +77,9 @@ class SearchResult(Shown):
 
     @property
     def gap(self) -> float:
-        """The largest possible excess of the makespan over the optimum, as a share of the makespan.
+        """The share of the makespan that a better schedule could save at most: 0.02 means 2 %.
 
-        0 proves that the schedule is optimal among the tried placements.
+        0 proves that no schedule with any of the tried placements is faster.
         """
         excess = 1 - self.lower_bound / self.makespan
         return excess if excess > 1e-6 else 0.0
@@ -90,7 +90,7 @@ class SearchResult(Shown):
 
 
 def fastest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Sort candidates by makespan. Equally fast ones are sorted by stages and slices, because fewer send fewer messages."""
+    """Sort candidates by makespan, and equally fast ones by stages and slices, because fewer send fewer messages."""
     found = list(candidates)
     least = min(candidate.makespan for candidate in found) * (1 + 1e-12)
     return tuple(
@@ -102,7 +102,7 @@ logger = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """Return ``$XDG_CACHE_HOME/megatron_pipemem/search``, by default under ``~/.cache``."""
+    """Return the folder of the cache: ``$XDG_CACHE_HOME/megatron_pipemem/search``, by default in ``~/.cache``."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
@@ -111,13 +111,16 @@ def default_folder() -> Path:
 
 
 class ResultCache:
-    """One JSON file per question, in ``folder`` or ``default_folder()``. A file error costs a new search and never a run."""
+    """A cache of search results, with one JSON file per search in ``folder``, by default ``default_folder()``.
+
+    An error of a file is logged, and the search runs again.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
 
     def get(self, question: object, costs: Costs) -> SearchResult | None:
-        """Return the result of an identical search with these costs; ``None`` if it is not in the cache."""
+        """Return the cached result of the search with the arguments in ``question``; ``None`` if there is none."""
         try:
             path = self._path(question)
             content = path.read_bytes()
@@ -137,7 +140,7 @@ class ResultCache:
             return None
 
     def put(self, question: object, result: SearchResult) -> None:
-        """Store a result."""
+        """Store the result of a search with these arguments."""
         try:
             path = self._path(question)
             kept = {"lower_bound": result.lower_bound, "candidates": [_to_json(each) for each in result.candidates]}
@@ -151,7 +154,7 @@ class ResultCache:
 
 
 def _in_full(asked: object) -> object:
-    """Return a value with every field of every dataclass, because their own text leaves fields out."""
+    """Return a value with dataclasses as tuples of all fields. The ``repr`` of a dataclass may leave fields out."""
     if is_dataclass(asked):
         return (type(asked).__name__, *(_in_full(getattr(asked, field.name)) for field in fields(asked)))
     if isinstance(asked, Mapping):
@@ -161,7 +164,7 @@ def _in_full(asked: object) -> object:
 
 @lru_cache(maxsize=1)
 def _code_version() -> str:
-    """Return the hash of the package, because another version may give another result."""
+    """Return a hash of the package's code, because other code may give other results."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):

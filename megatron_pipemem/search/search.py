@@ -1,4 +1,7 @@
-"""The search over placements: a portfolio of starts for each, improvements of the starts, and the best result."""
+"""The search over all placements: starting orders for each, their improvement, and the best result.
+
+One placement with a number of slices is searched by an ``Exploration``.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ SlicedPlacement = tuple[Placement, int]
 """A placement, and a number of slices."""
 
 MAX_CHUNKS = 8
-"""Most stages per device of placements that are tried by default."""
+"""The most stages per device of the placements that are tried by default."""
 
 # Passes of all starts that are justified at effort 1, in at least one start.
 _PASSES_TO_JUSTIFY = 20_000
@@ -72,22 +75,23 @@ def search_schedule(
             ``max_chunks`` stages per device. If costs are per stage, only placements with as many stages are tried.
         max_chunks: most stages per device. More stages shorten the bubble but send more messages. A model with evenly
             cut layers allows ``layers / p``.
-        seconds: time after which improvement stops. A valid schedule always comes first.
-        effort: factor of the number of trials. The search also ends after them, or when it meets the bound.
-        seed: seed of the random variations. Two searches with one seed give the same result unless ``seconds`` ends them.
+        seconds: time after which improvement stops. A first valid schedule is found even if that takes longer.
+        effort: factor of the number of trials, after which the search ends. It also ends if the lower bound is met.
+        seed: seed of the random variations. Searches with the same seed have the same result, unless ``seconds`` ends
+            them.
         cache: where finished searches are stored and looked up; ``None`` always searches.
         period: whether to minimise the period of steps without a barrier (``stream``), and not the makespan of one
             step. ``makespan`` of the result is then the period.
-        slices: sequence slices of every microbatch, or several numbers from which the best is chosen. Numbers that do
-            not fit costs per slice are left out.
+        slices: the number of sequence slices of a microbatch, or several numbers from which the best is chosen. If the
+            costs have prices per slice, numbers that do not fit them are left out.
 
     Returns:
-        The best schedule of every placement and number of slices, the fastest first, with certified lower bounds.
+        The best schedule of every placement and number of slices, the fastest first, with proved lower bounds.
 
     Raises:
-        UnsupportedError: no schedule with any of the placements fits the cap, and the message has the smallest cap.
-            Or an argument is out of range.
-        CostsError: the costs do not fit a placement, or weigh microbatches.
+        UnsupportedError: no schedule with any of the placements keeps the cap, and the message has the lowest possible
+            cap. Or an argument is out of range.
+        CostsError: the costs do not fit a placement, or have weights of microbatches.
     """
     clock = Clock(seconds)
     costs = costs or Costs()
@@ -95,7 +99,7 @@ def search_schedule(
     if num_devices < 1 or num_microbatches < 1:
         raise UnsupportedError(
             "bad-number",
-            f"{num_devices} devices and {num_microbatches} microbatches do not make a step; give at least 1 of each",
+            f"a step needs at least 1 device and 1 microbatch, not {num_devices} and {num_microbatches}; raise them",
         )
     check_effort(seconds, effort, seed)
     caps = None if memory_cap is None else per_device(memory_cap, num_devices)
@@ -108,7 +112,7 @@ def search_schedule(
     ):
         raise UnsupportedError(
             "unsupported-placement",
-            f"a placement of one replica of the model on {num_devices} devices is needed; give at least one",
+            f"placements must have one replica of the model on {num_devices} devices; give at least one such placement",
         )
     question = (num_microbatches, costs, caps, tuple(placements), effort, seed, period, counts)
     if cache is not None and (known := cache.get(question, costs)) is not None:
@@ -137,9 +141,9 @@ def _explorations(
     seed: int,
     period: bool,
 ) -> list[Exploration]:
-    """Return an exploration for every placement and number of slices that can hold one microbatch.
+    """Return an exploration for every placement and number of slices whose caps admit one microbatch.
 
-    There is another one for placements on which a full backward of whole microbatches holds less.
+    If a full backward holds less than I on some stage, there is a second exploration, with full backwards there.
     """
 
     def left(number: int) -> str:
@@ -159,7 +163,7 @@ def _explorations(
 
 
 def _first_orders(explorations: Sequence[Exploration], clock: Clock) -> list[Exploration]:
-    """Return the explorations that have an order after a quick start and all families."""
+    """Find starting orders (one simple order, and those of families), and return the explorations that have any."""
     # The smallest problems first.
     for exploration in sorted(explorations, key=lambda e: e.num_passes):
         exploration.take_first(clock)
@@ -174,8 +178,8 @@ def _first_orders(explorations: Sequence[Exploration], clock: Clock) -> list[Exp
 
 
 def _improve(explorations: Sequence[Exploration], clock: Clock, effort: float, seed: int) -> None:
-    """Try all ways to find better orders, in order of their value for the time."""
-    clock.state = partial(_standing, "improving activity the families offer", explorations)
+    """Try all methods that find better orders, first those that gain most for their time."""
+    clock.state = partial(_standing, "improving the orders of families", explorations)
     _justify_starts(explorations, clock, effort)
     _solve_small(explorations, clock, effort)
     clock.state = partial(_standing, "trying random orders", explorations)
@@ -191,7 +195,7 @@ def _improve(explorations: Sequence[Exploration], clock: Clock, effort: float, s
 
 
 def _described(explorations: Sequence[Exploration], clock: Clock) -> list[Candidate]:
-    """Return the candidates of all placements and numbers of slices, the fastest at least, and others while there is time."""
+    """Return the best schedule of every placement and number of slices for which there is time, and of at least one."""
     candidates: list[Candidate] = []
     for exploration in sorted(explorations, key=lambda e: e.makespan):
         shape = exploration.placement, exploration.slices
@@ -211,7 +215,10 @@ def _standing(activity: str, explorations: Sequence[Exploration]) -> str:
 def usual_placements(
     num_devices: int, max_chunks: int, costs: Costs, slices: Sequence[int] = (1,)
 ) -> tuple[Placement, ...]:
-    """Return the placements that families have and that fit the costs. A V comes first, because it fits most caps."""
+    """Return the placements that a search tries by default: linear, interleaved, V and wave, if they fit the costs.
+
+    A V comes first, because its schedules keep most caps.
+    """
     p, usual = num_devices, []
     for chunks in (*range(min(2, max_chunks), 0, -1), *range(3, max_chunks + 1)):
         if chunks % 2 == 0:
@@ -221,7 +228,10 @@ def usual_placements(
 
 
 def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int] = (1,)) -> tuple[Placement, ...]:
-    """Return the placements with as many stages as costs per stage (or per stage and slice) have."""
+    """Return the placements that the costs fit, or raise a CostsError if there is none.
+
+    Costs per stage (or per stage and slice) fit placements with as many stages.
+    """
     found: list[Placement] = []
     problem = None
     for placement, count in product(placements, slices):
@@ -240,7 +250,7 @@ def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int]
 
 
 def _misfit(costs: Costs, placement: Placement, slices: int) -> CostsError | None:
-    """Return the error if costs do not fit a placement and a number of slices; ``None`` if they fit."""
+    """Return the CostsError if the costs do not fit a placement and a number of slices; ``None`` if they fit."""
     try:
         costs.seconds(placement, slices)
         costs.memory_changes(placement, slices=slices)
@@ -276,7 +286,7 @@ def _nothing_fits(
 
 
 def _justify_starts(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
-    """Justify starting orders while time is left: first those of the families, by time, and then those of list scheduling."""
+    """Justify starting orders while there is time: first those of families, the fastest first, then greedy orders."""
 
     def starts() -> Iterator[tuple[Exploration, str, Timetable]]:
         offered = [(seconds, i, name, table) for i, e in enumerate(explorations) for seconds, name, table in e.starts]
@@ -300,7 +310,7 @@ def _justify_starts(explorations: Sequence[Exploration], clock: Clock, effort: f
 
 
 def _solve_small(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
-    """Solve the placements with fewest passes exactly, as long as they could win and the states suffice."""
+    """Search small placements exactly, as long as time and the number of states suffice, if they can still win."""
     states = int(effort * _STATES)
     for exploration in sorted(explorations, key=lambda e: e.num_passes):
         if exploration.num_passes > _PASSES_TO_SOLVE or states <= 0 or not exploration.may_justify(clock):
@@ -311,7 +321,7 @@ def _solve_small(explorations: Sequence[Exploration], clock: Clock, effort: floa
 
 
 def _vary_starts(explorations: Sequence[Exploration], clock: Clock, effort: float, seed: int) -> None:
-    """Try random list schedules in the leading placements, as long as the best is far from its bound."""
+    """Try random greedy orders in the three best placements, as long as the best makespan is far from its bound."""
     rng, tried = Random(seed), 0
     while tried < effort * _PASSES_TO_VARY:
         leaders = sorted(explorations, key=lambda e: e.makespan)[:_PLACEMENTS_TO_VARY]
@@ -325,7 +335,7 @@ def _vary_starts(explorations: Sequence[Exploration], clock: Clock, effort: floa
 
 
 def _explore_periodic(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
-    """Explore periodic orders. The favourite gets the full effort if it is likely to win, and the others get less."""
+    """Try periodic orders: with full effort in the placement that is most likely to win, and with less in others."""
 
     def explore(exploration: Exploration, share: float) -> None:
         reached = min(e.makespan for e in explorations)

@@ -1,8 +1,9 @@
-"""The plan of one step with unequal microbatches: their order, and every device's actions.
+"""Plan one training step with unequal microbatches: the order of the microbatches, and of every device's actions.
 
-Plans start from a few orders of the microbatches: ascending, descending, and rising to a peak. Each is tried in the
-base schedule and in greedy schedules. Then two steps alternate. One varies the order for fixed actions, many
-variations at once. The other makes new actions for the order.
+A plan starts from a schedule (the *base*) and a few orders of the microbatches: from short to long, from long to short,
+and with the longest ones in the middle. Each order is tried in the base and in greedy schedules. Then two methods
+alternate. One varies the order of microbatches and keeps the order of actions. The other makes a new greedy schedule
+for the order of microbatches.
 """
 
 from __future__ import annotations
@@ -32,20 +33,24 @@ Ahead = Sequence[int] | None
 
 
 class Dispatched(NamedTuple):
-    """The makespan in seconds, and per device its actions in order: kind, stage and position."""
+    """A greedy schedule: its makespan in seconds, and per device its actions in order.
+
+    An action is ``(kind, stage, position)``, with the position of the microbatch in the planned order.
+    """
 
     makespan: float
     orders: list[list[tuple[Kind, int, int]]]
 
 
 class Dispatcher:
-    """Order the actions of one step for any order of its microbatches.
+    """Make greedy schedules of one step for any order of its microbatches.
 
-    A device runs ready passes: a backward before a forward, the oldest first, and a W if it would idle otherwise. A
-    forward starts only if the cap leaves room for it and for the later chunks of every microbatch in flight.
+    A free device runs a ready backward or else a ready forward, that of the oldest microbatch first, and a W if neither
+    is ready. A forward starts only if the cap has room for it, and for every microbatch that the device has begun on
+    all its later chunks.
 
-    ``base`` has ``PLAIN`` actions on one replica, and determines the stages with split backwards. ``costs`` have
-    weights in arrival order. ``caps`` are in the unit of the costs' memory.
+    ``base`` has only ``PLAIN`` actions and one replica. The greedy schedules split the backwards of the same stages.
+    ``costs`` have the weights of the microbatches in arrival order. ``caps`` are in the unit of the costs' memory.
     """
 
     def __init__(self, base: Schedule, costs: Costs, caps: Sequence[float]) -> None:
@@ -83,10 +88,11 @@ class Dispatcher:
         ]
 
     def run(self, order: Sequence[int], ahead: Ahead = None) -> Dispatched | None:
-        """Run the microbatches in this order; ``None`` if the cap blocks a device. This is a hot loop, and so one function.
+        """Return the greedy schedule of this order of microbatches; ``None`` if the caps block a device.
 
-        ``order`` lists the microbatches by their index in the weights. ``ahead`` has the largest number of forwards that
-        may wait for their backward, per device. ``None`` admits as many as the cap allows.
+        ``order`` lists indices of microbatches in the weights. ``ahead`` has the most forwards per device that may
+        wait for their backward; with ``None`` only the caps limit them. The code is one function because searches spend
+        most of their time in it.
         """
         stages_of, device_of, caps = self._base.placement.stages, self._base.placement.devices, self._caps
         last, m, trains, split = len(device_of) - 1, len(order), self._trains, self._split
@@ -163,7 +169,7 @@ class Dispatcher:
         return None if left else Dispatched(max(busy), ran)
 
     def schedule(self, found: Dispatched) -> Schedule:
-        """Return a dispatched step as a schedule."""
+        """Return the result of ``run`` as a ``Schedule``."""
         orders = tuple(tuple(starmap(Action, order)) for order in found.orders)
         return replace(self._base, orders=orders)
 
@@ -179,7 +185,7 @@ _TO_FINISH, _TO_START = 2.5, 2.5
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The plan of a step."""
+    """The plan of one training step with unequal microbatches."""
 
     order: Order  # for every position, the index of its microbatch in arrival order
     schedule: Schedule  # with the placement of the base; microbatches are numbered by position
@@ -190,15 +196,15 @@ class StepPlan:
 
 @rare_collection()
 def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, seconds: float = SECONDS) -> StepPlan:
-    """Return an order of a step's microbatches, and a schedule for it, that is faster than the base in arrival order.
+    """Return a faster order of a step's microbatches, and a schedule for it, than the base in arrival order.
 
-    The plan is never slower if the base in arrival order keeps the cap. Actions get a new order if the base is plain:
-    forwards and backwards, whole or split, on one replica of the model. Otherwise (recomputation, offload, vocabulary
-    parallelism, replicas, slices) only microbatches change places. The result is validated.
+    If the base in arrival order keeps the cap, the plan is never slower. If the base has only F, I, W and B on one
+    replica of the model, its actions get a new order, too. Otherwise (recomputation, offload, vocabulary parallelism,
+    replicas, slices) only the microbatches get a new order. The result is validated.
 
-    ``cap`` is in the unit of the costs' memory; ``None`` takes the peaks of the base in arrival order. The search
-    ends after ``seconds``, but a first plan may take longer for large p and m. Two searches that end before their
-    time give the same plan.
+    ``cap`` is in the unit of the costs' memory. By default, it is the peaks of the base in arrival order. The search
+    ends after ``seconds``, but a first plan may take longer for many devices and microbatches. Two searches that end
+    before this time give the same plan.
     """
     started = time.perf_counter()
     if base.updates is not None:
@@ -211,8 +217,8 @@ def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, second
         units = ("activation units", "bytes")
         raise UnsupportedError(
             "unit-mismatch",
-            f"the cap is in {units[cap.in_bytes]} and the memory of the costs in {units[not cap.in_bytes]}; give both in one "
-            "unit",
+            f"the cap is in {units[cap.in_bytes]}, and the memory of the costs in {units[not cap.in_bytes]}; give both "
+            "in the same unit",
         )
     weights = costs.microbatch or MicrobatchWeights((1.0,) * base.num_microbatches)
     search = _Search(base, replace(costs, microbatch=weights), weights, cap, started + seconds)
@@ -220,7 +226,7 @@ def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, second
 
 
 class _Found(NamedTuple):
-    """An order of microbatches, a schedule for it, and its makespan, raised if it exceeds the caps."""
+    """An order of microbatches, a schedule for it within the caps, and the makespan in seconds (``value``)."""
 
     value: float
     order: Order
@@ -228,7 +234,7 @@ class _Found(NamedTuple):
 
 
 class _Search:
-    """A search for plans until a deadline of ``time.perf_counter``, with time left to prove the result."""
+    """The search for a plan. It ends before ``deadline`` (by ``time.perf_counter``), with time left for the proof."""
 
     def __init__(
         self, base: Schedule, costs: Costs, weights: MicrobatchWeights, cap: MemoryCap | None, deadline: float
@@ -250,7 +256,7 @@ class _Search:
         self._arrival = self._best
 
     def run(self) -> StepPlan:
-        """Search, prove the best plan, and return it."""
+        """Search for the best plan, prove it, and return it."""
         bound = self._bound()
         starts = list(_starts(self._work()))
         if self._is_plain:
@@ -260,8 +266,8 @@ class _Search:
         if self._best is None:
             raise MemoryCapError(
                 "cap-unreachable",
-                f"no tried order of the microbatches of {self._base.name} keeps the memory cap; raise the cap, or split the "
-                "largest microbatch",
+                f"no tried order of the microbatches of {self._base.name} keeps the memory cap; raise the cap, or make "
+                "the largest microbatch smaller",
             )
         plan = self._proved(self._best, bound)
         if self._arrival is not None and plan.makespan > plan.arrival_makespan:
@@ -286,13 +292,13 @@ class _Search:
         return any(action.kind is not Kind.F for action in self._base.orders[0])
 
     def _work(self) -> list[float]:
-        """Return the seconds of every microbatch on all devices together."""
+        """Return the seconds of every microbatch, summed over all devices."""
         seconds = self._costs.seconds(self._base.placement, self._base.slices)
         kinds = [(sum(seconds[kind]), self._weights.seconds_of(kind)) for kind in (Kind.F, Kind.I, Kind.W)]
         return [sum(price * weights[k] for price, weights in kinds) for k in range(len(self._weights))]
 
     def _has_time(self, steps: float = 0.0) -> bool:
-        """Return whether there is time for this number of simulations of the base."""
+        """Return whether there is time left to simulate the base ``steps`` times."""
         return time.perf_counter() + steps * self._pace < self._deadline
 
     def _take(self, found: _Found) -> None:
@@ -300,9 +306,9 @@ class _Search:
             self._best = found
 
     def _reorder_actions(self, starts: Sequence[Order]) -> None:
-        """Improve two schedules in turn by varying the order of their microbatches: the best greedy one, and the base.
+        """Improve the best greedy schedule and the base in turn, by varying the order of their microbatches.
 
-        Greedy schedules are made again for every order that results.
+        For every improved order of microbatches new greedy schedules are made.
         """
         dispatcher, limits = Dispatcher(self._base, self._costs, self._caps), list(_limits(self._base))
         made = self._dispatched(dispatcher, product(limits, starts))
@@ -324,9 +330,9 @@ class _Search:
                 made = self._climbed(dispatcher, limits, anew or made)
 
     def _dispatched(self, dispatcher: Dispatcher, tries: Iterable[tuple[Ahead, Order]]) -> _Found | None:
-        """Return the fastest greedy schedule of those that there is time for.
+        """Return the fastest greedy schedule for these limits and orders, as many as there is time for.
 
-        If no result is better than arrival order yet, try until one schedule keeps the caps.
+        If nothing better than the arrival order is known yet, go on without a time limit until one keeps the caps.
         """
         fastest, of = None, None
         for ahead, order in tries:
@@ -342,7 +348,7 @@ class _Search:
         return result
 
     def _climbed(self, dispatcher: Dispatcher, limits: Sequence[Ahead], begin: _Found | None) -> _Found | None:
-        """Move single microbatches, and keep moves that make greedy schedules faster."""
+        """Return ``begin``, improved by random moves of single microbatches that make its greedy schedule faster."""
         if begin is None:
             return None
         best, value, order = None, begin.value, begin.order
@@ -363,7 +369,7 @@ class _Search:
         return Variation(schedule, self._costs, self._caps, starts, self._random)
 
     def _vary(self, variation: Variation) -> bool:
-        """Vary an order until progress stops, and keep the best. Return whether there was any progress."""
+        """Run rounds of a ``Variation`` until progress stops, keep its best order, and return whether it improved."""
         before, stale = variation.value, 0
         while stale < _ROUNDS and self._has_time():
             stale = 0 if variation.round() else stale + 1
@@ -374,10 +380,10 @@ class _Search:
 
 
 def _starts(work: Sequence[float]) -> Iterator[Order]:
-    """Yield orders of microbatches to start from, given the work of each, the most promising first.
+    """Yield orders of microbatches to start from, the most promising first, given the seconds of each (``work``).
 
-    In an order that rises to a peak and falls again, the pipeline fills and drains with short microbatches, and
-    neighbours are similar. With a later peak fewer large ones are in flight at once.
+    In the first orders work rises to a peak and then falls. So the step begins and ends with short microbatches, and
+    neighbours are similar. If the peak comes later, devices hold fewer large microbatches at once.
     """
     rising = sorted(range(len(work)), key=work.__getitem__)
     for share in (4, 2, 10):
@@ -389,7 +395,7 @@ def _starts(work: Sequence[float]) -> Iterator[Order]:
 
 
 def _limits(base: Schedule) -> Iterator[Ahead]:
-    """Yield limits of forwards ahead per device: none, and those of a base with one stage per device."""
+    """Yield limits of forwards ahead per device: no limit, and that of the base if it has one stage per device."""
     yield None
     if base.placement.num_chunks == 1:
         ahead = []
