@@ -108,7 +108,7 @@ class Knowledge:
     queues: tuple[bool, ...] = (False,)
     """The programs that steps run: one entry each, ``True`` if it is lowered for devices with a single queue."""
     with_passes: tuple[Schedule, ...] | None = None
-    """Schedules with vocabulary passes that are compared with the search's results; ``None`` for those of all families."""
+    """Schedules with vocabulary passes that compete with the search's results; ``None`` for those of all families."""
     cache: ResultCache | None = None
     """The cache of finished searches; ``None`` always searches."""
 

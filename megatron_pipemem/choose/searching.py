@@ -167,7 +167,7 @@ def _under_higher_caps(
     placements: Sequence[Placement],
     deadline: float,
 ) -> Iterator[tuple[str, Schedule]]:
-    """Yield the results of searches under higher caps, whose excess is to be offloaded, in half of the remaining time."""
+    """Yield the results of searches under higher caps, within half of the remaining time. Their excess is offloaded."""
     search = _search(request, shape, knowledge, costs, placements, effort=0.3)
     for number, factor in enumerate(_HIGHER):
         left = (deadline - time.perf_counter()) / 2 / (len(_HIGHER) - number)
@@ -312,7 +312,7 @@ class Plans:
         return len(self.kept) > before
 
     def add_all(self, orders: Iterable[tuple[str, Schedule]], deadline: float) -> None:
-        """Plan for every order that could be faster than the fastest plan. Stop at the deadline if a plan keeps the cap."""
+        """Plan for every order that may beat the fastest plan so far. Stop at the deadline if a plan keeps the cap."""
         new: list[tuple[float, str, Schedule]] = []
         for name, order in orders:
             known = (order.placement.devices, order.orders)

@@ -2,7 +2,7 @@
 
 * ``command``       the command that starts a run, and the parser of its ``--pipemem-*`` flags
 * ``cut_flags``     the training script's flags that cut a model
-* ``feasibility``   whether a run can work, as far as that is known without a device
-* ``slurm``         jobs of a run and of a grid's points
+* ``feasibility``   checks of a run that need no GPU, before it starts
+* ``slurm``         Slurm jobs for a run, and for the points of a grid
 * ``grid``          many runs that differ in a few keys
 """

@@ -1,6 +1,6 @@
 """Build the command that starts a run, and parse the ``--pipemem-*`` flags in it.
 
-No other place knows the flags of the training script.
+Only this module translates the keys of a run's configuration into flags of the training script.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_pipemem.request import Request, flags_of
 from megatron_pipemem.schedule.options import STOCK
 
 Flags = dict[str, Any]
-"""Name without dashes in front -> value, as under ``megatron:`` of a run."""
+"""Values by the names of flags without leading dashes, as in the ``megatron:`` section of a run's configuration."""
 
 EXIT_SIGNAL = "SIGUSR1"
 """The signal at which a run saves a checkpoint and ends. Batch systems send it before they end a job."""
@@ -35,7 +35,7 @@ _NODE_RANK, _MASTER_ADDR = "$NODE_RANK", "$MASTER_ADDR"
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a run, and the number of this node among them."""
+    """The number of nodes of a run, the rank of this node, and the address of node 0."""
 
     count: int = 1
     rank: int | str | None = None  # of this node, or a variable of the shell
@@ -45,7 +45,7 @@ class Nodes:
     port: int = 29500  # on node 0
 
     def with_variables(self) -> Nodes:
-        """Return the nodes with variables of the shell for an unknown rank and address, if there are several nodes."""
+        """Return several nodes with ``$NODE_RANK`` and ``$MASTER_ADDR`` in place of an unknown rank and address."""
         if self.count == 1:
             return self
         rank = _NODE_RANK if self.rank is None else self.rank
@@ -54,13 +54,13 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Command:
-    """A program with its arguments, and the variables that it needs in addition to its caller's."""
+    """A program with its arguments, and the environment variables to set in addition to those of its caller."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
 
     def text(self) -> str:
-        """Write the command for a shell, with one flag on each line."""
+        """Return the command as text for a shell, with one flag on each line."""
         lines: list[list[str]] = [["env", *(f"{key}={value}" for key, value in self.environment.items())]]
         for number, word in enumerate(self.words):
             if number == 0 or re.match("-+[a-z]", word):
@@ -72,9 +72,9 @@ class Command:
 
 
 def command(run: Run, nodes: Nodes | None = None) -> Command:
-    """Return the command that starts the ranks of a run on one of its nodes, under torchrun.
+    """Return the torchrun command that starts the ranks of a run on one of its nodes.
 
-    A ConfigError names the key of the run that has no flag, or that contradicts another one.
+    Raise a ConfigError if a key of the configuration has no flag, or contradicts another key.
     """
     nodes = nodes or Nodes(count=min_nodes(run))
     start = [sys.executable, "-m", "megatron_pipemem.cli.ranks", *_rendezvous(run, nodes)]
@@ -84,38 +84,47 @@ def command(run: Run, nodes: Nodes | None = None) -> Command:
 
 
 def min_nodes(run: Run) -> int:
-    """Return the smallest number of nodes that the ranks of a run fill evenly, whatever the size of its cluster."""
+    """Return the smallest number of nodes on which the ranks of a run fit, with equally many ranks on each node.
+
+    The number may exceed that of the cluster's nodes.
+    """
     ranks = run.parallelism.ranks
     least = -(-ranks // run.cluster.devices_per_node)
     return next(count for count in range(least, ranks + 1) if ranks % count == 0)
 
 
 def ranks_per_node(run: Run, count: int) -> int:
-    """Return the ranks of a run per node, if ``count`` nodes share them evenly."""
+    """Return the number of ranks per node on ``count`` nodes, or raise a ConfigError if that is not a whole number."""
     ranks = run.parallelism.ranks
-    uneven = f"{ranks} ranks cannot be shared evenly by {count} nodes; change either"
+    uneven = f"{ranks} ranks cannot be shared evenly by {count} nodes; change one of the two numbers"
     refuse_if(ranks % count, "does-not-divide", "parallelism", uneven)
     return ranks // count
 
 
 def script_flags(run: Run) -> list[str]:
-    """Return the words of ``all_flags``."""
+    """Return all flags of a run as words of a command line."""
     return words(all_flags(run))
 
 
 def all_flags(run: Run) -> Flags:
-    """Return all flags of a run. Its ``megatron`` overrides our defaults, and must not repeat the run's other keys."""
+    """Return all flags of a run's training script.
+
+    The ``megatron:`` section of the configuration overrides defaults of this package. It must not repeat other keys.
+    """
     fixed = _fixed(run, {**_planned(run), "training": _training_flags(run), "output": _output_flags(run)})
     return {**fixed, **_defaults(run), **run.flags}
 
 
 def planned_flags(run: Run) -> list[str]:
-    """Return the flags that a plan decides or assumes: model, parallelism, schedule, precision, and those of ``megatron``."""
+    """Return the flags on which a plan depends, as words of a command line.
+
+    They are those of model, parallelism, schedule, precision, and of the ``megatron:`` section.
+    """
     return words({**_fixed(run, _planned(run)), **run.flags})
 
 
 def _planned(run: Run) -> dict[str, Flags]:
-    """Return the flags that a plan decides, by the key of the run file that sets them."""
+    """Return the flags that a plan decides, by the key of the run's configuration that sets them."""
     return {
         "model": _model_flags(run),
         "parallelism": _parallelism_flags(run),
@@ -134,7 +143,10 @@ def _fixed(run: Run, flags: dict[str, Flags]) -> Flags:
 
 
 def words(flags: Flags) -> list[str]:
-    """Return the words of flags: ``True`` is a bare flag, ``False`` and ``None`` no flag, a list several values."""
+    """Return flags as words of a command line.
+
+    ``True`` gives a flag without a value, ``False`` and ``None`` leave the flag out, and a list gives several values.
+    """
     result: list[str] = []
     for name, value in flags.items():
         if value is None or value is False:
@@ -145,8 +157,8 @@ def words(flags: Flags) -> list[str]:
 
 
 def model_flags(model: Model) -> Flags:
-    """Return the training script's flags of a model's shape."""
-    no_flag = "the training script has no flag for geglu; take swiglu to launch"
+    """Return the training script's flags for the sizes of a model."""
+    no_flag = "the training script has no flag for geglu; use swiglu to launch this run"
     refuse_if(model.activation == "geglu", "unsupported-setting", "model.activation", no_flag)
     flags: Flags = {
         "num-layers": model.layers if model.pattern is None else None,
@@ -199,7 +211,7 @@ def model_flags(model: Model) -> Flags:
 
 
 def _model_flags(run: Run) -> Flags:
-    """Return the flags of a run's model. The run may repeat a hybrid model's pattern, cut into stages."""
+    """Return the flags of a run's model. Its layer pattern is left out if ``megatron:`` has it, cut into stages."""
     flags = model_flags(run.model)
     cut = str(run.flags.get(layout.PATTERN, ""))
     return {
@@ -208,7 +220,7 @@ def _model_flags(run: Run) -> Flags:
 
 
 def _expert_layers(model: Model) -> int | str | None:
-    """Return the layers with experts in Megatron's form: the distance between them, or a list of ones and zeros."""
+    """Return the value of ``--moe-layer-freq``: ``2`` for experts in every second layer, or ``([0]*1+[1]*3)``."""
     if model.pattern is not None:
         return None
     if not model.dense_layers:
@@ -290,7 +302,7 @@ def _output_flags(run: Run) -> Flags:
 
 
 def _defaults(run: Run) -> Flags:
-    """Return the flags that a run may override."""
+    """Return the default flags of this package, which the ``megatron:`` section of a run may override."""
     flags: Flags = {
         "tokenizer-type": "NullTokenizer",
         "log-interval": 1,
@@ -319,13 +331,13 @@ CPU_FLAGS: Flags = {
 
 
 def _rendezvous(run: Run, nodes: Nodes) -> list[str]:
-    """Return torchrun's flags. Node ranks are given, not negotiated, so that a restarted rank is on the same node."""
+    """Return torchrun's own flags. They give each node's rank, so that a restarted rank runs on the same node."""
     flags: Flags = {"nproc-per-node": ranks_per_node(run, nodes.count)}
     if nodes.count > 1 and (nodes.address is None or nodes.rank is None):
         raise ConfigError(
             "missing-option",
-            f"{run.parallelism.ranks} ranks fill {nodes.count} nodes of the cluster; give the address of the first one "
-            "(--master-addr or MASTER_ADDR) and the number of this one (--node-rank or NODE_RANK)",
+            f"{run.parallelism.ranks} ranks fill {nodes.count} nodes of the cluster; give the address of the first "
+            "node (--master-addr or MASTER_ADDR) and the number of this node (--node-rank or NODE_RANK)",
         )
     if nodes.address is None:
         return words({"standalone": True, "local-addr": "127.0.0.1", **flags})
@@ -342,7 +354,7 @@ def _word(value: object) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of our flags among others. It raises an UnsupportedError, where argparse prints all flags and exits."""
+    """A parser of ``--pipemem-*`` flags among others. A wrong flag raises an UnsupportedError and does not exit."""
 
     def __init__(self, **settings: Any):
         super().__init__(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS, **settings)
@@ -352,7 +364,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def plan_parser() -> Parser:
-    """Return a parser of the flag that adds the flags of a plan, which is read first."""
+    """Return a parser of ``--pipemem-plan``, which is read before all other flags, because a plan adds flags."""
     parser = Parser()
     parser.add_argument(
         "--pipemem-plan",
@@ -363,7 +375,7 @@ def plan_parser() -> Parser:
 
 
 def flag_parser() -> Parser:
-    """Return a parser of all our flags. Its namespace has the fields of ``Request`` that are given."""
+    """Return a parser of all ``--pipemem-*`` flags. Its namespace has the fields of ``Request`` that are given."""
     parser = Parser(parents=[plan_parser()], argument_default=argparse.SUPPRESS)
     for field, flag in flags_of(Request).items():
         form: dict[str, Any] = {"action": "store_true"}

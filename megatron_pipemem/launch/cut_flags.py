@@ -1,6 +1,7 @@
-"""Read the cut of a model from the training script's flags, and refuse flags that do not go with a placement.
+"""Read from the training script's flags how a model is cut into stages, and refuse flags that exclude a placement.
 
-A run does so when it reads its command line, the launcher before it starts ranks. Flags have no dashes in front.
+A run does this when it reads its command line, and the launcher before it starts ranks. Names of flags have no leading
+dashes here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron_pipemem.schedule.registry import families
 from megatron_pipemem.schedule.schedule import Schedule
 
 Flags = Mapping[str, Any]
-"""Name -> value, as text or as in a run file; ``True`` for a bare flag."""
+"""Values by the names of flags, as text or as in a run's configuration; ``True`` for a flag without a value."""
 
 VIRTUAL_STAGES = "num-virtual-stages-per-pipeline-rank"
 LAYERS_PER_STAGE = "num-layers-per-virtual-pipeline-stage"
@@ -27,14 +28,15 @@ _ACCOUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pi
 
 
 def given(flags: Flags, name: str) -> bool:
-    """Return whether a flag is given. A run file can switch it off with ``false`` or ``null``."""
+    """Return whether a flag is given. In a run's configuration, ``false`` and ``null`` mean that it is not."""
     return flags.get(name) not in (None, False)
 
 
 def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
-    """Return the cut of a model by its flags, ``None`` if they leave it to the schedule or Megatron will refuse them.
+    """Return the cut of a model that the flags ask for.
 
-    ``layers`` is ``None`` if the number of layers is unknown.
+    The result is ``None`` if no flag cuts the model, or if Megatron will refuse the flag's value. ``layers`` is
+    ``None`` if the number of layers is unknown.
     """
     name, pattern = given_pattern(flags)
     if name is not None:
@@ -74,16 +76,16 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
 
 
 def given_pattern(flags: Flags) -> tuple[str | None, str]:
-    """Return the flag with the pattern of a hybrid model, and the pattern; ``None`` and no text for other models."""
+    """Return the name of the flag with a hybrid model's layer pattern, and the pattern; ``(None, "")`` if not given."""
     name = next((name for name in layout.PATTERN_FLAGS if given(flags, name)), None)
     return (None, "") if name is None else (name, str(flags[name]))
 
 
 def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | None:
-    """Return the flag with the pattern of a hybrid model, cut so that the slowest device is as fast as possible.
+    """Return the flag with a hybrid model's layer pattern, cut so that the slowest device is as fast as possible.
 
-    Every rank gets a layer of experts if ``check_experts`` demands it. It is ``None`` for other models, and for a pattern that
-    other flags cut. ``with_head`` counts the output layer to the last stage.
+    Every rank gets a layer with experts if ``check_experts`` demands that. The result is ``None`` for other models, and
+    for a pattern that is cut already or by other flags. With ``with_head``, the last stage also has the LM head.
     """
     from megatron_pipemem.planner.partition import Loads, partition  # numpy takes a while to load
 
@@ -105,7 +107,10 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
 
 
 def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
-    """Refuse a cut pattern with a rank without experts: Megatron's log of their losses would hang."""
+    """Raise an UnsupportedError if a cut pattern leaves a rank without experts, and Megatron would therefore hang.
+
+    Megatron hangs when it logs the losses of the experts of all ranks.
+    """
     if not any(layout.needed_layers(pattern, flags)):
         return
     segments = layout.segments(pattern)
@@ -121,12 +126,12 @@ def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
 
 
 def accounted(flags: Flags) -> int:
-    """Return the number of layers, 0 to 2, for which embedding and loss count when Megatron shares layers out evenly."""
+    """Return how many layers (0, 1 or 2) Megatron adds for embedding and loss when it cuts a model evenly."""
     return sum(given(flags, name) for name in _ACCOUNTED)
 
 
 def counted_layers(flags: Flags, layers: int) -> str:
-    """Return the layers that Megatron shares out evenly, in words for a message."""
+    """Return a text for messages with the number of layers that Megatron cuts evenly."""
     names = " and ".join(f"--{name}" for name in _ACCOUNTED if given(flags, name))
     return f"{layers} layers" + (f" with those that {names} adds" if names else "")
 
@@ -141,7 +146,8 @@ def checked_placements(
 ) -> tuple[Placement, ...]:
     """Return the placements that a family, ``auto`` or the schedule of a file may have on a model with these flags.
 
-    It refuses a schedule that does not run a model with such a cut, and flags that do not go with its placement.
+    Raise an UnsupportedError if the schedule cannot run a model that is cut like this, or if a flag excludes the
+    placement.
     """
     cut = cut_of(flags, num_devices, layers)
     if file is None:
@@ -157,7 +163,7 @@ def checked_placements(
 
 
 def check_layers(flags: Flags, layers: int, num_devices: int, chunks: int) -> None:
-    """Refuse layers that Megatron cannot share out evenly over the stages, if no flag cuts the model."""
+    """Raise an UnsupportedError if no flag cuts the model and Megatron cannot cut the layers evenly into stages."""
     stages = num_devices * chunks
     is_cut = any(given(flags, name) for name in (*CUTS, *layout.FIRST_OR_LAST))
     if is_cut or (layers + accounted(flags)) % stages == 0:
@@ -166,7 +172,7 @@ def check_layers(flags: Flags, layers: int, num_devices: int, chunks: int) -> No
     if layers < stages:
         raise UnsupportedError(
             "too-few-layers",
-            f"{layers} layers are too few for {over}; take fewer ranks, or a schedule with fewer chunks per rank",
+            f"{layers} layers are too few for {over}; use fewer ranks, or a schedule with fewer chunks per rank",
         )
     raise UnsupportedError(
         "does-not-divide",
@@ -176,7 +182,7 @@ def check_layers(flags: Flags, layers: int, num_devices: int, chunks: int) -> No
 
 
 def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement]) -> None:
-    """Refuse flags that would mean something else on one of these placements than on Megatron's own."""
+    """Raise an UnsupportedError if a flag does not have its usual meaning on one of these placements."""
     for names, refused, sentence in _REFUSED:
         name = next((name for name in names if given(flags, name)), None)
         placement = next((each for each in placements if refused(each)), None)
@@ -188,7 +194,7 @@ def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement
 
 
 def remarks(flags: Flags, schedule: str) -> list[str]:
-    """Return remarks, a sentence each, about flags that have less effect than under Megatron's own schedule."""
+    """Return one sentence for every flag that has less effect than under Megatron's own schedule, or none."""
     found = [
         f"--{name} has no effect: the schedule's messages go over channels of its own, in the order of its plan"
         for name in _WITHOUT_EFFECT
@@ -219,24 +225,26 @@ def _has_chunks(placement: Placement) -> bool:
     return known_chunks(placement) > 1
 
 
-_ONE_CHUNK = ", or take a schedule with one model chunk per rank, such as zb-h1"
+_ONE_CHUNK = ", or use a schedule with one model chunk per rank, such as zb-h1"
 _REFUSED: tuple[tuple[tuple[str, ...], Callable[[Placement], bool], str], ...] = (
     (layout.FIRST_OR_LAST, is_folded, OTHER_ENDS),
     (
         ("iterations-to-skip",),
         _has_chunks,
-        f"Megatron skips batches of one data iterator per rank, and here every model chunk has its own; drop it{_ONE_CHUNK}",
+        "Megatron skips batches of one data iterator per rank, and here every model chunk has its own iterator; drop "
+        f"the flag{_ONE_CHUNK}",
     ),
     (
         ("full-validation",),
         _has_chunks,
-        "Megatron measures the length of the validation data on every model chunk, and chunks within the model have no data; "
-        f"pass --eval-iters{_ONE_CHUNK}",
+        "Megatron measures the length of the validation data on every model chunk, and chunks in the middle of the "
+        f"model have no data; pass --eval-iters{_ONE_CHUNK}",
     ),
     (
         ("multiple-validation-sets",),
         _has_chunks,
-        f"Megatron takes the iterators of the model chunks for those of the validation sets; drop it{_ONE_CHUNK}",
+        "Megatron mistakes the iterators of the model chunks for those of the validation sets; drop the "
+        f"flag{_ONE_CHUNK}",
     ),
     (
         ("logits-save-dir", "logits-load-dir"),
@@ -246,14 +254,14 @@ _REFUSED: tuple[tuple[tuple[str, ...], Callable[[Placement], bool], str], ...] =
     (
         ("inprocess-restart",),
         lambda placement: True,
-        "the schedule's channels of the failed attempt would stay open; drop it, and let the launcher start the ranks again "
-        "(torchrun --max-restarts)",
+        "the schedule's channels of the failed attempt would stay open; drop the flag, and let the launcher restart "
+        "ranks (torchrun --max-restarts)",
     ),
     (
         ("perform-rl-step",),
         lambda placement: is_folded(placement) or placement.replicas > 1,
-        "generation looks for the model's last stage on the last pipeline rank, and here it is on another rank; take a "
-        "schedule of linear or interleaved placement",
+        "generation looks for the model's last stage on the last pipeline rank, and here it is on another rank; use a "
+        "schedule with linear or interleaved placement",
     ),
 )
 GROUP_SIZE = "microbatch-group-size-per-virtual-pipeline-stage"
@@ -267,7 +275,10 @@ _WITHOUT_EFFECT = (
 
 
 def _spread(flags: Flags, layers: int, stages: int) -> str:
-    """Return a layout with stages as even as possible, and with multi-token prediction on the last stage."""
+    """Return a text for ``--pipeline-model-parallel-layout`` with stages as even as possible.
+
+    Layers of multi-token prediction are on the last stage.
+    """
     counts, ahead = layout.spread(layers, stages), _whole(flags.get("mtp-num-layers")) or 0
     return layout.written((*counts[:-1], counts[-1] + (ahead > 0)), ahead)
 

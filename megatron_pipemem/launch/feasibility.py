@@ -1,4 +1,4 @@
-"""Check whether a run can work, as far as that can be known without a device."""
+"""Check before a run starts, and without a GPU, that it can work: sizes, memory, flags, schedule and data."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.size import check_affordable, is_fitted
 
 DEVICES = ("nvidia[0-9]*", "kfd", "dxg")
-"""The files in ``/dev`` of GPUs, by the drivers of NVIDIA, AMD and WSL."""
+"""Patterns of the files in ``/dev`` that exist if there are GPUs, for the drivers of NVIDIA, AMD and WSL."""
 
 
 def refusal(run: Run, any_size: bool = False) -> PipememError | None:
-    """Return the reason why a run cannot work, or ``None``. Schedules that take long to check need ``any_size``."""
+    """Return the error that says why a run cannot work; ``None`` if no check fails.
+
+    Without ``any_size``, a schedule that takes long to check is an error too.
+    """
     try:
         for check in _CHECKS if any_size else (_affordable, *_CHECKS):
             check(run)
@@ -36,13 +39,13 @@ def refusal(run: Run, any_size: bool = False) -> PipememError | None:
 
 
 def feasible(run: Run, any_size: bool = False) -> str | None:
-    """Return the message of ``refusal``, or ``None``."""
+    """Return the message of the error that ``refusal`` returns; ``None`` if no check fails."""
     error = refusal(run, any_size)
     return None if error is None else str(error)
 
 
 def check_data(run: Run) -> None:
-    """Raise a ConfigError if a file of a run's data is not on this machine."""
+    """Raise a ConfigError if a file with a run's training data is not on this machine."""
     words = run.training.data.split()
     if words == [MOCK]:
         return
@@ -64,13 +67,16 @@ def _is_number(text: str) -> bool:
 
 
 def check_devices(run: Run, folder: Path = Path("/dev")) -> None:
-    """Refuse to start a run for GPUs on a machine without GPUs. It looks for device files, since torch takes long to import."""
+    """Raise an UnsupportedError if a run needs GPUs and this machine has none.
+
+    The check looks for device files, because torch takes long to import.
+    """
     if run.on_cpu or any(any(folder.glob(pattern)) for pattern in DEVICES):
         return
     raise UnsupportedError(
         "no-gpu",
-        "the cluster of the run has GPUs, and this machine has none; start the run on its cluster, print its command by "
-        "--print, or train a small model on CPU ranks with --set cluster=cpu",
+        "the cluster of the run has GPUs, and this machine has none; start the run on its cluster, print its command "
+        "with --print, or train a small model on CPU ranks with --set cluster=cpu",
     )
 
 
@@ -87,7 +93,8 @@ def _divides(run: Run) -> None:
     if cut.global_batch % batch:
         raise ConfigError(
             "does-not-divide",
-            f"global_batch {cut.global_batch} is not a multiple of micro_batch x dp = {cut.micro_batch} x {cut.dp}",
+            f"global_batch {cut.global_batch} is not a multiple of micro_batch x dp = {cut.micro_batch} x {cut.dp}; "
+            "change one of the three",
         )
     if (reason := cut.why_not_experts()) is not None:
         raise ConfigError("does-not-divide", reason)
@@ -98,13 +105,14 @@ def _fits_on_cluster(run: Run) -> None:
     ranks, cluster = run.parallelism.ranks, run.cluster
     if ranks > cluster.num_devices:
         raise UnsupportedError(
-            "does-not-fit", f"tp x pp x dp x cp = {ranks} devices, the cluster has {cluster.num_devices}"
+            "does-not-fit",
+            f"tp x pp x dp x cp = {ranks} devices, the cluster has {cluster.num_devices}; make one of the four smaller",
         )
     if min_nodes(run) > cluster.nodes:
         raise UnsupportedError(
             "does-not-divide",
             f"tp x pp x dp x cp = {ranks} ranks cannot be shared evenly by {cluster.nodes} nodes or fewer, with "
-            f"{cluster.devices_per_node} devices each",
+            f"{cluster.devices_per_node} devices each; change one of the four",
         )
 
 
@@ -138,14 +146,20 @@ def _schedules(run: Run) -> None:
 
 
 def _check_ours(run: Run, request: Request, schedule: Schedule | None) -> None:
-    """Refuse settings that do not go with a schedule of this package. ``None`` is a schedule that is searched for later."""
+    """Raise an error if settings of a run exclude schedules of this package, or this schedule.
+
+    ``schedule`` is ``None`` if it is searched for when the run starts.
+    """
     name, chunks, value_of = run.schedule.name, run.parallelism.chunks, refusals.flag_values(run.flags)
     if run.implementation == "transformer_engine":
         recomputes = request.recompute != "none" or (schedule is not None and bool(schedule.recomputed))
         refusals.refuse_transformer_engine(value_of, schedule is None or schedule.splits_backward, recomputes)
     file = schedule if name.endswith(FILE_SUFFIX) else None
     if file is not None and chunks not in (None, file.placement.num_chunks):
-        raise UnsupportedError("needs-chunks", f"{name} has {file.placement.num_chunks} chunks per rank, not {chunks}")
+        raise UnsupportedError(
+            "needs-chunks",
+            f"{name} has {file.placement.num_chunks} chunks per rank, not {chunks}; set chunks to the file's number",
+        )
     refusals.refuse(value_of, refusals.SCHEDULES)
     if file is None and schedule is not None and family(name).asynchronous:
         refusals.refuse_asynchronous(run, name)
@@ -160,8 +174,8 @@ def _check_slices(run: Run, slices: int) -> None:
     if run.implementation == "transformer_engine":
         raise UnsupportedError(
             "slices-attention",
-            "layers attend by Transformer Engine's attention, which does not take keys and values of earlier sequence slices; "
-            "pass --transformer-impl local, or take a schedule without slices",
+            "Transformer Engine's attention does not take keys and values of earlier sequence slices; pass "
+            "--transformer-impl local, or use a schedule without slices",
         )
     run_slices(run, slices)
 
@@ -176,18 +190,21 @@ def _fits_in_memory(run: Run, request: Request) -> None:
         raise UnsupportedError(
             "does-not-fit",
             f"pipeline rank {rank} needs {most / GIB:.1f} GiB{_if_even(run, request, rank)} of {there / GIB:.1f} GiB; cut the "
-            "model further, recompute, or take a schedule with a lower peak",
+            "model further, recompute, or use a schedule with a lower peak",
         )
     if (most := max(found.host)) > found.room:
         raise UnsupportedError(
             "does-not-fit",
-            f"pipeline rank {found.host.index(most)} sends {most / GIB:.1f} GiB to its host, which has {found.room / GIB:.1f} "
-            "GiB for each rank; offload less, or cut the model further",
+            f"pipeline rank {found.host.index(most)} offloads {most / GIB:.1f} GiB to its host, which has room for "
+            f"{found.room / GIB:.1f} GiB per rank; offload less, or cut the model further",
         )
 
 
 def _if_even(run: Run, request: Request, rank: int) -> str:
-    """Return the memory that a pipeline rank would need with even routing, as a part of a sentence."""
+    """Return a part of a sentence: the memory that a rank would need if all experts got equally many tokens.
+
+    The text is empty if the run assumes that already.
+    """
     load = run.execution.expert_load
     if load <= 1 or run.flags.get("moe-pad-expert-input-to-capacity"):
         return ""

@@ -1,4 +1,4 @@
-"""Submit runs, and the points of a grid, to Slurm, through the batch files of ``scripts/slurm``."""
+"""Submit runs, and the points of a grid, to Slurm with the batch files in ``scripts/slurm``."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _CONTAINER = "--container-image"
 
 @dataclass(frozen=True)
 class Options:
-    """A user's own options of Slurm's commands, for example ``--partition=gpu``."""
+    """A user's own options for Slurm's commands, for example ``--partition=gpu``."""
 
-    sbatch: Sequence[str] = ()  # of the job; they override the batch file's
-    srun: Sequence[str] = ()  # of the training; --container-image runs it in a container
+    sbatch: Sequence[str] = ()  # for the job; they override those in the batch file
+    srun: Sequence[str] = ()  # for the training; --container-image runs it in a container
 
 
 def size(run: Run, nodes: int | None = None) -> tuple[str, ...]:
-    """Return the options of sbatch for the nodes and GPUs of a run."""
+    """Return the options of sbatch that request the nodes and GPUs of a run."""
     count = nodes or min_nodes(run)
     each = ranks_per_node(run, count)
     return (f"--nodes={count}", *(() if run.on_cpu else (f"--gpus-per-node={each}",)))
 
 
 def job(script: str, more: Sequence[str], options: Options, arguments: Sequence[str]) -> Command:
-    """Return the command that submits a batch file with arguments. The user's options override ``more``."""
+    """Return the sbatch command for a batch file with arguments. The user's ``options`` override those of ``more``."""
     for option in (*options.sbatch, *options.srun):
         if not option.startswith("-"):  # it would become an argument
             raise UnsupportedError(
@@ -58,19 +58,19 @@ def job(script: str, more: Sequence[str], options: Options, arguments: Sequence[
 
 
 def batch_file(script: str) -> Path:
-    """Return the path of a batch file."""
+    """Return the path of a batch file in ``scripts/slurm``."""
     return SCRIPTS / "slurm" / script
 
 
 def printed(jobs: Iterable[Command], script: str) -> str:
-    """Return the text of commands, and of their batch file as comments."""
+    """Return the text that ``--print`` shows: the commands, and their batch file as comments."""
     path = batch_file(script)
     comments = (f"# {line}".rstrip() for line in path.read_text(encoding="utf-8").splitlines())
     return "\n".join([*(f"{each.text()}\n" for each in jobs), f"# {path}:", *comments])
 
 
 def submit(job: Command) -> str:
-    """Submit a job, and return its number."""
+    """Submit a job to Slurm, and return the number of the job."""
     sbatch, *words = job.words
     return call([sbatch, "--parsable", *words]).strip().split(";")[0]
 
@@ -85,7 +85,7 @@ def check_here() -> None:
 
 
 def call(words: Sequence[str]) -> str:
-    """Return the output of one of Slurm's commands. Raises UnsupportedError if it fails."""
+    """Run one of Slurm's commands and return its output. Raise an UnsupportedError if the command fails."""
     check_here()
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -98,9 +98,9 @@ def call(words: Sequence[str]) -> str:
 def array_jobs(
     folder: Path, runs: Mapping[int, Run], max_parallel: int, options: Options
 ) -> dict[tuple[int, ...], Command]:
-    """Return the commands that submit the points of a grid, with the points of each.
+    """Return the commands that submit the points of a grid, by the numbers of the points that each submits.
 
-    Points of the same size are one array job, of which ``max_parallel`` elements run at a time.
+    Points with equally many nodes and GPUs are one array job, of which ``max_parallel`` elements run at a time.
     """
     by_size: dict[tuple[str, ...], list[int]] = {}
     for index, run in runs.items():
@@ -114,7 +114,7 @@ def array_jobs(
 
 
 def submit_points(store: Store, indices: Sequence[int], max_parallel: int, options: Options) -> list[str]:
-    """Submit points of a grid, remember their jobs in its folder, and return the numbers of the jobs."""
+    """Submit points of a grid, store the numbers of their jobs in the grid's folder, and return them."""
     numbers = []
     runs = {index: store.run(index) for index in indices}
     for members, submission in array_jobs(store.folder, runs, max_parallel, options).items():
@@ -126,10 +126,10 @@ def submit_points(store: Store, indices: Sequence[int], max_parallel: int, optio
 
 
 def under_way(store: Store, on_wait: Callable[[list[int]], object]) -> set[int]:
-    """Return the points that wait or run in jobs of this grid.
+    """Return the points of the grid that are waiting or running in Slurm's queue.
 
-    Points that are just ending are waited for, since a cancelled one leaves without a result. ``on_wait`` gets them once,
-    because a broken node may keep them.
+    First wait until points that Slurm is just ending have left the queue, because a cancelled point has no result.
+    ``on_wait`` is called once with these points: on a broken node they may stay for long.
     """
     elements = _elements(store)
     if ending := _ending(elements):
@@ -141,9 +141,9 @@ def under_way(store: Store, on_wait: Callable[[list[int]], object]) -> set[int]:
 
 
 def wait_for(store: Store, indices: Sequence[int], on_event: Callable[[int, Result], object]) -> list[int]:
-    """Wait until the jobs of the grid have left the queue, and return the points that ended without a result.
+    """Wait until all jobs of the grid have left Slurm's queue, and return the points that ended without a result.
 
-    ``on_event`` gets every point with its result as soon as it has one.
+    ``on_event`` is called with every point and its result, as soon as there is one.
     """
     open_points = set(indices)
     while open_points:
@@ -169,7 +169,7 @@ def _standing(elements: Sequence[tuple[int, str]]) -> str:
 
 
 def _elements(store: Store) -> list[tuple[int, str]]:
-    """Return the points in the queue, each with Slurm's short name for its state."""
+    """Return the points of the grid in Slurm's queue, each with Slurm's short name for its state (``R``, ``CG``)."""
     jobs = _remembered(store)
     if not jobs:
         return []

@@ -76,7 +76,7 @@ def drawing() -> Any:
     if not _drawn_by:
         raise UnsupportedError(
             "nothing-draws",
-            "the module that draws pictures is unknown; import megatron_pipemem before you show an object",
+            "no module draws pictures yet; import the shown object from megatron_pipemem itself, not from its modules",
         )
     return import_module(_drawn_by)
 

@@ -331,7 +331,7 @@ def until_they_repeat(
 
 
 def gain_without_barrier(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float] = ()) -> float:
-    """Return the speed-up of consecutive steps without the barrier. Steps without it are used from ``LEAST_GAIN`` on."""
+    """Return the speed-up of consecutive steps without the barrier. It pays from ``LEAST_GAIN`` on."""
     return stream(schedule, costs, tails, steps=1).gain
 
 

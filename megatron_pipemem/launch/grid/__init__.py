@@ -1,7 +1,9 @@
-"""Write down, plan, start, resume and compare many runs that differ in a few keys.
+"""Grids: many runs that differ in a few keys. Describe, check, start, resume and compare them.
 
-* ``points``      a grid's file, and the runs of its points
-* ``store``       the grid's folder: a run file and a result per point
-* ``local``       starts points on this machine
-* ``comparison``  throughput and peak memory of the points
+A *point* is one run of a grid.
+
+* ``points``      read a grid's file, and make the runs of its points
+* ``store``       the grid's folder, with a configuration and a result per point
+* ``local``       start points on this machine
+* ``comparison``  compare throughput and peak memory of the points
 """

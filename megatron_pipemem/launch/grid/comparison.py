@@ -22,7 +22,10 @@ _AGREEMENT = {True: "=", False: "≠", None: " "}
 
 
 def front(points: Sequence[Result]) -> list[Result]:
-    """Return the runs with no other run that is better in throughput or peak and not worse in the other, by peak."""
+    """Return the points that no other point dominates, sorted by peak memory.
+
+    A point dominates another one if it is no worse in throughput and peak memory, and better in one of them.
+    """
     best: list[Result] = []
     for point in sorted(points, key=lambda point: (_peak(point), -_speed(point), point.index)):
         twin = best and (_peak(best[-1]), _speed(best[-1])) == (_peak(point), _speed(point))
@@ -32,7 +35,7 @@ def front(points: Sequence[Result]) -> list[Result]:
 
 
 def table(points: Sequence[Result]) -> FittingTable:
-    """Return a table of the runs, fastest first, with marks for the runs on the front."""
+    """Return a table of points, the fastest first. Points that no other one dominates are marked with ``*``."""
     chosen = {point.index for point in front(points)}
     columns = list(dict.fromkeys(key for point in points for key in point.settings))
     rows = FittingTable(
@@ -58,14 +61,17 @@ def table(points: Sequence[Result]) -> FittingTable:
 
 
 def save_picture(points: Sequence[Result], path: str | Path, title: str = "") -> Path:
-    """Write a picture of the runs and their front, as PNG or SVG by the suffix of ``path``."""
+    """Write the picture that ``draw`` makes, as PNG or SVG by the suffix of ``path``."""
     return write_picture(lambda: draw(points, title), path, "a comparison of runs")
 
 
 def draw(points: Sequence[Result], title: str = "") -> Figure:
-    """Draw throughput (up) against peak (right). Runs on the front are filled and named, the others hollow and numbered."""
+    """Draw the points by peak memory (x axis) and throughput (y axis).
+
+    Points that no other one dominates are filled and have names. The others are hollow and have numbers.
+    """
     if not points:
-        raise UnsupportedError("nothing-to-draw", "no run has ended well; there is nothing to draw")
+        raise UnsupportedError("nothing-to-draw", "no run has ended without an error; start failed runs again first")
     axes = axes_for_points(
         (9.6, 5.4), title, "peak activations of the fullest rank (MiB)", "tokens per second, all devices"
     )

@@ -1,6 +1,6 @@
-"""Start points on this machine, several at a time.
+"""Train the points of a grid on this machine, several at a time.
 
-If a killed grid has left a training running, it is ended before its point starts again.
+If ``pipemem grid`` was killed and left a training process running, that process is ended before its point starts again.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from megatron_pipemem.launch.grid.store import Result, Store, try_lock
 _PATIENCE_SECONDS = 60.0
 
 Event = Callable[[int, Result | None], object]
-"""Called with a point's number when it starts, and again with its result when it has ended."""
+"""Called with a point's number and ``None`` when the point starts, and with its number and result when it has ended."""
 
 
 class LocalRunner:
     """Train the points of a grid, each in a process of its own.
 
-    ``on_event`` is called from several threads. ``command_of`` returns the command of a point, by default torchrun's.
+    ``on_event`` is called from several threads. ``command_of`` returns the command that trains a point, by default a
+    torchrun command for this machine.
     """
 
     def __init__(self, store: Store, on_event: Event, command_of: Callable[[Store, int], Command] | None = None):
@@ -48,7 +49,8 @@ class LocalRunner:
     ) -> None:
         """Train points, ``max_parallel`` at a time, until all have a result.
 
-        An exception, for example an interrupt, ends the running points. ``on_stop`` gets their number before they have ended.
+        After an exception, for example an interrupt, all running points are told to end. ``on_stop`` is then called
+        with the number of running points.
         """
         with ThreadPoolExecutor(max_parallel, "grid") as pool:
             futures = [pool.submit(self._train, index) for index in indices]
@@ -82,9 +84,9 @@ class LocalRunner:
         self._on_event(index, result)
 
     def _wait(self, started: Command, log: Path, lock: IO[str]) -> int | None:
-        """Run a point and return its exit code, or ``None`` if the grid is stopping and the point was not started.
+        """Run the command of a point, and return its exit code; ``None`` if the grid is ending and nothing was started.
 
-        The child inherits the lock, and keeps it if this process is killed.
+        The child process inherits the lock file, so the lock holds even if this process is killed.
         """
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **started.environment}
         with log.open("ab") as output, self._guard:
@@ -113,7 +115,8 @@ def _on_this_node(store: Store, index: int) -> Command:
     run = store.run(index)
     if (nodes := min_nodes(run)) > 1:
         raise UnsupportedError(
-            "does-not-fit", f"its {run.parallelism.ranks} ranks fill {nodes} nodes; --launcher slurm starts it"
+            "does-not-fit",
+            f"the {run.parallelism.ranks} ranks of the point fill {nodes} nodes; --launcher slurm starts it",
         )
     check_devices(run)
     check_data(run)
@@ -121,7 +124,10 @@ def _on_this_node(store: Store, index: int) -> Command:
 
 
 def _end_left_over(lock: IO[str], place: Path) -> None:
-    """End a point's training whose grid was killed, and take over its lock. It must be on this machine."""
+    """End the training process that a killed grid has left, and take over its lock.
+
+    Raise an UnsupportedError if the lock is not free after 60 seconds, as if the process is on another machine.
+    """
     lock.seek(0)
     try:
         holder = json.load(lock)

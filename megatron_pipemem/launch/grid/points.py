@@ -1,4 +1,4 @@
-"""Describe a grid: a run, and the keys that differ between its points.
+"""Read the file of a grid: a run's configuration, and the keys in which its points differ.
 
     run: tiny-cpu
     set: {training.iterations: 5}
@@ -11,8 +11,8 @@
     exclude:
       - {schedule.name: v-min, parallelism.pp: 2}
 
-Every entry of ``points`` is combined with every choice of ``product``; either may be left out. Keys are dotted paths of a
-run. A mapping as a value changes the keys that it names.
+Every entry of ``points`` is combined with every combination of values in ``product``. Either may be left out. Keys are
+dotted paths in a run's configuration. A mapping as a value changes only the keys that it names.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from megatron_pipemem.launch.feasibility import feasible
 _MOST_POINTS = 10_000
 
 Settings = dict[str, Any]
-"""Dotted key of a run -> value."""
+"""Values by dotted keys of a run's configuration."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid's file."""
+    """The content of a grid's file."""
 
     config_folder: ClassVar[str] = "grids"
 
@@ -49,8 +49,8 @@ class Grid:
     points: list[dict[str, Any]] = field(default_factory=list)  # keys that change together
     product: dict[str, list[Any]] = field(default_factory=dict)  # key -> values; every combination is a point
     only: list[dict[str, Any]] = field(default_factory=list)
-    """Patterns of the points to keep, if there are any. A point matches a pattern if every key has its value, or one of its
-    values."""
+    """Patterns of the points to keep; all if empty. A point matches a pattern if every key of the pattern has the same
+    value in the point, or one of the values in a list."""
     exclude: list[dict[str, Any]] = field(default_factory=list)  # patterns of points to leave out
 
     def __post_init__(self) -> None:
@@ -63,22 +63,23 @@ class GridPoint:
     """One run of a grid."""
 
     index: int  # from 0, in the order of the file
-    settings: Settings  # its values of the keys that points change
-    changes: Settings  # the same with the changes of all points
+    settings: Settings  # the values of the keys in which points differ
+    changes: Settings  # ``settings``, and the changes that all points have
     base: Path  # file of the grid's run
     run: Run | None  # None if the changed run is not valid
     reason: str | None  # why the run cannot work, if so
 
 
 def label(settings: Settings) -> str:
-    """Return the settings on one line: ``parallelism.pp=4, schedule.name=v-half``."""
+    """Return the settings of a point on one line: ``parallelism.pp=4, schedule.name=v-half``."""
     return ", ".join(f"{key}={value}" for key, value in settings.items()) or "the run itself"
 
 
 def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool = False) -> list[GridPoint]:
-    """Return the points of a grid, by its file or name, that pass its filters, whether they can work or not.
+    """Read a grid, by the path of its file or its name, and return the points that its filters keep.
 
-    ``overrides`` change all points, like ``set``. ``any_size`` is that of ``feasible``.
+    Points that cannot work are included, with the reason. ``overrides`` change all points, like the key ``set``.
+    ``any_size`` also checks schedules that take long.
     """
     grid = load(path, Grid)
     grid_file = locate(str(path), Grid)
@@ -108,12 +109,12 @@ def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool 
         elif kept(run):
             points.append(GridPoint(len(points), own, everything, base, run, feasible(run, any_size)))
     if not points:
-        raise ConfigError("no-points", "its filters leave no point", file=grid_file)
+        raise ConfigError("no-points", "the keys only and exclude leave no point; relax them", file=grid_file)
     return points
 
 
 def _check_different(settings: Sequence[Settings], runs: Sequence[Run | ConfigError], file: Path) -> None:
-    """Refuse points that are the same run."""
+    """Raise a ConfigError if two points have the same configuration."""
     first: dict[str, int] = {}
     for index, run in enumerate(runs):
         twin = first.setdefault(repr(run), index) if isinstance(run, Run) else index
@@ -127,7 +128,7 @@ def _check_different(settings: Sequence[Settings], runs: Sequence[Run | ConfigEr
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Settings:
-    """Return settings with dotted keys in place of mappings."""
+    """Replace nested mappings by dotted keys: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``."""
     result: Settings = {}
     for key, value in settings.items():
         nested = isinstance(value, Mapping) and value
@@ -136,7 +137,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Settings:
 
 
 def _run_of(file: Path, raw: Mapping[str, Any], changes: Mapping[str, Any]) -> Run | ConfigError:
-    """Return the run of a file with changes, or the error if it is not valid."""
+    """Return a file's run with changes, or the ConfigError if the changed run is not valid."""
     changed = copy.deepcopy(dict(raw))
     for key, value in changes.items():
         override(changed, key, value)
@@ -147,7 +148,7 @@ def _run_of(file: Path, raw: Mapping[str, Any], changes: Mapping[str, Any]) -> R
 
 
 def _check_keys(grid: Grid, overrides: Mapping[str, Any], file: Path) -> None:
-    """Refuse keys that runs do not have, before they make every point invalid."""
+    """Raise a ConfigError if the grid or ``overrides`` have a key that runs do not have."""
     for key in overrides:
         check_key(Run, key)
     products = [{key: value} for key, values in grid.product.items() for value in values]
@@ -164,11 +165,14 @@ def _filter(
     changes: Sequence[Settings],
     runs: Sequence[Run],
 ) -> Callable[[Run], bool]:
-    """Return a function that tells whether a run passes the grid's filters. Their values are converted as in a run."""
+    """Return a function that returns whether the grid's keys ``only`` and ``exclude`` keep a run.
+
+    Values in patterns are converted like those of a run, so that ``1e-4`` equals ``0.0001``.
+    """
 
     def normal(name: str, value: Any, key: str) -> Any:
         reason = None
-        for each in changes:  # a value need not go with every point
+        for each in changes:  # the value may be invalid for some points
             run = changed_run(each | {name: value})
             if isinstance(run, Run):
                 return _value(run, name)
@@ -193,7 +197,7 @@ def _filter(
 
 
 def _value(run: Run, name: str, absent: Any = None) -> Any:
-    """Return a run's value of a dotted key; ``absent`` for a flag that the run does not set."""
+    """Return the value of a dotted key in a run; ``absent`` for a flag that the run does not set."""
     here: Any = run
     for part in name.split("."):
         here = here.get(part, absent) if isinstance(here, Mapping) else getattr(here, part, absent)

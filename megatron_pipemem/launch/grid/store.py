@@ -1,7 +1,7 @@
-"""Keep a grid in its folder, and read the result of each point from its log and report.
+"""The folder of a grid, and the result of each point, which is read from its log and report.
 
 FOLDER/grid.json                 the path of the grid's file, and the settings and changes of all points
-FOLDER/points/007/run.yaml       the run of a point, complete, so that later changes of other files do not affect it
+FOLDER/points/007/run.yaml       the complete configuration of point 7, which does not depend on other files
 FOLDER/points/007/log.txt        the output of its training, over all starts
 FOLDER/points/007/report.json    predicted and counted bytes, bubbles, losses
 FOLDER/points/007/result.json    its result, after it has ended
@@ -35,12 +35,12 @@ _FAILURE = re.compile(r"rank \d+ failed: .*")
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a point. The tuples of bytes and bubbles have one entry per rank."""
+    """The result of one point of a grid. Tuples of bytes and of bubble rates have one entry per pipeline rank."""
 
     index: int
     settings: dict[str, Any]
     status: Status  # infeasible points were never started
-    reason: str | None = None  # why it is not done
+    reason: str | None = None  # why the status is not "done"
     exit_code: int | None = None
     devices: int | None = None
     seconds_per_step: float | None = None  # median without the first step of a start, by the training script's clock
@@ -58,22 +58,22 @@ class Result:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Counted bytes of the rank that holds most."""
+        """The counted peak bytes of the rank that holds most; ``None`` if bytes were not counted."""
         return _most(self.counted_peak_bytes)
 
     @property
     def share_of_1f1b(self) -> float | None:
-        """The counted peak as a share of 1F1B's bytes."""
+        """``peak_bytes`` divided by those of 1F1B; ``None`` if either is unknown."""
         return self.peak_bytes / self.bytes_of_1f1b if self.peak_bytes and self.bytes_of_1f1b else None
 
     @property
     def predicted_peak(self) -> int | None:
-        """Largest predicted bytes of a rank."""
+        """The largest predicted peak bytes of any rank; ``None`` without predictions."""
         return _most(self.predicted_peak_bytes)
 
     @property
     def peaks_agree(self) -> bool | None:
-        """Whether every rank held its predicted bytes; ``None`` without predictions."""
+        """Whether the counted peak of every rank equals the predicted one exactly; ``None`` without predictions."""
         pairs = list(zip(self.predicted_peak_bytes, self.counted_peak_bytes, strict=True))
         known = [predicted == counted for predicted, counted in pairs if predicted is not None]
         return all(known) if known else None
@@ -84,7 +84,7 @@ def _most(peaks: Sequence[int | None]) -> int | None:
 
 
 def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code: int) -> Result:
-    """Return the result of a point whose training has ended, from the log of all its starts and the run's report."""
+    """Return the result of a point whose training has ended, from its log and the run's report."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     path = run.report
     if exit_code or not path.exists():
@@ -102,19 +102,23 @@ def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code
 
 @contextmanager
 def report_of(path: Path) -> Iterator[Any]:
-    """Give a block the JSON of a run's report. A ConfigError names the file if the block misses a key, or has another type."""
+    """Yield the JSON of a run's report.
+
+    If the block finds that a key is missing or a value has another type, a ConfigError with the name of the file is
+    raised.
+    """
     report = read_json(path, "the report of a run")
     try:
         yield report
     except KeyError as error:
-        message = f"is not the report of a run, it lacks the key {error}; train again"
+        message = f"is not the report of a run, because it lacks the key {error}; train again"
         raise ConfigError("wrong-file", message, file=path) from error
     except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError("wrong-file", f"is not the report of a run, {error}; train again", file=path) from error
+        raise ConfigError("wrong-file", f"is not the report of a run ({error}); train again", file=path) from error
 
 
 def _report(path: Path) -> dict[str, Any]:
-    """Return the fields of a result that come from the report of its run."""
+    """Read a run's report, and return the fields of ``Result`` that it has."""
     keys = ("predicted_peak_bytes", "counted_peak_bytes", "predicted_bubble_rate", "measured_bubble_rate")
     with report_of(path) as report:
         of_run = {"losses": tuple(report["losses"]), "bytes_of_1f1b": report.get("bytes_of_1f1b")}
@@ -122,7 +126,10 @@ def _report(path: Path) -> dict[str, Any]:
 
 
 def step_seconds(log: str) -> float | None:
-    """Return the median time of a step, if possible without the first step of every start, which opens channels."""
+    """Return the median seconds of the steps in a training log; ``None`` if it has none.
+
+    The first step after every start is left out if there are others, because it opens channels.
+    """
     steps = [(int(number), float(milliseconds)) for number, milliseconds in _ITERATION.findall(log)]
     later = [time for (before, _), (number, time) in zip(steps, steps[1:], strict=False) if number == before + 1]
     times = later or [time for _, time in steps]
@@ -130,12 +137,12 @@ def step_seconds(log: str) -> float | None:
 
 
 def write_result(result: Result, path: Path) -> None:
-    """Write a result as JSON."""
+    """Write a point's result to a JSON file."""
     write_whole(path, json.dumps(asdict(result), indent=2, allow_nan=False) + "\n")
 
 
 def read_result(path: Path) -> Result | None:
-    """Return the result in a file, ``None`` without the file."""
+    """Read a point's result from a JSON file; return ``None`` if the file does not exist."""
     if not path.exists():
         return None
     return _read(read_json(path, "a result"), path)
@@ -155,7 +162,7 @@ def _read(raw: Any, path: Path) -> Result:
 
 
 def _why(log: str, exit_code: int) -> str:
-    """Return the reason of a failure from the log of a training."""
+    """Return the reason why a training failed: an error in the log, or the exit code and the log's last line."""
     if failures := _FAILURE.findall(log):
         return failures[-1]
     lines = [line.strip() for line in log.splitlines() if line.strip()]
@@ -165,14 +172,14 @@ def _why(log: str, exit_code: int) -> str:
 
 @dataclass(frozen=True)
 class _PointEntry:
-    """The entry of a point in ``grid.json``; see ``GridPoint``."""
+    """The entry of a point in ``grid.json``. The fields have the same meaning as in ``GridPoint``."""
 
     settings: Settings
     changes: Settings
 
 
 class Store:
-    """The folder of a grid."""
+    """The folder of a grid, with the configurations, logs and results of its points."""
 
     def __init__(self, folder: Path):
         self.folder = folder.absolute()
@@ -182,7 +189,7 @@ class Store:
         return self.folder / "grid.json"
 
     def exists(self) -> bool:
-        """Return whether the folder holds a grid."""
+        """Return whether the folder has a complete grid."""
         return self._index.exists()
 
     def place(self, index: int) -> Path:
@@ -196,13 +203,13 @@ class Store:
         return self.place(index) / "run.yaml"
 
     def check_place(self) -> None:
-        """Raise an OutputError if the folder cannot be written."""
+        """Raise an OutputError if no file can be written in the folder."""
         check_writable(self.folder / ".lock")
 
     def create(self, source: Path, points: Sequence[GridPoint]) -> None:
-        """Write the run of every point, and the results of infeasible points.
+        """Write the configuration of every point, and the results of points that cannot work.
 
-        The index comes last: a folder without an index is incomplete, and is made again.
+        The file ``grid.json`` is written last. A folder without it is incomplete, and is written again.
         """
         for point in points:
             self._write(point)
@@ -213,25 +220,28 @@ class Store:
         write_whole(self._index, json.dumps(index, indent=2) + "\n")
 
     def resume(self, points: Sequence[GridPoint]) -> None:
-        """Write infeasible points again, since they may be feasible now. Refuse a grid with other points than the folder's."""
+        """Write the points again that could not work before, because they may be able to work now.
+
+        Raise an UnsupportedError if the grid has other points than the folder.
+        """
         self._check_same(points)
         for point, result in zip(points, self.results(), strict=True):
             if result is not None and result.status == "infeasible":
                 self._write(point)
 
     def settings(self) -> list[Settings]:
-        """Return the settings of all points, in their order."""
+        """Return the settings of all points, in the order of the grid's file."""
         return [entry.settings for entry in self._entries()]
 
     def run(self, index: int) -> Run:
         return load(self.run_file(index), Run)
 
     def results(self) -> list[Result | None]:
-        """Return the results of all points, ``None`` for a point that has not ended."""
+        """Return the results of all points; ``None`` in place of those that have not ended."""
         return [read_result(self._result_file(index)) for index in range(len(self.settings()))]
 
     def open_points(self) -> list[int]:
-        """Return the points to start: those without a result, and those that failed."""
+        """Return the numbers of the points to start: those without a result, and those that failed."""
         return [index for index, result in enumerate(self.results()) if result is None or result.status == "failed"]
 
     def begin(self, index: int) -> None:
@@ -248,7 +258,7 @@ class Store:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Lock the folder, so that no other process starts points of the grid."""
+        """Lock the folder within this block, so that no other process starts points of the grid."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / ".lock").open("w") as lock:
             if not try_lock(lock):
@@ -280,8 +290,8 @@ class Store:
     def _other(self, difference: str) -> UnsupportedError:
         return UnsupportedError(
             "exists-already",
-            f"{self.folder} holds a grid with {difference}; choose another --output, or undo the changes of the grid's file "
-            "and --set",
+            f"{self.folder} has a grid with {difference}; choose another --output, or undo the changes of the grid's "
+            "file and --set",
         )
 
     def _entries(self) -> list[_PointEntry]:
@@ -303,7 +313,7 @@ class Store:
 
 
 def store_of_point(place: Path) -> tuple[Store, int]:
-    """Return the grid and the number of a point, from the point's folder."""
+    """Return the grid's store and the point's number, given the folder of a point."""
     place = place.absolute()
     if place.parent.name != "points" or not place.name.isdigit():
         raise ConfigError("wrong-file", "is not the folder of a point; give one like FOLDER/points/007", file=place)
@@ -311,7 +321,10 @@ def store_of_point(place: Path) -> tuple[Store, int]:
 
 
 def try_lock(file: IO[str]) -> bool:
-    """Lock an open file until this process and the children that inherit it end. Return False if it is locked already."""
+    """Lock an open file, and return whether that succeeded: ``False`` if another process has locked it.
+
+    The lock lasts until this process, and all children that inherit the file, have ended.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
