@@ -1,7 +1,8 @@
 """Pipeline schedules with controllable memory for stock Megatron-Core.
 
-Importing this package changes nothing anywhere and needs neither torch nor Megatron. ``enable()`` attaches a schedule
-to Megatron-Core, and ``disable()`` detaches it. A public name is imported at its first use.
+Importing this package changes nothing in Megatron and needs neither torch nor Megatron. ``enable()`` attaches a
+schedule to Megatron-Core, and ``disable()`` detaches it. The module of a public name is imported when the name is first
+used.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _MODULES = {
     "schedule.registry": "build_schedule register_schedule",
     "search": "SearchResult search_schedule",
 }
-"""Module of this package -> the public names in it."""
+"""The public names of this package, by the module that defines them."""
 
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 _NEEDS_MEGATRON = _MODULES["mcore.plugin"].split()

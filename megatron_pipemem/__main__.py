@@ -1,4 +1,4 @@
-"""``python -m megatron_pipemem`` is the ``pipemem`` command; ``torchrun -m megatron_pipemem run ...`` needs it."""
+"""Run the ``pipemem`` command by ``python -m megatron_pipemem``, as ``torchrun -m megatron_pipemem run ...`` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check a request: the features that exclude each other, and the values that a schedule does not take."""
+"""Check a request: find features that exclude each other, and values that the requested schedule does not accept."""
 
 from __future__ import annotations
 
@@ -34,24 +34,22 @@ FEATURES: Mapping[str, Callable[[Request], bool]] = {
     "searched slices": lambda request: max(request.slice_counts) > 1,
     "slices": lambda request: request.slices > 1,
 }
-"""By the name of a feature, whether a request wants it."""
+"""Functions that return whether a request wants a feature, by the name of the feature."""
 
 _IN_FLIGHT = (
     "schedule {schedule!r} leaves microbatches in flight between steps, which offload, recomputation, vocabulary parallelism "
-    "and profiles do not know; pass "
+    "and profiles do not support; pass "
 )
-_BARRIER = "steps of {schedule} do not go without a barrier between them: "
-_PERIOD = "a period is searched for alone, without offload, recomputation and vocabulary passes; drop the option period"
-_SLICES = (
-    "slices are searched for without a period, offload, recomputation and vocabulary passes; drop these or the option"
-)
+_BARRIER = "steps of {schedule} need a barrier between them here: "
+_PERIOD = "a search for the option period excludes offload, recomputation and vocabulary passes; drop one of the two"
+_SLICES = "a search for slices excludes the option period, offload, recomputation and vocabulary passes; drop either"
 
 CONFLICTS: Mapping[str, Mapping[str, str]] = {
     "stock": {
-        "offload": "Megatron's own schedule has no place for offload or recomputation of ours; name another one, for example "
-        "--pipemem-schedule 1f1b, or use Megatron's own flags",
-        "vocabulary": "Megatron's own schedules have no passes for a cut vocabulary; take a schedule of this package, or pass "
-        "--pipemem-vocab-parallel off",
+        "offload": "this package cannot add offload or recomputation to Megatron's own schedule; name another one, for "
+        "example --pipemem-schedule 1f1b, or use Megatron's own flags",
+        "vocabulary": "Megatron's own schedules have no passes for a cut vocabulary; use a schedule of this package, "
+        "or pass --pipemem-vocab-parallel off",
         "single queue": "--pipemem-single-queue orders schedules of this package, and stock is Megatron's own; leave one of "
         "them out",
         "weights": "--pipemem-microbatch-costs orders microbatches for schedules of this package, and stock is Megatron's own; "
@@ -60,7 +58,7 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
         "out",
     },
     "pieces": {
-        "whole vocabulary": "--pipemem-vocab-piece-tokens is about a head cut over the pipeline; pass "
+        "whole vocabulary": "--pipemem-vocab-piece-tokens needs an LM head that is cut over the pipeline; pass "
         "--pipemem-vocab-parallel 1, 2 or auto, or leave it out",
     },
     "vocabulary": {
@@ -71,31 +69,31 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
         "offload": _IN_FLIGHT + "--pipemem-offload off and --pipemem-recompute none",
         "vocabulary": _IN_FLIGHT + "--pipemem-vocab-parallel off",
         "profile": _IN_FLIGHT + "--pipemem-costs unit or a file",
-        "weights": "schedule {schedule!r} runs forwards of the next step, whose microbatches are not weighed yet; drop "
-        "--pipemem-microbatch-costs, or take a synchronous schedule",
+        "weights": "schedule {schedule!r} runs forwards of the next step, whose microbatches have no costs yet; drop "
+        "--pipemem-microbatch-costs, or use a synchronous schedule",
     },
     "overlap": {
         "vocabulary": _BARRIER
         + "all ranks compute every microbatch's logits together; pass --pipemem-vocab-parallel off",
-        "host": _BARRIER + "activations on the host are accounted for by whole steps; pass --pipemem-offload off",
+        "host": _BARRIER + "offloaded activations are counted per whole step; pass --pipemem-offload off",
         "replicas": _BARRIER
-        + "the two replicas of the model add up their gradients when all ranks have ended the step; take "
-        "a schedule with one, like zbv",
+        + "gradients are summed over the two replicas of the model when all ranks have ended the step; use "
+        "a schedule with one replica, such as zbv",
         "weights": _BARRIER + "all ranks agree on an order of the microbatches before every step; drop "
         "--pipemem-microbatch-costs",
     },
     "period": {"vocabulary": _PERIOD, "offload": _PERIOD},
     "searched slices": {"period": _SLICES, "vocabulary": _SLICES, "offload": _SLICES},
     "slices": {
-        "overlap": "sequence slices need a barrier between steps; drop --pipemem-overlap-steps, or take a schedule without "
-        "slices",
-        "weights": "microbatches that are weighed run whole; drop --pipemem-microbatch-costs, or take a schedule without "
-        "sequence slices",
+        "overlap": "sequence slices need a barrier between steps; drop --pipemem-overlap-steps, or use a schedule "
+        "without slices",
+        "weights": "microbatches with costs of their own cannot be cut into slices; drop --pipemem-microbatch-costs, "
+        "or use a schedule without sequence slices",
     },
 }
-"""By feature, the features that it excludes, with the reason and the remedy."""
+"""The features that each feature excludes, with a message that has the reason and the remedy."""
 _CODES = {"stock": "not-for-stock", "overlap": "no-overlap", "pieces": "needs-option", "slices": "conflicting-options"}
-"""Codes of the errors of features that exclude others, if it is not ``conflicting-features``."""
+"""The codes of errors about these features; about all others it is ``conflicting-features``."""
 
 
 def check_conflicts(request: Request) -> None:
@@ -111,14 +109,14 @@ def check_conflicts(request: Request) -> None:
 
 
 def requested(schedule: str, **settings: Any) -> Request:
-    """Return the checked request for a schedule and settings as users name them; see ``check``."""
+    """Make a request from a schedule's name and the settings of ``Request``, check it with ``check``, and return it."""
     return check(Request(schedule, **settings))
 
 
 def check(request: Request) -> Request:
-    """Return the request with its schedule file read and proved. No schedule is built.
+    """Check that the settings of a request fit together. Return the request with its schedule file read and proved.
 
-    A PipememError says that its parts exclude each other, or that the file is not valid.
+    Raise a PipememError if settings exclude each other, or if the schedule file is not valid. No schedule is built.
     """
     if request.schedule_module is not None:
         register_module(request.schedule_module)
@@ -129,8 +127,8 @@ def check(request: Request) -> Request:
         raise UnsupportedError(
             "unit-mismatch",
             f"a memory cap in bytes ({cap}) needs --pipemem-schedule auto, which fits a schedule to it, "
-            f"or --pipemem-offload; {name!r} is what it is, so give the cap in activation units (1.0 is what 1F1B's "
-            "first rank holds)",
+            f"or --pipemem-offload; {name!r} has a fixed order, so give the cap in activation units (1.0 is the peak "
+            "of 1F1B's first rank)",
         )
     if name.endswith(FILE_SUFFIX):
         if options:
@@ -163,7 +161,7 @@ def check(request: Request) -> Request:
 
 
 def check_search_options(options: Mapping[str, Any], allowed: Sequence[str] = SEARCH_OPTIONS) -> None:
-    """Raise an UnsupportedError if the search has no such option, or not with that value."""
+    """Raise an UnsupportedError if the search (``auto``) lacks one of the options, or does not accept its value."""
     unknown = sorted(set(options) - set(allowed))
     if unknown:
         raise UnsupportedError(
@@ -177,9 +175,9 @@ def check_search_options(options: Mapping[str, Any], allowed: Sequence[str] = SE
 
 
 def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
-    """Raise an UnsupportedError if a schedule's vocabulary passes differ from those of ``--pipemem-vocab-parallel``.
+    """Raise an UnsupportedError if a schedule has vocabulary passes of another algorithm than ``vocab_parallel``.
 
-    A schedule with 0 ``barriers`` has no passes, so any can be added.
+    A schedule with 0 ``barriers`` has no vocabulary passes yet, so those of any algorithm can be added.
     """
     if barriers and vocab_parallel not in (AUTO, str(algorithm_of(barriers))):
         raise UnsupportedError(
@@ -190,12 +188,13 @@ def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
 
 
 def _check_slice_cut(request: Request) -> None:
-    """Refuse another cut of sequences than the default if the schedule has no slices."""
+    """Raise an UnsupportedError if ``--pipemem-slice-cut`` is given and the schedule has no sequence slices."""
     if request.slice_cut != TOKENS and request.slices == 1:
         raise UnsupportedError(
             "no-slices",
             f"--pipemem-slice-cut {request.slice_cut} says how sequences are cut into slices, and schedule "
-            f"{request.schedule!r} leaves them whole; add --pipemem-option slices=4 to one that takes it, or leave it out",
+            f"{request.schedule!r} does not cut them; use a schedule with the option slices and add --pipemem-option "
+            "slices=4, or leave --pipemem-slice-cut out",
         )
 
 
@@ -206,8 +205,8 @@ def check_replicas(placement: Placement) -> None:
     if placement.name != "bidirectional":
         raise UnsupportedError(
             "unsupported-placement",
-            f"{placement.replicas} replicas of the model run in opposite directions only, stage r and stage p-1-r on device r; "
-            "this placement has them elsewhere",
+            f"{placement.replicas} replicas of the model must run in opposite directions, with stage r and stage p-1-r "
+            "on device r; use a placement of that kind (bidirectional), or one replica",
         )
     if placement.num_devices == 1:
         raise UnsupportedError(
@@ -218,10 +217,10 @@ def check_replicas(placement: Placement) -> None:
 
 
 def check_delays(name: str) -> None:
-    """Raise an UnsupportedError if batches of an asynchronous family cannot follow each other without a barrier."""
+    """Raise an UnsupportedError if an asynchronous family cannot run its steps without a barrier between them."""
     if not updates_per_batch(name):
         raise UnsupportedError(
             "conflicting-features",
-            f"schedule {name!r} updates after every microbatch, and not once per step, which ranks could delay; drop "
-            "--pipemem-overlap-steps, or take pipedream-2bw",
+            f"schedule {name!r} updates weights after every microbatch, and not once per step, so ranks cannot delay "
+            "an update; drop --pipemem-overlap-steps, or use pipedream-2bw",
         )

@@ -13,7 +13,7 @@ CODES = {
     "bad-switches": "Switches are not groups of devices, or name a device twice or one that does not exist.",
     "bad-syntax": "A text is not written in the form that its option takes. The message has an example.",
     "bad-type": "A value of a file or setting has another type than its key takes. The message names the type.",
-    "conflicting-features": "Two features do not go together. Leave one of the two out.",
+    "conflicting-features": "Two features exclude each other. Leave one of the two out.",
     "conflicting-options": "Two options or keys contradict each other or say the same. Leave one of the two out.",
     "does-not-divide": "A number does not divide another number that it must divide. Change one of them.",
     "given-twice": "The same key or point is given twice. Leave one out.",
@@ -21,7 +21,7 @@ CODES = {
     "no-command": "A launch script starts no Python program. Give the script that does, or its command line.",
     "unknown-recipe": "Megatron-Bridge has no recipe of that name. The message names the nearest one.",
     "cannot-evaluate": "A recipe of Megatron-Bridge raises an error, for example without a network. The message has it.",
-    "unknown-size": "A script or model does not say a size that prices depend on. The message names the option that gives it.",
+    "unknown-size": "A script or model lacks a size that prices depend on. The message names the option for it.",
     "missing-option": "An option, argument or key that has no default is missing. Give it.",
     "needs-option": "An option has no meaning without another one. Give both or neither.",
     "not-for-stock": "Megatron's own schedule cannot do this. Name a schedule of this package, or leave the option out.",
@@ -54,24 +54,24 @@ CODES = {
     # Sizes
     "does-not-fit": "The run needs more devices or memory than the cluster has. Cut the model further, or hold less.",
     "needs-chunks": "The schedule runs another number of model chunks per pipeline rank. Cut the model accordingly.",
-    "needs-devices": "The schedule exists for other numbers of devices. Take another number, or another schedule.",
+    "needs-devices": "The schedule exists for other numbers of devices. Use another number, or another schedule.",
     "needs-microbatches": "The schedule exists for other numbers of microbatches. Change the global batch size.",
     "no-overlap": "Steps of this schedule need a barrier between them. Drop `--pipemem-overlap-steps`.",
-    "no-period": "Steps of the schedule never repeat. Take another schedule.",
+    "no-period": "The times of the schedule's steps never repeat without a barrier. Use another schedule.",
     "no-pipeline": "There is one pipeline rank. Pass a pipeline size of at least 2, or the schedule `stock`.",
     "no-points": "A grid has no point that can run. Change its product or filters.",
-    "no-slices": "The schedule cannot cut microbatches into slices. Take one with the option `slices`.",
+    "no-slices": "The schedule cannot cut microbatches into slices. Use a schedule with the option `slices`.",
     "no-steps": "The schedule has no steps of its own to draw or run, or its costs are per microbatch. The message says which.",
     "nothing-fits": "No plan fits the cluster. The message names the rule that rejects most.",
-    "nothing-to-draw": "No run or schedule is left to draw. Relax the conditions.",
+    "nothing-to-draw": "There is no run or schedule to draw. Relax the conditions, or start failed runs again.",
     "other-size": "A schedule file is for other numbers of devices or microbatches. Change either.",
-    "slices-do-not-fit": "The sequence cannot be cut into so many slices. Take another number.",
-    "too-few-layers": "There are fewer layers than stages. Take fewer ranks or chunks.",
-    "too-large": "The command would take very long, or a file or number is too large. Take less, or pass `--yes`.",
+    "slices-do-not-fit": "The sequence cannot be cut into so many slices. Use another number.",
+    "too-few-layers": "There are fewer layers than stages. Use fewer ranks or chunks.",
+    "too-large": "The command would take very long, or a file or number is too large. Use less, or pass `--yes`.",
     # Memory
     "cap-unreachable": "No tried schedule keeps the memory cap. Raise the cap, or pass `auto` for offload and recompute.",
     "host-memory": "The host has too little memory for the offloaded activations. Offload less.",
-    "over-cap": "The schedule holds more than the memory cap. Raise the cap, or take a schedule with a lower peak.",
+    "over-cap": "The schedule holds more than the memory cap. Raise the cap, or use a schedule with a lower peak.",
     # Costs
     "costs-mismatch": "Costs are for other stages, devices or slices than the schedule has. Give one value each.",
     "no-time": "All passes cost 0 seconds. Give at least one of them a price.",
@@ -79,52 +79,52 @@ CODES = {
     "bad-header": "The line that starts with `#` is wrong or does not fit the lines below. The message has an example.",
     "no-actions": "The file holds no actions. Write a line per device, one action per cell.",
     "not-an-action": "A cell is not an action. Write stage, kind, microbatch, as in `2F0`.",
-    "not-computed": "An action is derived by lowering, and does not belong in a schedule. Remove it.",
+    "not-computed": "A schedule has a message or gradient reduction, which lowering adds by itself. Remove it.",
     "not-in-dialect": "torch's files cannot express this schedule. Write it with `--to pipemem`.",
-    "shifted-microbatches": "Microbatches of a kind do not count from 0. Take the shift off.",
+    "shifted-microbatches": "The microbatches of a kind are not numbered from 0. Subtract the first number from all.",
     "unknown-dialect": "There is no such dialect. The message lists the dialects.",
     # Schedules that must not run
     "bad-placement": "Stages are not placed once each on all devices from 0 up. Correct the placement.",
-    "collective-order": "Devices post collectives or sums in different orders. Post them in one order.",
+    "collective-order": "Devices post collectives or sums in different orders. Post them in the same order everywhere.",
     "deadlock": "Devices wait for each other in a circle, which the message shows. Change the order of one of them.",
     "duplicate-action": "An action is listed twice, or two actions do the same. Remove one.",
     "host-wait": "A host that waits for its whole device would wait without end. Move the action as the message says.",
-    "message-order": "Messages are received in another order, or a later window, than they are sent. Move the receive.",
+    "message-order": "Messages are received in another order, or a later step, than they are sent. Move the receive.",
     "misplaced-action": "An action is on another device than its stage. Move it.",
     "missing-action": "An action that another one needs is missing. Add it.",
     "mixed-replicas": "A microbatch runs through stages of two replicas. Renumber one of the actions.",
-    "queue-order": "A device that serves everything in one queue never ends. Post in one order.",
-    "slot-conflict": "Two actions of a block take one slot, or one starts before its input is there. Shift one.",
-    "stale-program": "The program is not one of its schedule. Lower the schedule again.",
+    "queue-order": "A device with one queue would wait without end. Post in the same order on all devices.",
+    "slot-conflict": "Two actions of a block take the same slot, or one starts before its input is there. Shift one.",
+    "stale-program": "A program's actions are not those of its schedule. Lower the schedule again.",
     "unknown-stage": "A stage does not exist. Remove or renumber it.",
     "unknown-microbatch": "A microbatch or slice does not exist. Remove or renumber it.",
     "unmet-need": "An action waits for another one that is missing. `validate()` names it.",
     "useless-action": "No action uses the result of this one. Remove it.",
-    "weight-version": "A pass needs a version of the weights that its stage does not have then. Keep more versions.",
-    "wrong-cut": "The cut between steps leaves something half done. Move its ends.",
-    "wrong-order": "An action is on the wrong side of another one. Move it.",
+    "weight-version": "A pass needs weights of a version that its stage does not have then. Keep more versions.",
+    "wrong-cut": "The cut between two steps separates actions that must be undone together. Move the cut.",
+    "wrong-order": "An action is before or after another one, and must be on its other side. Move it.",
     # Families of yours
     "family-build-failed": "The `build` function of a family fails for every size. Its own error is in the message.",
     "family-declaration": "A family declares something else than its `build` function makes. Correct one of them.",
-    "kind-name": "A kind of action has a name that is taken or that files cannot show. Take capital letters and underscores.",
+    "kind-name": "The name of a kind of action is taken, or not made of capital letters and underscores. Change it.",
     "no-handler": "A schedule has actions of a kind without a handler. Add a feature whose `extend` returns one.",
-    "nothing-draws": "A schedule of an inner module was shown. Import it from `megatron_pipemem`.",
+    "nothing-draws": "A schedule of an inner module was shown. Import `Schedule` from `megatron_pipemem` itself.",
     # Megatron and the model
-    "chunks-by-program": "A program builds model chunks by itself in another way than the schedule needs.",
+    "chunks-by-program": "A program builds model chunks in another way than the schedule needs. The message says how.",
     "enabled-already": "The plugin is enabled with other settings. Call `disable()` first.",
     "enabled-too-late": "Something was built or imported before `enable()` or `activate()`. Call it earlier.",
-    "fp8-delayed-scaling": "Delayed scaling of fp8 needs steps in Megatron's order. Take another recipe.",
-    "model-differs": "The chunks of the ranks do not make up the model. The message names the layers.",
+    "fp8-delayed-scaling": "Delayed scaling of fp8 needs steps in Megatron's order. Use another recipe.",
+    "model-differs": "The chunks of all ranks together are not the whole model. The message names the layers.",
     "needs-megatron-loop": "The feature needs Megatron's own training loop. Leave it out elsewhere.",
     "no-rollback": "The optimizer cannot be rolled back. Take another one, or drop `--pipemem-overlap-steps`.",
     "not-enabled": "A model chunk was asked for before `enable()`. Call it first.",
-    "slices-attention": "The attention cannot work on slices of a sequence. Take `--transformer-impl local`, or no slices.",
-    "slices-forward-step": "The forward step or loss gives something that cannot be cut into slices. The message names it.",
-    "slices-model": "The model cannot work on slices of a sequence. Take a schedule without slices.",
+    "slices-attention": "The attention cannot work on sequence slices. Use `--transformer-impl local`, or no slices.",
+    "slices-forward-step": "The forward step or loss returns a value that cannot be cut. The message names the value.",
+    "slices-model": "The model cannot work on slices of a sequence. Use a schedule without slices.",
     "tied-embedding": "Embedding and head must not share one matrix here. Pass `--untie-embeddings-and-output-weights`.",
     "unsupported-model": "The model has parts that are not supported, as encoder-decoder models do. The message names them.",
-    "unsupported-placement": "A feature needs its stages on other devices. Take another schedule, or leave the feature out.",
-    "unsupported-setting": "A setting of Megatron does not go with the schedule. Change it as the message says.",
+    "unsupported-placement": "A feature needs stages on other devices. Use another schedule, or leave the feature out.",
+    "unsupported-setting": "A setting of Megatron excludes the schedule. Change it as the message says.",
     "vocabulary-forward-step": "The forward step hides tokens or losses from the vocabulary passes. The message says which.",
     "vocabulary-model": "Head or embedding cannot be cut over the pipeline. Pass `--pipemem-vocab-parallel off`.",
     # During a run
@@ -147,7 +147,7 @@ CODES = {
     "used-while-away": "Activations are used while they are on the host. Reload them first.",
     "wrong-shape": "A tensor given to a cut vocabulary has the wrong shape or type. The message names the right one.",
 }
-"""Every code, with its meaning and the remedy."""
+"""All codes of errors, each with its meaning and remedy. The documents' list of codes is generated from this table."""
 
 
 class PipememError(Exception):
@@ -171,26 +171,26 @@ class PipememError(Exception):
 
 
 def _restored(error: type[PipememError], args: tuple[Any, ...]) -> PipememError:
-    """Return a copy of an error without its attributes, which pickle sets."""
+    """Return an error of this class with these arguments. pickle calls this function, and then sets the attributes."""
     copy = error.__new__(error)
     copy.args = args
     return copy
 
 
 def with_code(error: BaseException) -> str:
-    """Return the message of an error as users see it. An error of this package ends with its code, ``... [deadlock]``."""
+    """Return the message of an error, with the code at its end if the error is of this package: ``... [deadlock]``."""
     return f"{error} [{error.code}]" if isinstance(error, PipememError) and error.code else str(error)
 
 
 class ScheduleError(PipememError, ValueError):
-    """A schedule that must not run: incomplete, badly ordered, deadlocking, or over its memory cap.
+    """A schedule is invalid: it is incomplete, in a wrong order, has a deadlock, or exceeds its memory cap.
 
     Args:
         code: see ``PipememError``.
         message: what is wrong and what to change.
         at: the device whose order is wrong, the position in that order (or program), and the action there, if known.
-        cycle: in a deadlock, the waits of its devices (``schedule.dependencies.Wait``): each device waits for the next one,
-            and the last one for the first.
+        cycle: in a deadlock, the waits of its devices (``schedule.dependencies.Wait``): each device waits for the next
+            one, and the last one for the first.
     """
 
     def __init__(self, code: str, message: str, *, at: tuple[Any, ...] = (), cycle: tuple[Any, ...] = ()):
@@ -203,13 +203,13 @@ class ScheduleError(PipememError, ValueError):
 
 
 class ScheduleFormatError(PipememError, ValueError):
-    """A text that cannot be read as a schedule.
+    """A text cannot be read as a schedule.
 
     Args:
         code: see ``PipememError``.
         message: one sentence with the error and the remedy.
         line: number of the line, from 1.
-        column: number of the character within the line, or for CSV of the cell, from 1.
+        column: number of the cell within the line, from 1.
     """
 
     def __init__(self, code: str, message: str, *, line: int | None = None, column: int | None = None):
@@ -226,20 +226,20 @@ class UnknownScheduleError(PipememError, KeyError):
 
 
 class CostsError(PipememError, ValueError):
-    """Costs that do not fit the schedule or cannot be read."""
+    """Costs cannot be read, or do not fit the schedule."""
 
 
 class UnsupportedError(PipememError, ValueError):
-    """A combination that this package refuses, with the reason and the way out in one sentence."""
+    """A value, or a combination of settings, is refused. The message has the reason and a remedy."""
 
 
 class MemoryCapError(UnsupportedError):
-    """A memory cap that no schedule keeps, even with offload and recompute.
+    """No schedule keeps the memory cap, even with offload and recomputation.
 
     Args:
         code: see ``PipememError``.
         message: what is wrong and what to change.
-        obstacles: the reasons of activations that stay but would have to leave.
+        obstacles: for activations that would have to leave the device and cannot, the reasons.
     """
 
     def __init__(self, code: str, message: str, obstacles: tuple[str, ...] = ()):
@@ -248,23 +248,23 @@ class MemoryCapError(UnsupportedError):
 
 
 class UpstreamError(PipememError, ImportError):
-    """A symbol of Megatron-Core is missing or has another signature than the tested versions have."""
+    """A function or class of Megatron-Core is missing, or has another signature than in the tested versions."""
 
 
 class VocabularyError(PipememError, ValueError):
-    """A layer whose vocabulary is sharded was given a tensor that does not fit its shard."""
+    """A layer with a cut vocabulary got a tensor that does not fit its shard."""
 
 
 class OffloadError(PipememError, RuntimeError):
-    """Activations that could not be moved, or were used while they were on the host."""
+    """Activations could not be copied to or from the host, or were used while they were on the host."""
 
 
 class OutputError(PipememError, OSError):
-    """A file that cannot be written."""
+    """A file cannot be written."""
 
 
 class ConfigError(PipememError, ValueError):
-    """A configuration that cannot be read or makes no sense.
+    """A configuration cannot be read, or has a wrong value.
 
     Args:
         code: see ``PipememError``.

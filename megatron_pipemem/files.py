@@ -1,4 +1,6 @@
-"""Write files whole or not at all. Every file of this package is written here."""
+"""Write files atomically: a file has its whole new content or its old one. This package writes all files with these
+functions.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_whole(path: str | Path, content: str | bytes) -> Path:
-    """Write a file, so that a failure or a reader meanwhile sees either the old file or the new one.
+    """Write a file atomically: after a failure, or for another process meanwhile, it has its old content.
 
-    Missing folders are made, but not directly below the root. The permissions of an old file are kept, and text is written
-    as UTF-8. A file that cannot be written raises an OutputError and keeps its old content.
+    Missing folders are made, but not directly below the root. The permissions of an old file are kept. Text is written
+    as UTF-8. If the file cannot be written, an OutputError is raised, and its old content remains.
     """
     with whole_file(path) as beside:
         beside.write_bytes(content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
@@ -29,9 +31,9 @@ def write_whole(path: str | Path, content: str | bytes) -> Path:
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary file next to ``path``, which replaces ``path`` when this block ends without an error.
+    """Yield the path of a temporary file, which replaces ``path`` when this block ends without an error.
 
-    It is for writers other than `write_whole`. An OSError within the block becomes an OutputError.
+    It is for code that writes files by itself, as matplotlib does. An OSError in the block becomes an OutputError.
     """
     path = Path(path)
     try:
@@ -62,16 +64,16 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 
 def check_suffix(path: str | Path, suffixes: Sequence[str], kind: str) -> None:
-    """Raise an UnsupportedError if the suffix of a file is not one of ``suffixes``; the message calls it ``kind``."""
+    """Raise an UnsupportedError if a file does not end in one of ``suffixes``. The message calls the file ``kind``."""
     if Path(path).suffix not in suffixes:
         known = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
         raise UnsupportedError("bad-choice", f"cannot write {kind} as {Path(path).name!r}: end it in {known}")
 
 
 def check_writable(path: str | Path) -> None:
-    """Raise an OutputError if a file could not be written now. Long commands call this before they compute.
+    """Raise an OutputError if a file could not be written now. The check leaves no file.
 
-    The check leaves no file.
+    Long commands call this function before they compute.
     """
     path = Path(path)
     try:
@@ -90,9 +92,9 @@ def check_writable(path: str | Path) -> None:
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """Return the status of a file to write, or ``None`` if it does not exist.
+    """Return the ``os.stat`` of a file to write; ``None`` if the file does not exist.
 
-    A folder, or a file without permission to write, raises an OSError, because a rename would ignore that.
+    Raise an OSError for a folder, and for a file without permission to write: a rename would replace such a file.
     """
     try:
         old = path.stat()
@@ -107,16 +109,16 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _create_beside(target: Path) -> Path:
-    """Create an empty file with a new name in the same folder, with the usual permissions of a new file."""
+    """Create an empty file with an unused name in the folder of ``target``, and return its path."""
     beside = target.with_name(f".{target.name[:40]}.{secrets.token_hex(6)}.partial")
     os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     return beside
 
 
 def _base(target: Path) -> Path:
-    """Return the existing folder in which a file's missing folders are made, or raise an OutputError if it is the root.
+    """Return the existing folder in which missing folders of a path are made. Raise an OutputError if it is the root.
 
-    A missing folder below the root is usually a mistyped path, and not on the intended disk.
+    A missing folder directly below the root is usually a mistyped path.
     """
     base = _nearest(target.parent)
     if base != target.parent and base == Path(base.anchor):
@@ -128,7 +130,7 @@ def _base(target: Path) -> Path:
 
 
 def _nearest(folder: Path) -> Path:
-    """Return the deepest existing part of a path."""
+    """Return a folder if it exists, or else the nearest folder above it that exists."""
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
     return folder
@@ -142,9 +144,7 @@ def _sentence(path: Path, error: OSError) -> str:
     if place != path and not os.path.isdir(place):
         return f"cannot write {path}: {place} is not a folder; choose another path"
     if error.errno in _DENIED:
-        return (
-            f"cannot write {path}: no permission to write in {place} ({reason}); choose another path, or change who may"
-        )
+        return f"cannot write {path}: no permission to write in {place} ({reason}); choose another path, or allow it"
     if error.errno in _FULL:
-        return f"cannot write {path}: the disk is full ({reason}); free some of it, or choose another path"
+        return f"cannot write {path}: the disk is full ({reason}); free some space, or choose another path"
     return f"cannot write {path}: {place} does not accept it ({reason}); choose another path"

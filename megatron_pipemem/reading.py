@@ -1,4 +1,4 @@
-"""Read files that users give, with one sentence for every error in them."""
+"""Read files that users name. Every error is raised as an error of this package, with the file and a remedy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 from megatron_pipemem.errors import ConfigError, PipememError
 
 MOST_BYTES = 1 << 28
-"""Largest file that is read whole. Schedules, costs and settings are smaller, and devices like ``/dev/zero`` never end."""
+"""The size of the largest file that is read, 256 MiB. A device such as ``/dev/zero`` would never end."""
 
 
 def check_exists(path: str | Path, kind: str) -> None:
-    """Raise a ConfigError if a path is neither a file nor a folder; the message calls it ``kind``."""
+    """Raise a ConfigError if there is no file or folder with this path. The message calls it ``kind``."""
     if not Path(path).exists():
         raise ConfigError(
             "no-file", f"cannot read {kind} from {path}: there is no such file or folder; give the path of one"
@@ -46,9 +46,10 @@ def read_text(path: str | Path, kind: str, refusal: type[PipememError] = ConfigE
 
 
 def read_json(path: str | Path, kind: str, refusal: type[PipememError] = ConfigError) -> Any:
-    """Return the content of a JSON file. An error, as of ``read_text``, names the line and column that are not JSON.
+    """Return the content of a JSON file, or raise ``refusal`` if it cannot be read or is not JSON.
 
-    ``Infinity`` and ``NaN`` are errors too.
+    The message names the line and column of the fault. ``Infinity`` and ``NaN`` are refused too. ``kind`` is that of
+    ``read_text``.
     """
     text = read_text(path, kind, refusal)
     try:

@@ -1,7 +1,8 @@
-"""All settings of a run's schedule.
+"""All settings of a run's schedule (``Request``), and the flags with which users give them.
 
-A field of ``Request`` is an argument of ``enable()``. Its metadata give the ``--pipemem-*`` flag, the help text and the reader
-of its value. Flags, the ``schedule:`` section of a run's YAML file and the documents' list of flags are made from them.
+Every field of ``Request`` is an argument of ``enable()``. The metadata of a field describe its ``--pipemem-*`` flag,
+with the help text and a function that reads the value. The command line, the ``schedule:`` section of a run's YAML file
+and the documents' list of flags are generated from the metadata.
 """
 
 from __future__ import annotations
@@ -47,36 +48,37 @@ PROFILE = "profile"
 FILE_SUFFIX = ".csv"
 
 DEFAULT_HOST_SHARE = 0.5
-"""Default share of the host's available memory for activations."""
+"""The share of a host's available memory that offloaded activations may use by default."""
 
 MicrobatchCosts = str | Callable[[object], object]
 """``tokens``, ``FLOPs``, a JSON file, ``module:function``, or the function itself."""
 
 Reader = Callable[[str, Any], Any]
-"""A function that reads a value; its first argument is the flag's name for messages. It returns a read value unchanged."""
+"""A function ``(flag, value)`` that converts and checks a value. Its messages begin with ``flag``. It returns a value
+that has been converted before unchanged."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """Describe the ``--pipemem-*`` flag of a field."""
+    """The description of a field's ``--pipemem-*`` flag."""
 
     help: str
     metavar: str = ""
-    """Form of the value; empty for a switch."""
+    """The form of the value in the help, as in ``off|1|2``; empty for a flag without a value."""
     name: str = ""
-    """Name with its dashes; by default made from the field's name."""
+    """The flag with its dashes. By default it is made from the field's name."""
     read: Reader | None = None
     kind: type | None = None
-    """Type of the value, if argparse converts it."""
+    """The type to which argparse converts the value; ``None`` for text."""
     repeated: bool = False
     """Whether the flag is given once for every ``KEY=VALUE``."""
     page: str = ""
-    """Page of the documents about the flag."""
+    """The page of the documents about the flag."""
 
 
 @cache
 def flags_of(request: type) -> Mapping[str, Flag]:
-    """Return the flags of a dataclass like ``Request``, by the names of their fields."""
+    """Return the flags of ``Request`` or a similar dataclass, by the names of the fields."""
     own_first = sorted(fields(request), key=lambda each: each.name not in request.__annotations__)
     found = {each.name: each.metadata["flag"] for each in own_first if "flag" in each.metadata}
     return MappingProxyType(
@@ -88,7 +90,7 @@ def flags_of(request: type) -> Mapping[str, Flag]:
 
 
 def _field(default: Any, help: str, metavar: str = "", choices: Sequence[str] = (), **told: Any) -> Any:
-    """Return a field with a flag. ``choices`` lists all values, if they are few."""
+    """Return a dataclass field with a flag. ``choices`` lists all allowed values; ``told`` has fields of ``Flag``."""
     if choices:
         told["read"] = _one_of(choices)
     flag = Flag(help, metavar or "|".join(choices), **told)
@@ -99,7 +101,7 @@ def _field(default: Any, help: str, metavar: str = "", choices: Sequence[str] = 
 def _one_of(choices: Sequence[str]) -> Reader:
     def read(flag: str, value: Any) -> str:
         if str(value) not in choices:
-            raise UnsupportedError("bad-choice", f"{flag} {value!r} is none of {', '.join(choices)}")
+            raise UnsupportedError("bad-choice", f"{flag} {value!r} is none of {', '.join(choices)}; give one of these")
         return str(value)
 
     return read
@@ -114,7 +116,7 @@ def _bytes(flag: str, value: Any) -> float | None:
 
 
 def _sent(flag: str, value: Any) -> str | int:
-    """Return the value of ``--pipemem-offload`` after a check. Commands that simulate also accept a number of chunks."""
+    """Check and return the value of ``--pipemem-offload``. Commands that simulate also accept a number of chunks."""
     return value if isinstance(value, int) else _one_of(OFFLOAD)("offload", value)
 
 
@@ -131,7 +133,7 @@ def _early(flag: str, value: Any) -> str:
 
 def _switch(flag: str, value: Any) -> bool:
     if value not in (0, 1, False, True):
-        raise UnsupportedError("bad-choice", f"{flag} {value!r} is neither 0 nor 1")
+        raise UnsupportedError("bad-choice", f"{flag} {value!r} is neither 0 nor 1; give one of these")
     return bool(value)
 
 
@@ -141,7 +143,7 @@ def _groups(flag: str, value: Any) -> tuple[tuple[int, ...], ...]:
     if len(set(map(str, members))) < len(members) or not all(type(each) is int and each >= 0 for each in members):
         raise UnsupportedError(
             "bad-syntax",
-            f"{flag} {value!r} are no groups of ranks of a node, each in one of them; write [[0, 1], [2, 3]]",
+            f"{flag} {value!r} is not a list of groups of a node's ranks, with each rank once; write [[0, 1], [2, 3]]",
         )
     return tuple(map(tuple, groups))
 
@@ -152,7 +154,7 @@ def _ratio(flag: str, value: Any) -> float | None:
     except (TypeError, ValueError):
         number = -1.0
     if number is not None and not 0 < number < math.inf:
-        raise UnsupportedError("bad-number", f"{flag} {value!r} is no positive number")
+        raise UnsupportedError("bad-number", f"{flag} {value!r} is not a positive number; give one such as 0.5")
     return number
 
 
@@ -162,27 +164,27 @@ def _least_bytes(flag: str, value: Any) -> int:
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """Options of the copies of activations to the host and back."""
+    """The options of ``--pipemem-offload-option``: how activations are copied to the host and back."""
 
-    # Bytes per second to emulate on CPU ranks, each way; ``None`` for the speed of the memory.
+    # Bytes per second to emulate on CPU ranks, in each direction; ``None`` for the speed of the memory.
 
     bandwidth: float | None = field(default=None, metadata={"read": _bytes})
-    # Smaller storages stay on the device, because even a small copy costs the host a few microseconds.
+    # Tensors with less memory stay on the device, because even a small copy costs the host a few microseconds.
     min_bytes: int = field(default=1 << 16, metadata={"read": _least_bytes})
     # Overwrite copied memory with NaN, and compare checksums after a round trip. This is slow, and finds code that uses memory
     # while it is on the host.
     guard: bool = field(default=False, metadata={"read": _switch})
-    # Seconds of a round trip of a layer's activations, per second of its F, I and W; ``None`` to measure it.
+    # Seconds to copy a layer's activations to the host and back, divided by those of its F, I and W; ``None``: measure.
     ratio: float | None = field(default=None, metadata={"read": _ratio})
     # Groups of ranks of a node, counted on every node from 0, whose devices share a channel to the host.
     switches: tuple[tuple[int, ...], ...] = field(default=(), metadata={"read": _groups})
 
     @classmethod
     def of(cls, flag: str, given: Any) -> TransferOptions:
-        """Return the options from their names and values, or raise an UnsupportedError for a wrong one.
+        """Return the options in a mapping of names to values, or raise an UnsupportedError for a wrong one.
 
-        Values are like ``1GiB`` or ``64KiB`` for ``bandwidth`` and ``min_bytes``, 0 or 1 for ``guard``, and
-        ``[[0, 1], [2, 3]]`` for ``switches``.
+        Values of ``bandwidth`` and ``min_bytes`` are like ``1GiB`` or ``64KiB``, of ``guard`` 0 or 1, of ``ratio`` a
+        positive number, and of ``switches`` lists like ``[[0, 1], [2, 3]]``.
         """
         if isinstance(given, cls):
             return given
@@ -197,7 +199,7 @@ class TransferOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    """The part of a request that a run's YAML file can give too, as keys of its ``schedule:`` section."""
+    """The settings of a request that are also keys in the ``schedule:`` section of a run's YAML file."""
 
     costs: str = _field(
         "unit",
@@ -211,16 +213,16 @@ class ScheduleOptions:
     vocab_parallel: VocabularyCut = _field(
         OFF,
         "cut embedding and LM head over the pipeline's ranks, by Algorithm 1 (two barriers, two microbatches more in flight) "
-        "or Algorithm 2 (one barrier, one microbatch more) of arXiv 2411.05288; auto: whichever of the three the model's sizes "
-        "and layout, the costs and the cap call for",
+        "or Algorithm 2 (one barrier, one microbatch more) of arXiv 2411.05288; auto: off, 1 or 2, chosen by the "
+        "model's sizes and layout, the costs and the cap",
         choices=VOCABULARY,
         page="vocabulary.md",
     )
     weight_inputs: WeightInputs = _field(
         AUTO,
-        "form in which inputs of linear layers that sequence parallelism gathers are kept until W: sharded: this rank's "
-        "shards, which W gathers again; gathered: the whole tensors; auto (default): sharded where the tensor-parallel "
-        "ranks are of one node",
+        "how inputs of linear layers are kept until W under sequence parallelism: sharded: this rank's shard, which is "
+        "gathered again for W; gathered: the whole input; auto (default): sharded if the tensor-parallel ranks share a "
+        "node",
         choices=WEIGHT_INPUTS,
         page="what-runs-where.md#what-waits-for-w",
     )
@@ -248,39 +250,39 @@ class ScheduleOptions:
     )
     overlap_steps: bool = _field(
         False,
-        "let every rank begin a step as soon as it has done its own part of the one before: no rank waits for another one "
-        "between steps, and training stays the same to the bit",
+        "let every rank begin a step as soon as its own part of the previous step is done, without waiting for other "
+        "ranks; training stays the same to the bit",
         page="other-schedules.md#steps-without-a-barrier",
     )
 
 
 CAP = Flag(
-    "the most that a rank may hold: activation units, or, with auto, bytes of activations; one for all pipeline ranks, or one "
-    "each. A schedule that needs more is refused",
+    "the most activations that a rank may hold, in activation units or, with auto, in bytes; one for all pipeline "
+    "ranks, or one per rank. A schedule that needs more is refused",
     "X|XGiB|XMiB|XB|X,X,...",
     read=_caps,
 )
 SENT = Flag(
-    "which activations wait on the host for their backward, in addition to those of the schedule itself",
+    "the activations that are copied to the host until their backward, in addition to those of the schedule itself",
     "|".join(OFFLOAD),
     read=_sent,
     page="offload.md",
 )
 WEIGHTS = Flag(
-    "costs of microbatches that differ (packed or long documents): every training step then runs them in the order, "
-    "and by the schedule, that suit them; a function takes an item of the data iterator",
+    "costs of microbatches that differ (packed or long documents): every training step then has its own order of "
+    "microbatches and its own schedule; a function is called with an item of the data iterator",
     "FLOPs|tokens|FILE.json|module:function",
     page="unequal-microbatches.md",
 )
-"""Flags whose values are text in a YAML file, and may have other types in a program."""
+"""Flags of fields that take text in a YAML file, and in a program also objects of other types."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request(ScheduleOptions):
     """All settings of a run's schedule.
 
-    The meaning of a field is that of its flag: ``memory_cap`` is ``--pipemem-memory-cap``, as on the page of ``pipemem run``.
-    Values are read when a request is made. ``conflicts.check`` checks that they fit together.
+    A field has the meaning of its flag: ``memory_cap`` is ``--pipemem-memory-cap``, which ``pipemem run --help``
+    explains. The constructor converts and checks every value. ``conflicts.check`` checks that the values fit together.
     """
 
     schedule: str = field(
@@ -296,7 +298,7 @@ class Request(ScheduleOptions):
     memory_cap: MemoryCap | None = field(kw_only=False, default=None, metadata={"flag": CAP})
     schedule_module: str | None = _field(
         None,
-        "add the schedules of a Python file or module, so that one can be named",
+        "make the schedules of a Python file or module available, so that --pipemem-schedule can name them",
         "FILE.py|package.module",
         page="adding-a-schedule.md",
     )
@@ -358,10 +360,10 @@ class Request(ScheduleOptions):
     )
     microbatch_costs: MicrobatchCosts | None = field(default=None, metadata={"flag": WEIGHTS})
     train_steps: int | None = None
-    """Training steps of the run, for asynchronous schedules, whose last step reads no data of a next one. Megatron's own
-    training loop sets it."""
+    """The number of training steps of the run. Asynchronous schedules need it, because the last step must not read data
+    of a next one. Megatron's own training loop sets it."""
     file: Schedule | None = None
-    """The schedule of a file, read and proved; ``conflicts.check`` fills it in."""
+    """The schedule in the file that ``schedule`` names, read and proved. ``conflicts.check`` sets it."""
 
     def __post_init__(self) -> None:
         for name, flag in flags_of(Request).items():
@@ -370,51 +372,54 @@ class Request(ScheduleOptions):
 
     @classmethod
     def for_search(cls, cap: MemoryCap, options: Mapping[str, Any], barriers: int = 0) -> Request:
-        """Return the request for the fastest order within a cap, with a vocabulary cut with so many barriers."""
+        """Return the request for the fastest order within a cap, with 0, 1 or 2 vocabulary barriers (0: no cut)."""
         return cls(AUTO, cap, options=dict(options)).decided(barriers)
 
     @classmethod
     def for_order(cls, schedule: Schedule, cap: MemoryCap) -> Request:
-        """Return the request for a fixed order, with as much of it on the host as a cap needs."""
+        """Return the request for a given order, with as much offload as it needs to keep a cap."""
         return cls(schedule.name, cap, offload=AUTO, file=schedule)
 
     def decided(self, barriers: int) -> Request:
-        """Return the request with the vocabulary cut with so many barriers; 0 leaves it whole."""
+        """Return the request with 1 or 2 vocabulary barriers in place of ``auto``; with 0 the vocabulary is not cut."""
         cut = cast(VocabularyCut, str(algorithm_of(barriers)) if barriers else OFF)
         return replace(self, vocab_parallel=cut)
 
     def without_offload(self) -> Request:
-        """Return the request for the schedule without offload and recomputation, which keep its cap later."""
+        """Return the request without offload, recomputation and cap, if it asks for offload or recomputation.
+
+        These are planned later, so that the schedule of the returned request then keeps the cap.
+        """
         return replace(self, memory_cap=None, offload=OFF, recompute="none") if self.plans_offload else self
 
     @property
     def is_stock(self) -> bool:
-        """Return whether Megatron's own schedule runs."""
+        """Return whether Megatron's own schedule is requested."""
         return self.schedule == STOCK
 
     @property
     def barriers(self) -> int:
-        """Return the barriers of vocabulary parallelism; 0 if the vocabulary is whole or not decided yet."""
+        """Return the number of vocabulary barriers; 0 if the vocabulary is not cut, or ``auto`` is not decided yet."""
         return 0 if self.vocab_parallel in (OFF, AUTO) else BARRIERS_OF_ALGORITHM[int(self.vocab_parallel)]
 
     @property
     def outputs(self) -> list[Path]:
-        """Return the files that show whether report and timelines can be written."""
+        """Return the files to check before a run, as ``outputs`` does."""
         return outputs(self.report, self.trace)
 
     @property
     def cuts_vocabulary(self) -> bool:
-        """Return whether the vocabulary is cut over the pipeline, or may be."""
+        """Return whether embedding and LM head are, or may be, cut over the pipeline's ranks."""
         return self.vocab_parallel != OFF
 
     @property
     def searches_period(self) -> bool:
-        """Return whether a search minimizes the period of steps without a barrier."""
+        """Return whether a search minimizes the time from step to step without a barrier, and not that of one step."""
         return self.searches and bool(self.options.get("period", self.overlap_steps))
 
     @property
     def slice_counts(self) -> tuple[int, ...]:
-        """The numbers of slices of a microbatch among which a search chooses."""
+        """Return the numbers of sequence slices among which a search chooses; ``(1,)`` if nothing is searched for."""
         return slice_counts(self.options.get("slices", 1)) if self.searches else (1,)
 
     @property
@@ -425,39 +430,39 @@ class Request(ScheduleOptions):
         if self.family is None:
             return max(self.slice_counts)
         given = self.options.get("slices", self.family.slices)
-        return given if isinstance(given, int) else 1  # which the family refuses
+        return given if isinstance(given, int) else 1  # the family refuses a value of another type
 
     @property
     def searches(self) -> bool:
-        """Return whether the order is searched for."""
+        """Return whether the schedule is found by a search (``auto``)."""
         return self.schedule == AUTO and self.file is None
 
     @property
     def plans_offload(self) -> bool:
-        """Return whether offload or recomputation is added to a schedule's own."""
+        """Return whether the flags ask for offload or recomputation, in addition to that of the schedule itself."""
         return self.offload != OFF or self.recompute != "none"
 
     @property
     def chooses_offload(self) -> bool:
-        """Return whether offload or recomputation is searched for together with the order."""
+        """Return whether a search chooses the order together with offload or recomputation, to keep a cap."""
         is_open = self.offload in (OFF, AUTO) and self.recompute in ("none", AUTO)
         return self.searches and self.plans_offload and is_open and self.memory_cap is not None
 
     @property
     def in_bytes(self) -> bool:
-        """Return whether there is a cap in bytes."""
+        """Return whether there is a memory cap, and it is in bytes."""
         return self.memory_cap is not None and self.memory_cap.in_bytes
 
     @property
     def cap_in_units(self) -> float | tuple[float, ...] | None:
-        """The cap in activation units, or ``None``."""
+        """Return the memory cap if it is in activation units, else ``None``."""
         return None if self.memory_cap is None or self.memory_cap.in_bytes else self.memory_cap.amount
 
     def caps(self, num_devices: int) -> tuple[float, ...] | None:
-        """Return the cap of every device, or ``None`` without one.
+        """Return the memory cap of every device; ``None`` without a cap.
 
         Raises:
-            UnsupportedError: there are not as many as devices.
+            UnsupportedError: the number of caps differs from that of devices.
         """
         return None if self.memory_cap is None else self.memory_cap.of(num_devices)
 
@@ -466,44 +471,44 @@ class Request(ScheduleOptions):
         """Return the family that builds the schedule; ``None`` for a search, a file, and Megatron's own schedule.
 
         Raises:
-            UnknownScheduleError: there is none of that name.
+            UnknownScheduleError: there is no family of that name.
         """
         return None if self.searches or self.is_stock or self.file is not None else family(self.schedule)
 
     @property
     def is_asynchronous(self) -> bool:
-        """Return whether weights change in the middle of the schedule."""
+        """Return whether the schedule is asynchronous: weights change while microbatches are in the pipeline."""
         return self.family is not None and self.family.asynchronous
 
     @property
     def may_split(self) -> bool:
-        """Return whether the schedule may have I and W. Layers must then be able to split their backwards."""
+        """Return whether the schedule may have I and W. The model's layers must then support split backwards."""
         if self.file is not None:
             return self.file.splits_backward
         return self.searches or (self.family is not None and self.family.splits_backward)
 
     @property
     def may_offload(self) -> bool:
-        """Return whether activations may leave the device."""
+        """Return whether the schedule may copy activations to the host."""
         if self.file is not None:
             return self.offload != OFF or self.file.offloads
         return self.offload != OFF or (self.family is not None and self.family.offloads)
 
     @property
     def may_recompute(self) -> bool:
-        """Return whether the schedule may run a forward, or part of one, again."""
+        """Return whether the schedule may recompute forwards or parts of them."""
         return self.recompute != "none" or (self.file is not None and bool(self.file.recomputed))
 
     @property
     def replicas(self) -> int:
-        """Return the number of replicas of the model that the schedule runs."""
+        """Return the number of replicas of the model in the schedule's placement; 1 unless it is bidirectional."""
         if self.file is not None:
             return self.file.placement.replicas
         return 1 if self.family is None else self.family.replicas
 
     @property
     def chunks(self) -> int:
-        """Return the model chunks per rank and replica to request from Megatron if the user does not cut the model."""
+        """Return the model chunks per rank (and replica) that the schedule has unless the user's flags decide it."""
         if self.file is not None:
             return self.file.placement.num_chunks // self.replicas
         if self.searches:
@@ -512,7 +517,7 @@ class Request(ScheduleOptions):
 
     @property
     def is_round_robin(self) -> bool:
-        """Return whether the placement can only be Megatron's own."""
+        """Return whether the placement is surely Megatron's own: stage ``s`` on rank ``s % p``."""
         if self.file is not None:
             return self.file.placement.is_round_robin
         if self.family is None:
@@ -521,15 +526,15 @@ class Request(ScheduleOptions):
 
 
 def outputs(report: str | Path | None, trace: str | Path | None) -> list[Path]:
-    """Return the files that show whether a run's report and its folder of timelines can be written."""
+    """Return the files to check before a run: if they can be written, its report and timelines can be written, too."""
     files = [] if report is None else [Path(report)]
     return files if trace is None else [*files, Path(trace) / "run.html"]
 
 
 def prices_of(costs: str) -> tuple[Costs, str]:
-    """Return the costs with which a run begins, and their source.
+    """Return the costs with which a run begins, and their source, ``unit`` or ``file``.
 
-    A file raises a CostsError if it cannot be read, or if it weighs microbatches, because every step weighs its own.
+    Raise a CostsError if the file cannot be read, or if it has weights of microbatches: every step has its own weights.
     """
     if costs in ("unit", PROFILE):
         return Costs(), "unit"
@@ -539,5 +544,5 @@ def prices_of(costs: str) -> tuple[Costs, str]:
 
 
 def algorithm_of(barriers: int) -> int:
-    """Return the algorithm of arXiv 2411.05288 that has so many barriers."""
+    """Return the algorithm of arXiv 2411.05288 with this number of barriers: 2 has one barrier, and 1 has two."""
     return next(algorithm for algorithm, count in BARRIERS_OF_ALGORITHM.items() if count == barriers)
