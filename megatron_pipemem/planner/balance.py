@@ -1,19 +1,20 @@
 """Find the layers of every stage with which one schedule's step is shortest, and compare them with the even split.
 
-The partition makes the slowest rank as fast as whole layers allow. It often leaves a choice: the other ranks' lighter
-stages. Steps are simulated to choose. The search starts from several layouts: the partition's, the even one, and one
-with equally many layers on stage after stage and the rest on the last. The last two are also changed by moving layers
-away from the slowest rank. From the best start, single layers move to other stages as long as the step gets shorter.
-The slowest rank must not get slower, and the fullest rank must fit its device. An irregular layout must gain at least
-``AS_GOOD``.
+The partition makes the slowest rank as fast as whole layers allow. Short steps may need other splits. The search
+starts from several layouts: the partition's, the even one, and one with equally many layers on stage after stage and
+the rest on the last. The last two are also changed by moving layers away from the slowest rank. From the best start,
+pieces move to other stages as long as the simulated step gets shorter (``planner.layout_search``). The fullest rank
+must fit its device. An irregular layout must gain at least ``AS_GOOD``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
+from math import inf
+from operator import ge
 
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
@@ -22,7 +23,7 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.planner.memory import request_of, schedule_of
 from megatron_pipemem.planner.replay import OrderPrice, Replay, Timing, priced, shortest
-from megatron_pipemem.planner.step import PlannedStep, loads_of, price, shared_out
+from megatron_pipemem.planner.step import PlannedStep, loads_of, pieces_of, price, shared_out
 from megatron_pipemem.planner.variants import vocabulary_step
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Kind
@@ -153,15 +154,11 @@ class _Scale:
         by_hand = (layout.even(self.run.model, self.stages), self._alike(max(own.work)))
         cuts = dict.fromkeys((own.layers, *by_hand, *map(self._relieved, by_hand)))
         starts = [self.layout("", each) for each in cuts if self._lacking(each) <= self._lacking(own.layers)]
-        start = _shortest(starts, self._room)
-        if not self._barriers:  # vocabulary passes are fitted to every layout, which takes long
-            moved = self._moved(start)
-            start = moved if moved.seconds < start.seconds * (1 - AS_GOOD) else start
-        slowest = min(each.slowest for each in starts)
-        # With two replicas of the model, a rank's mean over its stages matters, and not its slower stage.
-        alike = self.placement.replicas > 1
-        balanced = [each for each in (start, *starts) if alike or _no_more(each.slowest, slowest)]
-        return (start if start in balanced else _shortest(balanced, self._room)).layers
+        start = _shortest([each for each in starts if self._is_full(each.layers)] or starts, self._room)
+        if self._barriers:  # vocabulary passes are fitted to every layout, which takes long
+            return start.layers
+        moved = self._moved(start, starts)
+        return (moved if moved.seconds < start.seconds * (1 - AS_GOOD) else start).layers
 
     def _alike(self, slowest: float) -> tuple[int, ...]:
         """Return the layout with the same number of layers on every stage, and the rest on the last stage.
@@ -180,40 +177,37 @@ class _Scale:
         """Return the layers per stage after single layers have moved away from the slowest rank."""
         return shared_out(self._loads, self._stays, self.placement, layers)
 
-    def _moved(self, start: Layout) -> Layout:
-        """Move single layers between stages, nearby stages first, as long as the compared step gets shorter."""
-        best, slowest, shortest = start.layers, start.slowest, self._short(start.step)
-        most, left, tried, at = max(self._room, *start.held), _SIMULATED, 0, 0
-        pairs = [(a, b) for a in range(self.stages) for b in range(self.stages) if a != b]
-        pairs.sort(key=lambda pair: abs(pair[0] - pair[1]))
-        while tried < len(pairs) and left:
-            source, target = pairs[at]
-            at, tried = (at + 1) % len(pairs), tried + 1
-            layers = tuple(n - (i == source) + (i == target) for i, n in enumerate(best))
-            if not self._may_replace(best, layers, source):
-                continue
+    def _moved(self, start: Layout, others: Sequence[Layout]) -> Layout:
+        """Move pieces between stages as long as a step gets faster, and fits the memory or takes no more than before."""
+        from megatron_pipemem.planner.layout_search import Bounds, descend  # not above: numpy is slow to load
+
+        replay, further = self._replay(self._count), self.run.parallelism.microbatches - self._count
+        bounds = Bounds(pieces_of(self.run), self.placement, further)
+        most, lacking = max(self._room, *start.held) if self._room else inf, self._lacking(start.layers)
+
+        @cache
+        def seconds(layers: tuple[int, ...]) -> float:
+            tell(partial("{} layouts simulated".format, seconds.cache_info().misses))
             step = self._step(layers)
-            if not _no_more(max(step.work), slowest):
-                continue
-            left -= 1
-            tell(partial(_standing, left))
-            seconds = self._short(step)
-            if (
-                seconds < shortest * (1 - _TOLERANCE)
-                and max(step.held(self._replay(self._count).peaks(step.costs))) <= most
-            ):
-                best, slowest, shortest, tried = layers, max(step.work), seconds, 0
-        return self.layout("", best)
+            makespan, chain = replay.longest_chain(step.costs)
+            bounds.add(chain)
+            fits = most == inf or max(step.held(replay.peaks(step.costs))) <= most
+            fits = fits and self._lacking(layers) <= lacking
+            return makespan + further * max(step.work) + step.outside if fits else inf
 
-    def _short(self, step: PlannedStep) -> float:
-        """Return the seconds of the step by which layouts are compared, which may have fewer microbatches."""
-        return self._replay(self._count).makespan(step.costs)
+        for each in others:
+            seconds(each.layers)
+        return self.layout("", descend(start.layers, bounds, seconds, self._least, _SIMULATED))
 
-    def _may_replace(self, best: tuple[int, ...], layers: tuple[int, ...], source: int) -> bool:
-        """Return whether stages can hold these layers, with one layer less on ``source`` than in ``best``."""
+    @property
+    def _least(self) -> list[int]:
+        """Return the least number of pieces of every stage."""
         # An empty middle stage only forwards its input, and stock Megatron may hang there.
-        least = int(0 < source < self.stages - 1)
-        return layers[source] >= least and layers[-1] >= self._stays and self._lacking(layers) <= self._lacking(best)
+        least = [int(0 < stage < self.stages - 1) for stage in range(self.stages)]
+        return [*least[:-1], least[-1] + self._stays]
+
+    def _is_full(self, layers: tuple[int, ...]) -> bool:
+        return all(map(ge, layers, self._least))
 
     def _lacking(self, layers: tuple[int, ...]) -> int:
         """Return the number of ranks that lack a layer of the kind that every rank needs."""
@@ -229,10 +223,6 @@ class _Scale:
         return price(self.run, self.placement, layers)
 
 
-def _standing(left: int) -> str:
-    return f"at most {left} layouts left to simulate"
-
-
 def _shortest(layouts: Sequence[Layout], room: float) -> Layout:
     """Return the layout with the shortest step among those that fit into ``room`` bytes.
 
@@ -242,10 +232,6 @@ def _shortest(layouts: Sequence[Layout], room: float) -> Layout:
         return min(fitting, key=lambda each: each.seconds)
     most = min(each.seconds for each in layouts) * (1 + AS_GOOD)
     return min((each for each in layouts if each.seconds <= most), key=lambda each: (max(each.held), each.seconds))
-
-
-def _no_more(a: float, b: float) -> bool:
-    return a <= b * (1 + _TOLERANCE)
 
 
 def _with_microbatches(run: Run, count: int) -> Run:

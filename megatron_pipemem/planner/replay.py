@@ -12,13 +12,14 @@ If the delays differ, the step does not repeat yet, and twice as many microbatch
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from math import isclose, lcm
 from typing import NamedTuple
 
-from megatron_pipemem.schedule.action import PLAIN
+from megatron_pipemem.schedule.action import PLAIN, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import Dependencies, Times
 from megatron_pipemem.schedule.registry import build_schedule
@@ -125,6 +126,13 @@ def _repeats(shorter: Timing, longer: Timing) -> bool:
     return True
 
 
+class LongestChain(NamedTuple):
+    """The passes of a step that wait for one another from its beginning to its end."""
+
+    passes: Mapping[tuple[Kind, int], int]  # how many of each kind on each stage
+    lags: float  # seconds of the messages between them
+
+
 class Replay:
     """Predicts the time of one schedule under many costs.
 
@@ -141,6 +149,23 @@ class Replay:
     def makespan(self, costs: Costs) -> float:
         """Return the seconds from the first start to the last end of a step."""
         return max(self._run(costs)(self._idle).free)
+
+    def longest_chain(self, costs: Costs) -> tuple[float, LongestChain]:
+        """Return the makespan in seconds, and a chain that takes as long."""
+        graph, times = self._found.graph, self._run(costs)(self._idle)
+        starts, ends = times.starts, times.ends
+        lags = [costs.link_seconds(*link) for link in self._found.links]
+        node = max(range(len(ends)), key=ends.__getitem__)
+        passes, total, makespan = Counter([graph.prices[node]]), 0.0, ends[node]
+        while start := starts[node]:
+            lane = graph.lanes[graph.lane_of[node]]
+            if node > lane[0] and ends[node - 1] == start:
+                node, lag = node - 1, 0.0
+            else:
+                node, lag = next((n, lags[link]) for n, link in graph.waits[node] if ends[n] + lags[link] == start)
+            passes[graph.prices[node]] += 1
+            total += lag
+        return makespan, LongestChain({self._found.kinds[price]: count for price, count in passes.items()}, total)
 
     def period(self, costs: Costs) -> float:
         """Return the seconds from one step to the next if there is no barrier between steps."""

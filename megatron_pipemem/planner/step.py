@@ -255,6 +255,13 @@ def loads_of(run: Run, placement: Placement, shared_ends: bool = False) -> tuple
     return _loads(replace(_cut(run, None), shared_ends=shared_ends), placement)
 
 
+def pieces_of(run: Run, shared_ends: bool = False) -> list[Passes]:
+    """Return the seconds of the part before the layers, of every piece of the model, and of the part after them."""
+    cut = replace(_cut(run, None), shared_ends=shared_ends)
+    first, last = cut.ends()
+    return [part.seconds for part in (first, *cut.parts(), last)]
+
+
 def _loads(cut: _Cut, placement: Placement) -> tuple[Loads, bool]:
     from megatron_pipemem.planner.partition import Loads
 

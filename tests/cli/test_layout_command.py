@@ -15,8 +15,6 @@ from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Model, Sublayer
 from megatron_pipemem.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.planner.balance import AS_GOOD, balance
-from megatron_pipemem.planner.step import price
-from megatron_pipemem.schedule.placement import Placement
 
 RUNS = Path(__file__).parents[2] / "configs" / "runs"
 CLUSTER = load("h100-80g", Cluster)
@@ -82,20 +80,13 @@ def test_every_rank_keeps_experts_where_their_losses_are_logged():
 
 
 @pytest.mark.parametrize("vocabulary", [32_000, 128_000, 512_000])
-@pytest.mark.parametrize(
-    ("name", "placement", "chunks"),
-    [
-        ("stock", Placement.linear(4), None),
-        ("stock", Placement.interleaved(4, 2), 2),
-        ("v-half", Placement.v_shape(4), None),
-    ],
-)
-def test_never_worse_than_the_partition_and_the_even_split(vocabulary, name, placement, chunks):
+@pytest.mark.parametrize(("name", "chunks"), [("stock", None), ("stock", 2), ("v-half", None)])
+def test_never_worse_than_the_even_split_and_without_an_empty_middle_stage(vocabulary, name, chunks):
     model = replace(load("llama3-8b", Model), vocabulary=vocabulary, mtp_layers=1, layers=14)
     cut = Parallelism(pp=4, chunks=chunks, global_batch=16)
     run = Run(model, CLUSTER, cut, ScheduleChoice(name))
-    found, own = balance(run, room=0), price(run, placement)
-    assert found.best.slowest <= max(own.work) * (1 + 1e-9)
+    found = balance(run, room=0)
+    assert all(found.best.layers[1:-1]), "stock Megatron may hang at an empty one"
     assert found.best.seconds <= found.even.seconds * (1 + AS_GOOD)
     assert (
         sum(found.best.layers) == model.pieces
