@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
+from typing import Literal
 
 from megatron_pipemem.config import layout
+from megatron_pipemem.config.cluster import GIB
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import PipememError, UnsupportedError
-from megatron_pipemem.launch.command import all_flags, words
+from megatron_pipemem.launch.command import Flags, all_flags
 from megatron_pipemem.launch.feasibility import refusal
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.replay import measured, shortest
-from megatron_pipemem.planner.space import Limits, Order, orders, without_overlap
+from megatron_pipemem.planner.space import Limits, Order, hides_messages, orders, without_overlap
 from megatron_pipemem.planner.step import PlannedStep, price
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.placement import Placement
@@ -77,6 +80,12 @@ class Way:
         work = self.step.work
         return max(0.0, 1 - self.run.parallelism.microbatches * sum(work) / len(work) / self.makespan)
 
+    @property
+    def messages(self) -> int:
+        """Messages of a step between pipeline ranks, forward and back."""
+        devices = self.step.placement.devices
+        return 2 * self.run.parallelism.microbatches * sum(here != there for here, there in pairwise(devices))
+
     @cached_property
     def refusal(self) -> PipememError | None:
         """The reason why the run cannot have this schedule; ``None`` if it can.
@@ -94,6 +103,11 @@ class Way:
         return 1 - self.seconds / today.seconds
 
 
+Verdict = Literal["stay", "overlap", "layout", "stock", "ours"]
+"""The answer: stay as you are, stay for the overlap of messages, change the layout alone, tune Megatron's own schedule, or
+take the first proposal."""
+
+
 @dataclass(frozen=True)
 class Advice:
     """The run as it is, and the schedules that are proposed for it.
@@ -104,16 +118,27 @@ class Advice:
             the memory.
         proposals: the best way of each kind, such as ``less memory``; at most three.
         refused: by code of a refusal, its message and the names of better schedules that it excludes.
+        excess: bytes that the run needs by its prices in addition to the device's memory.
+        verdict: the answer.
     """
 
     today: Way
     stock: Way | None
     proposals: dict[str, Way]
     refused: dict[str, tuple[str, list[str]]]
+    excess: float
+    verdict: Verdict
 
 
-def advise(run: Run, pace: MeasuredSlowdown | None = None) -> Advice:
+def advise(run: Run, pace: MeasuredSlowdown | None = None, names: Collection[str] = (*STOCKS, *OURS)) -> Advice:
     """Return the schedules with which a run would be faster or smaller, at the same parallel sizes and microbatches.
+
+    A run that does not fit its devices by these prices is compared without the limit of their memory.
+
+    Args:
+        run: as it stands.
+        pace: measured prices; ``None`` for those of the formulas.
+        names: the schedules that the run's program can take.
 
     Raises:
         UnsupportedError: the run has no pipeline (``no-pipeline``).
@@ -127,11 +152,35 @@ def advise(run: Run, pace: MeasuredSlowdown | None = None) -> Advice:
     today = as_it_stands(run, pace)
     if today.refusal is not None and today.refusal.code != "does-not-fit":
         raise today.refusal
-    memory = max(run.cluster.memory_bytes, today.peak)
+    memory = run.cluster.memory_bytes
+    excess = max(0.0, today.peak - memory)
+    if excess:
+        run = replace(
+            run,
+            cluster=replace(run.cluster, memory_gib=run.cluster.memory_gib + (excess + today.peak * SAME_MEMORY) / GIB),
+        )
     refused: dict[str, tuple[str, list[str]]] = {}
-    stock = _first([way for name in STOCKS for way in _ways(run, name, pace) if way.peak <= memory], _seconds, refused)
-    ours = [way for name in OURS for way in _ways(run, name, pace)]
-    return Advice(today, stock, dict(_proposals(today, ours, refused)), refused)
+    stocks = [way for name in STOCKS if name in names for way in _ways(run, name, pace)]
+    stock = _first([way for way in stocks if way.peak <= max(memory, today.peak)], _seconds, refused)
+    ours = [way for name in OURS if name in names for way in _ways(run, name, pace)]
+    proposals = dict(_proposals(today, ours, memory, refused))
+    overlap = not proposals and hides_messages(run) and _gains_without_overlap(run, ours, pace)
+    return Advice(today, stock, proposals, refused, excess, _verdict(today, stock, proposals, overlap))
+
+
+def _verdict(today: Way, stock: Way | None, proposals: Mapping[str, Way], overlap: bool) -> Verdict:
+    gain = 0.0 if stock is None else stock.gain(today)
+    if stock is not None and gain >= AS_FAST:
+        ours = max((way.gain(today) for way in proposals.values()), default=0.0)
+        if not proposals or (stock.peak <= today.peak * (1 + SAME_MEMORY) and gain >= ours - AS_FAST):
+            return "layout" if stock.order == today.order else "stock"
+    return "ours" if proposals else "overlap" if overlap else "stay"
+
+
+def _gains_without_overlap(run: Run, ways: Sequence[Way], pace: MeasuredSlowdown | None) -> bool:
+    """Return whether a schedule would be faster if the run had no overlap of messages within layers."""
+    bare = as_it_stands(without_overlap(run), pace)
+    return any(way.gain(bare) >= AS_FAST and way.peak <= bare.peak * (1 + SAME_MEMORY) for way in ways)
 
 
 def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
@@ -173,7 +222,9 @@ def _way(
     return Way(run, order, run.schedule.name == STOCK, step, found.seconds, step.held(found.peaks))
 
 
-def _proposals(today: Way, ways: Sequence[Way], refused: dict[str, tuple[str, list[str]]]) -> Iterator[tuple[str, Way]]:
+def _proposals(
+    today: Way, ways: Sequence[Way], memory: float, refused: dict[str, tuple[str, list[str]]]
+) -> Iterator[tuple[str, Way]]:
     """Yield the best way of every kind, if it is faster than the run and the kinds before, or smaller."""
     same = [way for way in ways if way.peak <= today.peak * (1 + SAME_MEMORY)]
     fast = [
@@ -181,17 +232,23 @@ def _proposals(today: Way, ways: Sequence[Way], refused: dict[str, tuple[str, li
         for way in ways
         if way.seconds <= today.seconds * (1 + AS_FAST) and way.peak < today.peak * (1 - SAME_MEMORY)
     ]
-    kinds = {
-        "same memory": ([way for way in same if way.step.placement.num_chunks == 1], _seconds),
-        "same memory, chunks": (same, _seconds),
-        "less memory": (fast, _peak),
-    }
-    fastest = today.seconds
-    for kind, (fitting, key) in kinds.items():
+    smaller = ("less memory", fast, _peak)
+    if today.peak > memory:
+        smaller = ("fits", [way for way in ways if way.peak <= memory], _seconds)
+    chunked = ("same memory, chunks", same, _seconds)
+    fastest, proposed = today.seconds, []
+    for kind, fitting, key in (("same memory", [way for way in same if _is_linear(way)], _seconds), chunked, smaller):
         way = _first(fitting, key, refused)
-        if way is not None and (key is _peak or way.seconds < fastest - AS_FAST * today.seconds):
+        if way is None or way.order in proposed:
+            continue
+        if kind == smaller[0] or way.seconds < fastest - AS_FAST * today.seconds:
             fastest = min(fastest, way.seconds)
+            proposed.append(way.order)
             yield kind, way
+
+
+def _is_linear(way: Way) -> bool:
+    return way.step.placement.num_chunks == 1
 
 
 def _first(ways: Sequence[Way], key: Callable[[Way], float], refused: dict[str, tuple[str, list[str]]]) -> Way | None:
@@ -214,11 +271,15 @@ def _peak(way: Way) -> float:
     return way.peak
 
 
-def changed_flags(today: Run, other: Run) -> tuple[list[str], list[str]]:
-    """Return the words to add to the command of ``today``, and those to remove, to get the run ``other``."""
+def changed_flags(today: Run, other: Run) -> tuple[Flags, Flags]:
+    """Return the flags to add to the command of ``today``, and those to remove, to get the run ``other``."""
     before, after = all_flags(today), all_flags(other)
-    added = {name: value for name, value in after.items() if before.get(name) != value}
+    added = {
+        name: value
+        for name, value in after.items()
+        if before.get(name) != value and not name.startswith("pipemem-report")
+    }
     gone = {
         name: value for name, value in before.items() if name not in after or (after[name] in (None, False) and value)
     }
-    return words({name: value for name, value in added.items() if not name.startswith("pipemem-report")}), words(gone)
+    return added, gone

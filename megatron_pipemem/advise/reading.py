@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from megatron_pipemem.advise.consumers import MEGATRON, Consumer
 from megatron_pipemem.advise.shell import UNKNOWN
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import Cluster
@@ -38,11 +39,13 @@ class Reading:
         run: the run that the command starts.
         program: the training program, as the command names it.
         assumed: sentences about facts that the command leaves open.
+        consumer: the kind of program.
     """
 
     run: Run
     program: str
     assumed: tuple[str, ...]
+    consumer: Consumer = MEGATRON
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,15 @@ def read_command(words: Sequence[str], context: Context) -> Reading:
     Raises:
         ConfigError: a flag is unknown, a size is missing, or a value is not a number.
     """
-    place = next(place for place, word in enumerate(words) if word.endswith(".py"))
-    return read_flags(_named(words[place + 1 :], context.known), _launcher(words[:place]), words[place], context)
+    launcher, program, rest = parts(words)
+    return read_flags(named(rest, context.known), launcher, program, context)
+
+
+def parts(words: Sequence[str]) -> tuple[dict[str, str], str, Sequence[str]]:
+    """Return the launcher's options of a command, the program (a script, or a module after ``-m``), and the words after it."""
+    place = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
+    place = words.index("-m") + 1 if place is None else place
+    return _launcher(words[:place]), words[place], words[place + 1 :]
 
 
 def read_flags(given: Mapping[str, Any], launcher: Mapping[str, str], program: str, context: Context) -> Reading:
@@ -113,7 +123,7 @@ class _Flags:
         if value is None:
             return self.known.get(f"--{name}", {}).get("default")
         if UNKNOWN in str(value):
-            _ask_for(str(value), f"--{name}")
+            ask_for(str(value), f"--{name}")
         return value
 
     def on(self, name: str) -> bool:
@@ -143,14 +153,14 @@ class _Flags:
         return {name: value for name, value in others.items() if UNKNOWN not in str(value)}
 
 
-def _ask_for(text: str, key: str) -> NoReturn:
+def ask_for(text: str, key: str) -> NoReturn:
     variable = text.split(UNKNOWN)[1]
     raise ConfigError(
         "unknown-size", f"needs a value that the script does not say; give --env {variable}=VALUE", key=key
     )
 
 
-def _named(words: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def named(words: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of a program's flags by name without dashes.
 
     The value is ``True`` for a flag without a value, and a list for several values.
@@ -199,7 +209,7 @@ def _whole(text: str | None) -> int | None:
         ConfigError: the value depends on a variable that is unknown.
     """
     if UNKNOWN in (text or ""):
-        _ask_for(str(text), "the launcher")
+        ask_for(str(text), "the launcher")
     match = re.fullmatch(r"(?:\d+:)?(\d+)", text or "")
     return int(match[1]) if match else None
 

@@ -27,6 +27,10 @@ _DECLARES = {"export", "local", "declare", "readonly", "typeset"}
 _SHELLS = {"sh", "bash", "zsh"}
 _BREAKS = " \t\r\n;&|<>()"
 _MOST_DEPTH = 5
+SWIFT_PROGRAMS = "swift/cli/_megatron/"
+"""Folder of the programs that ms-swift's command ``megatron`` starts."""
+_SWIFT = re.compile(r"(.*/)?megatron")
+_SWIFT_VARIABLES = ("NPROC_PER_NODE", "NNODES")
 
 
 class WordPart(NamedTuple):
@@ -64,13 +68,14 @@ def training_command(text: str, variables: Mapping[str, str] | None = None, fold
     """
     reader = _Reader(dict(variables or {}), folder)
     reader.read(text)
-    started = [words for words in reader.commands if any(word.endswith(".py") for word in words)]
+    commands = [reader.started_by_swift(words) for words in reader.commands]
+    started = [words for words in commands if any(word.endswith(".py") for word in words) or "-m" in words[:-1]]
     if not started:
         raise ConfigError(
             "no-command",
             "starts no Python program; give the script that calls pretrain_gpt.py, or its command line after --",
         )
-    return max(started, key=lambda words: sum(word.startswith("--") for word in words))
+    return max(started, key=lambda words: sum(word.startswith("--") or "=" in word for word in words))
 
 
 @dataclass
@@ -101,6 +106,14 @@ class _Reader:
         for statement in _Lexer(text).statements():
             self._statement(statement)
         self.depth -= 1
+
+    def started_by_swift(self, words: list[str]) -> list[str]:
+        """Return the command that ms-swift's ``megatron`` starts, with the variables that it passes to torchrun."""
+        if len(words) < 2 or not _SWIFT.fullmatch(words[0]):
+            return words
+        options = ((f"--{name.lower()}", self._lookup(name)) for name in _SWIFT_VARIABLES)
+        start = [word for option, value in options if value for word in (option, *value)]
+        return ["torchrun", *start, f"{SWIFT_PROGRAMS}{words[1]}.py", *words[2:]]
 
     def _runs(self) -> bool | None:
         """Return whether the statements at this place run; ``None`` if a test's result is unknown."""

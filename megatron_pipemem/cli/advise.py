@@ -11,14 +11,16 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_pipemem.advise.advice import AS_FAST, Advice, Way, advise, changed_flags
-from megatron_pipemem.advise.bridge import PREFIX, changes, read_recipe
-from megatron_pipemem.advise.reading import Context, Reading, read_command
+from megatron_pipemem.advise.advice import AS_FAST, Advice, Way, advise
+from megatron_pipemem.advise.bridge import PREFIX, read_recipe
+from megatron_pipemem.advise.consumers import BRIDGE, call, changes
+from megatron_pipemem.advise.programs import is_settings, read_program, read_settings
+from megatron_pipemem.advise.reading import Context, Reading
 from megatron_pipemem.advise.shell import training_command
 from megatron_pipemem.cli.common import console, print_facts, print_json
 from megatron_pipemem.cli.options import Json, check_output
 from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.loading import load, settings_of, write_yaml
+from megatron_pipemem.config.loading import load, read_raw, settings_of, write_yaml
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError, UpstreamError
 from megatron_pipemem.files import write_whole
@@ -76,7 +78,7 @@ def advise_command(
     check_output(write, (".yaml", ".yml"), "a run")
     reading = _read(source, _variables(env or ()), cluster, gpus, vocabulary)
     pace = None if profile is None else slowdown_of(profile, reading.run)
-    advice = advise(reading.run, pace)
+    advice = advise(reading.run, pace, reading.consumer.families)
     if write is not None:
         write_whole(write, write_yaml(settings_of(reading.run)))
     if as_json:
@@ -87,8 +89,8 @@ def advise_command(
 
 def advise_words(words: list[str], devices: int | None) -> None:
     """Print the advice for a command line ``words``: a training script and its flags, on ``devices`` devices."""
-    reading = read_command(words, Context(_known(), load(_CLUSTER, Cluster), devices))
-    print_facts(console(), _lines(reading, advise(reading.run), measured=False))
+    reading = read_program(words, Context(_known(), load(_CLUSTER, Cluster), devices))
+    print_facts(console(), _lines(reading, advise(reading.run, names=reading.consumer.families), measured=False))
 
 
 def _known() -> dict[str, dict[str, Any]]:
@@ -106,10 +108,13 @@ def _read(
     source: list[str], variables: dict[str, str], cluster: str, gpus: int | None, vocabulary: int | None
 ) -> Reading:
     path = Path(source[0])
-    if len(source) == 1 and path.suffix in (".yaml", ".yml"):
+    is_yaml = path.suffix in (".yaml", ".yml")
+    if is_yaml and len(source) == 1 and not (path.is_file() and is_settings(read_raw(path))):
         run = load(path, Run)
         return Reading(run, run.script or "pretrain_gpt.py", ())
     context = Context(_known(), load(cluster, Cluster), gpus, vocabulary)
+    if is_yaml:
+        return read_settings(path, source[1:], context)
     if len(source) == 1 and source[0].startswith(PREFIX):
         return read_recipe(source[0].removeprefix(PREFIX), context)
     if len(source) == 1:
@@ -120,7 +125,7 @@ def _read(
         text, folder = path.read_text(encoding="utf-8", errors="replace"), path.parent
     else:
         text, folder = shlex.join(source), None
-    return read_command(training_command(text, variables, folder), context)
+    return read_program(training_command(text, variables, folder), context)
 
 
 def _variables(texts: list[str] | tuple[()]) -> dict[str, str]:
@@ -139,14 +144,15 @@ def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, 
         f"{name} {getattr(cut, name)}" for name in ("tp", "pp", "dp", "cp", "ep") if getattr(cut, name) > 1
     )
     batch = f"{cut.microbatches} microbatches of {cut.micro_batch} x {model.sequence:,} tokens"
+    over = f", {gibibytes(advice.excess)} GiB more than there is: compared without that limit" if advice.excess else ""
     lines = [
         ("the run", f"{model.layers} layers of {model.hidden:,} channels, {sizes}; {batch}; {run.precision}"),
         *[("assumed", sentence) for sentence in reading.assumed],
-        ("today", f"{today.name}: {today.seconds:.3g} s a step, {_held(today)}"),
+        ("today", f"{today.name}: {today.seconds:.3g} s a step, {_held(today)}{over}"),
     ]
     if stock is not None and stock.gain(today) >= AS_FAST:
-        lines.append(("tuned stock", _compared(stock, today, reading)))
-    lines += [(kind, _compared(way, today, reading)) for kind, way in advice.proposals.items()]
+        lines.append(("tuned stock", _compared(stock, reading, advice)))
+    lines += [(kind, _compared(way, reading, advice)) for kind, way in advice.proposals.items()]
     lines += [("refused", f"{', '.join(names)}: {message}") for message, names in advice.refused.values()]
     lines.append(("answer", _answer(reading, advice)))
     device = f"devices of {cluster.tflops:g} TFLOP/s and {cluster.memory_gib:g} GiB"
@@ -159,33 +165,50 @@ def _held(way: Way) -> str:
     return f"ranks idle {way.idle_rate:.1%}, peak {gibibytes(way.peak)} GiB"
 
 
-def _compared(way: Way, today: Way, reading: Reading) -> str:
-    gain = way.gain(today)
-    change = f"a step is {abs(gain):.1%} {'shorter' if gain > 0 else 'longer'}"
-    return f"{way.name}: {change}, {_held(way)}: {_addition(reading, way)}"
+def _compared(way: Way, reading: Reading, advice: Advice) -> str:
+    """Return a way's step against that of today and of tuned stock, its memory, its messages, and the words that lead to it."""
+    today, stock = advice.today, advice.stock
+    against = f"a step is {_difference(way.gain(today))}"
+    if stock is not None and stock is not way and stock.gain(today) >= AS_FAST:
+        against += f" than yours, {_difference(way.gain(stock))} than tuned stock's"
+    sent = way.messages / today.messages
+    times = f", {sent:.2g} times the messages" if sent > 1 else ""
+    return f"{way.name}: {against}, {_held(way)}{times}: {_addition(reading, way)}"
+
+
+def _difference(gain: float) -> str:
+    return f"{abs(gain):.1%} {'shorter' if gain > 0 else 'longer'}"
 
 
 def _addition(reading: Reading, way: Way) -> str:
-    """Return the changes that make the run use ``way``: flags of a script, or Python statements for a recipe."""
-    if reading.program.startswith(PREFIX):
-        return "; ".join(changes(reading.run, way.run, way.step.placement.num_chunks))
-    return shlex.join(changed_flags(reading.run, way.run)[0])
+    """Return the words that bring a run to a way, with the call that enables its schedule if the program has no flag for it."""
+    added, gone = changes(reading.consumer, reading.run, way)
+    where, enabled = reading.consumer.where, call(way)
+    lines = [enabled] if where is not None and enabled is not None else []
+    lines += added if reading.consumer is BRIDGE else [shlex.join(added)] if added else []
+    return "; ".join(lines) + (f", without {shlex.join(gone)}" if gone else "")
 
 
 def _answer(reading: Reading, advice: Advice) -> str:
-    """Return the line for the user to add, or the reason why nothing should be added."""
-    best = next(iter(advice.proposals.values()), None)
-    stock = advice.stock
-    if best is None and stock is not None and stock.gain(advice.today) >= AS_FAST:
-        return f"stay with Megatron's own schedule, and add {_addition(reading, stock)}"
-    if best is None:
+    """Return the line to paste, or why there is none."""
+    today, stock = advice.today, advice.stock
+    if advice.verdict == "stay":
         return "stay as you are: no schedule is 1 % faster in this memory, or as fast in less"
-    if reading.program.startswith(PREFIX):
-        return f"add to the recipe: {_addition(reading, best)}"
-    added, gone = changed_flags(reading.run, best.run)
-    without = f", without {shlex.join(gone)}" if gone else ""
-    start = f"put -m megatron_pipemem run before {Path(reading.program).name}, and " if advice.today.is_stock else ""
-    return f"{start}add {shlex.join(added)}{without}"
+    if advice.verdict == "overlap":
+        return "stay as you are: your overlap of messages within layers is worth more than any bubble here"
+    if stock is not None and advice.verdict in ("layout", "stock"):
+        what = "only change the layout" if advice.verdict == "layout" else "stay with Megatron's own schedule"
+        return f"{what}: add {_addition(reading, stock)}"
+    best, where = next(iter(advice.proposals.values())), reading.consumer.where
+    ours = max(way.gain(today) for way in advice.proposals.values())
+    hint = ""
+    if stock is not None and stock.gain(today) >= ours - AS_FAST:
+        more = gibibytes(max(0.0, stock.peak - today.peak))
+        hint = f"{stock.name} is as fast in {more} GiB more; in today's memory "
+    if where is not None:
+        return f"{hint}{where}: {_addition(reading, best)}"
+    start = f"put -m megatron_pipemem run before {Path(reading.program).name}, and " if today.is_stock else ""
+    return f"{hint}{start}add {_addition(reading, best)}"
 
 
 def _facts(reading: Reading, advice: Advice) -> dict[str, Any]:
@@ -194,25 +217,30 @@ def _facts(reading: Reading, advice: Advice) -> dict[str, Any]:
         "run": settings_of(reading.run),
         "program": reading.program,
         "assumed": list(reading.assumed),
-        "ways": {kind: way and _way_facts(way, advice.today, reading.run) for kind, way in ways.items()},
+        "answer": advice.verdict,
+        "excess_bytes": advice.excess,
+        "ways": {kind: way and _way_facts(way, reading, advice) for kind, way in ways.items()},
         "refused": {
             code: {"message": message, "schedules": names} for code, (message, names) in advice.refused.items()
         },
     }
 
 
-def _way_facts(way: Way, today: Way, run: Run) -> dict[str, Any]:
-    added, gone = changed_flags(run, way.run)
+def _way_facts(way: Way, reading: Reading, advice: Advice) -> dict[str, Any]:
+    added, gone = changes(reading.consumer, reading.run, way)
     return {
         "schedule": way.order.name,
         "chunks": way.order.chunks,
         "stock": way.is_stock,
         "layers": list(way.step.layers),
         "seconds": way.seconds,
-        "gain": way.gain(today),
+        "gain": way.gain(advice.today),
+        "gain_on_stock": None if advice.stock is None else way.gain(advice.stock),
         "bubble_rate": way.bubble_rate,
         "idle_rate": way.idle_rate,
         "peak_bytes": list(way.peaks),
+        "messages": way.messages,
+        "call": None if reading.consumer.where is None else call(way),
         "add": added,
         "remove": gone,
     }

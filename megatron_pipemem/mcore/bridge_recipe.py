@@ -1,7 +1,7 @@
 """Evaluate recipes of Megatron-Bridge and print them as JSON: ``python -m megatron_pipemem.mcore.bridge_recipe NAME``.
 
-This runs in a separate process, because it imports Megatron-Bridge. For models that have a file in this package, the
-sizes come from that file, so that nothing is downloaded.
+This runs in a separate process, because it imports Megatron-Bridge. The sizes of
+models that ``config.hugging_face`` knows come from there, so that nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -16,32 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_pipemem.config.hugging_face import known_model
+from megatron_pipemem.config.model import Model
 from megatron_pipemem.launch.asking import MARK
 
-KNOWN = {
-    "deepseek-ai/DeepSeek-V3": "deepseek-v3",
-    "deepseek-ai/DeepSeek-V3-Base": "deepseek-v3",
-    "google/gemma-2-9b": "gemma2-9b",
-    "meta-llama/Meta-Llama-3-8B": "llama3-8b",
-    "meta-llama/Meta-Llama-3.1-8B": "llama3-8b",
-    "meta-llama/Meta-Llama-3-70B": "llama3-70b",
-    "meta-llama/Meta-Llama-3.1-70B": "llama3-70b",
-    "meta-llama/Meta-Llama-3.1-405B": "llama3.1-405b",
-    "moonshotai/Kimi-K2-Instruct": "kimi-k2",
-    "openai/gpt-oss-20b": "gpt-oss-20b",
-    "openai/gpt-oss-120b": "gpt-oss-120b",
-    "Qwen/Qwen2-72B": "qwen2.5-72b",
-    "Qwen/Qwen2.5-7B": "qwen2.5-7b",
-    "Qwen/Qwen2.5-32B": "qwen2.5-32b",
-    "Qwen/Qwen2.5-72B": "qwen2.5-72b",
-    "Qwen/Qwen3-8B": "qwen3-8b",
-    "Qwen/Qwen3-32B": "qwen3-32b",
-    "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
-    "Qwen/Qwen3-235B-A22B": "qwen3-235b-a22b",
-    "zai-org/GLM-4.5": "glm-4.5",
-    "zai-org/GLM-4.5-Air": "glm-4.5-air",
-}
-"""Name on Hugging Face -> model file of this package with the same shape."""
 _SECTIONS = ("model", "ddp", "comm_overlap", "mixed_precision", "optimizer", "train")
 
 
@@ -60,19 +38,23 @@ def _own(name: str) -> Callable[[], Any]:
 def evaluated(recipe: Callable[[], Any]) -> dict[str, Any]:
     """Run a recipe and return the settings that it changes from Megatron-Bridge's defaults, as JSON values.
 
-    The entry ``name`` is the name of the recipe's function. ``model`` is the file of this package with the model's
-    sizes. ``unknown`` is the Hugging Face name of a model whose sizes are not available. ``adapters`` is the class of
-    its parameter-efficient fine-tuning, and ``values`` are the changed settings.
+    The entry ``name`` is the name of the recipe's function. ``model`` is the name on Hugging Face of a
+    model with known sizes, and ``unknown`` that of another one. ``vocabulary`` and ``tokenizer`` are the tokens and the
+    name of its tokenizer, ``adapters`` the class of its parameter-efficient fine-tuning, and ``values`` the changed
+    settings.
     """
     config = recipe()
     values: dict[str, Any] = {}
     for name in _SECTIONS:
         values |= _changed(getattr(config, name, None))
-    provider, peft = config.model, getattr(config, "peft", None)
+    provider, peft, tokenizer = (getattr(config, name, None) for name in ("model", "peft", "tokenizer"))
+    values["seq_length"] = getattr(provider, "seq_length", None)
     return {
         "name": recipe.__name__,
         "model": getattr(provider, "known_model", None),
         "unknown": getattr(provider, "unknown_model", None),
+        "vocabulary": getattr(tokenizer, "vocab_size", None),
+        "tokenizer": getattr(tokenizer, "tokenizer_model", None),
         "adapters": None if peft is None else type(peft).__name__,
         "values": values,
     }
@@ -103,17 +85,13 @@ def _with_known_models(bridge: Any) -> None:
 
     Without a network, a model that is neither in ``KNOWN`` nor in the cache of Hugging Face gets sizes of 1.
     """
-    from megatron_pipemem.config.loading import load
-    from megatron_pipemem.config.model import Model
-
     ask_hugging_face = bridge.from_hf_pretrained
 
     def from_hf_pretrained(path: object, *arguments: Any, **options: Any) -> Any:
         name = str(path)
-        if name in KNOWN:
-            return SimpleNamespace(
-                to_megatron_provider=lambda **_: _provider(load(KNOWN[name], Model), known=KNOWN[name])
-            )
+        model = known_model(name)
+        if model is not None and not Path(name).exists():
+            return SimpleNamespace(to_megatron_provider=lambda **_: _provider(model, known=name))
         if os.environ.get("HF_HUB_OFFLINE") and not Path(name).exists() and not _is_cached(name):
             sizes = Model(layers=1, hidden=1, heads=1, vocabulary=1, sequence=1)
             return SimpleNamespace(to_megatron_provider=lambda **_: _provider(sizes, unknown=name))
@@ -134,6 +112,7 @@ def _provider(model: Any, known: str | None = None, unknown: str | None = None) 
     else:
         provider = import_module("megatron.bridge.models.mla_provider").MLAModelProvider(**sizes)
     provider.known_model, provider.unknown_model = known, unknown
+    provider.to_text_provider = lambda: provider
     return provider
 
 

@@ -89,7 +89,10 @@ def test_a_recipe_of_a_user_has_the_sizes_that_megatron_bridge_reads(recipes):
     ("name", "told"),
     [
         ("llama31_70b_peft_config", ("unsupported-model", "LoRA")),
-        ("qwen3_vl_30b_a3b_pretrain_8gpu_h100_bf16_mock_config", ("unknown-size", "Qwen/Qwen3-VL-30B-A3B-Instruct")),
+        (
+            "qwen3_vl_30b_a3b_pretrain_8gpu_h100_bf16_mock_config",
+            ("unsupported-model", "vision"),
+        ),
         ("llama31_405b_sft_confg", ("unknown-recipe", "bridge:llama31_405b_sft_config")),
     ],
 )

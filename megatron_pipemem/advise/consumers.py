@@ -1,0 +1,107 @@
+"""How programs that train with Megatron take a schedule: the lines that bring a run of theirs to another one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_pipemem.advise.advice import OURS, STOCKS, Way, changed_flags
+from megatron_pipemem.advise.fields import ENDS, LAYOUT, VIRTUAL
+from megatron_pipemem.config import layout
+from megatron_pipemem.config.runs import Run
+from megatron_pipemem.launch.command import Flags, words
+from megatron_pipemem.planner.space import STOCKS_ALONE
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A program that trains with Megatron, and how its settings are spelled.
+
+    Args:
+        hook: the words that make the program import a module of the user's, whose import enables the schedule; with
+            them no flag of this package is needed.
+        where: the place of the call that enables a schedule, if no flag does.
+        setting: spells a field of Megatron's configuration with its value; ``None`` if the program takes Megatron's flags.
+        families: schedules that the program can run.
+    """
+
+    hook: tuple[str, ...] = ()
+    where: str | None = None
+    setting: Callable[[str, Any], list[str]] | None = None
+    families: tuple[str, ...] = (*STOCKS, *OURS)
+
+
+def changes(consumer: Consumer, today: Run, way: Way) -> tuple[list[str], list[str]]:
+    """Return the words to add to a program's settings, and those to take away, to come from its run to a way."""
+    hook = [*consumer.hook] if not way.is_stock and way.run.schedule.name != today.schedule.name else []
+    added: list[str] = []
+    gone: list[str] = []
+    if consumer.setting is None:
+        more, less = changed_flags(today, way.run)
+        foreign = {flag for flag in {*more, *less} if consumer.hook and flag.startswith("pipemem-")}
+        return [*hook, *words(_without(more, foreign))], words(_without(less, foreign))
+    for field, value in _changed_fields(today, way.run, way.step.placement.num_chunks).items():
+        words_of = gone if value is None and consumer is SWIFT else added
+        words_of += consumer.setting(field, value)
+    return [*hook, *added], gone
+
+
+def _without(flags: Flags, names: Collection[str]) -> Flags:
+    return {flag: value for flag, value in flags.items() if flag not in names}
+
+
+def call(way: Way) -> str | None:
+    """Return the call that enables a way's schedule; ``None`` for Megatron's own."""
+    return None if way.is_stock else f'megatron_pipemem.enable("{way.run.schedule.name}")'
+
+
+def _changed_fields(today: Run, other: Run, chunks: int) -> dict[str, Any]:
+    """Return the fields of Megatron's configuration that differ, with their new values."""
+    found: dict[str, Any] = {}
+    if chunks != (today.parallelism.chunks or 1):
+        found[VIRTUAL] = None if chunks == 1 else chunks
+    cut = other.flags.get(layout.FLAG)
+    if cut != today.flags.get(layout.FLAG):
+        found[LAYOUT] = cut
+    found |= {field: None for flag, field in ENDS.items() if today.flags.get(flag) and not other.flags.get(flag)}
+    gone = (flag for flag in STOCKS_ALONE if today.flags.get(flag) is True and flag not in other.flags)
+    return found | {flag.replace("-", "_"): False for flag in gone}
+
+
+def _python(field: str, value: Any) -> list[str]:
+    section = "comm_overlap" if field.replace("_", "-") in STOCKS_ALONE else "model"
+    return [f"config.{section}.{field} = {json.dumps(value) if isinstance(value, str) else value}"]
+
+
+def _hydra(prefix: str, own: Sequence[str], others: str) -> Callable[[str, Any], list[str]]:
+    """Return the spelling of Hydra's overrides: a program's ``own`` fields are under ``prefix``, the others in a mapping."""
+
+    def spelled(field: str, value: Any) -> list[str]:
+        return [f"++{prefix}{'' if field in own else f'.{others}'}.{field}={json.dumps(value)}"]
+
+    return spelled
+
+
+def _swift(field: str, value: Any) -> list[str]:
+    flags = {field: flag.replace("-", "_") for flag, field in ENDS.items()}
+    name = f"--{flags.get(field, field)}"
+    return [name] if value is None else [name, str(value).lower() if value is False else str(value)]
+
+
+MEGATRON = Consumer()
+BRIDGE = Consumer(where="in the recipe", setting=_python)
+NEMO_RL = Consumer(
+    where="at the beginning of NeMo-RL's MegatronPolicyWorker.__init__",
+    setting=_hydra("policy.megatron_cfg", [*ENDS.values()], "model_overrides"),
+    families=("1f1b", "zb-h1"),  # it passes one model and one data iterator
+)
+SLIME = Consumer(("--custom-megatron-init-path", "my_pipemem.init"), "in init(args) of my_pipemem.py")
+VERL = Consumer(
+    ("++ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=my_pipemem",),
+    "in my_pipemem.py",
+    _hydra("actor_rollout_ref.actor.megatron", [VIRTUAL], "override_transformer_config"),
+    (*STOCKS, "zb-h1", "gis"),  # its names of weights follow from ranks
+)
+SWIFT = Consumer(("--external_plugins", "my_pipemem.py"), "in my_pipemem.py", _swift)

@@ -1,0 +1,309 @@
+"""Read the runs of programs with settings of their own: NeMo-RL, verl, slime and ms-swift.
+
+All of them build a public model, by its name on Hugging Face, and set fields of Megatron's configuration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_pipemem.advise.consumers import NEMO_RL, SLIME, SWIFT, VERL
+from megatron_pipemem.advise.fields import flags_of, flags_of_model
+from megatron_pipemem.advise.reading import Context, Reading, ask_for, named, parts, read_flags
+from megatron_pipemem.advise.shell import SWIFT_PROGRAMS, UNKNOWN
+from megatron_pipemem.config.hugging_face import known_model
+from megatron_pipemem.config.loading import YamlError, override, read_raw, read_yaml
+from megatron_pipemem.errors import ConfigError
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_UNSAID = "write the model's name on Hugging Face, or take a model of a name that is known"
+_FULL = "every sequence has the greatest length, and forwards without a backward are not counted"
+_OF_VERL = {
+    "actor_rollout_ref.rollout.n": 1,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 16384,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "trainer.n_gpus_per_node": 8,
+    "trainer.nnodes": 1,
+}
+"""verl's defaults of the settings that are read."""
+
+
+def is_settings(raw: Mapping[str, Any]) -> bool:
+    """Return whether a YAML file holds settings of such a program, and no run of this package."""
+    return bool({"policy", "actor_rollout_ref", "defaults"} & raw.keys())
+
+
+def read_settings(path: Path, overrides: Iterable[str], context: Context) -> Reading:
+    """Return the run of NeMo-RL's or verl's settings in a YAML file, after Hydra's overrides.
+
+    Raises:
+        ConfigError: the settings are of another program (``wrong-file``), or a size is missing.
+    """
+    settings = _Settings(_inherited(path, ()))
+    settings.change(overrides)
+    if "actor_rollout_ref" in settings.raw:
+        return _verl(settings, str(path), context)
+    if not settings.get("policy.megatron_cfg.enabled", False):
+        raise ConfigError(
+            "wrong-file", "does not train with Megatron: policy.megatron_cfg.enabled is not true", file=path
+        )
+    return _nemo_rl(settings, str(path), context)
+
+
+def read_program(words: Sequence[str], context: Context) -> Reading:
+    """Return the run that a command starts, a script of Megatron or another program; see ``read_flags``."""
+    if any(_plus(word).startswith("actor_rollout_ref.") for word in words):
+        settings = _Settings({})
+        settings.change(word for word in words if re.match(r"[+~]*[\w.]+=", word))
+        return _verl(settings, "verl", context)
+    place = next((place for place, word in enumerate(words) if word == "--config"), len(words))
+    if place + 1 < len(words) and words[place + 1].endswith((".yaml", ".yml")):
+        return read_settings(Path(words[place + 1]), words[place + 2 :], context)
+    launcher, program, rest = parts(words)
+    if program.startswith(SWIFT_PROGRAMS):
+        return _swift(named(rest, {}), launcher, program, context)
+    flags = named(rest, context.known)
+    if "hf-checkpoint" in flags or any(name.startswith("rollout-") for name in flags):
+        return _slime(flags, program, context)
+    return read_flags(flags, launcher, program, context)
+
+
+class _Settings:
+    """Nested settings by dotted keys. References to other keys are followed."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        self.raw = raw
+
+    def change(self, overrides: Iterable[str]) -> None:
+        """Apply overrides of Hydra: ``key=value``, with or without ``+`` in front."""
+        for text in overrides:
+            key, equals, value = _plus(text).partition("=")
+            if not equals or text.startswith("-"):
+                continue
+            try:
+                override(self.raw, key, value if UNKNOWN in value else read_yaml(value))
+            except YamlError:
+                override(self.raw, key, value)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a dotted key; ``default`` if it is missing or null."""
+        here: Any = self.raw
+        for part in key.split("."):
+            here = here.get(part) if isinstance(here, Mapping) else None
+        reference = _REFERENCE.fullmatch(here) if isinstance(here, str) else None
+        if reference is not None and reference[1] != key:
+            return self.get(reference[1], default)
+        return default if here is None else here
+
+    def number(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if UNKNOWN in str(value):
+            ask_for(str(value), key)
+        if value is None:
+            raise ConfigError("unknown-size", "is missing, and the run's shape follows from it; give it", key=key)
+        if not isinstance(value, int):
+            raise ConfigError("bad-number", f"is {value!r}; give a whole number", key=key)
+        return value
+
+    def fields(self, key: str) -> dict[str, Any]:
+        """Return the plain values below a key."""
+        found = self.get(key, {})
+        names = found if isinstance(found, Mapping) else {}
+        values = {name: self.get(f"{key}.{name}") for name in names}
+        return {name: value for name, value in values.items() if not isinstance(value, Mapping)}
+
+
+def _plus(text: str) -> str:
+    return text.lstrip("+")
+
+
+def _inherited(path: Path, trail: tuple[Path, ...]) -> dict[str, Any]:
+    """Return the mapping of a file over those of the files that it names under ``defaults``."""
+    if path in trail:
+        raise ConfigError("based-on-itself", "is based on itself", key="defaults", file=path)
+    raw = read_raw(path)
+    parents = raw.pop("defaults", [])
+    merged: dict[str, Any] = {}
+    for parent in [parents] if isinstance(parents, str) else parents if isinstance(parents, list) else []:
+        if isinstance(parent, str) and parent != "_self_":
+            merged = _merged(merged, _inherited(path.parent / parent, (*trail, path)))
+    return _merged(merged, raw)
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(base)
+    for name, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(found.get(name), Mapping) and not value.get("_override_"):
+            found[name] = _merged(found[name], value)
+        else:
+            found[name] = value
+    return found
+
+
+def _reading(
+    flags: Mapping[str, Any],
+    devices: tuple[int, int],
+    program: str,
+    context: Context,
+    assumed: Sequence[str] = (),
+) -> Reading:
+    nodes, per_node = devices
+    launcher = {"nnodes": str(nodes), "nproc-per-node": str(per_node)}
+    found = read_flags({name: value for name, value in flags.items() if value is not False}, launcher, program, context)
+    return replace(found, assumed=(*found.assumed, *assumed))
+
+
+def _replicas(flags: Mapping[str, Any], devices: int) -> int:
+    sizes = (int(flags.get(f"{kind}-parallel-size") or 1) for kind in ("tensor-model", "pipeline-model", "context"))
+    group = 1
+    for size in sizes:
+        group *= size
+    return max(1, devices // group)
+
+
+def _packed(flags: dict[str, Any], samples: int, tokens: int, devices: int) -> None:
+    """Set the batch of sequences that are packed into microbatches of up to ``tokens`` tokens."""
+    micro = max(1, tokens // int(flags["seq-length"]))
+    batch = micro * _replicas(flags, devices)
+    flags["micro-batch-size"], flags["global-batch-size"] = micro, -(-samples // batch) * batch
+
+
+def _nemo_rl(settings: _Settings, program: str, context: Context) -> Reading:
+    policy = "policy.megatron_cfg"
+    _refuse_adapters(settings.get(f"{policy}.peft.enabled", False), program)
+    own = settings.fields(policy)
+    if not own.get("activation_checkpointing"):
+        own |= {"recompute_granularity": None, "recompute_modules": None}
+    elif own.setdefault("recompute_granularity", "full") == "full":
+        own |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    groups = (
+        settings.fields(f"{policy}.{name}")
+        for name in ("optimizer", "distributed_data_parallel_config", "model_overrides")
+    )
+    for group in groups:
+        own |= group
+    if settings.get(f"{policy}.fp8_cfg.enabled", False):
+        own |= settings.fields(f"{policy}.fp8_cfg")
+    flags = flags_of_model(str(settings.get("policy.model_name")), _UNSAID) | dict(flags_of(own, context.known))
+    flags |= {
+        "seq-length": settings.number("policy.max_total_sequence_length"),
+        "micro-batch-size": settings.number("policy.train_micro_batch_size"),
+        "global-batch-size": settings.number("policy.train_global_batch_size"),
+        "bf16": settings.get("policy.precision") == "bfloat16",
+    }
+    nodes, per_node = settings.number("cluster.num_nodes", 1), settings.number("cluster.gpus_per_node")
+    if settings.get("policy.generation.colocated.enabled", True) is False:
+        others = "policy.generation.colocated.resources"
+        apart = settings.get(f"{others}.num_nodes")
+        nodes, per_node = (
+            (nodes - int(apart), per_node)
+            if apart and nodes > 1
+            else (nodes, per_node - settings.number(f"{others}.gpus_per_node"))
+        )
+    return replace(_reading(flags, (nodes, per_node), program, context, [_FULL]), consumer=NEMO_RL)
+
+
+def _verl(settings: _Settings, program: str, context: Context) -> Reading:
+    actor, model = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+
+    def number(key: str) -> int:
+        return settings.number(key, _OF_VERL.get(key))
+
+    _refuse_adapters(settings.get(f"{model}.lora.rank", 0) or settings.get(f"{model}.lora_rank", 0), program)
+    own = {"sequence_parallel": True, "use_distributed_optimizer": True, "bf16": True}
+    config = f"{actor}.megatron"
+    for group in (config, f"{config}.override_transformer_config", f"{actor}.optim.override_optimizer_config"):
+        own |= settings.fields(group)
+    for name, value in own.items():
+        if UNKNOWN in str(value):
+            ask_for(str(value), f"{config}.{name}")
+    if own.get("recompute_granularity") is None:
+        own.pop("recompute_modules", None)
+    flags = flags_of_model(str(settings.get(f"{model}.path")), _UNSAID) | dict(flags_of(own, context.known))
+    flags.pop("mtp-num-layers", None)  # verl trains without
+    flags["seq-length"] = number("data.max_prompt_length") + number("data.max_response_length")
+    nodes, per_node = number("trainer.nnodes"), number("trainer.n_gpus_per_node")
+    samples = number(f"{actor}.ppo_mini_batch_size") * number("actor_rollout_ref.rollout.n")
+    if settings.get(f"{actor}.use_dynamic_bsz", False):
+        tokens = number(f"{actor}.ppo_max_token_len_per_gpu") * int(flags.get("context-parallel-size") or 1)
+        _packed(flags, samples, tokens, nodes * per_node)
+    else:
+        flags["micro-batch-size"] = number(f"{actor}.ppo_micro_batch_size_per_gpu")
+        flags["global-batch-size"] = samples
+    return replace(_reading(flags, (nodes, per_node), program, context, [_FULL]), consumer=VERL)
+
+
+def _slime(given: Mapping[str, Any], program: str, context: Context) -> Reading:
+    name = str(given.get("hf-checkpoint"))
+    shape = flags_of_model(name, _UNSAID) if known_model(name) is not None else {}
+    found = {flag: shape.get(flag, value) if UNKNOWN in str(value) else value for flag, value in given.items()}
+    found |= {"bf16": "fp16" not in given, "use-distributed-optimizer": True}
+    nodes, per_node = (
+        int(given.get(f"actor-num-{kind}", number)) for kind, number in (("nodes", 1), ("gpus-per-node", 8))
+    )
+    answers = _number(given, "rollout-max-response-len")
+    longest = _number(given, "rollout-max-context-len") or (
+        answers and answers + (_number(given, "rollout-max-prompt-len") or 0)
+    )
+    tokens = _number(given, "max-tokens-per-gpu") if given.get("use-dynamic-batch-size") else None
+    tokens = tokens and tokens * (_number(given, "context-parallel-size") or 1)
+    found["seq-length"] = longest or tokens or given.get("seq-length")
+    samples = _number(given, "global-batch-size") or (
+        (_number(given, "rollout-batch-size") or 1)
+        * (_number(given, "n-samples-per-prompt") or 1)
+        // (_number(given, "num-steps-per-rollout") or 1)
+    )
+    found["global-batch-size"] = samples
+    if tokens:
+        _packed(found, samples, tokens, nodes * per_node)
+    return replace(_reading(found, (nodes, per_node), program, context, [_FULL]), consumer=SLIME)
+
+
+def _swift(given: Mapping[str, Any], launcher: Mapping[str, str], program: str, context: Context) -> Reading:
+    texts = {"true": True, "false": False, "none": None, "null": None}
+    own: dict[str, Any] = {
+        name.replace("-", "_"): texts.get(str(value).lower(), value) for name, value in given.items()
+    }
+    _refuse_adapters(str(own.get("tuner_type", own.get("train_type", "full"))).startswith("lora"), program)
+    defaults = {"micro_batch_size": 1, "global_batch_size": 16, "recompute_granularity": "selective", "bf16": True}
+    own = {**defaults, "use_distributed_optimizer": True, **own}
+    longest = _number(own, "packing_length") or _number(own, "max_length")
+    answers = _number(own, "max_completion_length")
+    own["seq_length"] = longest and longest + (answers or 0)
+    if own["seq_length"] is None:
+        raise ConfigError(
+            "unknown-size", "is missing, and the run's shape follows from it; give it", key="--max_length"
+        )
+    name = str(own.get("model", own.get("mcore_model", own.get("load"))))
+    flags = flags_of_model(name, _UNSAID)
+    if not own.get("mtp_num_layers"):
+        flags.pop("mtp-num-layers", None)
+    first = {f"decoder_{end}_pipeline_num_layers": f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")}
+    flags |= dict(flags_of(own, context.known)) | {flag: own[name] for name, flag in first.items() if name in own}
+    flags = {flag: value for flag, value in flags.items() if value is not False}
+    found = read_flags(flags, launcher, program, context)
+    return replace(found, assumed=(*found.assumed, _FULL), consumer=SWIFT)
+
+
+def _number(given: Mapping[str, Any], name: str) -> int | None:
+    value = given.get(name)
+    if UNKNOWN in str(value):
+        ask_for(str(value), f"--{name}")
+    try:
+        return None if value is None else int(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError("bad-number", f"is {value!r}; give a whole number", key=f"--{name}") from error
+
+
+def _refuse_adapters(trains: object, program: str) -> None:
+    if trains:
+        raise ConfigError(
+            "unsupported-model",
+            f"{program} trains adapters: frozen layers have no W, so a split backward gains little",
+        )

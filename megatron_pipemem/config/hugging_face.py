@@ -1,0 +1,42 @@
+"""Shapes of public models by their names on Hugging Face, so that no network is needed for them."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import PurePosixPath
+from typing import Any
+
+from megatron_pipemem.config.loading import SHIPPED, load, read_raw, typed
+from megatron_pipemem.config.model import Model
+
+_FILE = SHIPPED / "hugging_face.yaml"
+_SAME_SHAPE = re.compile(r"-(instruct|base|chat|it|thinking|hf|bf16|fp8|rl|sft|\d{4})(?=-|$)")
+"""Parts of names that change weights and no shape."""
+
+
+def known_model(name: str) -> Model | None:
+    """Return the shape of a model by its name, or by the path of a folder with that name; ``None`` if it is unknown."""
+    shapes: dict[str, str | dict[str, Any]] = _table()["shapes"]
+    shape: str | dict[str, Any] = _key(name)
+    while isinstance(shape, str) and shapes.get(shape, shape) != shape:
+        shape = shapes[shape]
+    if isinstance(shape, dict):
+        return typed(shape, Model, _FILE)
+    return load(shape, Model) if (SHIPPED / Model.config_folder / f"{shape}.yaml").is_file() else None
+
+
+def unpriced_part(name: str) -> str | None:
+    """Return the part of a model that has no price, by the model's name; ``None`` if there is none known."""
+    key = _key(name)
+    return next((part for part, names in _table()["unpriced"].items() if key.startswith(tuple(names))), None)
+
+
+def _key(name: str) -> str:
+    last = PurePosixPath(name.rstrip("/")).name.lower().removeprefix("meta-")
+    return _SAME_SHAPE.sub("", last)
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return read_raw(_FILE)
