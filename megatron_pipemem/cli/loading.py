@@ -282,7 +282,7 @@ def _host_budget(host_memory: str | None, costs: Costs) -> float | None:
 def read_file(name: str, size: Size, dialect: Dialect) -> tuple[Table, Schedule]:
     """Return the table in a schedule file, and its schedule, which is not validated yet.
 
-    ``size`` gives the number of microbatches if the file does not determine it.
+    A number of microbatches in ``size`` replaces the number that follows from the file. Devices and chunks must agree.
     """
     table, schedule = _read(Path(name), dialect, size.microbatches, size.yes)
     _check_counts(name, schedule, size.devices, None, _settings(size))

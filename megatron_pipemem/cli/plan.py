@@ -211,7 +211,7 @@ def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) 
 
 
 def _worth_of_overlap(kept: Plan | None, other: Plan) -> str:
-    """Return a sentence on the time that Megatron's overlap of messages within layers saves."""
+    """Return a sentence on how much time Megatron's overlap of messages within layers saves."""
     shown = other.losses["messages within layers"] / other.seconds
     text = f"without Megatron's overlap, messages within layers take {shown:.0%} of a step of {other.schedule}"
     if kept is None:

@@ -220,7 +220,10 @@ def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
 
 
 def _without_barrier(loaded: Loaded, costs: Costs, steps: int) -> dict[str, Any]:
-    """Return the results of steps without a barrier, and the reason if a run would refuse such steps."""
+    """Return makespan, period and gain of ``steps`` steps without a barrier between them, by key of ``--json``.
+
+    If a run would refuse such steps, the reason is included.
+    """
     found = stream(loaded.schedule, costs, steps=steps)
     facts: dict[str, Any] = {
         "steps": steps,

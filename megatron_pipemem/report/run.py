@@ -50,12 +50,12 @@ def bubble_of_steps(steps: Sequence[tuple[float, float]]) -> float | None:
 
 
 def busiest(rates: Iterable[float | None]) -> float | None:
-    """Return the lowest bubble rate of all ranks, that of the busiest one, or ``None`` if no rank has a rate."""
+    """Return the bubble rate of the busiest rank, which is the lowest rate, or ``None`` if no rank has a rate."""
     return min((rate for rate in rates if rate is not None), default=None)
 
 
 def measured_bubble(report: Mapping[str, Any]) -> float | None:
-    """Return the measured bubble rate in a run's report: that of the rank that idles least."""
+    """Return the bubble rate of a run's busiest rank, as measured in its report."""
     return busiest(rank["measured_bubble_rate"] for rank in report["ranks"])
 
 

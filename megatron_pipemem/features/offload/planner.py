@@ -188,9 +188,7 @@ class PlacedTrips(NamedTuple):
 
 
 def lives(order: Order) -> dict[Key, tuple[int, int]]:
-    """Map ``(stage, microbatch)`` to the positions of its forward and of the first action that needs the
-    activations.
-    """
+    """Map ``(stage, microbatch)`` to two positions: of the forward, and of the first use of its activations."""
     made: dict[Key, int] = {}
     found: dict[Key, tuple[int, int]] = {}
     for at, action in enumerate(order):
@@ -410,9 +408,9 @@ class Planner:
         return min(found)[-1]
 
     def _at_best(self, part: _Part, items: Sequence[Item]) -> tuple[float, ...]:
-        """Return a lower bound on the rank (``_rank``) of all plans that move these activations or some of them.
+        """Return a rank (``_rank``, less is better) that no plan with these activations or some of them can beat.
 
-        The bound assumes that every activation has a channel of its own.
+        It is the rank of a plan in which every activation has a channel of its own.
         """
         trips = [RoundTrip(item, item.made, item.used - item.back) for item in items]
         trips = [trip for trip in trips if trip.out + trip.item.out <= trip.back]

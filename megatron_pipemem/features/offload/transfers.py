@@ -144,7 +144,10 @@ class _TransferPlan:
             due[at] = start
 
     def _with_another(self, item: Item) -> tuple[float, float]:
-        """Return two latest start times, if ``item`` left too: of the next copy back, and of the item's own."""
+        """Return two latest start times that would hold if ``item`` left too.
+
+        The first is that of the next copy back, the second that of the item's own copy back.
+        """
         at = bisect_left(self._away, (item.used,))
         start = own = min(self._due[at], item.used) - item.back
         while at:

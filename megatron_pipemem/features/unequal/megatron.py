@@ -159,9 +159,9 @@ class UnequalMicrobatches(Extension):
         return self._dealers[-1][1]
 
     def _own(self, step: Step) -> list[float] | None:
-        """Return the weights of this step's microbatches as one list, or ``None`` if this rank reads no data.
+        """Return the weights of this step's microbatches as one list.
 
-        Only the ranks of the first and last stage read data.
+        The result is ``None`` if this rank reads no data for the first or last stage of the model.
         """
         placement, m = step.pipeline.placement, step.shape.num_microbatches
         check_config(step.context.config, REORDERED)

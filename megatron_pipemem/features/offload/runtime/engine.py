@@ -69,7 +69,7 @@ class StartedTransfer:
 
 
 class Traffic:
-    """The transfers of one device that are running, and the bytes and waiting times of those of the current step."""
+    """The running transfers of one device, and the bytes and waiting times of the current step's transfers."""
 
     def __init__(self, channel: CopyChannel[Any]):
         self._channel = channel
@@ -115,7 +115,8 @@ class Traffic:
     def join(self, transfer: StartedTransfer) -> list[SavedStorage]:
         """Make later work on the device wait for the transfer, and return the storages that it moved.
 
-        A storage is left out if a later transfer or a reload has taken it over. A failed copy raises an OffloadError.
+        A storage is left out if a later transfer moves it too, or if a reload has cancelled its way to the host. A
+        failed copy raises an OffloadError.
         """
         nbytes = transfer.nbytes
 

@@ -187,7 +187,7 @@ class Capture:
 
 
 def checksum(run: torch.Tensor) -> torch.Tensor:
-    """Return two sums of ``uint8`` bytes: that of all complete 64-bit words, and that of the remaining bytes."""
+    """Return two sums over the bytes ``run``: of the complete 64-bit words, and of the remaining bytes."""
     whole = run.numel() // 8 * 8
     return torch.stack((run[:whole].view(torch.int64).sum(), run[whole:].sum(dtype=torch.int64)))
 
