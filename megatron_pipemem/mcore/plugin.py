@@ -27,6 +27,7 @@ from megatron_pipemem.mcore.step.gradient_reductions import GradientReductions
 from megatron_pipemem.mcore.step.losses import Losses
 from megatron_pipemem.mcore.step.markers import Markers
 from megatron_pipemem.mcore.step.split_backward import SplitBackward
+from megatron_pipemem.mcore.step.training_log import TrainingLog
 from megatron_pipemem.mcore.symbols import USED
 from megatron_pipemem.request import PROFILE, Request, prices_of
 
@@ -87,6 +88,7 @@ class _Enabled:
             *recording,
             *last,
             Markers(),
+            TrainingLog(),
         ]
         forward_backward = ForwardBackward(programs, chunk_placement, extensions, LaunchOrders(request.single_queue))
         features = [forward_backward, chunk_placement, ReshardableState(), *extensions]

@@ -154,6 +154,8 @@ TRAIN = Symbol(_TRAINING, "train")
 TRAINING_LOG = Symbol(_TRAINING, "training_log", ("loss_dict", "iteration", "grad_norm"))
 SAVE_AND_TIME = Symbol(_TRAINING, "save_checkpoint_and_time", ("iteration",))
 
+COUNT_PACKED_TOKENS = Symbol(_TRAINING, "update_seqlen_stats_from_cu_seqlens", ("cu_seqlens",), by_name=True)
+REPORT_MEMORY = Symbol(_TRAINING, "report_theoretical_memory", ("args", "num_microbatches", "verbose"))
 EVALUATE = Symbol(_TRAINING, "evaluate_and_print_results", ("prefix", "iteration"))
 STOP_GATHERING = Symbol(_TRAINING, "disable_forward_pre_hook", ("model_chunks",))
 DECIDE_EXIT = Symbol(_TRAINING, "checkpoint_and_decide_exit", ("optimizer", "iteration"))

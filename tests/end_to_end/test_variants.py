@@ -170,3 +170,20 @@ def test_uneven_layouts(train, assert_same_training, layout, schedule):
 def test_uneven_layout_of_a_mixture_of_experts(train, assert_same_training, schedule):
     run = train(schedule, *MOE, "--pipeline-model-parallel-layout", LAYOUTS["two-chunks"][0])
     assert_same_training(run, train("stock", *MOE))
+
+
+OTHER_CHUNKS = "the same rule with other chunks"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flags"),
+    [
+        ("v-half", ("--pipemem-recompute", "full")),
+        pytest.param("1f1b", (), marks=nightly(OTHER_CHUNKS)),
+        pytest.param("interleaved", ("--pipemem-recompute", "full"), marks=nightly(OTHER_CHUNKS)),
+        pytest.param("chimera", (), marks=nightly(OTHER_CHUNKS)),
+    ],
+)
+def test_flops_of_packed_documents_count_every_microbatch_once(train, schedule, flags):
+    run = train(schedule, *flags, packed=(10, 64))
+    assert run.packed == [[(6 * 64, 6 * (10**2 + 54**2))] * 2] * 4

@@ -76,6 +76,7 @@ def run(case: dict) -> dict:
     - ``sabotage``: one of ``SABOTAGE``, for rank 1.
     - ``emulate``: arguments of ``emulate.emulated``, for runs without a pipeline.
     - ``as_on_gpus``: hosts seem to wait for first launches.
+    - ``packed``: ends of the documents of every sequence, which the forward step counts as ``pretrain_gpt.py`` does.
     - ``clean``: with ``--pipemem-overlap-steps``, steps that must need no clipping before one does not wait for its norm.
 
     Returns what this rank has seen. ``replaced`` names the symbols of Megatron that are not the original ones afterwards.
@@ -90,6 +91,7 @@ def run(case: dict) -> dict:
     chunks: list[torch.nn.Module] = []
     weights: list[str] = []
     single_queues: list[bool] = []
+    packed: list[tuple[float, float]] = []
     try:
         with (
             _noted_evaluation(validation),
@@ -101,6 +103,7 @@ def run(case: dict) -> dict:
             emulation,
             _model_by_provider() if case.get("by_provider") else nullcontext(),
             _launching_as_on_gpus(single_queues) if case.get("as_on_gpus") else nullcontext(),
+            _packed(case["packed"], packed) if case.get("packed") else nullcontext(),
         ):
             entry.main()
         weights += map(_digest, chunks)
@@ -126,6 +129,7 @@ def run(case: dict) -> dict:
         "weights": weights,
         "layers": sorted(layers),
         "single_queues": single_queues,
+        "packed": packed,
         "replaced": [name for name, (space, key, original) in _originals.items() if space.get(key) is not original],
     }
 
@@ -144,6 +148,26 @@ def _model_by_provider() -> Iterator[None]:
         pretrain(config, *args, model_provider=provider, **named)
 
     with mock.patch.object(entry, "pretrain", with_provider):
+        yield
+
+
+@contextmanager
+def _packed(ends: tuple[int, ...], noted: list[tuple[float, float]]) -> Iterator[None]:
+    """Let the forward step count the tokens of documents, and note what the loop computes FLOPs from."""
+    forward_step, consume = entry.forward_step, training.consume_seqlen_stats_in_iteration
+
+    def counting(data, model):
+        training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, *ends]))
+        return forward_step(data, model)
+
+    def noting():
+        noted.append(consume())
+        return noted[-1]
+
+    with (
+        mock.patch.object(entry, "forward_step", counting),
+        mock.patch.object(training, "consume_seqlen_stats_in_iteration", noting),
+    ):
         yield
 
 

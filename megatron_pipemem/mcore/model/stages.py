@@ -195,6 +195,22 @@ def _mlp(mlp: MLP, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | 
 
 
 _NOTHING = nullcontext()
+_counting = [True]
+
+
+def is_counted() -> bool:
+    """Return whether Megatron may count the tokens of the running forward step, as it has not counted them before."""
+    return _counting[-1]
+
+
+@contextmanager
+def counted_before() -> Iterator[None]:
+    """Do not count tokens within a ``with`` block, because another forward step counts those of the microbatch."""
+    _counting.append(False)
+    try:
+        yield
+    finally:
+        _counting.pop()
 
 
 @dataclass
@@ -255,7 +271,7 @@ class ChunkStage:
         data, states = self._again.pop(microbatch)
         if data is not None:
             data.rewind()
-        with random_numbers_again(states), logged_before():
+        with random_numbers_again(states), logged_before(), counted_before():
             output, _ = self._run(microbatch, input, data, [])
         return output
 
@@ -266,7 +282,9 @@ class ChunkStage:
         number = self._number(microbatch)
         arrived = number if step.order is None else step.order[number]
         regions = regions_of(self.model) if is_recording() else _NOTHING
-        with self.as_chunk(), regions:
+        # Every rank counts a microbatch once, in the first of its stages that Megatron sees.
+        counting = counted_before() if self.chunk % self.num_chunks else _NOTHING
+        with self.as_chunk(), regions, counting:
             result = schedules.forward_step(
                 self._forward_step(microbatch),
                 data,

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import random
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agreed_numbers, tell
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
-from megatron_pipemem.mcore.model.stages import IteratorWrapper, Tape
+from megatron_pipemem.mcore.model.stages import IteratorWrapper, Tape, counted_before
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.schedule import Schedule
@@ -73,6 +73,7 @@ def calls_of(
     calls: list[Call | None] = []
     with ExitStack() as stack:
         stack.enter_context(random._fork_rng())
+        stack.enter_context(counted_before())
         for module in _wrapped(model):
             stack.callback(module.register_forward_pre_hook(_stop, prepend=True, with_kwargs=True).remove)
         for _ in range(num_microbatches):
