@@ -1,9 +1,14 @@
+# ruff: noqa: E402
 """A training loop on megatron.core alone, as RL and SFT frameworks have them."""
 
 from __future__ import annotations
 
 import sys
 from functools import partial
+
+from megatron_pipemem.cpu import activate
+
+activate()  # here too, because ranks are forked from a process that has imported this module
 
 import torch
 import torch.distributed as dist

@@ -114,16 +114,19 @@ class Ranks:
         return self._log(rank).read_text(errors="replace")[-characters:]
 
 
+WARM = ("te_stand_in", "megatron_pipemem.cpu.warm")
+
+
 class ConductedRanks:
     """Ranks that look for packages in the folders of ``path`` first: a process between has them forked.
 
     It imports the modules of ``preload`` once, before any rank is forked.
     """
 
-    def __init__(self, program: str, logs: Path, path: list[str], size: int = 4, preload: Sequence[str] = ()):
+    def __init__(self, program: str, logs: Path, path: list[str], size: int = 4, preload: Sequence[str] = WARM):
         self.size = size
         self._connection, theirs = Pipe()
-        arguments = theirs, path, program, logs, size, tuple(preload)
+        arguments = theirs, path, program, logs, size, list(preload)
         self._conductor = get_context("spawn").Process(target=_conduct, args=arguments)
         self._conductor.start()
         theirs.close()
@@ -142,11 +145,9 @@ class ConductedRanks:
         self._conductor.join()
 
 
-def _conduct(
-    connection: Connection, path: list[str], program: str, logs: Path, size: int, preload: tuple[str, ...]
-) -> None:
+def _conduct(connection: Connection, path: list[str], program: str, logs: Path, size: int, preload: list[str]) -> None:
     sys.path[:0] = path
-    get_context("forkserver").set_forkserver_preload(["te_stand_in", "megatron_pipemem.cpu.warm", *preload])
+    get_context("forkserver").set_forkserver_preload(preload)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")]))
     ranks = Ranks(program, logs, size)
     try:

@@ -8,7 +8,7 @@ import packages
 import pytest
 from consumer_models import write_model
 from lanes import rest_nightly
-from ranks import ConductedRanks
+from ranks import WARM, ConductedRanks
 
 LINEAR = {"placement": "linear", "seconds": 0.2}
 SCHEDULES = {
@@ -26,7 +26,8 @@ STOCK = {"schedule": "stock", "chunks": None, "placed": False}
 def run(tmp_path_factory) -> Iterator[Callable[..., dict]]:
     """``run(program, case)``: what the last of two ranks returns; equal requests are served from memory."""
     folder = tmp_path_factory.mktemp("consumers")
-    ranks = ConductedRanks("consumer_programs", folder, packages.consumers(), size=2, preload=["consumer_programs"])
+    preload = (*WARM, "consumer_programs")
+    ranks = ConductedRanks("consumer_programs", folder, packages.consumers(), size=2, preload=preload)
     known: dict[str, dict] = {}
 
     def call(program: str, **case) -> dict:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from lanes import nightly, rest_nightly
 from quickstart import ROUNDING
-from ranks import Ranks
+from ranks import ConductedRanks
 
 SCHEDULES = {"1f1b": 1, "zb-h1": 1, "v-half": 2, "hanayo": 2, "1f1b-v": 2, "auto": 2}
 STOCK = {"schedule": "stock", "chunks": 1, "import_after": False}
@@ -52,8 +52,8 @@ WEIGHED = {
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Iterator[Ranks]:
-    ranks = Ranks("plain_loop", tmp_path_factory.mktemp("plain_loop"), forked=False)
+def ranks(tmp_path_factory) -> Iterator[ConductedRanks]:
+    ranks = ConductedRanks("plain_loop", tmp_path_factory.mktemp("plain_loop"), [], preload=["plain_loop"])
     yield ranks
     ranks.stop()
 

@@ -12,14 +12,6 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 
-RUN = """
-model: tiny-gpt
-cluster: cpu
-precision: fp32
-parallelism: {{pp: 4, global_batch: 6}}
-schedule: {{name: {schedule}}}
-"""
-
 COUNT = """
 import json, sys
 from pathlib import Path
@@ -28,24 +20,24 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.cpu import activate
 activate()
 from megatron_pipemem.mcore.profiling import profile
-run = load(Path(sys.argv[1]), Run)
-Path(sys.argv[2]).write_text(json.dumps(profile(run.model, run.execution, run.cluster, 1).to_json()))
+run = load("tiny-cpu", Run)
+Path(sys.argv[1]).write_text(json.dumps(profile(run.model, run.execution, run.cluster, 1).to_json()))
 """
 
 
-def profiled(schedule: str, folder) -> Costs:
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory) -> Costs:
     """In a process of its own, which sets Megatron up for the CPU."""
-    run, costs = folder / "run.yaml", folder / "costs.json"
-    run.write_text(RUN.format(schedule=schedule))
-    done = subprocess.run([sys.executable, "-c", COUNT, str(run), str(costs)], capture_output=True, text=True)
+    costs = tmp_path_factory.mktemp("profiled") / "costs.json"
+    done = subprocess.run([sys.executable, "-c", COUNT, str(costs)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return Costs.from_json(costs)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "v-half"])
-def test_peaks_of_real_ranks_follow_from_fake_tensors(train, tmp_path, name):
+def test_peaks_of_real_ranks_follow_from_fake_tensors(train, profiled, name):
     schedule = build_schedule(name, num_devices=4, num_microbatches=6)
-    changes = profiled(name, tmp_path).memory_changes(schedule.placement)
+    changes = profiled.memory_changes(schedule.placement)
     foretold = [max(held_after(actions, changes)) for actions in lower(schedule).actions]
     run = train(name, "--untie-embeddings-and-output-weights")
     assert foretold == run.counted_peaks

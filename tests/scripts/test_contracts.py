@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from lanes import nightly
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -77,6 +78,7 @@ def test_a_module_that_is_gone_breaks_every_contract_that_needs_it():
     assert set(verdicts.reasons) == {"linear", "V"}
 
 
+@nightly("the verdicts above; mcore/test_symbols.py and test_patching.py miss the function")
 def test_a_function_that_upstream_has_lost_is_named(tmp_path):
     """From outside: on a Megatron-Core without it."""
     pytest.importorskip("megatron.core")

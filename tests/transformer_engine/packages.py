@@ -52,7 +52,7 @@ def _installed(*requirements: str) -> str:
     if folder.exists():
         return str(folder)
     half = folder.with_name(f"{folder.name}.{os.getpid()}")
-    options = "--disable-pip-version-check --no-deps --only-binary :all: --retries 1 --timeout 30".split()
+    options = "--disable-pip-version-check --no-deps --no-compile --only-binary :all: --retries 1 --timeout 30".split()
     pip = subprocess.run(
         [sys.executable, "-m", "pip", "install", *options, "--target", str(half), *requirements],
         capture_output=True,
