@@ -139,7 +139,7 @@ def _dominated(index: int, rows: Sequence[tuple[float, float]]) -> bool:
 
 
 def trades(front: Sequence[ParetoPoint], least: float = 0.03) -> list[Trade]:
-    """Return the neighbouring points of ``front`` of which the second one saves much time for a little more memory.
+    """Return pairs of neighbouring points of ``front`` whose second point saves much time for a little more memory.
 
     It saves at least the share ``least`` of the makespan, for at most a quarter of the largest peak. ``front`` has the
     points that are not dominated, sorted by peak.

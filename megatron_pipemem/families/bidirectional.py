@@ -110,7 +110,7 @@ def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> 
 
 
 def gems(num_devices: int, num_microbatches: int) -> Schedule:
-    """Build the schedule GEMS: one microbatch at a time, in alternating directions, each after the other's backward."""
+    """Build the schedule GEMS: one microbatch at a time, forward and backward, in alternating directions."""
     p = num_devices
     orders = (
         tuple(

@@ -331,7 +331,7 @@ class _Plan:
         return max([0, *self._ends[each][-1:], *inputs])
 
     def earliest_within(self, peak: int, each: Pass, earliest: int, slot: int) -> int:
-        """Return the first slot from ``earliest`` on since which the device has room for one more activation."""
+        """Return the first slot from ``earliest`` on to which F can move from ``slot`` without exceeding ``peak``."""
         held = self._held[self._placement.devices[each.stage]]
         while slot > earliest and held[slot - 1] < peak:
             slot -= 1
@@ -350,7 +350,7 @@ class _Plan:
         return start
 
     def place(self, each: Pass, planned: int, start: int) -> None:
-        """Move the pass of its next microbatch from slot ``planned`` to slot ``start``."""
+        """Place a pass, for its next microbatch, at slot ``start`` and not at slot ``planned``."""
         device, length = self._placement.devices[each.stage], SLOTS[each.kind]
         if start != planned:
             self._busy[device].difference_update(range(planned, planned + length))

@@ -1,4 +1,7 @@
-"""Ask a process of its own that imports Megatron: the import takes seconds, and may set up what nothing undoes."""
+"""Get values from a separate Python process that imports Megatron.
+
+The import takes seconds, and changes global state that cannot be restored.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,15 @@ from typing import Any
 from megatron_pipemem.errors import UpstreamError
 
 MARK = "ANSWER "
-"""Stands before each answer. Everything else that the process prints is ignored."""
+"""The prefix of lines with values. Everything else that the process prints is ignored."""
 
 
 def answers(arguments: Sequence[str], seconds: float, asked: str) -> list[Any]:
-    """Return the JSON values that Python prints after ``MARK``.
+    """Run Python in a new process, and return the JSON values that it prints on lines that begin with ``MARK``.
 
-    Args:
-        arguments: of Python, as in ``-m MODULE``.
-        seconds: that the process may take.
-        asked: subject of the sentence in an error, as in "Megatron's parser".
-
-    Raises:
-        UpstreamError: the process took longer (``no-answer``), or failed (``not-installed``).
+    ``arguments`` are those of Python, such as ``-m MODULE``. The process may take ``seconds``. ``asked`` begins the
+    message of an UpstreamError, for example "Megatron's parser". The error's code is ``no-answer`` if the process took
+    longer or did not start, and ``not-installed`` if it failed.
     """
     try:
         done = subprocess.run(

@@ -354,7 +354,7 @@ class Action(NamedTuple):
 
 
 def place(action: Action, slices: int) -> int:
-    """Return the index of an action's stage and slice in a list with one value per stage and slice, stage by stage.
+    """Return ``stage * slices + slice`` of an action: its index in a list with one value per stage and slice.
 
     An action on a whole stage gets the index of the stage's first slice. For vocabulary actions read "device" in
     place of "stage".

@@ -1,4 +1,4 @@
-"""Predict the bytes that 1F1B holds for the same model. Memory shares such as "60 % of 1F1B" are divided by them.
+"""Predict the peak bytes of 1F1B for the same model, of which memory shares such as "60 % of 1F1B" are fractions.
 
 If the costs have prices of layers, embedding and head, the stages of 1F1B are priced from these. If the costs are
 those of another placement's stages, neighbouring stages are added up to the stages of 1F1B.

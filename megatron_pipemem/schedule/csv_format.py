@@ -57,7 +57,7 @@ def write_header(header: Header) -> str:
 
 
 def read_header(text: str) -> tuple[Header, str]:
-    """Return the header of a text, and the text with an empty line in its place."""
+    """Return the header of a text, and the text with an empty line in place of the header line."""
     lines = split_lines(text)
     marked = [number for number, line in enumerate(lines) if line.lstrip(_BLANK).startswith("#")]
     if not marked:
@@ -288,7 +288,7 @@ def read_table(text: str, dialect: str = "auto") -> Table:
 
 
 def write_table(actions: Iterable[Sequence[Action]], letters: str = "pipemem") -> str:
-    """Return one line per device that has actions. ``letters`` is a key of ``LETTERS``, or ``torch``: ``torch-new``."""
+    """Return one line per device that has actions. ``letters`` is a key of ``LETTERS``, or ``torch`` (``torch-new``)."""
     names = _WRITTEN.get(letters, {})
     return "".join(
         ",".join(

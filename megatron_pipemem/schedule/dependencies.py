@@ -39,7 +39,7 @@ Step = tuple[int, int, Waits, int]
 
 
 class Walk(NamedTuple):
-    """The nodes of a graph that can run, because no wait of theirs is part of a circle or lacks its node."""
+    """The nodes of a graph that can run. A node cannot if it waits for a missing node, or for itself in a circle."""
 
     nodes: list[int]  # every node comes after the nodes that it waits for
     reached: list[int]  # per lane, the number of its nodes that run
@@ -93,8 +93,9 @@ class Graph:
         return Walk(nodes, reached)
 
     def by_urgency(self, urgency: Callable[[int], Any]) -> Iterator[int]:
-        """Yield all nodes that can run, each time the one with the smallest urgency whose waits are over.
+        """Yield all nodes that can run: each time, of all nodes whose needed nodes have been yielded, the most urgent.
 
+        A smaller number is more urgent.
         Among equal urgencies the first lane wins. ``urgency`` is called once per node, when all nodes that this node
         waits for have been yielded.
         """
@@ -151,7 +152,10 @@ class Times[Number: (int, float)]:
         return max([self.free[graph.lane_of[node]]] + arrivals)
 
     def run(self, steps: Iterable[Step]) -> None:
-        """Set start and end of nodes, which come in an order that keeps all waits. Searches spend their time here."""
+        """Compute start and end of nodes, each of which must come after the nodes that it waits for.
+
+        Searches spend most of their time here.
+        """
         starts, ends, free, seconds, lags = self.starts, self.ends, self.free, self._seconds, self._lags
         for node, lane, waits, price in steps:
             start = free[lane]

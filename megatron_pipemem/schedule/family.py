@@ -210,7 +210,7 @@ class Family:
         return self.build(num_devices, num_microbatches, **options)
 
     def placement_on(self, num_devices: int, options: Mapping[str, Any]) -> Placement:
-        """Return the placement of the family's schedules on so many devices.
+        """Return the placement of the family's schedules on this number of devices.
 
         The placement is that of the smallest step, which is built once for the same arguments.
 

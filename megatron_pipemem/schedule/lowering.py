@@ -194,7 +194,7 @@ def add_replica_reductions(
 
 
 def _place_after_gradients(actions: Order, places: dict[int, int]) -> None:
-    """Set the position of each sum of a device to that at which the gradients of the stage are complete there."""
+    """Set the position of every sum of a device: where the device's gradients of that stage are complete."""
     passed = 0
     for action in actions:
         passed += action.kind in ORDERED

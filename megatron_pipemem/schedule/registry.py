@@ -159,7 +159,7 @@ def build_schedule(
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raise an UnsupportedError if the options of a schedule contain ``memory_cap``, ``costs`` or its size."""
+    """Raise an UnsupportedError if options of a schedule contain a cap, costs or sizes, which have their own flags."""
     for argument in ("memory_cap", "costs", "num_devices", "num_microbatches"):
         if argument in options:
             raise UnsupportedError(
@@ -169,7 +169,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def _fitted_to(chosen: Family, caps: Sequence[float] | None, costs: Costs | None = None) -> dict[str, Any]:
-    """Return ``memory_cap`` (the lowest cap) and ``costs`` as arguments of ``build``, if the family fits to them."""
+    """Return ``memory_cap`` (the lowest cap) and ``costs`` as arguments of ``build``, if the family uses them."""
     arguments = {"memory_cap": None if caps is None else min(caps), "costs": costs}
     return {name: value for name, value in arguments.items() if name in chosen.options and value is not None}
 

@@ -34,7 +34,7 @@ class WeightUpdates(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule(Shown):
-    """The actions of every device, in order. It has no times and no messages. Immutable.
+    """The actions of every device, in order, without times and messages. Schedules are immutable.
 
     Args:
         name: the name of its family, or ``csv`` for an imported schedule.

@@ -113,7 +113,7 @@ class Timeline(Shown):
 
     @property
     def ideal(self) -> float:
-        """Work of the busiest device. No schedule with this placement is faster."""
+        """The seconds that the busiest device computes. No schedule with this placement is faster."""
         return max(self.work)
 
     @cached_property

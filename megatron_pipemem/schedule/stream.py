@@ -79,7 +79,7 @@ class Window:
 
     @cached_property
     def program(self) -> Program:
-        """Return the window's program for the executor. The proof is that of the whole ``stream``."""
+        """Return the window's program for the executor. It has no proof of its own: the whole ``stream`` is proved."""
         return Program(self.stream, self.actions)
 
     @cached_property
@@ -331,7 +331,7 @@ def until_they_repeat(
 
 
 def gain_without_barrier(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float] = ()) -> float:
-    """Return the speed-up of consecutive steps without the barrier. It pays from ``LEAST_GAIN`` on."""
+    """Return the speed-up of consecutive steps without the barrier. Compare the result with ``LEAST_GAIN``."""
     return stream(schedule, costs, tails, steps=1).gain
 
 

@@ -1,4 +1,4 @@
-"""Proofs that a schedule or a program may run: it is complete, in order, free of deadlock, and within its memory cap.
+"""Prove that a schedule or program is complete, in order, free of deadlock, and within its memory cap.
 
 Every error names the device, the position in its order or program, the action there, the fault, and the remedy.
 """

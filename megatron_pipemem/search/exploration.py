@@ -85,14 +85,17 @@ class Clock:
 
     @contextmanager
     def step(self, step: SearchStep, passes: int) -> Iterator[None]:
-        """Measure the time of this block, to predict the time of the same part of the search later."""
+        """Measure the time of this block, which runs a part of the search, to predict the next run of that part."""
         before = self.elapsed
         yield
         self._paces[step] = (self.elapsed - before) / passes
         tell(lambda: f"{self.state()}; {max(0.0, self.seconds - self.elapsed):.0f} s left at most")
 
     def _pace(self, step: SearchStep) -> float:
-        """Return the seconds per pass of a part: measured, or assumed times how slow ``FIRST`` was on this machine."""
+        """Return the seconds per pass of a part, as measured last.
+
+        Without a measurement, the assumed seconds are scaled by the measured speed of ``FIRST``.
+        """
         usual = SearchStep.FIRST.value
         slowness = max(1.0, self._paces.get(SearchStep.FIRST, usual) / usual)
         return self._paces.get(step, step.value * slowness)

@@ -169,7 +169,7 @@ class Cycles:
         return PeriodicBlock.along_chain(self.problem, self.interval, starts)
 
     def _weights(self, prices: np.ndarray, variation: np.ndarray) -> dict[tuple[int, int], float]:
-        """Return for every link the cost of one tick of waiting: the price of all memory held meanwhile, varied."""
+        """Return the cost of one tick of waiting on every link: the memory held, times its price and ``variation``."""
         problem = self.problem
         held = [0.0] * (problem.num_stages + 1)
         for stage in range(problem.num_stages):
