@@ -72,7 +72,7 @@ def _device_passes(device: int, p: int, n: int) -> list[Pass]:
 DUALPIPE_V = Family(
     name="dualpipe-v",
     build=dualpipe_v,
-    summary="1F1B's memory and one chunk more; steady pairs of forward and backward on every device.",
+    summary="1F1B's memory and one chunk more; in the steady state every forward is followed by a backward.",
     peak=Formula("1 + 1/(2p)", lambda p, m, **_: min(2 * p + 1, 2 * m) / (2 * p)),
     bubble=Formula("(p-1)F/2", lambda p, f, **_: (p - 1) * f / 2),
     source="arXiv 2412.19437, section 3.2.1",

@@ -120,12 +120,12 @@ class _Rhythm:
 HANAYO = Family(
     name="hanayo",
     build=hanayo,
-    summary="Waves of unsplit backwards in about 1F1B's memory: made for as many microbatches as devices.",
+    summary="Stages go up and down the devices in waves; about 1F1B's memory. For as many microbatches as devices.",
     peak=Formula("up to 1 + 1/p", lambda p, m, **_: min(p + 1, m) / p, at_most=True),
     bubble="m = p: about 4(p-1)(F+B)/(3v)",
     source="arXiv 2308.15762",
     options={
-        "waves": "times up and down the devices (default 2)",
+        "waves": "how often the stages go up and down the devices (default 2)",
         "chunks": "stages per device, v: twice the waves (default 4)",
     },
 )

@@ -87,13 +87,13 @@ def _bubble(p: int, m: int, v: int, n: int, f: float, b: float, **_: float) -> f
 INTERLEAVED = Family(
     name="interleaved",
     build=interleaved,
-    summary="Stock Megatron's virtual pipeline: a smaller bubble for more memory and v times the messages.",
+    summary="Stock Megatron's virtual pipeline: a smaller bubble than 1F1B, more memory and v times the messages.",
     peak=Formula("(2p-2+n+(v-1)g)/(pvn), g = n ceil(p/n)", _peak),
     bubble=Formula("(p-1)(F+B)/(vn)", _bubble),
     source="arXiv 2104.04473, section 2.2",
     options={
         "chunks": "stages per device, v (default 2)",
-        "group_size": "microbatches, or slices, through one chunk before the next, at least p (default p)",
+        "group_size": "microbatches (or slices) that run through a chunk before the next one, at least p (default p)",
         "slices": "sequence slices of a microbatch, n (default 1)",
     },
 )
@@ -118,7 +118,7 @@ def looped_bfs(num_devices: int, num_microbatches: int, chunks: int = 2) -> Sche
 LOOPED_BFS = Family(
     name="looped-bfs",
     build=looped_bfs,
-    summary="Chunk by chunk over all microbatches: touches a chunk's weights once per direction, holds as much as GPipe.",
+    summary="All microbatches through one chunk, then the next: few uses of a chunk's weights, GPipe's memory.",
     peak=Formula("m/p", lambda p, m, **_: m / p),
     bubble=Formula("(p-1)(F+B)/v", lambda p, v, f, b, **_: (p - 1) * (f + b) / v),
     source="arXiv 2211.05953",
@@ -155,7 +155,7 @@ def _peak_of_slimpipe(p: int, m: int, v: int, n: int, **_: float) -> float:
 SLIMPIPE = Family(
     name="slimpipe",
     build=slimpipe,
-    summary="One microbatch of activations over all devices, and a bubble that slices and chunks divide; for causal models.",
+    summary="All devices together hold one microbatch; slices and chunks divide the bubble. For causal models.",
     peak=Formula("(1 + 2(p-1)/(vn))/p, v = 1: (1 + (p-1)/n)/p", _peak_of_slimpipe),
     bubble=Formula("(p-1)(F+B)/(vn)", lambda p, v, n, f, b, **_: (p - 1) * (f + b) / (v * n)),
     source="arXiv 2504.14519",
@@ -245,21 +245,21 @@ _GIS_OPTIONS = {"chunks": "stages per device, v (default 2)"}
 GIS = Family(
     name="gis",
     build=gis,
-    summary="Interleaved 1F1B within 1F1B's memory and with two thirds of its own bubble.",
+    summary="1F1B's memory with two thirds of interleaved 1F1B's bubble.",
     peak=Formula("1", lambda p, m, **_: min(p, m) / p, at_most=True),
     bubble=Formula("(p-1)(F+I)/v", lambda p, m, v, f, i, **_: None if m % p else (p - 1) * (f + i) / v),
     source="arXiv 2503.01328",
     options={
         **_GIS_OPTIONS,
-        "group_size": "microbatches through one chunk before the next (default p); fewer hold less and idle longer",
+        "group_size": "microbatches through a chunk before the next chunk (default p); fewer hold less and idle more",
     },
 )
 GIS_H = Family(
     name="gis-h",
     build=gis_h,
-    summary="Half of GIS's memory with many chunks, for a bubble that grows with them.",
+    summary="With many chunks half of GIS's memory, and a bubble that grows with the number of chunks.",
     peak=Formula("(floor((p+1)/2)(v-1)+p)/(pv)", lambda p, m, v, **_: min((p + 1) // 2 * (v - 1) + p, m * v) / (p * v)),
     bubble=Formula("((p-1)(F+I) + (v-1)p/2(F+I-W))/v", _bubble_of_halves),
     source="arXiv 2503.01328",
-    options={**_GIS_OPTIONS, "group_size": "microbatches through one chunk before the next (default ceil(p/2))"},
+    options={**_GIS_OPTIONS, "group_size": "microbatches through a chunk before the next chunk (default ceil(p/2))"},
 )

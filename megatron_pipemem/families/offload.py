@@ -108,9 +108,9 @@ def pipe_offload(
 
 _OPTIONS = {
     "chunks": "stages per device, v (default 2)",
-    "k": "time of activations to the host and back over their F, I and W (default: by the costs, or 1)",
+    "k": "seconds of a copy to the host and back, divided by those of F, I and W (default: by the costs, or 1)",
     "placement": "interleaved (default), or v",
-    "offload_chunks": "how many of a device's chunks may be offloaded (default: half for po-h, all for po-f)",
+    "offload_chunks": "the most chunks of a device to offload (default: half for po-h, all for po-f)",
     "costs": "seconds of every pass and copy (default F = I = W)",
 }
 
@@ -130,14 +130,14 @@ _DECLARED: dict[str, Any] = {
 PO_H = Family(
     name="po-h",
     build=partial(pipe_offload, "po-h", 2),
-    summary="The longer-lived half of the chunks offloaded: on many devices a quarter of the peak, less with more chunks.",
+    summary="Offloads the longer-lived half of the chunks: on many devices a quarter of 1F1B's peak or less.",
     peak=Formula("up to (v+2)/(8v) + 3/(pv), k <= 1", lambda p, v, **_: (v + 2) / (8 * v) + 3 / (p * v), at_most=True),
     **_DECLARED,
 )
 PO_F = Family(
     name="po-f",
     build=partial(pipe_offload, "po-f", 1),
-    summary="All chunks offloaded: a few chunks' activations, however many there are.",
+    summary="Offloads all chunks: a device holds the activations of a few chunks, whatever the number of chunks.",
     peak=Formula("up to 4/(pv), k <= 1", lambda p, v, **_: 4 / (p * v), at_most=True),
     **_DECLARED,
 )

@@ -56,7 +56,7 @@ def _with_warm_up(name: str, p: int, m: int, forwards_ahead: Callable[[int], int
 ONE_F_ONE_B = Family(
     name="1f1b",
     build=one_f_one_b,
-    summary="Stock Megatron's schedule and the yardstick: its first device peaks at exactly 1.",
+    summary="Stock Megatron's schedule. The peak of its first device is the unit of memory: exactly 1.",
     peak=PEAK_OF_1F1B,
     bubble=Formula("(p-1)(F+B)", lambda p, f, b, **_: (p - 1) * (f + b)),
     source="arXiv 2006.09503, section 2.2 (PipeDream-Flush); arXiv 2007.01045 (DAPPLE)",
@@ -64,7 +64,7 @@ ONE_F_ONE_B = Family(
 EAGER_ONE_F_ONE_B = Family(
     name="1f1b-eager",
     build=eager_one_f_one_b,
-    summary="1F1B with up to twice the forwards ahead, which hides slow links behind compute.",
+    summary="1F1B with up to twice the forwards ahead, so that slow messages overlap with computing.",
     peak=Formula("2 - 1/p", lambda p, m, **_: min(2 * p - 1, m) / p),
     bubble=Formula("(p-1)(F+B), less than 1f1b on slow links", lambda p, f, b, **_: (p - 1) * (f + b)),
     source="arXiv 2211.05322, section 4.2",

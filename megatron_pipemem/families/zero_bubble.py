@@ -54,7 +54,7 @@ _SLICES = {"slices": "sequence slices of a microbatch, n (default 1)"}
 ZB_H1 = Family(
     name="zb-h1",
     build=zb_h1,
-    summary="1F1B's memory with a third of its bubble: weight gradients wait until nothing else can run.",
+    summary="1F1B's memory with a third of its bubble: weight gradients run when nothing else can.",
     peak=PEAK_OF_SLICES,
     bubble=Formula("(p-1)(F+I-W)/n", lambda p, f, i, w, n, **_: (p - 1) * (f + i - w) / n),
     source="arXiv 2401.10241, section 2.1",
@@ -201,7 +201,7 @@ def _run(costs: Costs, policy: _Policy, m: int, most: int) -> Iterator[tuple[int
 ZB_AUTO = Family(
     name=NAME,
     build=zb_auto,
-    summary="Zero bubble fitted to measured costs and to any memory cap (default: 1F1B's memory).",
+    summary="A zero-bubble order that is fitted to measured costs and any memory cap (default: 1F1B's memory).",
     peak=PEAK_OF_1F1B,
     bubble=Formula("at most that of zb-h1; with a cap of 2, of zb-h2", lambda p, f, i, w, **_: (p - 1) * (f + i - w)),
     source="arXiv 2401.10241, section 3.1",
