@@ -288,7 +288,7 @@ def read_table(text: str, dialect: str = "auto") -> Table:
 
 
 def write_table(actions: Iterable[Sequence[Action]], letters: str = "pipemem") -> str:
-    """Return one line per device that has actions. ``letters`` is a key of ``LETTERS``, or ``torch`` (``torch-new``)."""
+    """Return one line per device that has actions. ``letters`` is a key of ``LETTERS``; ``torch`` is ``torch-new``."""
     names = _WRITTEN.get(letters, {})
     return "".join(
         ",".join(
