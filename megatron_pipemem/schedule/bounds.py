@@ -188,7 +188,7 @@ def _backward(
 
 
 def _joined(slices: list[Chain]) -> list[Chain]:
-    """Raise the least times of a microbatch's slices: F waits for the slice before, and I for the slice after."""
+    """Lengthen the least times of a microbatch's slices: F waits for the slice before, and I for the slice after."""
     if len(slices) == 1:
         return slices
     top, final = len(slices[0].held) - 1, len(slices) - 1
@@ -243,8 +243,9 @@ def lower_bound(
       microbatch of the device's last forward goes on to the loss and back to stage 0. Meanwhile the device has only
       the backward work left that the cap allows it to hold. A second bound of the end begins after the last I of a
       stage: the remaining time is shorter, but only W are left on that stage. The idle times at start and end add
-      up. If all forwards fit the cap at once, the larger of the two counts. For a V with equal costs ``u`` per pass
-      and a cap of ``k`` stages the bound is ``(6m + 6p - 1 - 3k) u``, as in arXiv 2405.15362, appendix E.
+      up. The exception is the first bound of the end if all forwards fit the cap at once: then the larger idle time
+      counts. For a V with equal costs ``u`` per pass and a cap of ``k`` stages the bound is
+      ``(6m + 6p - 1 - 3k) u``, as in arXiv 2405.15362, appendix E.
     - *Area*: the sum over all microbatches of memory times the least time that it is held, divided by the cap.
     - *Path*: the time of one microbatch forward through all stages and backward again.
 
@@ -325,7 +326,7 @@ class _Step:
         return sum(chain.count * sum(max(0, *chain.held[s]) for s in self._stages[device]) for chain in self._chains)
 
     def device_bound(self, device: int, cap: float) -> float:
-        """Return the least seconds of a step on a device with this cap, whatever the order of its actions."""
+        """Return a lower bound of a step's seconds, from the work and the cap of one device."""
         stages, chains = self._stages[device], self._chains
         work = sum(c.count * sum(c.forward[s] + c.input[s] + c.weight[s] for s in stages) for c in chains)
         first, last = stages[0], stages[-1]

@@ -286,7 +286,7 @@ class Stream:
 
 
 def stream(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float] = (), steps: int = 8) -> Stream:
-    """Simulate consecutive steps until their times repeat, and return the time from step to step.
+    """Simulate consecutive steps until their times repeat; return the time per step with and without a barrier.
 
     ``tails`` has the seconds of every device's own work at the end of a step: its optimizer, and the part of its
     gradient reduction that does not overlap with computing. At least ``steps`` steps are simulated. Raise a
