@@ -351,8 +351,8 @@ def _action(text: str, letters: str, line: int, column: int) -> Action:
         if _NEGATIVE.fullmatch(text):
             raise ScheduleFormatError(
                 "not-an-action",
-                f"{shown(text)} is not an action, because microbatches count from 0; leave the cell empty if nothing "
-                "runs there, or add 1 to every number if the whole table is off by one",
+                f"{shown(text)} is not an action, because microbatches count from 0; leave the cell empty if -1 means that "
+                "nothing runs there, or add 1 to every number if the whole table is off by one",
             )
         return Action.parse(text, _READ.get(letters, {}))
     except ScheduleFormatError as error:
