@@ -26,7 +26,7 @@ def schedule_groups() -> Groups:
 
 
 def explore(
-    port: Annotated[int, typer.Option(help="Port of the page. Default: one that is free.")] = 0,
+    port: Annotated[int | None, typer.Option(help="Port of the page. Default: one that is free.")] = None,
     folder: Annotated[
         Path | None, typer.Option("--export", metavar="DIR", help="Write a page that needs no server, and leave.")
     ] = None,
@@ -57,7 +57,7 @@ def explore(
         # with Pyodide beside it, after npm install pyodide
         pipemem explore --export out/explorer --pyodide node_modules/pyodide
     """
-    if port:
+    if port is not None:
         check_port("--port", port)
     if folder is not None:
         if modules:
@@ -74,7 +74,7 @@ def explore(
         return
     if pyodide is not None:
         raise UnsupportedError("needs-option", f"--pyodide {pyodide} is for an exported page; give --export too")
-    with ExplorerServer(port, schedule_groups()) as server:
+    with ExplorerServer(port or 0, schedule_groups()) as server:
         if as_json:
             print_json({"url": server.url})
         else:

@@ -16,7 +16,7 @@ for (const [place, keys] of [["size", "pmv"], ["seconds", "fiwc"], ["memory", ["
     // The right end of a slider without a default means no limit.
     const far = usual === null ? +(most + step).toPrecision(6) : most;
     const slider = element("input", "", { type: "range", min: least, max: far, step, ariaLabel: `${label}, slider` });
-    const field = element("input", "", { type: "number", name: key, step: "any", placeholder: usual === null ? "none" : "" });
+    const field = element("input", "", { name: key, inputMode: "decimal", placeholder: usual ?? "none" });
     const row = element("label");
     row.append(element("span", label), slider, field);
     document.getElementById(place).append(row);
@@ -61,8 +61,8 @@ let ready = !worker;
 
 async function ask(text) {
   if (!worker) {
-    const answer = await fetch(`data?${text}`).catch(() => { throw new Error("No answer; is pipemem explore still running?"); });
-    if (!answer.ok) throw new Error(`The server answers ${answer.status}; its terminal has more`);
+    const answer = await fetch(`data?${text}`).catch(() => null);
+    if (!answer?.ok) throw new Error("No answer. Is pipemem explore still running? Its terminal may say more");
     return answer.json();
   }
   const answer = await new Promise((resolve, reject) => {
@@ -86,9 +86,10 @@ function update() {
 async function answered() {
   do {
     again = false;
+    let failed = false;
     const text = query().toString(), begun = performance.now();
     const patience = setTimeout(() => {
-      document.body.classList.add("waiting");
+      if (ready || text) document.body.classList.add("waiting");
       if (ready) status_.textContent = "computing ...";
     }, 300);
     try {
@@ -98,7 +99,9 @@ async function answered() {
       status_.textContent = `answered in ${(told - begun).toFixed(0)} ms, drawn in ${(performance.now() - told).toFixed(0)} ms`;
     } catch (error) {
       status_.textContent = error.message;
+      failed = true;
     }
+    status_.classList.toggle("wrong", failed);
     clearTimeout(patience);
     document.body.classList.remove("waiting");
   } while (again);
@@ -165,28 +168,37 @@ function copy(text) {
 // The pictures below each other, with their titles and legends.
 function png() {
   if (!runs.length) return;
-  const ratio = window.devicePixelRatio || 1, width = Math.max(...runs.map(run => run.canvas.clientWidth));
-  const sheet = document.createElement("canvas"), spare = 70;
-  const pen = sized(sheet, width, runs.reduce((sum, run) => sum + run.height + spare, 0), ratio);
+  const width = Math.max(...runs.map(run => run.canvas.clientWidth)), sheet = document.createElement("canvas");
+  const measuring = sized(sheet, 1, 1, 1);
+  measuring.font = `12px ${FONT}`;
+  let bottom = 0;
+  const parts = runs.map(run => {
+    const top = bottom, chips = [];
+    let x = 6, y = top + run.height + 36;
+    for (const [name, shade, ink] of run.legend) {
+      const wide = measuring.measureText(name).width + 14;
+      if (x + wide > width) [x, y] = [6, y + 26];
+      chips.push({ name, shade, ink, x, y, wide });
+      x += wide + 8;
+    }
+    bottom = y + 34;
+    return { run, top, chips };
+  });
+  const pen = sized(sheet, width, bottom, window.devicePixelRatio || 1);
   pen.fillStyle = "#fff";
-  pen.fillRect(0, 0, sheet.width, sheet.height);
-  let top = 0;
-  for (const run of runs) {
+  pen.fillRect(0, 0, width, bottom);
+  for (const { run, top, chips } of parts) {
     pen.font = `bold 14px ${FONT}`;
     pen.fillStyle = "#202124";
     pen.fillText(run.title, 6, top + 16);
     pen.drawImage(run.canvas, 0, top + 30, run.canvas.clientWidth, run.height);
     pen.font = `12px ${FONT}`;
-    let x = 6;
-    for (const [name, shade, ink] of run.legend) {
-      const wide = pen.measureText(name).width + 14;
+    for (const { name, shade, ink, x, y, wide } of chips) {
       pen.fillStyle = shade;
-      pen.fillRect(x, top + run.height + 36, wide, 20);
+      pen.fillRect(x, y, wide, 20);
       pen.fillStyle = ink;
-      pen.fillText(name, x + 7, top + run.height + 47);
-      x += wide + 8;
+      pen.fillText(name, x + 7, y + 11);
     }
-    top += run.height + spare;
   }
   sheet.toBlob(blob => save(`${runs.map(run => run.name).join("-")}.png`, blob));
 }

@@ -107,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         asked = urlsplit(self.path)
         # A page of another site could reach this server under a name of its own that leads to 127.0.0.1.
-        if self.headers.get("Host", "").rpartition(":")[0] not in (HOST, "localhost"):
+        if self.headers.get("Host", "").removesuffix(f":{self.server.server_port}") not in (HOST, "localhost"):
             self.send_error(403)
         elif asked.path == "/":
             self._send("text/html", self.server.page)

@@ -117,9 +117,9 @@ def test_the_address_holds_all_choices(opened):
 
 
 def test_errors_stand_on_the_page(opened):
-    page = opened("a=nope&m=0")
+    page = opened("a=nope&m=many")
     (card,) = page.cards()
-    assert "[bad-number]" in card and page.script("return runs.length") == 0
+    assert "'many'" in card and "[bad-number]" in card and page.script("return runs.length") == 0
     page.press(page.field("m"), Keys.CONTROL, "a", Keys.NULL, "4")
     wrong, right = page.cards()
     assert "[unknown-schedule]" in wrong and "pipemem simulate v-half -p 8 -m 4" in right
