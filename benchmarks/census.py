@@ -3,7 +3,8 @@
 Claim: most recipes run plain 1F1B, and a schedule of this package makes their step shorter in the same memory.
 Seconds and bytes are the planner's prices on H100 80 GiB, also for recipes of other devices. Recipes with the same cut,
 batch and model have one row. A recipe counts as refused with its reason: its model has parts without a price, its sizes
-are on Hugging Face and no network is there, or it does not fit its devices.
+are on Hugging Face and no network is there, or its own sizes do not divide. A recipe that needs more than its devices
+have, by these prices, is compared without that limit.
 
     python benchmarks/census.py [--markdown] [--output census.json]
 """
@@ -24,6 +25,7 @@ from megatron_pipemem.advise.advice import AS_FAST, Advice, advise
 from megatron_pipemem.advise.bridge import evaluate, run_of
 from megatron_pipemem.advise.reading import Context
 from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.hugging_face import unpriced_part
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.files import write_whole
@@ -38,7 +40,7 @@ LARGE_GAIN = 0.05
 def recipes() -> Iterator[dict[str, Any]]:
     """Yield the recipes with a pipeline, evaluated, each once, and those that raise an error."""
     (listed,) = evaluate(["none"])
-    own = [name for name in listed["names"] if "gpu" in name]
+    own = [name for name in listed["names"] if "gpu" in name and "_1gpu_" not in name]
     for facts in evaluate(own):
         if "error" in facts or facts["values"].get("pipeline_model_parallel_size", 1) > 1:
             yield facts
@@ -95,7 +97,8 @@ def main() -> None:
         answer = asked(facts)
         name = facts["asked"].removesuffix("_config")
         if isinstance(answer, PipememError):
-            refused[answer.code] += 1
+            adapters = "adapters" if facts.get("adapters") else answer.code
+            refused[unpriced_part(facts.get("unknown") or "") or adapters] += 1
             continue
         cells = row(name, answer)
         rows.setdefault(cells[1:], cells)
@@ -108,7 +111,7 @@ def main() -> None:
         out.print(markdown(rows.values()), markup=False, highlight=False, soft_wrap=True)
     else:
         out.print(table)
-    out.print(f"not understood: {'; '.join(f'{code} {count}' for code, count in refused.items())}")
+    out.print(f"not understood: {'; '.join(f'{reason} {count}' for reason, count in refused.most_common())}")
     out.print(f"{len(gains)} of {len(gains) + sum(refused.values())} recipes with a pipeline are understood")
     out.print(f"{sum(gain > LARGE_GAIN for gain in gains)} gain more than {LARGE_GAIN:.0%} in the same memory")
     if arguments.output is not None:

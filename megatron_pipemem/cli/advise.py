@@ -36,8 +36,9 @@ def advise_command(
     source: Annotated[
         list[str],
         typer.Argument(
-            metavar="SCRIPT.sh | RUN.yaml | bridge:RECIPE | -- COMMAND",
-            help="A launch script, a run file, a recipe of Megatron-Bridge, or a command after --.",
+            metavar="SCRIPT.sh | FILE.yaml [KEY=VALUE ...] | bridge:RECIPE | -- COMMAND",
+            help="A launch script of Megatron, slime, verl or ms-swift; a run file, or settings of NeMo-RL or verl, with "
+            "overrides; a recipe of Megatron-Bridge; or a command after --.",
         ),
     ],
     env: Annotated[
@@ -72,6 +73,8 @@ def advise_command(
         pipemem advise -- torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py --num-layers 32 ...
         # a recipe of the installed Megatron-Bridge, or your own as bridge:package.module:function
         pipemem advise bridge:llama3_70b_sft
+        # settings of NeMo-RL or verl, with overrides
+        pipemem advise examples/configs/grpo_math_8B_megatron.yaml cluster.num_nodes=2
         # a run file, with prices that were measured
         pipemem advise configs/runs/llama3-70b-64xh100.yaml --profile profile.json
     """
@@ -109,8 +112,8 @@ def _read(
 ) -> Reading:
     path = Path(source[0])
     is_yaml = path.suffix in (".yaml", ".yml")
-    if is_yaml and len(source) == 1 and not (path.is_file() and is_settings(read_raw(path))):
-        run = load(path, Run)
+    if is_yaml and not (path.is_file() and is_settings(read_raw(path))):
+        run = load(path, Run, source[1:])
         return Reading(run, run.script or "pretrain_gpt.py", ())
     context = Context(_known(), load(cluster, Cluster), gpus, vocabulary)
     if is_yaml:

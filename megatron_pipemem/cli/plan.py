@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megatron_pipemem.advise.advice import as_it_stands
 from megatron_pipemem.cli.common import console, print_facts, print_json, showing
 from megatron_pipemem.cli.launch import Set
 from megatron_pipemem.cli.options import (
@@ -29,12 +30,13 @@ from megatron_pipemem.config import layout
 from megatron_pipemem.config.loading import load, override, parse_override, read_raw, typed
 from megatron_pipemem.config.model import Execution
 from megatron_pipemem.config.runs import STOCK_OVERLAPS, Run
-from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.launch.cut_flags import GROUP_SIZE
 from megatron_pipemem.planner.balance import AS_GOOD, Balance, Layout, balance
 from megatron_pipemem.planner.planning import plan
-from megatron_pipemem.planner.plans import Answer, Plan, facts, gibibytes, run_files
+from megatron_pipemem.planner.plans import Answer, Base, Group, Plan, facts, gibibytes, run_files
+from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.profile import slowdown_of
 from megatron_pipemem.planner.space import KEYS, OF_REPLICAS, Limits, without_overlap
 from megatron_pipemem.planner.variants import PLAIN
@@ -77,6 +79,9 @@ def plan_command(
     Expert parallelism, the global batch and all flags stay as in the run. Context parallelism, slices and the cut of slices
     stay too, unless ``--only`` lists other values: ``cp=1,2``, ``slices=1,2,4`` or ``slice_cut=tokens,flops``.
 
+    The first row is the run as it stands, if it names a parallelism that fills its cluster. ``gain on today`` is the part of
+    its step by which a plan's is shorter.
+
     If the run has ``--tp-comm-overlap`` or ``--overlap-moe-expert-parallel-comm``, Megatron's own schedules keep the flag,
     and ours are priced without it. If the run has ``schedule.overlap_steps: true``, plans are ranked by the time from step
     to step without a barrier between steps. The gain then says how many times faster that is than with the barrier.
@@ -98,11 +103,13 @@ def plan_command(
     pace = None if profile is None else slowdown_of(profile, run)
     with showing("planning"):
         answer = plan(run, nbytes, limits, top, search_seconds, pace)
+        today = _as_it_stands(run, pace)
         kept, other = _with_and_without(run, answer, lambda bare: plan(bare, nbytes, limits, 1, 0.0, pace))
     files = run_files(answer.plans[0], output) if output is not None and answer.plans else {}
     if as_json:
         print_json(
             {
+                "today": today and facts(today),
                 "plans": [facts(each) for each in answer.plans],
                 "without_overlap": other and facts(other),
                 "rejected": dict(answer.rejected.most_common()),
@@ -112,7 +119,7 @@ def plan_command(
             }
         )
     else:
-        _print_answer(answer, None if other is None else _worth_of_overlap(kept, other))
+        _print_answer(answer, today, None if other is None else _worth_of_overlap(kept, other))
     for path, text in files.items():
         write_whole(path, text)
         if not as_json:
@@ -135,10 +142,10 @@ def _whole(text: str) -> int | str:
     return int(text) if text.isdecimal() and len(text) < 10 else text
 
 
-def _print_answer(answer: Answer, overlap: str | None) -> None:
+def _print_answer(answer: Answer, today: Plan | None, overlap: str | None) -> None:
     out = console()
     if answer.plans:
-        out.print(_table(answer.plans))
+        out.print(_table(answer.plans, today))
         if overlap is not None:
             out.print(overlap, soft_wrap=True, markup=False)
     reasons = FittingTable(("rejected", "reason"), text=("rejected", "reason"))
@@ -151,7 +158,22 @@ def _print_answer(answer: Answer, overlap: str | None) -> None:
     out.print(f"{answer.considered} combinations considered in {answer.seconds:.1f} s", soft_wrap=True)
 
 
-def _table(plans: Sequence[Plan]) -> FittingTable:
+def _as_it_stands(run: Run, pace: MeasuredSlowdown | None) -> Plan | None:
+    """Return the run with its own parallelism and schedule; ``None`` if it has no such price or does not fill its cluster."""
+    choice = run.schedule
+    has_further = choice.overlap_steps or (choice.slices or 1) > 1 or {choice.offload, choice.vocab_parallel} != {OFF}
+    if has_further or run.parallelism.ranks != run.cluster.num_devices:
+        return None
+    try:
+        way = as_it_stands(run, pace)
+    except PipememError:
+        return None
+    if way.refusal is not None and way.refusal.code != "does-not-fit":
+        return None
+    return Plan(run, Base(Group(run, way.step, (), None, 0.0, 0.0), way.order), None, way.makespan, way.peaks)
+
+
+def _table(plans: Sequence[Plan], today: Plan | None) -> FittingTable:
     columns = [
         "schedule",
         "tp",
@@ -169,6 +191,8 @@ def _table(plans: Sequence[Plan]) -> FittingTable:
     contexts = any(each.run.parallelism.cp > 1 for each in plans)
     if contexts:
         columns.insert(columns.index("mb"), "cp")
+    if today is not None:
+        columns.insert(columns.index("s/step") + 1, "gain on today")
     overlaps = any(each.gain is not None for each in plans)
     if overlaps:
         columns.insert(-1, "gain")
@@ -176,11 +200,11 @@ def _table(plans: Sequence[Plan]) -> FittingTable:
         "peak: everything on the fullest rank; of 1F1B: its activations, as a share of 1F1B's bytes for the same cut"
     )
     table = FittingTable(columns, text=("schedule", "recompute", "binds"), caption=caption)
-    for each in plans:
+    for each in plans if today is None else (today, *plans):
         cut = each.run.parallelism
-        name = "stock " * each.hides_messages + (
-            each.schedule if cut.chunks is None else f"{each.schedule} v={cut.chunks}"
-        )
+        is_stock = each.hides_messages or (each is today and each.run.schedule.name == STOCK)
+        name = "today: " * (each is today) + "stock " * is_stock + each.schedule
+        name += "" if cut.chunks is None else f" v={cut.chunks}"
         if (each.run.schedule.slices or 1) > 1:
             name += f" n={each.run.schedule.slices}" + " by FLOPs" * (each.run.schedule.slice_cut == FLOPS)
         table.add_row(
@@ -188,6 +212,7 @@ def _table(plans: Sequence[Plan]) -> FittingTable:
             *map(str, (cut.tp, cut.pp, cut.dp, *([cut.cp] if contexts else []), cut.micro_batch)),
             each.run.schedule.recompute,
             f"{each.seconds:.4g}",
+            *([] if today is None else ["-" if each is today else f"{1 - each.seconds / today.seconds:.1%}"]),
             f"{each.mfu:.1%}",
             gibibytes(each.peak),
             "-" if each.share_of_1f1b is None else f"{each.share_of_1f1b:.2f}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,4 +31,6 @@ def test_the_table_is_current():
     page = (ROOT / "docs" / "choosing-a-schedule.md").read_text(encoding="utf-8")
     table = page.split("<!-- recipes -->\n")[1].split("\n<!-- end of recipes -->")[0]
     assert table in done.stdout
-    assert "36 of 102 recipes" in done.stdout and "\n9 gain more" in done.stdout
+    understood = re.search(r"It can price (\d+ of \d+)\. .*?Of the \d+, (\d+) gain more", page, re.DOTALL)
+    assert f"\n{understood[1]} recipes" in done.stdout and f"\n{understood[2]} gain more" in done.stdout
+    assert f"of {understood[1].split()[0]} public recipes" in (ROOT / "README.md").read_text().replace("Of", "of")

@@ -67,6 +67,23 @@ def test_the_run_is_written_as_a_run_file(pipemem, script, tmp_path):
     assert run.flags["use-distributed-optimizer"] is True
 
 
+def test_plans_are_compared_with_the_run_as_it_stands(pipemem, pipemem_json, script, tmp_path):
+    out = tmp_path / "run.yaml"
+    pipemem("advise", script, "--env", "NNODES=2", "--write", out)
+    only = [
+        word
+        for each in ("pp=8", "tp=1", "schedule=zb-h1", "recompute=none", "variant=plain")
+        for word in ("--only", each)
+    ]
+    words = ("plan", out, "--search-seconds", 0, *only)
+    found, ways = pipemem_json(*words), pipemem_json("advise", out)["ways"]
+    assert found["today"]["seconds"] == ways["today"]["seconds"] and found["today"]["schedule"] == "1f1b"
+    assert ways["same memory"]["seconds"] in [each["seconds"] for each in found["plans"]]
+    shown = pipemem(*words).stdout
+    assert "today: stock 1f1b" in shown and f"{ways['same memory']['gain']:.1%}" in shown
+    assert pipemem_json(*words, "--set", "cluster.nodes=4")["today"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
