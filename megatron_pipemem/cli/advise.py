@@ -169,7 +169,10 @@ def _held(way: Way) -> str:
 
 
 def _compared(way: Way, reading: Reading, advice: Advice) -> str:
-    """Return a way's step against that of today and of tuned stock, its memory, its messages, and the words that lead to it."""
+    """Return the line about a schedule: how much shorter its step is than today's, its memory, and the words to add.
+
+    If tuned stock Megatron is faster than today's run, the step is compared with that too.
+    """
     today, stock = advice.today, advice.stock
     against = f"a step is {_difference(way.gain(today))}"
     if stock is not None and stock is not way and stock.gain(today) >= AS_FAST:
@@ -184,7 +187,10 @@ def _difference(gain: float) -> str:
 
 
 def _addition(reading: Reading, way: Way) -> str:
-    """Return the words that bring a run to a way, with the call that enables its schedule if the program has no flag for it."""
+    """Return the flags or settings that make the run use ``way``, and the flags to remove.
+
+    If the program has no flag for schedules, the Python call that enables the schedule comes first.
+    """
     added, gone = changes(reading.consumer, reading.run, way)
     where, enabled = reading.consumer.where, call(way)
     lines = [enabled] if where is not None and enabled is not None else []
@@ -193,7 +199,7 @@ def _addition(reading: Reading, way: Way) -> str:
 
 
 def _answer(reading: Reading, advice: Advice) -> str:
-    """Return the line to paste, or why there is none."""
+    """Return the line for the user to add, or the reason why nothing should be added."""
     today, stock = advice.today, advice.stock
     if advice.verdict == "stay":
         return "stay as you are: no schedule is 1 % faster in this memory, or as fast in less"

@@ -102,7 +102,7 @@ _ENTRIES = {
     ),
     "explore": _Entry(
         "explore.explore",
-        "Serve a page with sliders: timelines, memory, bubble and peak of two schedules follow at once.",
+        "Serve a page on which sliders change two schedules, with their timelines, memory, bubble and peak.",
     ),
     "pareto": _Entry(
         "simulate.pareto",

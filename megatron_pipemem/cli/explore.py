@@ -1,4 +1,4 @@
-"""``pipemem explore``: schedules on a page whose sliders change sizes and prices."""
+"""``pipemem explore``: serve or write a page on which sliders change the sizes and prices of schedules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_pipemem.schedule.registry import families
 
 
 def schedule_groups() -> Groups:
-    """Return the schedules that the page lists, by heading."""
+    """Return the names of the schedules that the page offers, under each heading."""
     names = [each.name for each in families()]
     return {
         "to choose from": [*(name for name in names if name not in RESEARCH), AUTO],
@@ -40,14 +40,14 @@ def explore(
     as_json: Json = False,
     modules: ScheduleModules = None,
 ) -> None:
-    """Serve a page with sliders: timelines, memory, bubble and peak of two schedules follow at once.
+    """Serve a page on which sliders change two schedules, with their timelines, memory, bubble and peak.
 
-    Only browsers of this machine reach it. Choose schedules, devices, microbatches, chunks, seconds of F, I and W, the time of
-    a message and a memory cap. The address of the page holds all choices. Pictures, schedules, times and the command line
-    for the same numbers can be saved.
+    Only browsers on this machine can open the page. Choose schedules, devices, microbatches, chunks, seconds of F, I
+    and W, the time of a message and a memory cap. The address of the page has all choices. Pictures, schedules, times
+    and the command line for the same numbers can be saved.
 
-    An exported page computes in the browser that shows it. It lacks numpy, so po-h and po-f are left out, and some searches
-    of auto end with an error that says so.
+    An exported page needs no server, because the browser computes everything. It has no numpy. So po-h and po-f are
+    left out, and some searches of auto end with an error that says so.
 
     Examples:
         # open the printed address in a browser, and end it with Ctrl-C

@@ -1,4 +1,4 @@
-"""Shapes of public models by their names on Hugging Face, so that no network is needed for them."""
+"""The shapes of public models, by their names on Hugging Face. They ship with the package, so no network is needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _SAME_SHAPE = re.compile(r"-(instruct|base|chat|it|thinking|hf|bf16|fp8|rl|sft|\
 
 
 def known_model(name: str) -> Model | None:
-    """Return the shape of a model by its name, or by the path of a folder with that name; ``None`` if it is unknown."""
+    """Return the shape of a model, or ``None`` if it is unknown.
+
+    ``name`` is its name on Hugging Face, or the path of a folder whose name is that name.
+    """
     shapes: dict[str, str | dict[str, Any]] = _table()["shapes"]
     shape: str | dict[str, Any] = _key(name)
     while isinstance(shape, str) and shapes.get(shape, shape) != shape:
@@ -27,7 +30,7 @@ def known_model(name: str) -> Model | None:
 
 
 def unpriced_part(name: str) -> str | None:
-    """Return the part of a model that has no price, by the model's name; ``None`` if there is none known."""
+    """Return the part of this model that has no price, for example ``a vision tower``, or ``None``."""
     key = _key(name)
     return next((part for part, names in _table()["unpriced"].items() if key.startswith(tuple(names))), None)
 

@@ -1,6 +1,6 @@
-"""The HTML page of timelines: ``page.html``, ``page.css`` and ``page.js`` in this folder, with the timelines as JSON.
+"""Fill the HTML page of timelines, ``page.html``, ``page.css`` and ``page.js`` in this folder, with JSON data.
 
-This module imports the standard library only, because the explorer computes the data in a browser.
+This module needs no other installed package, because the explorer runs it in a browser.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def page(timelines: Sequence[Timeline]) -> str:
 
 
 def page_data(timelines: Sequence[Timeline], limit: float = 1.0) -> dict[str, object]:
-    """Return all data that ``page.js`` draws. ``limit`` is the dashed line of memory in units."""
+    """Return all data that ``page.js`` draws. ``limit`` is the place of the dashed memory line, in activation units."""
     runs = [DrawnRun(timeline) for timeline in timelines]
     return {
         "kinds": {kind.value: kind.spec.says for kind in COMPUTE},
@@ -36,7 +36,10 @@ def page_data(timelines: Sequence[Timeline], limit: float = 1.0) -> dict[str, ob
 
 
 def filled(data: object, title: str, facts: str, **more: str) -> str:
-    """Return ``page.html`` with its data. ``more`` has HTML for ``controls``, and text for ``style`` and ``script``."""
+    """Return ``page.html`` with this data, title and text.
+
+    ``more`` has HTML for ``controls``, and text that is added to ``style`` and ``script``.
+    """
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     parts = {
         "@TITLE@": escape(title),
