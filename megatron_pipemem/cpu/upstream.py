@@ -146,6 +146,8 @@ def install(emulate_fused_gradients: bool) -> None:
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    from megatron_pipemem.cpu import context_parallel
+
     # The wheel contains the compiled helpers but no Makefile.
     dataset_utils.compile_helpers = lambda: None
     # Megatron chooses PyTorch's softmax by shape, and does not check whether its own kernels exist.
@@ -158,5 +160,6 @@ def install(emulate_fused_gradients: bool) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         # The final norm of a HybridModel is not in its specification.
         hybrid_block.TENorm = WrappedTorchNorm
+    context_parallel.install()
     _install_adam()
     _install_writer()

@@ -381,7 +381,7 @@ def _batch(model: Model, execution: Execution, position: int) -> dict[str, torch
     tokens = torch.randint(model.vocabulary, size, device=device)
     mask = None
     if execution.attention == "unfused":
-        mask = torch.ones(1, 1, model.sequence, model.sequence, dtype=torch.bool, device=device).triu(1)
+        mask = torch.ones(1, 1, size[1], model.sequence, dtype=torch.bool, device=device).triu(1)
     return {
         "tokens": tokens,
         "labels": tokens.clone(),

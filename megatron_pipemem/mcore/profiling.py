@@ -13,6 +13,7 @@ import torch
 
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.model import Execution, Model, Passes, Sublayer
+from megatron_pipemem.cpu import is_active
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.lone_stage import FIRST, LAST, MIDDLE, build_stage, changes, lone_rank, run_stage
 from megatron_pipemem.planner.activations import gathered_bytes, message_bytes
@@ -92,7 +93,7 @@ def _check(model: Model, execution: Execution, fake: bool) -> None:
             "cannot-profile",
             "8-bit products run in Transformer Engine's layers, and profiling builds local ones; give --formulas",
         )
-    if execution.cp > 1 and (not fake or execution.attention == "unfused"):
+    if execution.cp > 1 and not (fake and (execution.attention == "flash" or is_active())):
         raise UnsupportedError(
             "cannot-profile",
             "attention over a sequence shared by context-parallel ranks needs those ranks: profile with cp 1, or give "

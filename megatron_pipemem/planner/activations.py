@@ -92,18 +92,27 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
         yield Saved("query and key norms' statistics", n * (model.heads / tp + groups) * _SUM, "I", statistic=True)
     own = rotated or model.qk_norm  # whether queries and keys are not views of the projection's output
     if execution.attention == "unfused" and model.heads / tp > groups and not execution.recomputes("core_attn"):
-        yield Saved("repeated keys and values", 2 * heads, "I")
+        yield Saved("repeated keys and values", 2 * heads * _key_shards(execution), "I")
         # With a single group they are a view of the projection's output.
         views = groups == 1 and not own
         yield Saved("queries", output if views else heads, "I")
         if model.qk_norm:
             yield Saved("keys before their norm", output, "I")
         return
+    if _key_shards(execution) > 1:
+        yield Saved("keys and values of the whole sequence", 2 * keys * _key_shards(execution), "I")
+        yield Saved("queries", heads if rotated and not model.qk_norm else output, "I")
+        return
     yield Saved("queries, keys and values", output, "I")
     if own:
         yield Saved("rotated or normal queries and keys", heads + keys, "I")
     elif model.heads / tp > groups > 1:  # with a single group they are a view
         yield Saved("queries of all groups", heads, "I")
+
+
+def _key_shards(execution: Execution) -> int:
+    """Return the number of context-parallel ranks whose keys and values a layer keeps. Flash attention keeps its own only."""
+    return execution.cp if execution.attention == "unfused" else 1
 
 
 def _unquantised_output(execution: Execution, nbytes: float) -> Iterable[Saved]:
@@ -127,7 +136,8 @@ def _score_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     yield Saved("softmax's output", scores * _SUM, "I", ("core_attn",))
     if e != _SUM:
         yield Saved("softmax's output, rounded", scores * e, "I", ("core_attn",))
-    yield Saved("causal mask", model.sequence**2, "I", ("core_attn",))  # a layer's own, unless the batch brings one
+    # A layer's own, unless the batch brings one.
+    yield Saved("causal mask", model.sequence**2 / execution.cp, "I", ("core_attn",))
     if model.dropout:
         yield Saved("attention's dropout", scores * (1 + e), "I", ("core_attn",))
 
@@ -157,8 +167,9 @@ def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     yield _rotations(model, execution, model.qk_pos_emb_head_dim, ("mla_up_proj",))
     yield from _score_tensors(model, execution)
     heads = n * model.heads / tp * e
-    yield Saved("queries and keys", 2 * heads * model.latent_query_channels, "I", ("mla_up_proj",))
-    yield Saved("values", heads * model.v_head_dim, "I", ("mla_up_proj",))
+    shards = _key_shards(execution)
+    yield Saved("queries and keys", (1 + shards) * heads * model.latent_query_channels, "I", ("mla_up_proj",))
+    yield Saved("values", shards * heads * model.v_head_dim, "I", ("mla_up_proj",))
     yield Saved("attention's output", heads * model.v_head_dim, "W")
     yield from _unquantised_output(execution, heads * model.v_head_dim)
 

@@ -14,6 +14,7 @@ from megatron_pipemem.schedule.registry import build_schedule
 
 COUNT = """
 import json, sys
+from dataclasses import replace
 from pathlib import Path
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
@@ -21,24 +22,27 @@ from megatron_pipemem.cpu import activate
 activate()
 from megatron_pipemem.mcore.profiling import profile
 run = load("tiny-cpu", Run)
-Path(sys.argv[1]).write_text(json.dumps(profile(run.model, run.execution, run.cluster, 1).to_json()))
+for cp in (1, 2):
+    found = profile(run.model, replace(run.execution, cp=cp), run.cluster, 1)
+    Path(sys.argv[1], f"{cp}.json").write_text(json.dumps(found.to_json()))
 """
 
 
 @pytest.fixture(scope="module")
-def profiled(tmp_path_factory) -> Costs:
-    """In a process of its own, which sets Megatron up for the CPU."""
-    costs = tmp_path_factory.mktemp("profiled") / "costs.json"
-    done = subprocess.run([sys.executable, "-c", COUNT, str(costs)], capture_output=True, text=True)
+def profiled(tmp_path_factory) -> dict[int, Costs]:
+    """Costs by the number of context-parallel ranks, from a process of its own, which sets Megatron up for the CPU."""
+    folder = tmp_path_factory.mktemp("profiled")
+    done = subprocess.run([sys.executable, "-c", COUNT, str(folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return Costs.from_json(costs)
+    return {cp: Costs.from_json(folder / f"{cp}.json") for cp in (1, 2)}
 
 
-@pytest.mark.parametrize("name", ["1f1b", "v-half"])
-def test_peaks_of_real_ranks_follow_from_fake_tensors(train, profiled, name):
-    schedule = build_schedule(name, num_devices=4, num_microbatches=6)
-    changes = profiled.memory_changes(schedule.placement)
+@pytest.mark.parametrize(("name", "pp", "cp"), [("1f1b", 4, 1), ("v-half", 4, 1), ("v-half", 2, 2)])
+def test_peaks_of_real_ranks_follow_from_fake_tensors(train, profiled, name, pp, cp):
+    schedule = build_schedule(name, num_devices=pp, num_microbatches=6)
+    changes = profiled[cp].memory_changes(schedule.placement)
     foretold = [max(held_after(actions, changes)) for actions in lower(schedule).actions]
-    run = train(name, "--untie-embeddings-and-output-weights")
+    cut = ("--pipeline-model-parallel-size", str(pp), "--context-parallel-size", str(cp))
+    run = train(name, "--untie-embeddings-and-output-weights", *cut)
     assert foretold == run.counted_peaks
     assert len(set(foretold)) > 1, "ranks that all hold the same would not tell one stage from another"

@@ -269,6 +269,10 @@ CROSSED = {
         for position, name, heads in (("rope", "tp4", 2), ("learned", "tp4-scores", 2), ("rope", "scores", 1))
     },
     "latent tp2": (LATENT, EXECUTIONS["tp2"]),
+    **{
+        f"{name} cp2-scores": (model, Execution(cp=2, attention="unfused"))
+        for name, model in {"gpt": GPT, "llama": LLAMA, "latent": LATENT, "normed": replace(GPT, qk_norm=True)}.items()
+    },
     "experts ep2": (EXPERTS, Execution(ep=2)),
     "biased experts": (BIASED, Execution(ep=2)),
     "odd experts": (ODD, Execution(ep=2)),
@@ -302,7 +306,6 @@ def test_formulas_agree_with_megatrons_modules(lane, model, execution):
 
 def test_what_cannot_be_profiled_is_refused(lane):
     for model, execution, says in (
-        (GPT, Execution(cp=2, attention="unfused"), ("cannot-profile",)),
         (GPT, Execution(recompute="selective", recompute_modules=("mlp",)), ("cannot-profile", "mlp")),
         (GPT, Execution(recompute="selective", recompute_modules=("activation",)), ("cannot-profile",)),
         (FINE, again("moe_act"), ("cannot-profile",)),

@@ -1,0 +1,98 @@
+"""Attention of Megatron's local layers over a sequence that context-parallel ranks share.
+
+Upstream, only Transformer Engine's attention knows context parallelism. Here a rank gathers keys and values of the whole
+sequence, as Transformer Engine's ``all_gather`` does, and attends to them with its own queries.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron_pipemem.errors import UnsupportedError
+
+
+def shards(size: int) -> list[int]:
+    """Return the position in the sequence of each half of a rank's tokens, by rank: rank r has parts r and 2 ``size`` - 1 - r.
+
+    So all ranks have equally much causal attention. For two ranks these are the parts 0, 3, 1 and 2.
+    """
+    return [part for rank in range(size) for part in (rank, 2 * size - 1 - rank)]
+
+
+class _Gather(torch.autograd.Function):
+    """Gather a tensor ``[s / cp, ...]`` of every rank into ``[s, ...]`` in the order of the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        size = group.size()
+        gathered = [torch.empty_like(own) for _ in range(size)]
+        dist.all_gather(gathered, own.contiguous(), group=group)
+        parts = torch.cat(gathered).chunk(2 * size)
+        return torch.cat([part for _, part in sorted(zip(shards(size), parts, strict=True), key=lambda each: each[0])])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        parts, rank = total.chunk(2 * ctx.group.size()), ctx.group.rank()
+        return torch.cat([parts[part] for part in shards(ctx.group.size())[2 * rank : 2 * rank + 2]]), None
+
+
+def _mask(tokens: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    """Return the causal mask ``[1, 1, s / cp, s]`` of this rank's tokens; True where a key is later than the query."""
+    size, rank = group.size(), group.rank()
+    positions = torch.arange(size * tokens, device=device)
+    parts = positions.chunk(2 * size)
+    own = torch.cat([parts[part] for part in shards(size)[2 * rank : 2 * rank + 2]])
+    return (positions[None, :] > own[:, None])[None, None]
+
+
+def _build(build: Callable[..., None]) -> Callable[..., None]:
+    def built(self: DotProductAttention, config: Any, *args: Any, **kwargs: Any) -> None:
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1  # which Megatron requires here
+        build(self, alone, *args, **kwargs)
+        self.config = config
+        if config.context_parallel_size > 1 and (
+            self.attn_mask_type is not AttnMaskType.causal or self.scale_mask_softmax.window_size is not None
+        ):
+            raise UnsupportedError(
+                "not-on-cpu",
+                "context parallelism on CPU ranks has causal attention to the whole sequence only; pass "
+                "--context-parallel-size 1",
+            )
+
+    return built
+
+
+def _attend(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def attended(
+        self: DotProductAttention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if self.config.context_parallel_size > 1:
+            group = self.pg_collection.cp
+            mask = _mask(query.size(0), group, query.device) if mask is None else mask
+            key, value = (_Gather.apply(each, group) for each in (key, value))
+        return attend(self, query, key, value, mask, *args, **kwargs)
+
+    return attended
+
+
+def install() -> None:
+    """Let the local attention run with more than one context-parallel rank."""
+    DotProductAttention.__init__ = _build(DotProductAttention.__init__)
+    DotProductAttention.forward = _attend(DotProductAttention.forward)
