@@ -164,7 +164,7 @@ def train_with_transformer_engine(tmp_path_factory, text) -> Iterator[Callable[.
     ``mamba_ssm`` as ``tests/mamba`` computes it.
     """
     trainers: dict[tuple[str, int], Trainer] = {}
-    layers = ("--transformer-impl", "transformer_engine", "--attention-backend", "unfused")
+    layers = ("--transformer-impl", "transformer_engine")
 
     def stop() -> None:
         for kind in list(trainers):
@@ -174,9 +174,11 @@ def train_with_transformer_engine(tmp_path_factory, text) -> Iterator[Callable[.
         if (version, size) not in trainers:
             stop()
             folder = tmp_path_factory.mktemp("transformer_engine")
-            ranks = ConductedRanks("training", folder, [*packages.folders(version), MAMBA], size)
+            path = [*packages.folders(version), packages.FLASH_ATTENTION, MAMBA]
+            ranks = ConductedRanks("training", folder, path, size)
             trainers[version, size] = Trainer(ranks, folder, text)
-        return trainers[version, size](schedule, *layers, *flags, **how)
+        backend = () if "--attention-backend" in flags else ("--attention-backend", "unfused")
+        return trainers[version, size](schedule, *layers, *backend, *flags, **how)
 
     yield call
     stop()

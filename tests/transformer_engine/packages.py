@@ -33,6 +33,10 @@ def folders(version: str) -> list[str]:
     return [_installed(f"transformer_engine=={version}"), _installed(*NEEDS), str(Path(__file__).parent)]
 
 
+FLASH_ATTENTION = str(Path(__file__).with_name("flash"))
+"""Where the stand-in of flash-attn lies, for the module search path."""
+
+
 def consumers() -> list[str]:
     """Where the programs that train with Megatron lie, and Transformer Engine, of which they take the layers.
 
