@@ -269,7 +269,7 @@ def test_microbatches_of_a_costs_file_that_are_not_alike(pipemem, pipemem_json, 
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        (("pipedream",), "updates after every microbatch"),
+        (("pipedream",), "updates weights after every microbatch"),
         (("gems",), "two replicas of the model"),
         (("zbv", "--offload", "full"), "pass --pipemem-offload off"),
     ],
