@@ -31,6 +31,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
+from megatron.core.utils import get_batch_on_this_cp_rank
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -361,7 +362,8 @@ class _MadeUpMessages:
 
 def _forward_step(data, model):
     """Run the model on the next batch, as the forward step of a training script does."""
-    batch = next(data)
+    group = parallel_state.get_context_parallel_group()
+    batch = get_batch_on_this_cp_rank(dict(next(data)), is_hybrid_cp=False, cp_group=group)
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return output, partial(_loss, batch["loss_mask"])
 
@@ -376,12 +378,12 @@ def _loss(loss_mask: torch.Tensor, output: torch.Tensor):
 def _batch(model: Model, execution: Execution, position: int) -> dict[str, torch.Tensor | None]:
     if position == MIDDLE:  # reads no data; its layers make the masks they need, and keep them
         return dict.fromkeys(("tokens", "labels", "position_ids", "loss_mask", "attention_mask"))
-    size = (execution.micro_batch, model.sequence // execution.cp)
+    size = (execution.micro_batch, model.sequence)
     device = torch.cuda.current_device()
     tokens = torch.randint(model.vocabulary, size, device=device)
     mask = None
     if execution.attention == "unfused":
-        mask = torch.ones(1, 1, size[1], model.sequence, dtype=torch.bool, device=device).triu(1)
+        mask = torch.ones(1, 1, model.sequence, model.sequence, dtype=torch.bool, device=device).triu(1)
     return {
         "tokens": tokens,
         "labels": tokens.clone(),
