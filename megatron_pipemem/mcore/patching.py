@@ -32,9 +32,9 @@ class Symbol:
         return f"{self.module}.{self.name}"
 
     @property
-    def of_training(self) -> bool:
-        """Whether the function is in ``megatron.training``, which some programs do not use."""
-        return self.module.startswith("megatron.training.")
+    def of_program(self) -> bool:
+        """Whether the function is in a program over Megatron-Core, which not every run imports."""
+        return self.module.startswith(("megatron.training.", "megatron.bridge."))
 
     def owner(self) -> tuple[object, str]:
         """Return the module or class that has the function as an attribute, and the attribute's name."""
@@ -91,7 +91,7 @@ class Feature:
     """A part of this package that replaces functions of Megatron."""
 
     def replacements(self) -> Replacements:
-        """Return the functions to replace. Those of ``megatron.training`` are skipped if the program lacks it."""
+        """Return the functions to replace. Those of programs that are not imported are skipped."""
         return []
 
 

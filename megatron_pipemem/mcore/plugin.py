@@ -98,9 +98,8 @@ class _Enabled:
         """Replace the functions of Megatron that all features need; after an UpstreamError none is replaced."""
         for symbol in USED:
             symbol.resolve()
-        with_training = is_imported("megatron.training.training")
         replacements = [each for feature in self.features for each in feature.replacements()]
-        self.patches.install([each for each in replacements if with_training or not each[0].of_training])
+        self.patches.install([each for each in replacements if not each[0].of_program or is_imported(each[0].module)])
 
 
 def _pricing(request: Request, programs: Programs) -> list[Extension]:

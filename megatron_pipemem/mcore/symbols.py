@@ -93,6 +93,9 @@ SELECT_SEGMENT = Symbol(
     ("main_pattern", "pp_group", "vp_stage"),
 )
 GET_MODEL = Symbol(_TRAINING, "get_model", ("model_provider_func",), by_name=True)
+PROVIDE_CHUNKS = Symbol(
+    "megatron.bridge.models.model_provider", "_create_model", ("model_provider", "model_type", "pg_collection")
+)
 
 # Splitting backwards.
 LINEAR = Symbol(

@@ -19,13 +19,13 @@ STEPS = ((5, 9, 16), (3,), (12, 7))
 """Lengths of the sequences of every second microbatch: another number of microbatches per step."""
 
 
-def configuration(kind: str, tied: bool):
+def configuration(kind: str, tied: bool, layers: int = LAYERS):
     from transformers import AutoConfig  # takes seconds, which processes that only collect tests need not spend
 
     return AutoConfig.for_model(
         kind,
         architectures=[ARCHITECTURES[kind]],
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         hidden_size=HIDDEN,
         intermediate_size=INNER,
         vocab_size=VOCABULARY,
@@ -37,13 +37,13 @@ def configuration(kind: str, tied: bool):
     )
 
 
-def write_model(folder: Path, kind: str, tied: bool) -> dict:
+def write_model(folder: Path, kind: str, tied: bool, layers: int = LAYERS) -> dict:
     """Write configuration and weights; return what a case needs to know of them."""
     shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
     if not tied:
         shapes["lm_head.weight"] = (VOCABULARY, HIDDEN)
     heads = {"q": HIDDEN, "k": HIDDEN // 2, "v": HIDDEN // 2}
-    for layer in range(LAYERS):
+    for layer in range(layers):
         own = {
             "input_layernorm.weight": (HIDDEN,),
             "post_attention_layernorm.weight": (HIDDEN,),
@@ -56,7 +56,7 @@ def write_model(folder: Path, kind: str, tied: bool) -> dict:
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
     generator = torch.Generator().manual_seed(7)
     weights = {name: torch.randn(shape, generator=generator) * 0.1 + ("norm" in name) for name, shape in shapes.items()}
-    configuration(kind, tied).save_pretrained(folder)
+    configuration(kind, tied, layers).save_pretrained(folder)
     save_file(weights, folder / "model.safetensors")
     return {"kind": kind, "tied": tied, "weights": str(folder)}
 

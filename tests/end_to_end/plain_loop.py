@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from functools import partial
 
@@ -195,6 +196,13 @@ def run(case: dict) -> dict:
         case: ``schedule``, ``ddp``, ``chunks`` of every rank; optionally ``settings`` of the plugin, ``tp``, and ``variable``:
             ``VARIABLE``, which are read at the ends of the model alone, or ``LENGTHS``, which every rank reads.
     """
+    if "example" in case:
+        sys.path.insert(0, case["example"])
+        try:
+            return {"losses": importlib.import_module("training_loop").train()}
+        finally:
+            megatron_pipemem.disable()
+            parallel_state.destroy_model_parallel()
     if "counted" in case:
         return {"told": wrongly_cut(case)}
     schedule, ddp, chunks = case["schedule"], case["ddp"], case["chunks"]

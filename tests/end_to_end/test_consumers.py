@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import packages
 import pytest
 from consumer_models import write_model
-from lanes import rest_nightly
+from lanes import nightly, rest_nightly
 from ranks import WARM, ConductedRanks
 
 LINEAR = {"placement": "linear", "seconds": 0.2}
@@ -19,15 +23,23 @@ SCHEDULES = {
     "interleaved": {"chunks": 2},
     "v-half": {"chunks": 2, "placed": True},
 }
-STOCK = {"schedule": "stock", "chunks": None, "placed": False}
+STOCK = {"schedule": "stock", "chunks": None, "placed": False, "ranks": 2}
+RECIPES = {"pretrain": "own_recipe:small_llama", "finetune": "bridge_recipe:llama"}
+CHUNKS = "config.model.virtual_pipeline_model_parallel_size"
+STATEMENTS = {
+    "zb-h1": 'megatron_pipemem.enable("zb-h1")',
+    "gis": f'megatron_pipemem.enable("gis"); {CHUNKS} = 2',
+    "v-half": "import bridge_recipe; bridge_recipe.change(config)",
+}
+PACKAGES = [str(Path(__file__).parents[up] / folder) for up, folder in ((1, "advise/bridge_packages"), (2, "examples"))]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Iterator[Callable[..., dict]]:
-    """``run(program, case)``: what the last of two ranks returns; equal requests are served from memory."""
-    folder = tmp_path_factory.mktemp("consumers")
-    preload = (*WARM, "consumer_programs")
-    ranks = ConductedRanks("consumer_programs", folder, packages.consumers(), size=2, preload=preload)
+    """``run(program, case)``: what the last rank returns; equal requests are served from memory."""
+    folder, path = tmp_path_factory.mktemp("consumers"), [*PACKAGES, *packages.consumers()]
+    preload = ("sitecustomize", *WARM, "consumer_programs")
+    ranks = ConductedRanks("consumer_programs", folder, path, size=4, preload=preload)
     known: dict[str, dict] = {}
 
     def call(program: str, **case) -> dict:
@@ -43,7 +55,8 @@ def run(tmp_path_factory) -> Iterator[Callable[..., dict]]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("weights")
-    return {kind: write_model(folder / kind, kind, tied) for kind, tied in (("llama", False), ("qwen2", True))}
+    made = {kind: write_model(folder / kind, kind, tied) for kind, tied in (("llama", False), ("qwen2", True))}
+    return made | {f"llama-{layers}": write_model(folder / str(layers), "llama", False, layers) for layers in (8, 80)}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +90,6 @@ def test_chunks_that_were_not_placed_are_refused_in_the_first_step(run, models):
     ),
 )
 def test_megatron_bridge_loads_trains_and_exports_as_under_stock(run, models, schedule, kind):
-    """It tells the ends of the model by the real ranks, so chunks of a V are built by its provider, one by one."""
     stock = run("megatron-bridge", by_provider=True, **models[kind])
     how = SCHEDULES[schedule] | {"placed": False}
     ours = run("megatron-bridge", schedule=schedule, by_provider=schedule != "v-half", **how, **models[kind])
@@ -85,9 +97,39 @@ def test_megatron_bridge_loads_trains_and_exports_as_under_stock(run, models, sc
     assert ours == stock
 
 
-def test_chunks_whose_ends_the_program_tells_by_real_ranks_are_refused(run, models):
-    told = run("megatron-bridge", schedule="v-half", by_provider=True, **SCHEDULES["v-half"], **models["llama"])["told"]
-    assert "where schedule v-half has" in told and "build_model_chunks()" in told
+def bridge_loop(run, loop: str, model: dict, statements: str = "", steps: int = 3) -> dict:
+    case = {"loop": loop, "recipe": RECIPES[loop], "statements": statements, "steps": steps}
+    return run("bridge-loop", ranks=4, **case, **model)
+
+
+@pytest.mark.parametrize(
+    ("loop", "schedule"),
+    rest_nightly(
+        [(loop, schedule) for loop in RECIPES for schedule in STATEMENTS],
+        [("finetune", "v-half")],
+        "the other loop, which is the same but for its data; test_mbridge_loads_trains_and_exports_as_under_stock",
+    ),
+)
+def test_megatron_bridges_own_loops_train_as_under_stock(run, models, loop, schedule):
+    """From weights of Hugging Face, on four ranks. A batch of ``finetune`` has its own length; both loops evaluate."""
+    stock = bridge_loop(run, loop, models["llama-8"])
+    assert len(stock["training"]) == 3 and len(set(map(repr, stock["training"]))) == 3 and stock["evaluation"]
+    assert bridge_loop(run, loop, models["llama-8"], STATEMENTS[schedule]) == stock
+
+
+@nightly("test_megatron_bridges_own_loops_train_as_under_stock, with statements in the same form")
+def test_statements_that_advise_prints_for_a_recipe_train(run, models):
+    """All 80 layers of the recipe, each of them narrow."""
+    path = os.pathsep.join([*PACKAGES, *packages.consumers(), os.environ.get("PYTHONPATH", "")])
+    command = "-W ignore -m megatron_pipemem advise bridge:llama31_70b_sft".split()
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    told = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=True)
+    ways = [line.rpartition(": ")[2] for line in told.stdout.splitlines() if "a step is" in line]
+    names = " ".join(ways)
+    assert len(ways) == 4 and all(each in names for each in ("zb-h1", "gis", "v-half", "parallel_layout"))
+    stock = bridge_loop(run, "finetune", models["llama-80"], steps=2)
+    for statements in ways:
+        assert bridge_loop(run, "finetune", models["llama-80"], statements, steps=2) == stock, statements
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from lanes import nightly, rest_nightly
@@ -164,6 +165,11 @@ def test_microbatches_that_differ_train_as_stock_but_for_the_order_of_sums(varia
 def test_a_model_that_is_cut_wrongly_is_refused_on_every_rank(ranks, schedule, chunks, counted, words):
     told = [result["told"] for result in ranks.run({"schedule": schedule, "chunks": chunks, "counted": counted})]
     assert words in told[0] and set(told) == {told[0]}
+
+
+def test_the_example_trains(ranks):
+    losses = ranks.run({"example": str(Path(__file__).parents[2] / "examples")})[-1]["losses"]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 1
 
 
 def test_a_failed_step_ends_on_every_rank_and_leaves_nothing_behind(ranks, losses):

@@ -49,7 +49,7 @@ def as_rank(monkeypatch):
         chunks = chunks or ChunkPlacement(lambda p, v: Placement.v_shape(p), is_round_robin=False, name="v-half")
         if chunks is not installed:
             patches.remove()
-            patches.install([(symbol, wrap) for symbol, wrap in chunks.replacements() if not symbol.of_training])
+            patches.install([(symbol, wrap) for symbol, wrap in chunks.replacements() if not symbol.of_program])
             installed = chunks
         return chunks
 

@@ -19,6 +19,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from megatron_pipemem.mcore.symbols import (
     LAYOUT_NUM_LAYERS,
     LAYOUT_OFFSET,
     NUM_LAYERS,
+    PROVIDE_CHUNKS,
     RANK,
     SELECT_SEGMENT,
     TIED_GRADIENTS,
@@ -158,7 +160,11 @@ class ChunkPlacement(Feature):
                 for symbol in (LAYER_OFFSET, NUM_LAYERS, LAYOUT_OFFSET, LAYOUT_NUM_LAYERS)
             ),
         ]
-        building: Replacements = [(BUILD_STAGES, self._build_stages), (GET_MODEL, self._get_model)]
+        building: Replacements = [
+            (BUILD_STAGES, self._build_stages),
+            (GET_MODEL, self._get_model),
+            (PROVIDE_CHUNKS, self._provide_chunks),
+        ]
         if self.is_round_robin:
             return [] if self.cut is None else building
         return [*ranks, *building]
@@ -290,6 +296,25 @@ class ChunkPlacement(Feature):
             return built[vp_stage or 0] if placement.replicas == 1 else _Chunks(built)
 
         return original(provider, *args, **kwargs)
+
+    def _provide_chunks(self, original: Callable, model_provider: Any, model_type: Any, pg_collection) -> list:
+        """Build the chunks of a provider of Megatron-Bridge. ``original`` tells the ends of the model by the real ranks."""
+        vp_size = model_provider.virtual_pipeline_model_parallel_size
+        placement = self.for_model(pg_collection.pp.size(), vp_size)
+        if placement.is_round_robin and self.cut is None:
+            return original(model_provider, model_type, pg_collection=pg_collection)
+
+        def provide(pg_collection: ProcessGroupCollection, **chunk: Any) -> torch.nn.Module:
+            model_provider._pg_collection = pg_collection  # from which it takes the groups of a chunk
+            return model_provider.provide(**chunk)
+
+        built = self.build_chunks(provide, pg_collection, vp_size)
+        model_provider._pg_collection = pg_collection
+        finished = SimpleNamespace(
+            virtual_pipeline_model_parallel_size=vp_size,
+            provide=lambda *, vp_stage=None, **_: built[vp_stage or 0] if placement.replicas == 1 else _Chunks(built),
+        )
+        return original(finished, model_type, pg_collection=pg_collection)
 
 
 class _Chunks(list):

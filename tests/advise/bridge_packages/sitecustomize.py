@@ -1,6 +1,7 @@
-"""Let Megatron-Bridge's recipes be imported where its data loaders and vision libraries are not installed.
+"""Let Megatron-Bridge be imported where its data loaders and vision libraries are not installed.
 
 Recipes import them and never use them. Only packages that Megatron-Bridge imports itself, and that are missing, are replaced.
+Its training loop calls the functions of ``ANSWERS``, which answer as the packages do.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ MISSING = (
     "torch.utils.tensorboard",
     "megatron.energon",
 )
+ANSWERS = {"get_tensor_shapes_adjust_fn_for_distillation": lambda model, **_: None}
+"""What modelopt answers for a model that it did not make."""
 
 
 class Absent(ModuleType):
@@ -32,7 +35,9 @@ class Absent(ModuleType):
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = _decorator if name.islower() else type(name, (), {"__init__": lambda self, *_, **__: None})
+        made = ANSWERS.get(name, _decorator)
+        if not name.islower():
+            made = type(name, (), {"__init__": lambda self, *_, **__: None})
         setattr(self, name, made)
         return made
 

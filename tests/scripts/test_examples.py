@@ -1,0 +1,50 @@
+"""The scripts of examples/ are what the pages say: the line of ``pipemem advise`` is the difference of two of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.training")
+
+from megatron_pipemem.advise.shell import training_command
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BEFORE, AFTER, JOB = (EXAMPLES / name for name in ("launch_before.sh", "launch_after.sh", "slurm_job.sh"))
+
+
+def test_the_line_of_advise_makes_one_launch_script_the_other():
+    command = [sys.executable, "-m", "megatron_pipemem", "advise", str(BEFORE), "--json"]
+    advice = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    before, after = (training_command(path.read_text(encoding="utf-8")) for path in (BEFORE, AFTER))
+    place = before.index("pretrain_gpt.py")
+    added = next(way["add"] for kind, way in advice["ways"].items() if kind not in ("today", "stock"))
+    assert [*before[:place], "-m", "megatron_pipemem", "run", *before[place:], *added] == after
+
+
+@pytest.mark.skipif(os.name != "posix", reason="runs bash")
+def test_the_slurm_job_starts_the_launch_script_on_every_node(tmp_path):
+    commands = {
+        "scontrol": "printf 'first\\nsecond\\n'",
+        "srun": 'shift; SLURM_NODEID=1 "$@"',
+        "torchrun": 'printf "%s\\n" torchrun "$@"',
+    }
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    of_slurm = {"SLURM_SUBMIT_DIR": str(EXAMPLES.parent), "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
+    environment = os.environ | of_slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", str(JOB), "checkpoints", "tokenizer", "data"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    given = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first", "1": "checkpoints", "2": "tokenizer", "3": "data"}
+    assert done.stdout.split("\n")[:-1] == training_command(AFTER.read_text(encoding="utf-8"), given)
