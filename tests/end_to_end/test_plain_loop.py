@@ -169,7 +169,7 @@ def test_a_model_that_is_cut_wrongly_is_refused_on_every_rank(ranks, schedule, c
 
 def test_the_example_trains(ranks):
     losses = ranks.run({"example": str(Path(__file__).parents[2] / "examples")})[-1]["losses"]
-    assert len(losses) == 20 and losses[-1] < losses[0] - 1
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.5
 
 
 def test_a_failed_step_ends_on_every_rank_and_leaves_nothing_behind(ranks, losses):
