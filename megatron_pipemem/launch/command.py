@@ -231,6 +231,8 @@ def _expert_layers(model: Model) -> int | str | None:
 
 def _parallelism_flags(run: Run) -> Flags:
     cut = run.parallelism
+    # Megatron refuses the number of chunks next to a layout, which says it too.
+    says_chunks = run.schedule.name == STOCK and run.flags.get(layout.FLAG) is None
     return {
         "tensor-model-parallel-size": cut.tp,
         "pipeline-model-parallel-size": cut.pp,
@@ -240,7 +242,7 @@ def _parallelism_flags(run: Run) -> Flags:
         "sequence-parallel": cut.sequence_parallel,
         "micro-batch-size": cut.micro_batch,
         "global-batch-size": cut.global_batch,
-        VIRTUAL_STAGES: cut.chunks if run.schedule.name == STOCK else None,
+        VIRTUAL_STAGES: cut.chunks if says_chunks else None,
     }
 
 
