@@ -1,6 +1,6 @@
 """Fine-tune Llama with Megatron-Bridge under another schedule than its recipe has.
 
-cd examples && pipemem advise bridge:bridge_recipe:llama        # prints the statements of change()
+cd examples && pipemem advise bridge:bridge_recipe:llama        # prints statements like those of change()
 LLAMA=/models/Meta-Llama-3.1-70B torchrun --nnodes 4 --nproc-per-node 8 ... bridge_recipe.py
 """
 
