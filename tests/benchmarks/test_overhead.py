@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+from lanes import nightly
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 
+@nightly("end_to_end/test_families.py runs these engines, and test_emulated_devices.py one rank that plays all")
 def test_every_engine_has_a_time_on_ranks_and_played_by_one(benchmark, tmp_path):
     output = tmp_path / "overhead.json"
     benchmark("overhead.py", "--quick", "--rounds", 1, "--output", output)

@@ -61,7 +61,9 @@ def test_trains_as_with_a_barrier(run_pair, name):
             assert overlapped[what] == value, what
 
 
-@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize(
+    "clips", rest_nightly([False, True], [True], "the loop that clips at times; the same without clipping above")
+)
 def test_megatrons_loop_shows_and_saves_the_same(train, tmp_path, clips):
     """Its log lines, evaluations and checkpoints come in between, and TensorBoard has the norm of every step."""
 

@@ -92,8 +92,9 @@ def differences(run, stock) -> dict:
     return {key: float((run.gradients[key] - wanted).norm() / wanted.norm()) for key, wanted in stock.gradients.items()}
 
 
-# Of two cases with the same flags and another schedule or another part of the model, one.
+# Of two cases with the same flags and another schedule or another part of the model, one: that with the cut vocabulary too.
 NIGHTLY = {
+    *("learned positions", "sequence parallel", "v-half, equal FLOPs", "v-half, evaluation"),
     *("rope", "equal FLOPs", "recomputed in part", "recomputed by the model", "loss per token", "evaluation"),
     *("v-half, offloaded", "v-half", "zbv", "v-half, tensor parallel", "one barrier of a cut vocabulary"),
     *("one microbatch, cut vocabulary", "two sequences a microbatch"),
