@@ -54,7 +54,7 @@ def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 def vocabulary_ways(
     request: Request, chosen: Callable[[Request], Choice], refused: Callable[[int, PipememError], None]
 ) -> dict[int, Choice]:
-    """Return the choice for every number of vocabulary barriers, 0 (no vocabulary passes), 1 and 2, by the number.
+    """Return the choice for every number of vocabulary barriers: 0 (no vocabulary passes), 1 and 2 are the keys.
 
     ``chosen`` returns the choice for a request. If it raises an error for 1 or 2 barriers, ``refused`` is called with
     the number and the error, and the result lacks that number.

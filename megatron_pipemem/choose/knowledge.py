@@ -113,7 +113,7 @@ class Knowledge:
     """The cache of finished searches; ``None`` always searches."""
 
     def with_measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> Knowledge:
-        """Return the knowledge with measured seconds (``costs``) and counted bytes (``changes``), unless ``None``.
+        """Add measured seconds (``costs``) and counted bytes (``changes``), either of which may be ``None``.
 
         If bytes were counted before, the new ones are those of a step that recomputed every stage selectively.
         """
@@ -193,7 +193,7 @@ class Knowledge:
         ]
 
     def excess(self, request: Request, schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-        """Return for every device by how much its peak exceeds the cap, in the unit of the costs' memory; else 0."""
+        """Return by how much the peak of every device exceeds its cap, in the unit of the costs' memory; at least 0."""
         caps = request.caps(schedule.num_devices)
         if caps is None:
             return (0.0,) * schedule.num_devices

@@ -87,7 +87,7 @@ class Variation:
         return values
 
     def _simulated(self, orders: Sequence[Order]) -> tuple[list[float], list[float]]:
-        """Simulate each order; return the makespans, and the largest excess over a cap as a share of the cap."""
+        """Simulate each order; return its makespan, and its largest excess over a device's cap as a share of the cap."""
         all_costs = [replace(self._costs, microbatch=self._weights.reordered(order)) for order in orders]
         held = [zip(peaks(self.schedule, costs), self._caps, strict=True) for costs in all_costs]
         excess = [max((now - cap) / (cap or 1.0) for now, cap in each) for each in held]
@@ -95,7 +95,7 @@ class Variation:
 
 
 def random_move(count: int, random: Random) -> Move:
-    """Return a function that changes an order of microbatches: it swaps two of them, or moves one."""
+    """Return a function that changes an order of microbatches: it swaps two, or moves one to another position."""
     first, second, swaps = random.randrange(count), random.randrange(count), random.random() < 0.5
 
     def moved(order: Sequence[int]) -> Order:
@@ -190,7 +190,7 @@ class ManyOrders:
         self._of_node = [_columns(part) for part in parts]
 
     def _price_messages(self, schedule: Schedule, costs: Costs, found: Dependencies, numbers: list[int]) -> None:
-        """Store the seconds of a message per link and microbatch, unless all are 0, and their row for every wait."""
+        """Store the seconds of messages per link and microbatch, and their index for every wait, unless all are 0."""
         prices, self._tokens = ActionPrices(schedule, costs), self._row(self._weights.tokens)
         seconds = [prices.of_message(link) for link in found.links]
         self._lags = None

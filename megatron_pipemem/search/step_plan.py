@@ -330,7 +330,7 @@ class _Search:
                 made = self._climbed(dispatcher, limits, anew or made)
 
     def _dispatched(self, dispatcher: Dispatcher, tries: Iterable[tuple[Ahead, Order]]) -> _Found | None:
-        """Return the fastest greedy schedule for these limits and orders, as many as there is time for.
+        """Return the fastest of the greedy schedules for these limits and orders, which are tried while there is time.
 
         If nothing better than the arrival order is known yet, go on without a time limit until one keeps the caps.
         """
