@@ -169,7 +169,7 @@ def simulate(
     - A sum over replicas takes ``costs.copy_sum``. It starts when all devices with a replica have their last gradients
       of the stage. Sums between the same devices run one after the other.
     - One of ``n`` sequence slices costs ``1/n`` of everything, unless the costs have a price per slice.
-    - A microbatch with a weight (``costs.microbatch``) costs that multiple of everything.
+    - Weights of microbatches (``costs.microbatch``) multiply the seconds and memory of their actions.
     - Copies to and from the host wait for their channel, in the order in which they are issued. A device that waits
       for a copy does nothing else.
 

@@ -87,7 +87,7 @@ class Variation:
         return values
 
     def _simulated(self, orders: Sequence[Order]) -> tuple[list[float], list[float]]:
-        """Simulate each order; return its makespan, and its largest excess over a device's cap as a share of the cap."""
+        """Simulate each order; return its makespan, and its largest excess over a device's cap, divided by the cap."""
         all_costs = [replace(self._costs, microbatch=self._weights.reordered(order)) for order in orders]
         held = [zip(peaks(self.schedule, costs), self._caps, strict=True) for costs in all_costs]
         excess = [max((now - cap) / (cap or 1.0) for now, cap in each) for each in held]
