@@ -248,7 +248,7 @@ class MemoryCapError(UnsupportedError):
 
 
 class UpstreamError(PipememError, ImportError):
-    """A function or class of Megatron-Core is missing, or has another signature than in the tested versions."""
+    """Megatron is missing or does not answer, or a function or class of it differs from the tested versions."""
 
 
 class VocabularyError(PipememError, ValueError):

@@ -312,7 +312,10 @@ class Plans:
         return len(self.kept) > before
 
     def add_all(self, orders: Iterable[tuple[str, Schedule]], deadline: float) -> None:
-        """Plan for every order that may beat the fastest plan so far. Stop at the deadline if a plan keeps the cap."""
+        """Call ``add`` for every order that may beat the fastest plan so far, until the deadline.
+
+        If no plan keeps the cap by then, go on until one does.
+        """
         new: list[tuple[float, str, Schedule]] = []
         for name, order in orders:
             known = (order.placement.devices, order.orders)

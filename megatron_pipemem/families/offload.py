@@ -59,7 +59,7 @@ def _prompt(timeline: Timeline, device: int, most: int) -> Order:
 def uniform_repeating(
     num_devices: int, num_microbatches: int, chunks: int = 2, placement: str = "interleaved"
 ) -> Schedule:
-    """Build the schedule with uniform repeating that ``pipe_offload`` adds offload to.
+    """Build a schedule with uniform repeating: forwards run at the steady rate from the beginning, and no W waits.
 
     ``placement`` is ``interleaved``, or ``v`` with 2 chunks.
     """

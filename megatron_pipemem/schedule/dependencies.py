@@ -47,7 +47,7 @@ class Walk(NamedTuple):
 
 @dataclass(eq=False)
 class Graph:
-    """Nodes in lanes, and their waits."""
+    """A graph of actions, its nodes: the lanes that run the nodes in order, and the nodes that each node waits for."""
 
     lanes: Sequence[Sequence[int]]
     """The nodes of every lane in running order. Every node is in one lane."""

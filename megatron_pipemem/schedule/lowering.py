@@ -194,7 +194,7 @@ def add_replica_reductions(
 
 
 def _place_after_gradients(actions: Order, places: dict[int, int]) -> None:
-    """Set the position of every sum of a device: where the device's gradients of that stage are complete."""
+    """Set the position of every sum over replicas on a device: where its gradients of that stage are complete."""
     passed = 0
     for action in actions:
         passed += action.kind in ORDERED
@@ -204,12 +204,12 @@ def _place_after_gradients(actions: Order, places: dict[int, int]) -> None:
 
 
 def _keep_order(places: dict[int, int]) -> None:
-    """Move sums to later positions where needed, so that no sum comes before those of deeper stages."""
+    """Move sums over replicas to later positions where needed, so that none comes before that of a deeper stage."""
     places |= zip(places, accumulate(places.values(), max), strict=True)
 
 
 def _postpone(places: list[dict[int, int]], placement: Placement, horizons: Horizons) -> bool:
-    """Move sums after the actions on which the other replicas' sums depend, and return whether any sum has moved."""
+    """Move sums over replicas after the actions that another replica's sum depends on; return whether any has moved."""
     moved = False
     for device, own in enumerate(places):
         for stage, place in own.items():

@@ -52,7 +52,7 @@ class Rerun(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MeasuredStep:
-    """The times of one step of a pipeline."""
+    """The measured times of all computing actions of one training step, and the values that are derived from them."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]

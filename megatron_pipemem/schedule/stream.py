@@ -94,7 +94,7 @@ class Window:
 
     @cached_property
     def versions_held(self) -> tuple[int, ...]:
-        """Return for every device the most weight versions that it holds at once."""
+        """Return for every device the most weight versions of its stage that it holds at once."""
         return versions_held(self.stream)
 
     @cached_property
