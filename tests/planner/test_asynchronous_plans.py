@@ -102,4 +102,4 @@ def test_what_cannot_update_by_the_microbatch_is_not_planned(run, reason):
 
 def test_two_versions_need_a_microbatch_for_every_rank():
     refused = answer("pipedream-2bw", replace(RUN, parallelism=Parallelism(global_batch=3)))
-    assert not refused.plans and any("as many microbatches as" in each for each in refused.rejected)
+    assert not refused.plans and any("as many microbatches per step as" in each for each in refused.rejected)
