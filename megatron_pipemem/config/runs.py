@@ -109,7 +109,10 @@ class ScheduleChoice(ScheduleOptions, Limited):
 
     @property
     def recomputes_by_action(self) -> bool:
-        """Whether recompute is an action of the schedule. Otherwise Megatron itself recomputes."""
+        """Whether selective recompute is an action of the schedule, RS.
+
+        Otherwise Megatron itself recomputes, if ``recompute`` is not ``none``. Full recompute is always Megatron's.
+        """
         return self.recompute == "selective" and self.name != STOCK and set(self.recompute_modules) == set(BY_ACTION)
 
     def __post_init__(self) -> None:

@@ -150,7 +150,10 @@ class Programs:
 
     @property
     def needs_seconds(self) -> bool:
-        """Return whether measured times of actions would improve the plan, whatever costs the request names."""
+        """Return whether the run must time its actions, because it offloads and has no speed of copies to the host.
+
+        ``--pipemem-costs profile`` times them in any case.
+        """
         return self.knowledge.lacks_seconds(self.request)
 
     @property

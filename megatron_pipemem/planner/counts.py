@@ -136,7 +136,10 @@ _MATRICES = {
 
 
 def _other_parameters(model: Model, execution: Execution, block: Sublayer) -> int:
-    """Return the number of parameters of a block outside its matrices: of norms and convolutions."""
+    """Return the number of parameters of a block that ``Matrix.parameters`` does not count.
+
+    They belong to norms. A Mamba block adds those of its convolution, and the decay, skip and step of each head.
+    """
     per_channel = 2 if model.norm == "layernorm" else 1
     if block is Sublayer.MERGE:  # norms of the embedding, of the hidden states, and after the layer
         return 3 * per_channel * model.hidden

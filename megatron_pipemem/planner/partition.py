@@ -61,7 +61,8 @@ def partition(loads: Loads, placement: Placement, start: Sequence[int] | None = 
 def _cut(measure: _Measure, with_needed: int = 0) -> list[int]:
     """Return the layers per stage for which the slowest stage takes least, and among these the least memory.
 
-    Each of the first ``with_needed`` stages starts with a layer of the kind that every device needs.
+    Each of the first ``with_needed`` stages has a layer of the kind that every device needs. If devices have several
+    stages, layers are then moved away from the slowest device.
     """
     seconds, nbytes = measure.stage_tables(with_needed)
     slowest = _least_maximum(seconds)[0]

@@ -311,7 +311,10 @@ class BytesByTokens:
         return max(accumulate(self._change(action, tokens_of(action)) for action in actions), default=0)
 
     def _teach(self, entry: LedgerEntry, change: int) -> bool:
-        """Add the equation of a counted action, and return whether it gave a new coefficient."""
+        """Fit the polynomial of an action's kind and stage to ``change``, the bytes that the action took or freed.
+
+        Return whether that determined one more coefficient.
+        """
         rows = self._rows.setdefault(entry.action[:2], {})
         row = [Fraction(each) for each in (*_terms(*entry.tokens), change)]
         for column, known in rows.items():

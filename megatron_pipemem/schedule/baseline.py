@@ -36,8 +36,9 @@ def share_of_1f1b(timeline: Timeline) -> float | None:
 def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, slices: int = 1) -> float | None:
     """Return the highest peak in bytes of any device under 1F1B.
 
-    ``costs`` are those of the stages of ``placement``, with the LM head on the last stage. The result is ``None`` if
-    the costs have no bytes, or if the stages are not a multiple of the devices.
+    ``costs`` are prices of the model's parts, or of the stages of ``placement`` with the LM head on the last one. The
+    result is ``None`` if the costs have no bytes, or if they are per stage and the stages of a replica are not a
+    multiple of the devices.
     """
     if costs.memory is None:
         return None

@@ -193,9 +193,11 @@ def check_reductions(program: Program, places: Mapping[Action, tuple[int, int]])
         if action.kind in WHOLE_STAGE and (
             action.stage not in trained or action.kind is Kind.REDUCE_REPLICAS and placement.replicas == 1
         ):
-            role = "replicas to sum" if action.stage in trained else "weight gradients to reduce"
+            role = "only one replica" if action.stage in trained else "no weight gradients"
             raise ScheduleError(
-                "useless-action", f"stage {action.stage} has no {role}; remove it", at=(device, position, action)
+                "useless-action",
+                f"has no gradients to sum, because stage {action.stage} has {role}; remove it",
+                at=(device, position, action),
             )
 
 
