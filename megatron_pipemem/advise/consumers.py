@@ -62,9 +62,9 @@ def _changed_fields(today: Run, other: Run, chunks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if chunks != (today.parallelism.chunks or 1):
         found[VIRTUAL] = None if chunks == 1 else chunks
-    cut = other.flags.get(layout.FLAG)
-    if cut != today.flags.get(layout.FLAG):
-        found[LAYOUT] = cut
+    for flag, field in ((layout.FLAG, LAYOUT), (layout.PATTERN, "hybrid_layer_pattern")):
+        if other.flags.get(flag) != today.flags.get(flag):
+            found[field] = other.flags.get(flag)
     found |= {field: None for flag, field in ENDS.items() if today.flags.get(flag) and not other.flags.get(flag)}
     gone = (flag for flag in STOCKS_ALONE if today.flags.get(flag) is True and flag not in other.flags)
     return found | {flag.replace("-", "_"): False for flag in gone}

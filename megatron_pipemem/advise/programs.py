@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron_pipemem.config.loading import YamlError, override, read_raw, read_
 from megatron_pipemem.errors import ConfigError
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-_UNSAID = "write the model's name on Hugging Face, or take a model of a name that is known"
+_UNSAID = "give the name of a model on Hugging Face with these sizes, as in {}Qwen/Qwen3-8B"
 _FULL = "every sequence has the greatest length, and forwards without a backward are not counted"
 _OF_VERL = {
     "actor_rollout_ref.rollout.n": 1,
@@ -160,11 +161,8 @@ def _reading(
 
 
 def _replicas(flags: Mapping[str, Any], devices: int) -> int:
-    sizes = (int(flags.get(f"{kind}-parallel-size") or 1) for kind in ("tensor-model", "pipeline-model", "context"))
-    group = 1
-    for size in sizes:
-        group *= size
-    return max(1, devices // group)
+    kinds = ("tensor-model", "pipeline-model", "context")
+    return max(1, devices // prod(max(1, _number(flags, f"{kind}-parallel-size") or 1) for kind in kinds))
 
 
 def _packed(flags: dict[str, Any], samples: int, tokens: int, devices: int) -> None:
@@ -172,6 +170,10 @@ def _packed(flags: dict[str, Any], samples: int, tokens: int, devices: int) -> N
     micro = max(1, tokens // int(flags["seq-length"]))
     batch = micro * _replicas(flags, devices)
     flags["micro-batch-size"], flags["global-batch-size"] = micro, -(-samples // batch) * batch
+
+
+def _named_model(settings: _Settings, key: str) -> dict[str, Any]:
+    return flags_of_model(str(settings.get(key)), _UNSAID.format(f"{key}="))
 
 
 def _nemo_rl(settings: _Settings, program: str, context: Context) -> Reading:
@@ -190,7 +192,7 @@ def _nemo_rl(settings: _Settings, program: str, context: Context) -> Reading:
         own |= group
     if settings.get(f"{policy}.fp8_cfg.enabled", False):
         own |= settings.fields(f"{policy}.fp8_cfg")
-    flags = flags_of_model(str(settings.get("policy.model_name")), _UNSAID) | dict(flags_of(own, context.known))
+    flags = _named_model(settings, "policy.model_name") | dict(flags_of(own, context.known))
     flags |= {
         "seq-length": settings.number("policy.max_total_sequence_length"),
         "micro-batch-size": settings.number("policy.train_micro_batch_size"),
@@ -225,13 +227,13 @@ def _verl(settings: _Settings, program: str, context: Context) -> Reading:
             ask_for(str(value), f"{config}.{name}")
     if own.get("recompute_granularity") is None:
         own.pop("recompute_modules", None)
-    flags = flags_of_model(str(settings.get(f"{model}.path")), _UNSAID) | dict(flags_of(own, context.known))
+    flags = _named_model(settings, f"{model}.path") | dict(flags_of(own, context.known))
     flags.pop("mtp-num-layers", None)  # verl trains without
     flags["seq-length"] = number("data.max_prompt_length") + number("data.max_response_length")
     nodes, per_node = number("trainer.nnodes"), number("trainer.n_gpus_per_node")
     samples = number(f"{actor}.ppo_mini_batch_size") * number("actor_rollout_ref.rollout.n")
     if settings.get(f"{actor}.use_dynamic_bsz", False):
-        tokens = number(f"{actor}.ppo_max_token_len_per_gpu") * int(flags.get("context-parallel-size") or 1)
+        tokens = number(f"{actor}.ppo_max_token_len_per_gpu") * (_number(flags, "context-parallel-size") or 1)
         _packed(flags, samples, tokens, nodes * per_node)
     else:
         flags["micro-batch-size"] = number(f"{actor}.ppo_micro_batch_size_per_gpu")
@@ -241,12 +243,10 @@ def _verl(settings: _Settings, program: str, context: Context) -> Reading:
 
 def _slime(given: Mapping[str, Any], program: str, context: Context) -> Reading:
     name = str(given.get("hf-checkpoint"))
-    shape = flags_of_model(name, _UNSAID) if known_model(name) is not None else {}
+    shape = flags_of_model(name, "") if known_model(name) is not None else {}
     found = {flag: shape.get(flag, value) if UNKNOWN in str(value) else value for flag, value in given.items()}
     found |= {"bf16": "fp16" not in given, "use-distributed-optimizer": True}
-    nodes, per_node = (
-        int(given.get(f"actor-num-{kind}", number)) for kind, number in (("nodes", 1), ("gpus-per-node", 8))
-    )
+    nodes, per_node = _number(given, "actor-num-nodes") or 1, _number(given, "actor-num-gpus-per-node") or 8
     answers = _number(given, "rollout-max-response-len")
     longest = _number(given, "rollout-max-context-len") or (
         answers and answers + (_number(given, "rollout-max-prompt-len") or 0)
@@ -281,7 +281,7 @@ def _swift(given: Mapping[str, Any], launcher: Mapping[str, str], program: str, 
             "unknown-size", "is missing, and the run's shape follows from it; give it", key="--max_length"
         )
     name = str(own.get("model", own.get("mcore_model", own.get("load"))))
-    flags = flags_of_model(name, _UNSAID)
+    flags = flags_of_model(name, _UNSAID.format("--model="))
     if not own.get("mtp_num_layers"):
         flags.pop("mtp-num-layers", None)
     first = {f"decoder_{end}_pipeline_num_layers": f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")}

@@ -124,7 +124,17 @@ class _Flags:
             return self.known.get(f"--{name}", {}).get("default")
         if UNKNOWN in str(value):
             ask_for(str(value), f"--{name}")
+        choices = self.known.get(f"--{name}", {}).get("choices")
+        if choices and not isinstance(value, list) and str(value) not in choices:
+            raise ConfigError("bad-choice", f"is {value!r}; give {' or '.join(choices)}", key=f"--{name}")
         return value
+
+    def real(self, name: str, default: float) -> float:
+        value = self.get(name) or default
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError("bad-number", f"is {value!r}; give a number", key=f"--{name}") from error
 
     def on(self, name: str) -> bool:
         self.asked.add(name)
@@ -176,7 +186,7 @@ def named(words: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> dict[
         values = [value] if equals else []
         flag = known.get(word)
         near = [] if flag is not None or UNKNOWN in word else get_close_matches(word, known, n=1, cutoff=_TYPING_ERROR)
-        if near:
+        if near and not _is_variation(word, near[0]):
             raise ConfigError("unknown-flag", f"Megatron has no such flag; did you mean {near[0]}?", key=word)
         while flag is None or not flag["bare"]:
             if place == len(words) or words[place].startswith("--") or (values and (flag or {}).get("nargs") is None):
@@ -185,6 +195,12 @@ def named(words: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> dict[
             place += 1
         found[word.lstrip("-")] = True if not values else values[0] if len(values) == 1 else values
     return found
+
+
+def _is_variation(word: str, known: str) -> bool:
+    """Return whether a flag differs from another one by whole words or a number, which a typing error does not."""
+    words, others = (set(each.strip("-0123456789").split("-")) for each in (word, known))
+    return words <= others or others <= words
 
 
 def _launcher(words: Sequence[str]) -> dict[str, str]:
@@ -323,7 +339,7 @@ def _model(flags: _Flags, assumed: list[str], vocabulary: int | None) -> Model:
     position = "rope" if rope else str(flags.get("position-embedding-type"))
     grouped = flags.on("group-query-attention")
     key_heads = flags.number("num-query-groups")
-    rates = [float(flags.get(name) or 0) for name in ("attention-dropout", "hidden-dropout")]
+    rates = [flags.real(name, 0.0) for name in ("attention-dropout", "hidden-dropout")]
     flags.get("max-position-embeddings")
     bias = "all" if not flags.on("disable-bias-linear") else "none"
     shape |= {
@@ -358,7 +374,7 @@ def _experts(flags: _Flags, layers: int, is_hybrid: bool) -> dict[str, Any]:
         "router_bias": flags.on("moe-router-enable-expert-bias"),
         "router_groups": flags.number("moe-router-num-groups") or 0,
         "router_groups_per_token": flags.number("moe-router-group-topk") or 0,
-        "router_scale": float(flags.get("moe-router-topk-scaling-factor") or 1),
+        "router_scale": flags.real("moe-router-topk-scaling-factor", 1.0),
     }
     flags.on("no-bias-swiglu-fusion")
     return shape if is_hybrid else shape | _expert_layers(flags, layers)

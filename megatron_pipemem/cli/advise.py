@@ -26,8 +26,8 @@ from megatron_pipemem.errors import ConfigError, UpstreamError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.mcore import INSTALL
 from megatron_pipemem.mcore.known_flags import known_flags
+from megatron_pipemem.planner.explanation import pace_of
 from megatron_pipemem.planner.plans import gibibytes
-from megatron_pipemem.planner.profile import slowdown_of
 
 _CLUSTER = "h100-80g"
 
@@ -54,7 +54,13 @@ def advise_command(
         int | None, typer.Option(min=1, help="Tokens in the vocabulary, if the script does not give their number.")
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prices that `pipemem profile` measured of this model.")
+        Path | None,
+        typer.Option(
+            "--profile",
+            "--costs",
+            metavar="FILE",
+            help="Measured prices: of `pipemem profile` for this model, or a report of this run.",
+        ),
     ] = None,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE.yaml", help="Write the run, as it stands, as a run file.")
@@ -80,7 +86,7 @@ def advise_command(
     """
     check_output(write, (".yaml", ".yml"), "a run")
     reading = _read(source, _variables(env or ()), cluster, gpus, vocabulary)
-    pace = None if profile is None else slowdown_of(profile, reading.run)
+    pace = None if profile is None else pace_of(profile, reading.run)
     advice = advise(reading.run, pace, reading.consumer.families)
     if write is not None:
         write_whole(write, write_yaml(settings_of(reading.run)))
@@ -120,15 +126,14 @@ def _read(
         return read_settings(path, source[1:], context)
     if len(source) == 1 and source[0].startswith(PREFIX):
         return read_recipe(source[0].removeprefix(PREFIX), context)
-    if len(source) == 1:
-        if not path.is_file():
-            raise ConfigError(
-                "no-file", f"there is no file {path}; give a launch script, a run file, or -- and a command"
-            )
+    overrides = source[1:] if path.is_file() and all("=" in word for word in source[1:]) else []
+    if len(source) == 1 and not path.is_file():
+        raise ConfigError("no-file", f"there is no file {path}; give a launch script, a run file, or -- and a command")
+    if len(source) == 1 or overrides:
         text, folder = path.read_text(encoding="utf-8", errors="replace"), path.parent
     else:
         text, folder = shlex.join(source), None
-    return read_program(training_command(text, variables, folder), context)
+    return read_program([*training_command(text, variables, folder), *overrides], context)
 
 
 def _variables(texts: list[str] | tuple[()]) -> dict[str, str]:
@@ -159,7 +164,7 @@ def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, 
     lines += [("refused", f"{', '.join(names)}: {message}") for message, names in advice.refused.values()]
     lines.append(("answer", _answer(reading, advice)))
     device = f"devices of {cluster.tflops:g} TFLOP/s and {cluster.memory_gib:g} GiB"
-    prices = "measured by pipemem profile" if measured else f"computed for {device}"
+    prices = "by measured prices" if measured else f"computed for {device}"
     lines.append(("how sure", f"seconds are {prices}; schedules are proved on CPU ranks, not yet run on a GPU"))
     return lines
 

@@ -34,10 +34,10 @@ from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.launch.cut_flags import GROUP_SIZE
 from megatron_pipemem.planner.balance import AS_GOOD, Balance, Layout, balance
+from megatron_pipemem.planner.explanation import pace_of
 from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.plans import Answer, Base, Group, Plan, facts, gibibytes, run_files
 from megatron_pipemem.planner.prices import MeasuredSlowdown
-from megatron_pipemem.planner.profile import slowdown_of
 from megatron_pipemem.planner.space import KEYS, OF_REPLICAS, Limits, without_overlap
 from megatron_pipemem.planner.variants import PLAIN
 from megatron_pipemem.report.terminal import FittingTable
@@ -63,7 +63,10 @@ def plan_command(
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Profile that `pipemem profile` measured for this model on such a device."),
+        typer.Option(
+            metavar="FILE",
+            help="Profile that `pipemem profile` measured for this model on such a device, or a report of this run.",
+        ),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Number of plans to list.")] = 10,
     search_seconds: Annotated[
@@ -100,7 +103,7 @@ def plan_command(
     check_output(output, (".yaml", ".yml"), "a run")
     check_seconds("--search-seconds", search_seconds)
     limits, nbytes = _limits(only or ()), None if memory is None else parse_bytes("--memory", memory)
-    pace = None if profile is None else slowdown_of(profile, run)
+    pace = None if profile is None else pace_of(profile, run)
     with showing("planning"):
         answer = plan(run, nbytes, limits, top, search_seconds, pace)
         today = _as_it_stands(run, pace)

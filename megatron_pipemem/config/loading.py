@@ -162,7 +162,7 @@ def read_raw(path: str | Path) -> dict[str, Any]:
         loaded = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError("cannot-read", f"cannot be read: {error.strerror or error}", file=path) from error
-    except (YamlError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also of text that is not UTF-8, and of a path with a null byte
         raise ConfigError("not-yaml", f"is not YAML: {error}", file=path) from error
     if loaded is None:  # an empty file
         return {}

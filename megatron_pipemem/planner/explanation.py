@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megatron_pipemem.choose.knowledge import UNIT
+from megatron_pipemem.config import layout
+from megatron_pipemem.config.model import Passes
+from megatron_pipemem.config.runs import Run
 from megatron_pipemem.config.values import check_magnitudes
+from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner.changes import Case, best_changes
+from megatron_pipemem.planner.prices import MeasuredSlowdown
+from megatron_pipemem.planner.profile import slowdown_of
+from megatron_pipemem.planner.step import price
+from megatron_pipemem.reading import read_json
 from megatron_pipemem.report.run import measured_bubble
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
@@ -75,6 +84,37 @@ def _split(plan: Mapping[str, Any], schedule: Schedule) -> Costs:
         return Costs()
     forward, inputs, weights = (tuple(prices[name]) for name in ("forward", "backward_input", "backward_weight"))
     return Costs(forward, inputs, weights)
+
+
+def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
+    """Return the ratio of measured to predicted seconds, from a profile of a run's model or from a report of the run.
+
+    Raises:
+        ConfigError: the file is of another model or run (``other-model``), or has no measured passes (``wrong-file``).
+    """
+    report = read_json(path, "a profile or a report")
+    if not isinstance(report, dict) or "last_step" not in report:
+        return slowdown_of(path, run)
+    try:
+        case = case_of_report(report, 0.0)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError("wrong-file", "is not a report of --pipemem-report", file=path) from error
+    if case is None:
+        raise ConfigError("wrong-file", LACKS_STEP, file=path)
+    placement = case.step.schedule.placement
+    if placement.num_devices != run.parallelism.pp or case.step.schedule.slices > 1:
+        raise ConfigError("other-model", "is of another pipeline than the run's; give a report of this run", file=path)
+    step = price(run, placement, layout.pieces_of(run, placement.model_stages))
+    predicted, measured = step.costs.seconds(placement), case.step.of_stages()
+    # Messages within layers are in the measured passes, and their predictions have no ratio.
+    messages = sum(step.communication) / sum(step.work)
+    pace = Passes(*(_ratio(sum(measured[kind]), sum(predicted[kind]), messages) for kind in (Kind.F, Kind.I, Kind.W)))
+    return MeasuredSlowdown(pace, pace)
+
+
+def _ratio(measured: float, predicted: float, messages: float) -> float:
+    """Return by how much computing takes longer than predicted, if ``messages`` is the predicted share of messages."""
+    return max(0.1, (measured / predicted - messages) / (1 - messages)) if predicted else 1.0
 
 
 def explain(case: Case) -> dict[str, Any]:

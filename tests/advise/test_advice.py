@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from measured_steps import as_measured
 
-from megatron_pipemem.advise.advice import AS_FAST, SAME_MEMORY, advise, changed_flags
+from megatron_pipemem.advise.advice import AS_FAST, SAME_MEMORY, advise, as_it_stands, changed_flags
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.launch.command import all_flags
 from megatron_pipemem.launch.feasibility import refusal
+from megatron_pipemem.planner.explanation import pace_of
 from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.space import Limits
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.registry import build_schedule
 from tests.watching.refusals import refused
 
 RUNS = Path(__file__).parents[2] / "configs" / "runs"
@@ -90,3 +96,64 @@ def test_an_overlap_that_is_worth_more_than_the_bubble_stays():
     before, after = advise(plain), advise(overlapped)
     assert after.today.seconds < before.today.seconds
     assert all(way.gain(after.today) < way.gain(before.today) for way in after.proposals.values())
+
+
+def measured_twice_as_slow(run: Run, path: Path) -> Path:
+    """A report of a step of this run in which every pass took twice its predicted seconds."""
+    today = as_it_stands(run)
+    placement = today.step.placement
+    seconds = today.step.costs.seconds(placement)
+    slow = Costs(*(tuple(2 * each for each in seconds[kind]) for kind in (Kind.F, Kind.I, Kind.W)))
+    schedule = build_schedule("1f1b", num_devices=run.parallelism.pp, num_microbatches=8)
+    names = ("forward", "backward_input", "backward_weight")
+    prices = {name: list(getattr(slow, name)) for name in names}
+    last = {
+        "schedule": "1f1b",
+        "microbatches": 8,
+        "orders": schedule.to_csv(),
+        "spans": [" ".join(f"{a}-{b}" for a, b in spans) for spans in as_measured(schedule, slow).spans],
+        "layers": None,
+        "memory": None,
+        "iteration_seconds": None,
+        "mtp_layers": 0,
+        "ordered": False,
+        "refused": {},
+    }
+    path.write_text(json.dumps({"plans": [{"costs": prices, "priced_by": "profile"}], "last_step": last, "ranks": []}))
+    return path
+
+
+def test_a_report_of_the_run_gives_measured_prices(tmp_path):
+    path = measured_twice_as_slow(LLAMA, tmp_path / "report.json")
+    before, after = as_it_stands(LLAMA), as_it_stands(LLAMA, pace_of(path, LLAMA))
+    assert sum(after.step.work) == pytest.approx(2 * sum(before.step.work), rel=0.01)
+    assert after.step.communication == before.step.communication
+    with refused("other-model", path):
+        pace_of(path, stock("llama3-70b-64xh100", pp=8, dp=1))
+    path.write_text(json.dumps({"plans": [], "last_step": None}))
+    with refused("wrong-file"):
+        pace_of(path, LLAMA)
+
+
+def test_verdicts():
+    """Every answer, on a run for which it is the right one."""
+    plain = stock("qwen3-30b-a3b-16xh100", chunks=2)
+    overlapped = replace(plain, megatron={**plain.megatron, "overlap-moe-expert-parallel-comm": True})
+    long = replace(LLAMA, parallelism=replace(LLAMA.parallelism, pp=2, tp=8, dp=4, global_batch=4 * 512))
+    wasted = replace(LLAMA, megatron={**LLAMA.megatron, "pipeline-model-parallel-layout": "Et*35|t*15|t*15|t*15L"})
+    found = {
+        "ours": advise(LLAMA),
+        "stay": advise(long, names=("1f1b",)),
+        "layout": advise(wasted, names=("1f1b",)),
+        "stock": advise(LLAMA, names=("1f1b", "interleaved")),
+        "overlap": advise(overlapped, names=("v-half",)),
+    }
+    assert {name: advice.verdict for name, advice in found.items()} == {name: name for name in found}
+
+
+def test_a_run_that_does_not_fit_by_its_prices_is_compared_all_the_same():
+    small = replace(LLAMA, cluster=replace(LLAMA.cluster, memory_gib=36))
+    advice, usual = advise(small), advise(LLAMA)
+    assert advice.excess == pytest.approx(usual.today.peak - small.cluster.memory_bytes)
+    assert advice.proposals["same memory"].seconds == usual.proposals["same memory"].seconds
+    assert advice.proposals["fits"].peak <= small.cluster.memory_bytes

@@ -151,6 +151,17 @@ def test_programs_are_told_of_the_schedules_that_they_run(nemo):
     assert "v-half" in offered["slime"] & offered["swift"]
 
 
+def test_stages_of_a_hybrid_model_are_cut_in_its_pattern(nemo):
+    further = ("activation_checkpointing=true", "num_layers_in_first_pipeline_stage=null")
+    name = "policy.model_name=nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
+    found = read("nemo", nemo, name, *(f"policy.megatron_cfg.{each}" for each in further))
+    advice = advise(found.run, names=("1f1b",))
+    assert advice.verdict == "layout" and advice.stock is not None
+    (word,) = changes(found.consumer, found.run, advice.stock)[0]
+    key, _, pattern = word.partition("=")
+    assert key == "++policy.megatron_cfg.model_overrides.hybrid_layer_pattern" and pattern.count("|") == 3
+
+
 def test_recomputation_of_nemo_rl_needs_its_switch(nemo):
     run = read("nemo", nemo, "policy.megatron_cfg.activation_checkpointing=true", "cluster.num_nodes=4").run
     assert run.schedule.recompute == "full" and run.parallelism.dp == 4
@@ -177,6 +188,9 @@ def test_nodes_that_generate_do_not_train(nemo):
             "actor_rollout_ref.actor.use_dynamic_bsz=False",
             ("unknown-size", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
         ),
+        ("verl", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=x", ("bad-number", "x")),
+        ("slime", "--normalization=x", ("bad-choice", "RMSNorm")),
+        ("slime", "--hidden-dropout=x", ("bad-number", "x")),
         ("swift", "--tuner_type=lora", ("unsupported-model", "adapters")),
         ("swift", "--max_length=long", ("bad-number", "long")),
     ],

@@ -59,6 +59,12 @@ def test_a_command_line_means_the_same_as_the_script(pipemem_json, script):
     assert by_command["ways"] == pipemem_json("advise", script, "--env", "NNODES=2")["ways"]
 
 
+def test_overrides_stand_after_a_file(pipemem_json, script, tmp_path):
+    out = tmp_path / "run.yaml"
+    pipemem_json("advise", script, "--env", "NNODES=2", "--write", out)
+    assert pipemem_json("advise", out, "parallelism.global_batch=64")["run"]["parallelism"]["global_batch"] == 64
+
+
 def test_the_run_is_written_as_a_run_file(pipemem, script, tmp_path):
     out = tmp_path / "run.yaml"
     assert pipemem("advise", script, "--env", "NNODES=2", "--write", out).exit_code == 0
