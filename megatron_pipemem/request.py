@@ -45,6 +45,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.vocabulary import BARRIERS_OF_ALGORITHM
 
 PROFILE = "profile"
+GIVEN = "given"
 FILE_SUFFIX = ".csv"
 
 DEFAULT_HOST_SHARE = 0.5
@@ -350,6 +351,13 @@ class Request(ScheduleOptions):
         "launch the actions of a rank in the order for one hardware queue, as is done anyway on GPUs with "
         "CUDA_DEVICE_MAX_CONNECTIONS=1, and in the first steps on every GPU",
         page="how-it-works.md#one-hardware-queue-per-rank",
+    )
+    layout: str = _field(
+        GIVEN,
+        "layers of every stage: given: as Megatron's flags say (default); auto: those with the shortest simulated step, "
+        "computed from the flags when the run starts, also for stock's schedules. They replace all flags that cut the model",
+        choices=(GIVEN, AUTO),
+        page="stock-megatron.md#layers-per-stage",
     )
     message_shapes: str = _field(
         "step",

@@ -7,9 +7,9 @@ dashes here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_pipemem.choose.model_cut import OTHER_ENDS, Cut, check_cut, is_folded, known_chunks, placements_of
+from megatron_pipemem.choose.model_cut import Cut, check_cut, is_folded, known_chunks, placements_of
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.model import Sublayer
 from megatron_pipemem.errors import UnsupportedError
@@ -25,6 +25,8 @@ VIRTUAL_STAGES = "num-virtual-stages-per-pipeline-rank"
 LAYERS_PER_STAGE = "num-layers-per-virtual-pipeline-stage"
 CUTS = (VIRTUAL_STAGES, LAYERS_PER_STAGE, layout.FLAG, *layout.PATTERN_FLAGS)
 _ACCOUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+REPLACED_BY_LAYOUT = (*CUTS, *layout.FIRST_OR_LAST, *_ACCOUNTED)
+"""Flags that Megatron does not take together with a layout."""
 
 
 def given(flags: Flags, name: str) -> bool:
@@ -158,27 +160,78 @@ def checked_placements(
             check_cut(cut, schedule, file.placement)
     check_placements(flags, schedule, placements)
     if layers is not None:
-        check_layers(flags, layers, num_devices, known_chunks(placements[0]))
+        _check_enough(flags, layers, num_devices, known_chunks(placements[0]))
     return placements
 
 
 def check_layers(flags: Flags, layers: int, num_devices: int, chunks: int) -> None:
-    """Raise an UnsupportedError if no flag cuts the model and Megatron cannot cut the layers evenly into stages."""
+    """Refuse layers that Megatron cannot share out evenly over the stages, if no flag cuts the model."""
+    _check_enough(flags, layers, num_devices, chunks)
     stages = num_devices * chunks
-    is_cut = any(given(flags, name) for name in (*CUTS, *layout.FIRST_OR_LAST))
-    if is_cut or (layers + accounted(flags)) % stages == 0:
-        return
-    over = f"{stages} stages ({num_devices} pipeline ranks x {chunks} chunks)"
-    if layers < stages:
+    if not _is_cut(flags) and (layers + accounted(flags)) % stages:
+        raise UnsupportedError(
+            "does-not-divide",
+            f"{counted_layers(flags, layers)} cannot be split evenly over {stages} stages ({num_devices} pipeline ranks x "
+            f"{chunks} chunks); give the layers of each stage, for example by --{layout.FLAG} "
+            f"'{_written(flags, layout.spread(layers, stages))}', or pass --pipemem-layout auto",
+        )
+
+
+def _check_enough(flags: Flags, layers: int, num_devices: int, chunks: int) -> None:
+    """Refuse a model with fewer layers than stages, if no flag cuts the model."""
+    stages = num_devices * chunks
+    if not _is_cut(flags) and layers < stages and (layers + accounted(flags)) % stages:
         raise UnsupportedError(
             "too-few-layers",
-            f"{layers} layers are too few for {over}; use fewer ranks, or a schedule with fewer chunks per rank",
+            f"{layers} layers are too few for {stages} stages ({num_devices} pipeline ranks x {chunks} chunks); take fewer "
+            "ranks, or a schedule with fewer chunks per rank",
         )
-    raise UnsupportedError(
-        "does-not-divide",
-        f"{counted_layers(flags, layers)} cannot be split evenly over {over}; give the layers of each stage, for example by "
-        f"--{layout.FLAG} '{_spread(flags, layers, stages)}'",
+
+
+def _is_cut(flags: Flags) -> bool:
+    return any(given(flags, name) for name in (*CUTS, *layout.FIRST_OR_LAST))
+
+
+class LayoutFlag(NamedTuple):
+    """A layout that replaces other flags that cut the model."""
+
+    text: str
+    why: str
+
+
+def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placement) -> LayoutFlag | None:
+    """Return a layout if Megatron's own cut does not do, ``None`` otherwise.
+
+    It is needed for layers that do not divide evenly, and for the layers of the first or last rank in a V or wave. There
+    the first stage of the model gets as many layers as every chunk of Megatron's first rank, and the last stage likewise.
+    The other stages share the rest evenly.
+    """
+    chunks = known_chunks(placement)
+    stages = num_devices * chunks
+    of_ends = [_whole(flags.get(name)) for name in layout.FIRST_OR_LAST]
+    has_ends = any(each is not None for each in of_ends)
+    if any(given(flags, name) for name in CUTS if name != VIRTUAL_STAGES) or (has_ends and not is_folded(placement)):
+        return None
+    total = layers + accounted(flags)
+    if not has_ends and (total % stages == 0 or layers < stages):
+        return None
+    first, last = (None if each is None else each // chunks for each in of_ends)
+    rest, others = total - (first or 0) - (last or 0), stages - 2 + of_ends.count(None)
+    counts = [*([] if first is None else [first]), *layout.spread(rest, others), *([] if last is None else [last])]
+    counts[0] -= given(flags, _ACCOUNTED[0])
+    counts[-1] -= given(flags, _ACCOUNTED[1])
+    if rest < others or min(counts) < 0:
+        raise UnsupportedError(
+            "too-few-layers",
+            f"{layers} layers are too few for {stages} stages, of which the first and last have {first} and {last}; take "
+            "fewer ranks, or a schedule with fewer chunks per rank",
+        )
+    why = (
+        f"the ranks of {placement.name} hold other stages than Megatron's"
+        if has_ends
+        else f"{counted_layers(flags, layers)} do not divide evenly by {stages} stages"
     )
+    return LayoutFlag(_written(flags, counts), why)
 
 
 def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement]) -> None:
@@ -227,7 +280,6 @@ def _has_chunks(placement: Placement) -> bool:
 
 _ONE_CHUNK = ", or use a schedule with one model chunk per rank, such as zb-h1"
 _REFUSED: tuple[tuple[tuple[str, ...], Callable[[Placement], bool], str], ...] = (
-    (layout.FIRST_OR_LAST, is_folded, OTHER_ENDS),
     (
         ("iterations-to-skip",),
         _has_chunks,
@@ -274,19 +326,16 @@ _WITHOUT_EFFECT = (
 )
 
 
-def _spread(flags: Flags, layers: int, stages: int) -> str:
-    """Return a text for ``--pipeline-model-parallel-layout`` with stages as even as possible.
-
-    Layers of multi-token prediction are on the last stage.
-    """
-    counts, ahead = layout.spread(layers, stages), _whole(flags.get("mtp-num-layers")) or 0
+def _written(flags: Flags, counts: Sequence[int]) -> str:
+    """Return the layout with these layers per stage, and with multi-token prediction on the last stage."""
+    ahead = _whole(flags.get("mtp-num-layers")) or 0
     return layout.written((*counts[:-1], counts[-1] + (ahead > 0)), ahead)
 
 
 def _example(flags: Flags, layers: int | None, stages: int) -> str:
     if layers is None or layers < stages:
         return ""
-    return f", for example '{_spread(flags, layers, stages)}'"
+    return f", for example '{_written(flags, layout.spread(layers, stages))}'"
 
 
 def _pass_virtual_stages(chunks: int, instead: str) -> str:

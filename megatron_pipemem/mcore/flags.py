@@ -19,8 +19,9 @@ from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import CPU_FLAGS, Parser, flag_parser, plan_parser, planned_flags, words
+from megatron_pipemem.mcore.auto_layout import best_layout, without
 from megatron_pipemem.request import Request, flags_of, prices_of
-from megatron_pipemem.schedule.options import OFF, STOCK, parse_options
+from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, parse_options
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file
 from megatron_pipemem.schedule.size import estimated, is_fitted
 
@@ -119,6 +120,9 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     A hybrid model gets its layer pattern cut into stages of similar FLOPs instead. Raise an UnsupportedError without a
     pipeline, if the layers cannot be divided evenly, or if the schedule does not run a model with these arguments.
     """
+    if request.layout == AUTO:
+        arguments, said = best_layout(request, arguments)
+        _tell("%s", said)
     flags = _values(arguments)
     if request.is_stock or any(cut_flags.given(flags, name) for name in _ELSEWHERE):
         return arguments
@@ -148,15 +152,24 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     if os.environ.get("RANK", "0") == "0":
         for remark in cut_flags.remarks(flags, request.schedule):
             logger.warning(remark)
-        if pattern is not None:
-            logger.info("the pattern is cut into the stages of %s: %s", placements[0].name, pattern)
     if pattern is not None:
+        _tell("the pattern is cut into the stages of %s: %s", placements[0].name, pattern)
         return [*arguments, pattern]
     chunks = known_chunks(placements[0])
+    needed = None if layers is None else cut_flags.needed_layout(flags, layers, p, placements[0])
+    if needed is not None:
+        _tell("%s, so the layers get --%s '%s'", needed.why, layout.FLAG, needed.text)
+        arguments = [*without(arguments, cut_flags.REPLACED_BY_LAYOUT), f"--{layout.FLAG}={needed.text}"]
+        flags = _values(arguments)
     _check_cap(request, Shape(p, chunks, _microbatches(flags, p), _whole(flags, cut_flags.GROUP_SIZE)))
     if chunks == 1 or any(cut_flags.given(flags, name) for name in cut_flags.CUTS):
         return arguments
     return [*arguments, f"--{cut_flags.VIRTUAL_STAGES}", str(chunks)]
+
+
+def _tell(line: str, *values: object) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        logger.info(line, *values)
 
 
 def cpu_flags(arguments: list[str]) -> list[str]:

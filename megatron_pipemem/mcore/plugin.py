@@ -30,6 +30,7 @@ from megatron_pipemem.mcore.step.split_backward import SplitBackward
 from megatron_pipemem.mcore.step.training_log import TrainingLog
 from megatron_pipemem.mcore.symbols import USED
 from megatron_pipemem.request import PROFILE, Request, prices_of
+from megatron_pipemem.schedule.options import AUTO
 
 if TYPE_CHECKING:  # loaded for runs that ask for a report
     from megatron_pipemem.mcore.report.run_record import RunRecord
@@ -145,7 +146,14 @@ def enable(schedule: str, **settings: Any) -> None:
         ScheduleError: the schedule file must not run.
         UpstreamError: this Megatron-Core lacks a symbol of the plugin. Nothing has been changed then.
     """
-    enable_with(requested(schedule, **settings))
+    wanted = requested(schedule, **settings)
+    if wanted.layout == AUTO:
+        raise UnsupportedError(
+            "unsupported-setting",
+            "layout auto reads the model's sizes on a command line, which enable() does not see; give the layout that pipemem "
+            "layout prints, or call enable_from_command_line()",
+        )
+    enable_with(wanted)
 
 
 def enable_with(wanted: Request) -> None:

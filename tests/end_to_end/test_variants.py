@@ -172,6 +172,21 @@ def test_uneven_layout_of_a_mixture_of_experts(train, assert_same_training, sche
     assert_same_training(run, train("stock", *MOE))
 
 
+@pytest.mark.parametrize(
+    ("flags", "cut"),
+    [
+        (("--num-layers", "10", "--pipemem-layout", "auto"), "Ett|ttt|ttt|ttL"),
+        pytest.param(("--num-layers", "10"), "Ett|ttt|ttt|ttL", marks=nightly("a layout that is given")),
+        pytest.param(
+            ("--decoder-first-pipeline-num-layers", "2"), "Ett|tt|tt|ttL", marks=nightly("a layout that is given")
+        ),
+    ],
+)
+def test_layouts_that_a_run_makes_itself(train, assert_same_training, flags, cut):
+    stock = train("stock", *(flags[:2] if flags[0] == "--num-layers" else ()), "--pipeline-model-parallel-layout", cut)
+    assert_same_training(train("v-half", *flags), stock)
+
+
 OTHER_CHUNKS = "the same rule with other chunks"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 
 import pytest
@@ -11,9 +10,11 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from refusals import refused
 
+from megatron_pipemem.config.layout import read
 from megatron_pipemem.errors import PipememError, ScheduleFormatError, UnknownScheduleError, UnsupportedError
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.launch import enable_from_command_line
+from megatron_pipemem.mcore.plugin import enable
 from megatron_pipemem.schedule import registry
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.registry import build_schedule
@@ -160,17 +161,95 @@ def test_without_a_pipeline_there_is_nothing_to_schedule(schedule, pipeline):
     assert add_virtual_stages(settings, others) == pipeline
 
 
-def test_layers_that_do_not_divide_come_with_a_layout_that_works():
-    words = ["--pipeline-model-parallel-size", "4", "--num-layers"]
-    settings, others = take_flags([*words, "10", "--pipemem-schedule", "v-half"])
-    with refused("does-not-divide", 10, 8, kind=UnsupportedError) as error:
+@pytest.mark.parametrize(
+    ("schedule", "flags", "layers"),
+    [
+        ("v-half", "--num-layers 10", [1, 2, 2, 1, 1, 1, 1, 1]),
+        ("v-half", "--num-layers 10 --num-virtual-stages-per-pipeline-rank=2", [1, 2, 2, 1, 1, 1, 1, 1]),
+        ("zb-h1", "--num-layers 10", [2, 3, 3, 2]),
+        ("zb-h1", "--num-layers 10 --account-for-loss-in-pipeline-split", [2, 3, 3, 2]),
+        ("v-half", "--num-layers 16 --decoder-first-pipeline-num-layers 2", [1, 2, 3, 2, 2, 2, 2, 2]),
+        (
+            "hanayo",
+            "--num-layers 24 --decoder-first-pipeline-num-layers 8 --decoder-last-pipeline-num-layers 4",
+            [2, 1, *[2] * 7, *[1] * 7],
+        ),
+    ],
+)
+def test_a_layout_replaces_a_cut_that_megatron_does_not_make(schedule, flags, layers, caplog):
+    words = ["--pipeline-model-parallel-size", "4", "--mtp-num-layers", "1", *flags.split(), "--bf16"]
+    settings, others = take_flags([*words, "--pipemem-schedule", schedule])
+    with caplog.at_level("INFO"):
+        *rest, found = add_virtual_stages(settings, others)
+    assert rest == ["--pipeline-model-parallel-size", "4", "--mtp-num-layers", "1", *flags.split()[:2], "--bf16"]
+    text = found.removeprefix("--pipeline-model-parallel-layout=")
+    stages = PipelineParallelLayerLayout.from_str(text, 4).layout
+    by_stage = [stages[stage % 4][stage // 4] for stage in range(len(layers))]
+    assert [each.count(LayerType.decoder) for each in by_stage] == layers
+    assert by_stage[-1].count(LayerType.mtp) == 1 and text in caplog.text
+
+
+SIZES = (
+    "--pipeline-model-parallel-size 4 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --vocab-size 128000 "
+    "--micro-batch-size 1 --global-batch-size 16"
+)
+LAYERS = "--num-layers 30"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flags", "stages"),
+    [
+        ("stock", LAYERS, 4),
+        ("stock", f"{LAYERS} --num-virtual-stages-per-pipeline-rank 2", 8),
+        ("stock", f"{LAYERS} --mtp-num-layers 1 --pipeline-model-parallel-layout Et*7|t*8|t*8|t*7mL", 4),
+        ("v-half", f"{LAYERS} --decoder-first-pipeline-num-layers 2", 8),
+        ("interleaved", f"{LAYERS} --num-virtual-stages-per-pipeline-rank=3", 12),
+        ("v-half", "--hybrid-override-pattern M*-M*-M*-M*-|M*-M*-M*-M*-", 8),
+    ],
+)
+def test_layout_auto_replaces_the_cut(schedule, flags, stages, caplog):
+    given = flags.split()
+    settings, others = take_flags([*SIZES.split(), *given, "--pipemem-schedule", schedule, "--pipemem-layout", "auto"])
+    with caplog.at_level("INFO"):
+        *rest, found = add_virtual_stages(settings, others)
+    name, text = found.removeprefix("--").split("=")
+    of_layout = name in ("hybrid-override-pattern", "pipeline-model-parallel-layout")
+    assert of_layout and rest == [*SIZES.split(), *([] if "pattern" in name else given[: 4 if "mtp" in flags else 2])]
+    counts = [len(each) for each in text.split("|")] if "pattern" in name else read(text)
+    assert len(counts) == stages and sum(counts) == (24 if "pattern" in name else 31 if "mtp" in flags else 30)
+    assert counts[-1] < max(counts), "the head takes as long as some layers"
+    assert found.removeprefix("--").replace("=", " '") in caplog.text and "% longer" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        ("--pipemem-schedule auto", "missing-option"),
+        ("--pipemem-schedule pipedream", "conflicting-features"),
+        ("--pipemem-schedule stock --pipeline-model-parallel-size 1", "no-pipeline"),
+        ("--pipemem-schedule stock --tensor-model-parallel-size 5", "does-not-divide"),
+    ],
+)
+def test_layout_auto_says_what_it_cannot_price(flags, code):
+    settings, others = take_flags([*SIZES.split(), *LAYERS.split(), *flags.split(), "--pipemem-layout", "auto"])
+    with refused(code):
         add_virtual_stages(settings, others)
-    proposed = re.search(r"--pipeline-model-parallel-layout '(.+)'", str(error.value))[1]
-    assert PipelineParallelLayerLayout.from_str(proposed, 4).flatten_layout.count(LayerType.decoder) == 10
-    with_layout = [*others, "--pipeline-model-parallel-layout", proposed]
-    assert add_virtual_stages(settings, with_layout) == with_layout
+
+
+def test_layout_auto_needs_a_command_line():
+    with refused("unsupported-setting", "enable_from_command_line"):
+        enable("v-half", layout="auto")
+
+
+def test_fewer_layers_than_stages_are_refused():
+    words = ["--pipeline-model-parallel-size", "4", "--num-layers"]
     settings, others = take_flags([*words, "6", "--pipemem-schedule", "v-half"])
     with refused("too-few-layers", 6, 8, kind=UnsupportedError):
+        add_virtual_stages(settings, others)
+    settings, others = take_flags(
+        [*words, "9", "--decoder-last-pipeline-num-layers", "6", "--pipemem-schedule", "v-half"]
+    )
+    with refused("too-few-layers", 9, 8, 3, kind=UnsupportedError):
         add_virtual_stages(settings, others)
 
 

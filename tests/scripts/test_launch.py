@@ -295,7 +295,6 @@ SLICED = ("schedule.name=seq1f1b", "schedule.options={slices: 4}")
         ),
         (["megatron.hybrid-layer-pattern=M*|M*|M*"], "conflicting-options", ["model"]),
         (["schedule.name=hanayo", "megatron.pipeline-model-parallel-layout=Et*2|t*2|t*2|t*2L"], "needs-chunks", [1]),
-        (["megatron.decoder-first-pipeline-num-layers=2"], "unsupported-setting", []),
         (["megatron.iterations-to-skip=[3]"], "unsupported-setting", ["--iterations-to-skip"]),
         (["schedule.name=auto", "megatron.perform-rl-step=true"], "unsupported-setting", []),
         (["megatron.moe-token-dispatcher-type=flex"], "unsupported-setting", ["--moe-token-dispatcher-type"]),
