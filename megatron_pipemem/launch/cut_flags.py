@@ -34,6 +34,16 @@ def given(flags: Flags, name: str) -> bool:
     return flags.get(name) not in (None, False)
 
 
+def without_cut(arguments: Sequence[str]) -> list[str]:
+    """Return a command line without the flags that a layout replaces, and without their values."""
+    kept, drops = [], False
+    for word in arguments:
+        drops = word[2:].partition("=")[0] in REPLACED_BY_LAYOUT if word.startswith("--") else drops
+        if not drops:
+            kept.append(word)
+    return kept
+
+
 def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
     """Return the cut of a model that the flags ask for.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ def best_layout(request: Request, arguments: Sequence[str]) -> tuple[list[str], 
     pattern, counts = layout.pattern_of(run.model), found.best.layers
     flag = cut_flags.given_pattern(given)[0] or layout.FLAG
     text = layout.written(counts, run.model.mtp_layers) if pattern is None else layout.cut(pattern, counts)
-    words = [*without(arguments, cut_flags.REPLACED_BY_LAYOUT), f"--{flag}={text}"]
+    words = [*cut_flags.without_cut(arguments), f"--{flag}={text}"]
     longer = found.even.seconds / found.best.seconds - 1
     said = (
         f"layout auto: --{flag} '{text}', {found.best.seconds:.3g} s a step by the prices of {_CLUSTER}; layers divided evenly "
@@ -61,13 +61,3 @@ def _run_of(request: Request, given: Mapping[str, Any], known: Mapping[str, Mapp
     cut = replace(run.parallelism, chunks=run.parallelism.chunks if takes_chunks else None)
     others = {name: value for name, value in run.megatron.items() if name not in cut_flags.REPLACED_BY_LAYOUT}
     return replace(run, schedule=choice, parallelism=cut, megatron=others)
-
-
-def without(arguments: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return a command line without these flags and their values."""
-    kept, drops = [], False
-    for word in arguments:
-        drops = word[2:].partition("=")[0] in names if word.startswith("--") else drops
-        if not drops:
-            kept.append(word)
-    return kept

@@ -19,7 +19,6 @@ from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import CPU_FLAGS, Parser, flag_parser, plan_parser, planned_flags, words
-from megatron_pipemem.mcore.auto_layout import best_layout, without
 from megatron_pipemem.request import Request, flags_of, prices_of
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, parse_options
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file
@@ -121,6 +120,8 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     pipeline, if the layers cannot be divided evenly, or if the schedule does not run a model with these arguments.
     """
     if request.layout == AUTO:
+        from megatron_pipemem.mcore.auto_layout import best_layout  # only here, because the planner takes long to load
+
         arguments, said = best_layout(request, arguments)
         _tell("%s", said)
     flags = _values(arguments)
@@ -159,7 +160,7 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     needed = None if layers is None else cut_flags.needed_layout(flags, layers, p, placements[0])
     if needed is not None:
         _tell("%s, so the layers get --%s '%s'", needed.why, layout.FLAG, needed.text)
-        arguments = [*without(arguments, cut_flags.REPLACED_BY_LAYOUT), f"--{layout.FLAG}={needed.text}"]
+        arguments = [*cut_flags.without_cut(arguments), f"--{layout.FLAG}={needed.text}"]
         flags = _values(arguments)
     _check_cap(request, Shape(p, chunks, _microbatches(flags, p), _whole(flags, cut_flags.GROUP_SIZE)))
     if chunks == 1 or any(cut_flags.given(flags, name) for name in cut_flags.CUTS):
