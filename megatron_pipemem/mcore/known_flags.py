@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -100,12 +101,15 @@ def known_flags() -> dict[str, dict[str, Any]]:
 
 @lru_cache(maxsize=1)
 def _megatrons_flags() -> dict[str, dict[str, Any]]:
-    """Return the properties of Megatron's flags, from a cache file for this version of Megatron if there is one.
+    """Return the properties of Megatron's flags, from its parser if it is imported.
 
-    Otherwise a subprocess imports Megatron, which takes seconds, and its answer is written to the file.
+    Otherwise they are from a cache file for this version of Megatron. If there is none, a subprocess imports Megatron,
+    which takes seconds, and its answer is written to the file.
     """
     if not is_installed():
         return {}
+    if (arguments := sys.modules.get("megatron.training.arguments")) is not None:
+        return described(arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     asked = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     try:
         path = default_folder() / f"flags-{_version('megatron-core')}-{asked}.json"
