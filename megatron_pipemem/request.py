@@ -396,7 +396,8 @@ class Request(ScheduleOptions):
     def without_offload(self) -> Request:
         """Return the request without offload, recomputation and cap, if it asks for offload or recomputation.
 
-        These are planned later, so that the schedule of the returned request then keeps the cap.
+        A schedule is chosen for the returned request first. Then offload and recomputation are planned, to make that
+        schedule keep the cap of the original request.
         """
         return replace(self, memory_cap=None, offload=OFF, recompute="none") if self.plans_offload else self
 

@@ -97,7 +97,10 @@ def _is_about_a_gpu(record: logging.LogRecord) -> bool:
 
 
 def shorten_log() -> None:
-    """Shorten this rank's log: Megatron's INFO lines on rank 0 only, and its list of arguments as one line."""
+    """Shorten this rank's log: one line each for Megatron's list of arguments and for missing GPU packages.
+
+    Ranks other than 0 show no INFO lines of ``megatron.core.distributed`` and ``megatron.core.datasets``.
+    """
     if (said := missing_packages()) is not None:
         logger.info("CPU ranks: %s", said)
     if os.environ.get("RANK", "0") != "0":

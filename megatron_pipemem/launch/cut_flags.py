@@ -245,7 +245,10 @@ def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placem
 
 
 def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement]) -> None:
-    """Raise an UnsupportedError if a flag does not have its usual meaning on one of these placements."""
+    """Raise an UnsupportedError if a given flag does not work on one of these placements.
+
+    ``_REFUSED`` lists these flags, the placements on which they fail, and the reasons.
+    """
     for names, refused, sentence in _REFUSED:
         name = next((name for name in names if given(flags, name)), None)
         placement = next((each for each in placements if refused(each)), None)

@@ -437,7 +437,11 @@ def _count(entries: Sequence[Entry]) -> int:
 
 
 def _configured(base: Base) -> Run:
-    """Return the run with this order's schedule, and with a layout if its stages have different numbers of layers."""
+    """Return the run with this order's schedule, and with a layout if its stages differ from Megatron's default cut.
+
+    A hybrid model in a pipeline always gets its pattern, cut into the stages. Without a pipeline, or with messages
+    hidden within layers, the schedule is Megatron's own.
+    """
     group, order = base.group, base.order
     # Without a pipeline Megatron takes its own step, which our schedules do not replace.
     choice = replace(group.run.schedule, name=order.name)

@@ -75,13 +75,14 @@ def _of_parts(parts: dict[str, Any], cut: tuple[int, ...] | None) -> dict[str, A
         of_kind["end_layers"] = _object("parts.end_layers", ends)
     if not isinstance(kinds, list) or not kinds:
         raise CostsError(
-            "bad-type", f'parts.order is {shortened(kinds)}; give the kind of every layer, as in ["*-", "*-"]'
+            "bad-type", f'parts.order is {shortened(kinds)}; give a list with one kind per layer, as in ["*-", "*-"]'
         )
     for name, known in of_kind.items():
         for kind in kinds:
             if not isinstance(kind, str) or kind not in known:
                 raise CostsError(
-                    "unknown-key", f"parts.order has the kind {shortened(kind)}, and parts.{name} has no such layer"
+                    "unknown-key",
+                    f"parts.order has the kind {shortened(kind)}, and parts.{name} has no key of that name",
                 )
     read = {
         name: {kind: _part(f"parts.{name}.{kind}", known[kind]) for kind in set(kinds)}

@@ -448,9 +448,9 @@ class Tape(IteratorWrapper):
         if not hasattr(given, "__next__"):
             raise UnsupportedError(
                 "data-iterator",
-                f"this schedule reads batches twice, but a {type(given).__name__} cannot be read by next(); "
-                "give the data iterator a __next__, or leave out --pipemem-recompute (Megatron's own recomputation "
-                "goes on working) and --pipemem-vocab-parallel",
+                f"this run reads batches again, but a {type(given).__name__} cannot be read by next(); give the data "
+                "iterator a __next__, or train without --pipemem-recompute (Megatron's own recomputation goes on "
+                "working), without sequence slices and without --pipemem-overlap-steps",
             )
         super().__init__(iterator)
         self._seen: list = []

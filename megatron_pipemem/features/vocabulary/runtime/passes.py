@@ -452,8 +452,9 @@ class VocabularyPasses:
         buffer: torch.Tensor,
         wanted: bool,
     ) -> None:
-        """Store a reduction in ``waiting`` if this rank needs its result. Otherwise tell the ledger that ``buffer`` is
-        released.
+        """Store a reduction in ``waiting`` if this rank needs its result.
+
+        Otherwise the ledger stops counting ``buffer`` at once, although the reduction may still read it.
         """
         if wanted:
             waiting[microbatch] = pending
