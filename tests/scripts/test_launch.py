@@ -224,7 +224,7 @@ ON_TRANSFORMER_ENGINE = ("--set", "megatron.transformer-impl=transformer_engine"
     [
         (["--nodes", 3, "--master-addr", "x"], "does-not-divide", [4, 3]),
         (["--nodes", 2, "--node-rank", 2, "--master-addr", "x"], "bad-number", [0, 1]),
-        (["--set", "parallelism.pp=3"], "does-not-divide", [8, 6]),
+        (["--set", "parallelism.pp=3", "--set", "schedule.name=stock"], "does-not-divide", [8, 3]),
         (["--set", "parallelism.dp=3"], "does-not-divide", ["global_batch", 8]),
         (["--set", "parallelism.dp=4"], "does-not-fit", [16, 8]),
         (["--set", "parallelism.tp=3"], "does-not-divide", [3, 4]),
