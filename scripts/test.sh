@@ -13,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONDONTWRITEBYTECODE
 cores=$(getconf _NPROCESSORS_ONLN)
 # More workers than cores, because tests that start ranks have three of them (tests/conftest.py) and wait at times.
-workers=$((cores + 3))
+workers=$((cores + 2))
 case ${1-} in
     --quick)
         shift
