@@ -57,6 +57,12 @@ MAKE_ONCE = (
 
 
 NICENESS = 10
+# Tests that take longest by themselves. As the last ones they would keep one worker busy while the others have ended.
+LONG = ("tests/scripts/test_types.py", "tests/scripts/test_launch.py", "tests/scripts/test_readme.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 def _scope(nodeid: str) -> str:
