@@ -222,8 +222,9 @@ def _verl(settings: _Settings, program: str, context: Context) -> Reading:
     config = f"{actor}.megatron"
     for group in (config, f"{config}.override_transformer_config", f"{actor}.optim.override_optimizer_config"):
         own |= settings.fields(group)
-    for name, value in own.items():
-        if UNKNOWN in str(value):
+    for name in [name for name, value in own.items() if UNKNOWN in str(value)]:
+        value = own.pop(name)
+        if name.endswith("_size") or name.startswith(("num_", "recompute")):
             ask_for(str(value), f"{config}.{name}")
     if own.get("recompute_granularity") is None:
         own.pop("recompute_modules", None)
@@ -244,7 +245,7 @@ def _verl(settings: _Settings, program: str, context: Context) -> Reading:
 def _slime(given: Mapping[str, Any], program: str, context: Context) -> Reading:
     name = str(given.get("hf-checkpoint"))
     shape = flags_of_model(name, "") if known_model(name) is not None else {}
-    found = {flag: shape.get(flag, value) if UNKNOWN in str(value) else value for flag, value in given.items()}
+    found = {flag: shape.get(flag) if shape and UNKNOWN in str(value) else value for flag, value in given.items()}
     found |= {"bf16": "fp16" not in given, "use-distributed-optimizer": True}
     nodes, per_node = _number(given, "actor-num-nodes") or 1, _number(given, "actor-num-gpus-per-node") or 8
     answers = _number(given, "rollout-max-response-len")

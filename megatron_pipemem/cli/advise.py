@@ -213,10 +213,11 @@ def _answer(reading: Reading, advice: Advice) -> str:
     if stock is not None and advice.verdict in ("layout", "stock"):
         what = "only change the layout" if advice.verdict == "layout" else "stay with Megatron's own schedule"
         return f"{what}: add {_addition(reading, stock)}"
-    best, where = next(iter(advice.proposals.values())), reading.consumer.where
-    ours = max(way.gain(today) for way in advice.proposals.values())
-    hint = ""
-    if stock is not None and stock.gain(today) >= ours - AS_FAST:
+    (kind, best), where = next(iter(advice.proposals.items())), reading.consumer.where
+    ours, hint = max(way.gain(today) for way in advice.proposals.values()), ""
+    if kind == "less memory":
+        hint = f"for {gibibytes(today.peak - best.peak)} GiB less, "
+    elif stock is not None and stock.gain(today) >= max(AS_FAST, ours - AS_FAST):
         more = gibibytes(max(0.0, stock.peak - today.peak))
         hint = f"{stock.name} is as fast in {more} GiB more; in today's memory "
     if where is not None:

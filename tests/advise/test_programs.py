@@ -162,6 +162,14 @@ def test_stages_of_a_hybrid_model_are_cut_in_its_pattern(nemo):
     assert key == "++policy.megatron_cfg.model_overrides.hybrid_layer_pattern" and pattern.count("|") == 3
 
 
+def test_unknown_values_matter_only_if_sizes_follow_from_them(nemo):
+    path = "actor_rollout_ref.actor.megatron.dist_checkpointing_path=\0CKPT\0"
+    assert read("verl", nemo, path).run == read("verl", nemo).run
+    assert read("slime", nemo, "--num-query-groups", "\0GROUPS\0").run.model.kv_heads == 8  # of the checkpoint's name
+    with refused("unknown-size", "TP=VALUE"):
+        read("verl", nemo, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=\0TP\0")
+
+
 def test_recomputation_of_nemo_rl_needs_its_switch(nemo):
     run = read("nemo", nemo, "policy.megatron_cfg.activation_checkpointing=true", "cluster.num_nodes=4").run
     assert run.schedule.recompute == "full" and run.parallelism.dp == 4
