@@ -14,6 +14,7 @@ from megatron_pipemem.config import layout
 from megatron_pipemem.config.model import Sublayer
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner import counts as weights
+from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families
 from megatron_pipemem.schedule.schedule import Schedule
@@ -199,7 +200,8 @@ def _check_enough(flags: Flags, layers: int, num_devices: int, chunks: int) -> N
 
 
 def _is_cut(flags: Flags) -> bool:
-    return any(given(flags, name) for name in (*CUTS, *layout.FIRST_OR_LAST))
+    cuts_itself = flags.get("pipemem-layout") == AUTO
+    return cuts_itself or any(given(flags, name) for name in (*CUTS, *layout.FIRST_OR_LAST))
 
 
 class LayoutFlag(NamedTuple):

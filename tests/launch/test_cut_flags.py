@@ -134,3 +134,4 @@ def test_a_proposed_layout_has_what_predicts_ahead():
         check_layers({"mtp-num-layers": 2}, 5, 4, 1)
     with refused("does-not-divide", 2, kind=UnsupportedError):
         check_layers({"mtp-num-layers": "1"}, 5, 4, 1)
+    check_layers({"pipemem-layout": "auto"}, 5, 4, 1)
