@@ -143,7 +143,7 @@ class Exploration:
     _finalists: list[tuple[int, int, str, Timetable]] = field(default_factory=list)
     _starts: list[tuple[str, Timetable]] = field(default_factory=list)
     idles: bool = False
-    """Whether the caps exclude all periodic orders without idle time in the steady state."""
+    """Whether ``explore`` found no periodic order within the caps without idle time in the steady state."""
 
     def __post_init__(self) -> None:
         n = self.slices
@@ -244,7 +244,7 @@ class Exploration:
     def is_far_from_bound(self) -> bool:
         """Return whether random starts may improve much: the best makespan is at least 3 % above the lower bound.
 
-        With slices any distance counts, because no other method improves them.
+        With slices any distance counts, because the exact search and periodic orders do not support them.
         """
         return self.makespan > self.bound * (_FAR_FROM_BOUND if self.slices == 1 else _EXACT)
 
@@ -254,7 +254,11 @@ class Exploration:
 
     @cached_property
     def is_periodic(self) -> bool:
-        """Return whether periodic orders can be searched: at most two chunks per device, and messages to neighbours."""
+        """Return whether periodic orders can be searched.
+
+        They need at most two chunks per device, no slices, messages between all neighbouring devices, and microbatches
+        whose W leaves no memory behind.
+        """
         hops = {frozenset(hop) for hop in pairwise(self.placement.devices)}
         neighbours = pairwise(range(self.placement.num_devices))
         few = self.slices == 1 and self.placement.num_chunks <= _CHUNKS_OF_A_CYCLE
@@ -263,8 +267,9 @@ class Exploration:
     def solve(self, reached: float, most_states: int) -> int:
         """Search exactly for an order below ``reached`` seconds, and return the number of states that were used.
 
-        If there is none, ``bound`` is raised. It is not if full backwards hold less than I on some stage, because the
-        exact search has no full backwards.
+        A finished search raises ``bound`` to ``reached``, or to the makespan of this placement if that is less. It does
+        not if full backwards may keep the caps better (``better_full``), because it has none. A period, slices, and
+        caps on memory that is not in whole numbers are not supported: no search is made, and 0 states are used.
         """
         if (
             self.period
@@ -366,7 +371,7 @@ class Exploration:
         self._finalists = sorted([*self._finalists, entry], key=lambda e: e[:2])[:_FINALISTS]
 
     def candidate(self) -> Candidate:
-        """Return the fastest schedule; of equally fast ones, the one that is fastest with costs of 20 % error."""
+        """Return the fastest schedule; of equally fast ones, the one that is fastest if times err by up to 20 %."""
         slack = 0 if self.is_optimal else 1e-3
         equal = [entry for entry in self._finalists if entry[0] <= self._finalists[0][0] * (1 + slack)]
         _, _, name, table = equal[most_robust(self._problem, [entry[3] for entry in equal], self.seed)]

@@ -121,7 +121,7 @@ class Cycles:
         """Return the block of the combination with the lowest cost of waits.
 
         ``prices`` has one price per device, for one memory unit held for one tick. ``variation`` has one factor per
-        link. ``among`` has the indices of the cyclic orders that are considered on every device; ``None`` for all.
+        link. ``among`` has the indices of the cyclic orders to consider on devices that have more; ``None`` for all.
         """
         p = self.problem.num_devices
         weights = self._weights(prices, variation)

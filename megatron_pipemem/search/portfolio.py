@@ -75,7 +75,7 @@ def _one_by_one(problem: Problem) -> Orders:
 def family_starts(
     families: Sequence[Family], placement: Placement, problem: Problem, costs: Costs, caps: Sequence[float] | None
 ) -> Iterator[tuple[str, Timetable | None]]:
-    """Yield name and timetable of every family's schedule with this placement; ``None`` if it exceeds the caps."""
+    """Yield name and timetable of each family's schedule, if it has this placement; ``None`` if it exceeds the caps."""
     given: dict[str, Any] = {"costs": costs}
     if caps is not None and costs.memory is None:
         given["memory_cap"] = min(caps)
@@ -106,9 +106,10 @@ def family_starts(
 
 
 def _largest_group(name: str, problem: Problem, shape: Mapping[str, Any]) -> int:
-    """Return the largest ``group_size`` with which a family keeps the caps. Larger groups hold more and idle less.
+    """Return the largest ``group_size`` below ``p`` with which a family keeps the caps; 1 if none does.
 
-    Raise an UnsupportedError if the family does not accept groups of fewer than ``p`` microbatches.
+    Larger groups hold more and idle less. Raise an UnsupportedError if the family does not accept groups of fewer than
+    ``p`` microbatches.
     """
     fits, exceeds = 1, problem.num_devices
     while exceeds - fits > 1:

@@ -311,7 +311,7 @@ def keeps_memory_exactly(placement: Placement, costs: Costs, slices: int = 1) ->
 
 
 def better_full(placement: Placement, costs: Costs) -> frozenset[int]:
-    """Return the stages on which B takes less memory than I. Under a cap it may be better to run only B there."""
+    """Return the stages whose I takes memory, and more than B. Under a cap it may be better to run only B there."""
     if costs.memory is None:
         return frozenset()
     changes, zero = costs.memory_changes(placement), (0.0,) * placement.num_stages

@@ -89,8 +89,8 @@ def search_schedule(
         The best schedule of every placement and number of slices, the fastest first, with proved lower bounds.
 
     Raises:
-        UnsupportedError: no schedule with any of the placements keeps the cap, and the message has the lowest possible
-            cap. Or an argument is out of range.
+        UnsupportedError: no schedule was found that keeps the cap, and the message has the memory of one microbatch
+            alone. Or an argument is out of range.
         CostsError: the costs do not fit a placement, or have weights of microbatches.
     """
     clock = Clock(seconds)
@@ -143,7 +143,8 @@ def _explorations(
 ) -> list[Exploration]:
     """Return an exploration for every placement and number of slices whose caps admit one microbatch.
 
-    If a full backward holds less than I on some stage, there is a second exploration, with full backwards there.
+    Under caps and without slices, there is a second exploration if ``better_full`` has any stages. It has full
+    backwards there.
     """
 
     def left(number: int) -> str:
@@ -280,8 +281,8 @@ def _nothing_fits(
             "F takes, or raise the cap"
         )
     return (
-        f"no schedule keeps {given}: {alone} there; raise the cap, cut the model into more stages, or use smaller "
-        "microbatches"
+        f"no schedule keeps {given}: {alone} there; raise the cap, use more pipeline ranks, or (for a cap in "
+        "bytes) smaller microbatches"
     )
 
 

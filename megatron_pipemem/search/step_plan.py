@@ -196,7 +196,7 @@ class StepPlan:
 
 @rare_collection()
 def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, seconds: float = SECONDS) -> StepPlan:
-    """Return an order of a step's microbatches, and a schedule, that are faster than the base in arrival order.
+    """Search for an order of a step's microbatches, and for a schedule, that make the step as short as possible.
 
     If the base in arrival order keeps the cap, the plan is never slower. If the base has only F, I, W and B on one
     replica of the model, its actions get a new order, too. Otherwise (recomputation, offload, vocabulary parallelism,
