@@ -25,10 +25,10 @@ from megatron_pipemem.schedule.vocabulary import BARRIERS
 
 
 def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
-    """Return the schedule for a request. It is proved, and keeps the memory cap if the bytes of actions are known.
+    """Return the schedule for a request. It is proved, and keeps the memory cap (one in bytes only if bytes are known).
 
-    If the cap needs bytes that the run has not counted yet, the result is a schedule for a step that counts them. It
-    runs one microbatch after another, because that needs the least memory.
+    If the cap or offload needs bytes that the run has not counted yet, the result is a schedule for a step that counts
+    them. It runs one microbatch after another, because that needs the least memory.
 
     Raises:
         UnsupportedError: there is no such schedule, or none keeps the cap. The message has the lowest possible cap.

@@ -60,7 +60,7 @@ class Choice:
     priced_by: str = UNIT
     why: str = ""
     bound: float | None = None
-    """Seconds that no schedule with this placement within the cap can beat; ``None`` without a search."""
+    """Seconds that no schedule with this placement within the cap can beat; ``None`` if none were computed."""
     search_seconds: float | None = None
     notes: str = ""
     search: SearchResult | None = None
@@ -129,7 +129,7 @@ class Knowledge:
         return replace(known, selective=changes[Kind.F])
 
     def lacks_seconds(self, request: Request) -> bool:
-        """Return whether a run must measure seconds first, because the request offloads and has no speed of copies."""
+        """Return whether the choice needs seconds that a run measures: the request offloads, at an unknown copying speed."""
         return self.measures and request.offload != OFF and self.ratio is None and self.costs.channel is None
 
     def lacks_bytes(self, request: Request) -> bool:
@@ -145,9 +145,9 @@ class Knowledge:
         )
 
     def counted_costs(self, placement: Placement, in_bytes: bool) -> Costs:
-        """Return the costs with memory in the unit of the cap: counted bytes if ``in_bytes``, else activation units.
+        """Return the costs with memory in the unit of the cap: bytes, if known, for ``in_bytes``, else activation units.
 
-        The bytes of a message are added to the pass that makes or uses its tensor.
+        Counted bytes replace those of the costs. The bytes of a message are added to the pass that makes or uses its tensor.
         """
         if not in_bytes:
             return replace(self.costs, memory=None)
@@ -231,8 +231,8 @@ class Knowledge:
     ) -> dict[Kind, tuple[float, ...]]:
         """Return the bytes of every kind of action for ``Costs.memory``, from counted bytes without recomputation.
 
-        ``with_their_messages`` replaces the counted bytes of passes. A recomputed forward keeps only its output, until
-        the output is sent, or used by the next stage on the same device.
+        ``with_their_messages`` replaces the counted bytes of passes. A forward that R repeats keeps only its output,
+        until the output is sent, or used by the next stage on the same device.
         """
         changes = {**counted, **with_their_messages}
         handed_on: list[float] = []

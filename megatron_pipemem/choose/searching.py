@@ -53,8 +53,8 @@ _ATTEMPTS = 4
 def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     """Return the choice with the fastest order that keeps the cap, including vocabulary passes and messages.
 
-    The search counts neither of these, so its result may exceed the cap with them. If vocabulary passes are requested,
-    the schedules of all families with these passes are considered first, without a time limit.
+    The search has neither of these (bytes of messages count with F, I and W), so its result may exceed the cap. If
+    vocabulary passes are requested, the schedules of all families with them are considered first, without a time limit.
     """
     devices, microbatches, options = shape.num_devices, shape.num_microbatches, request.options
     placements = searched(request, shape, knowledge)
@@ -392,9 +392,9 @@ class Plans:
 def serial_schedule(
     placement: Placement, num_microbatches: int, name: str = "serial", full: Collection[int] = ()
 ) -> Schedule:
-    """Return the schedule that runs one microbatch after another: the slowest order, with the lowest memory.
+    """Return the schedule that runs one microbatch after another: a slow order, with the lowest memory.
 
-    ``full`` has the stages with full backwards. For the lowest memory these are the stages whose I takes memory.
+    ``full`` has the stages with full backwards. For the lowest memory these are the stages of ``better_full``.
     Microbatches are assigned to replicas of the model in turn.
     """
     orders = []
@@ -447,13 +447,13 @@ def _last_resort(
         raise UnsupportedError(
             "cap-unreachable",
             f"no schedule keeps a memory cap of {request.memory_cap}: pipeline rank {device} holds {needed} even if "
-            f"microbatches run one by one; raise the cap to at least {needed}, use smaller microbatches, cut the model "
-            "into more stages, or recompute or offload activations",
+            f"microbatches run one by one; raise the cap to at least {needed}, use smaller microbatches or more "
+            "pipeline ranks, or recompute or offload activations",
         )
 
 
 def _away(schedule: Schedule) -> Schedule:
-    """Return a serial schedule with all activations copied to the host right after F, and back right before I or B."""
+    """Return a serial schedule with all activations copied to the host right after F, and back right before RS, I or B."""
 
     def away(order: Order) -> Order:
         found: list[Action] = []
