@@ -16,12 +16,12 @@ _DELAYS = range(6)
 
 
 def hanayo(num_devices: int, num_microbatches: int, waves: int | None = None, chunks: int | None = None) -> Schedule:
-    """Return the faster of two schedules: a greedy one with backwards first, as in the paper, and a repeated block.
+    """Return a greedy schedule for ``m <= p``, a repeated block for ``m > 3p``, and the faster of both in between.
 
-    The greedy schedule holds no more than 1F1B and is best for about ``p`` microbatches, but its bubble grows with
-    their number. The bubble of the repeated block does not grow. A block is not used if a device would hold more than
-    one microbatch of all its stages in addition to 1F1B. ``waves`` (default 2) is how often the stages go up and down
-    the devices, and ``chunks`` is twice that number.
+    The greedy schedule runs backwards first, as in the paper. It holds no more than 1F1B, but its bubble grows with
+    the number of microbatches. The bubble of the repeated block does not grow. A block is not used if a device would
+    hold more than one microbatch of all its stages in addition to 1F1B. ``waves`` (default 2) is how often the stages
+    go up and down the devices, and ``chunks`` is twice that number.
     """
     p, m = num_devices, num_microbatches
     if waves is None:
