@@ -92,9 +92,7 @@ class Cluster(Limited):
 
     @property
     def fp8_flops(self) -> float:
-        """FLOPs per second that a device reaches in 8-bit matrix products. Raise a ConfigError if the cluster gives no
-        peak.
-        """
+        """FLOPs per second that a device reaches in 8-bit products; a ConfigError if ``fp8_tflops`` is not given."""
         if self.fp8_tflops is None:
             missing = "is not given, and the run multiplies 8-bit numbers; give it"
             raise ConfigError("missing-option", missing, key="cluster.fp8_tflops")

@@ -90,7 +90,7 @@ def uncut(model: Model, stages: int) -> tuple[int, ...] | None:
 def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
     """Return the flags that make Megatron cut a model into stages with these numbers of pieces.
 
-    There are none if Megatron's default cut is the same.
+    There are none for one stage, and for a GPT if Megatron's default cut is the same.
     """
     pattern = pattern_of(model)
     if len(counts) == 1 or (pattern is None and tuple(counts) == uncut(model, len(counts))):
@@ -146,7 +146,8 @@ def _repeated(symbol: str, count: int) -> str:
 def pieces_of(run: Run, stages: int) -> tuple[int, ...] | None:
     """Return the number of pieces of each stage of a run, by its flags or in the default cut.
 
-    The result is ``None`` if only Megatron itself can tell.
+    The result is ``None`` if flags give the layers of the first or last rank, or other numbers of stages or pieces. It
+    is also ``None`` if no flag cuts the model and the layers do not divide evenly.
     """
     given, model = run.flags, run.model
     if any(given.get(key) is not None for key in FIRST_OR_LAST):

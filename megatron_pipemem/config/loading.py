@@ -44,9 +44,7 @@ _NUMBER = re.compile(
 
 
 class YamlError(ValueError):
-    """The error for text that is not YAML, or for YAML that configurations cannot use. The message has the line and
-    column.
-    """
+    """The error for text that is not YAML, or that configurations cannot use, with line and column if known."""
 
 
 class _Loader(yaml.SafeLoader):

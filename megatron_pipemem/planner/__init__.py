@@ -8,9 +8,11 @@
 * ``step``            a run on a placement: costs of stages, bytes of ranks, seconds outside the schedule
 * ``memory``          the memory of a run as configured
 * ``space``           all choices of the planner
+* ``slices``          runs whose microbatches are cut into slices
 * ``replay``          the time of one order of passes under many costs
 * ``variants``        offload, vocabulary parallelism and other variants of runs
 * ``balance``         the layers per stage with which one schedule is fastest (``pipemem layout``)
+* ``layout_search``   moves of layers between stages, for ``balance``
 * ``changes``         changes of a run, simulated with its measured times
 * ``explanation``     the time of a measured step by cause (``pipemem explain``)
 * ``planning``        the search

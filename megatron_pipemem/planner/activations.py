@@ -28,7 +28,7 @@ class Saved:
     nbytes: float  # on one rank, for one microbatch
     needed: Literal["I", "W"]  # the last pass that needs it: ``W`` for inputs of linear layers, else ``I``
     recompute: tuple[str, ...] = ()  # modules of ``Recomputable`` that would make it again
-    statistic: bool = False  # whether it is one number per token and norm or head
+    statistic: bool = False  # whether it has one or two numbers per token and norm, head or chosen expert
     early: bool = False  # whether the weight gradient that needs it is computed in I
 
 
@@ -41,7 +41,7 @@ class Kept(Summed):
 
 
 def layer_tensors(model: Model, execution: Execution, kind: str | None = None) -> tuple[Saved, ...]:
-    """Return the tensors that one layer keeps without recomputation, the layer's input first."""
+    """Return the tensors that one layer keeps, and those that recomputation makes again, the layer's input first."""
     shrinks = execution.product_element / execution.element
     return tuple(
         each if each.needed == "I" else replace(each, nbytes=each.nbytes * shrinks)
@@ -267,7 +267,7 @@ def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
 def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
     """Return the bytes of one layer that offload moves to the host, and later back.
 
-    These are all bytes that the layer keeps, except the few of norm statistics and softmax sums.
+    These are all bytes that the layer keeps, except the few of norm statistics, softmax sums and experts' shares.
     """
     return sum(each.nbytes for each in _kept(layer_tensors(model, execution, kind), execution) if not each.statistic)
 
@@ -302,7 +302,8 @@ def message_bytes(model: Model, execution: Execution) -> float:
 def _gradient_bytes(model: Model, execution: Execution, kind: str) -> float:
     """Return the bytes of the output gradients of a layer's linear layers, which are kept from I to W.
 
-    With sequence parallelism, an output gradient is whole if the layer's input is cut, because I gathers it.
+    With sequence parallelism, I gathers the output gradient of a linear layer whose inputs are cut. The whole is kept,
+    unless W gathers it again.
     """
     widths = sum(
         each.width(execution.tp) * each.visits / (execution.sequence_ranks if _output_is_shard(each, execution) else 1)
@@ -357,5 +358,5 @@ def _output_is_shard(matrix: Matrix, execution: Execution) -> bool:
 
 
 def _is_gathered(matrix: Matrix, cut: MatrixCut) -> bool:
-    """Return whether a matrix has this cut and sequence parallelism gathers its operand."""
+    """Return whether a matrix has this cut, and sequence parallelism, if it is on, gathers its operand."""
     return matrix.cut == cut and matrix.waits and not matrix.routed

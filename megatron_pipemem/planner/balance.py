@@ -3,8 +3,8 @@
 The partition makes the slowest rank as fast as whole layers allow. Short steps may need other splits. The search
 starts from several layouts: the partition's, the even one, and one with equally many layers on stage after stage and
 the rest on the last. The last two are also changed by moving layers away from the slowest rank. From the best start,
-pieces move to other stages as long as the simulated step gets shorter (``planner.layout_search``). The fullest rank
-must fit its device. An irregular layout must gain at least ``AS_GOOD``.
+pieces move to other stages as long as the simulated step gets shorter (``planner.layout_search``). A layout whose
+fullest rank fits its device is preferred. The moves count only if they gain more than ``AS_GOOD``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 
 AS_GOOD = 0.005
-"""The least gain for which another layout is chosen, as a fraction of a step."""
+"""The least gain for which pieces are moved from the best start, as a fraction of a step."""
 _SIMULATED = 300  # steps, at most
 _TOLERANCE = 1e-9
 
@@ -47,7 +47,7 @@ class Layout:
     name: str
     layers: tuple[int, ...]  # pieces of every stage, see ``config.layout``
     step: PlannedStep = field(repr=False)  # prices of stages and ranks
-    seconds: float
+    seconds: float  # of a step
     held: tuple[float, ...] = field(repr=False)  # bytes of every rank, everything included, without offload
 
     @property
@@ -86,7 +86,7 @@ class Balance:
 
 
 def balance(run: Run, given: str | None = None, room: float | None = None) -> Balance:
-    """Return the best layout of a run under its schedule, and the even one.
+    """Return the best, the even and the given layout of a run under its schedule.
 
     ``given`` is a layout in Megatron's form that replaces the run's. ``room`` is the memory of a device in bytes, by
     default the cluster's limit. A value of 0 means that the memory is unknown.
@@ -149,7 +149,7 @@ class _Scale:
         return priced(timing, cut.pp, cut.microbatches)
 
     def best(self) -> tuple[int, ...]:
-        """Return the layers of every stage in the fastest layout that the search has tried."""
+        """Search the layout with the shortest step that fits the memory, and return the pieces of its stages."""
         own = self._step(None)
         by_hand = (layout.even(self.run.model, self.stages), self._alike(max(own.work)))
         cuts = dict.fromkeys((own.layers, *by_hand, *map(self._relieved, by_hand)))
@@ -163,7 +163,8 @@ class _Scale:
     def _alike(self, slowest: float) -> tuple[int, ...]:
         """Return the layout with the same number of layers on every stage, and the rest on the last stage.
 
-        The number is the largest with which no rank is slower than ``slowest`` seconds.
+        The number is the most that a rank can compute in ``slowest`` seconds on all its stages, and at least 1.
+        Embedding and head are not counted.
         """
         share = slowest * self.placement.num_devices / self.stages
         each = max(1, int(share * (1 + _TOLERANCE) / max(self._loads.seconds[: self.run.model.layers])))

@@ -169,7 +169,7 @@ class Change:
     seconds: float  # of the pipeline's step with the change
     peak: float  # peak memory of a device with the change, in the unit of ``Case.in_bytes``
     note: str = ""  # assumptions
-    effort: int = 0  # among about equally fast changes the least is offered: chunks per rank, plus one for a search
+    effort: int = 0  # among about equally fast changes the least is offered: twice the chunks, plus 1 for a search
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,8 @@ class Case:
 def best_changes(case: Case) -> list[Change]:
     """Return the best change of every kind that saves at least ``WORTH`` of the step.
 
-    Changes that need no more memory than the run come first, then the fastest.
+    Changes that need no more memory than the run come first, then the fastest. There are none for schedules with
+    replicas, asynchronous updates or slices.
     """
     if case.schedule.placement.replicas > 1 or case.schedule.updates is not None or case.schedule.slices > 1:
         return []
@@ -303,7 +304,7 @@ def _layouts(case: Case) -> Iterator[Change]:
 
 
 def _orders(case: Case) -> Iterator[tuple[str, Schedule, Costs, tuple[int, ...]]]:
-    """Yield the name, schedule, costs and layers of every family, and of searches within the run's memory."""
+    """Yield name, schedule, costs and layers of all families that the run can take, and of searches in its memory."""
     own, p, m = case.schedule, case.schedule.num_devices, case.schedule.num_microbatches
     barriers = own.vocabulary_barriers
     for each in families():
@@ -382,7 +383,7 @@ def _offloads(case: Case, orders: list[tuple[Change, tuple[Schedule, Costs]]]) -
 
 
 def _without(case: Case) -> Iterator[Change]:
-    """Yield the run's schedule without recomputation, without offload, and without the barrier between steps."""
+    """Yield three changes: no recomputation, no offload, and no barrier between steps."""
     schedule, costs = case.schedule, case.own.costs
     for kind, dropped, words, flags in (
         ("recompute", RECOMPUTE, "nothing recomputed", "--pipemem-recompute none"),
@@ -452,5 +453,5 @@ def _may_place(case: Case, placement: Placement, name: str) -> bool:
 
 
 def _is_extended(schedule: Schedule) -> bool:
-    """Return whether a schedule has other passes than forwards and backwards, such as recomputation."""
+    """Return whether a schedule has other actions than forwards and backwards, such as recomputation or offload."""
     return any(action.kind not in PLAIN for order in schedule.orders for action in order)

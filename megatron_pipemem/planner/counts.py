@@ -34,7 +34,7 @@ class Matrix:
 
     inputs: int  # channels, of all tensor-parallel ranks
     outputs: int  # likewise
-    cut: MatrixCut  # the part that tensor-parallel ranks share: ``columns`` for outputs, ``rows`` for inputs, or ``none``
+    cut: MatrixCut  # what tensor-parallel ranks divide: ``columns`` for outputs, ``rows`` for inputs, or ``none``
     bias: bool = False
     copies: int = 1  # number on a rank: its experts
     visits: float = 1.0  # uses of it, or of one of its copies, per token of the rank

@@ -75,7 +75,7 @@ def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Ca
 
 
 def _split(plan: Mapping[str, Any], schedule: Schedule) -> Costs:
-    """Return the run's costs, by which a fused B is divided into I and W; unit costs if the run had none."""
+    """Return the run's costs, by which a fused B is divided into I and W; unit costs if they are not per stage."""
     prices = plan["costs"]
     if plan["priced_by"] == UNIT or len(prices["forward"]) not in (
         schedule.num_stages,
@@ -103,7 +103,11 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
         raise ConfigError("wrong-file", LACKS_STEP, file=path)
     placement = case.step.schedule.placement
     if placement.num_devices != run.parallelism.pp or case.step.schedule.slices > 1:
-        raise ConfigError("other-model", "is of another pipeline than the run's; give a report of this run", file=path)
+        raise ConfigError(
+            "other-model",
+            "is of another number of pipeline ranks, or of slices; give a report of this run without slices",
+            file=path,
+        )
     step = price(run, placement, layout.pieces_of(run, placement.model_stages))
     predicted, measured = step.costs.seconds(placement), case.step.of_stages()
     # Messages within layers are in the measured passes, and their predictions have no ratio.
@@ -113,14 +117,14 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
 
 
 def _ratio(measured: float, predicted: float, messages: float) -> float:
-    """Return by how much computing takes longer than predicted, if ``messages`` is the predicted share of messages."""
+    """Return measured over predicted seconds of computing alone; ``messages`` is the predicted share of messages."""
     return max(0.1, (measured / predicted - messages) / (1 - messages)) if predicted else 1.0
 
 
 def explain(case: Case) -> dict[str, Any]:
     """Return the JSON object of ``pipemem explain``.
 
-    It has the time of a step by cause, and the ``SHOWN`` changes that would save most.
+    It has the time of a step by cause, and the first ``SHOWN`` of ``best_changes``.
     """
     step, schedule = case.step, case.schedule
     changes = best_changes(case)[:SHOWN]

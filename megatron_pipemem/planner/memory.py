@@ -30,14 +30,14 @@ class MemoryUse:
 
     device: tuple[float, ...]  # on its device, everything included
     host: tuple[float, ...]  # of its activations on the host
-    room: float  # on the host for activations of a rank
+    room: float  # bytes on the host for activations of a rank
 
 
 def held(run: Run, request: Request | None = None) -> MemoryUse | None:
-    """Return the peak bytes of a run; ``None`` if the run leaves the layers of each stage to Megatron.
+    """Return the peak bytes of a run; ``None`` if its flags do not give the layers of each stage.
 
-    For ``auto`` schedules, these are the least bytes that any schedule can need. For ``auto`` vocabulary parallelism,
-    they are those of the way that needs least.
+    For ``auto`` schedules, these are the least bytes that any order of the stages of ``interleaved`` needs. For
+    ``auto`` vocabulary parallelism, they are those of the way that needs least.
     """
     choice, cut = run.schedule, run.parallelism
     request = request or request_of(run)

@@ -5,7 +5,7 @@ GPipe's (arXiv 1811.06965): a stage takes the sum of its layers, and a pipeline 
 dynamic programme over (stages, layers) is exact for that. Among equally fast results, a second one takes that with the
 least memory. If a device holds several stages, single layers then move away from the slowest device as long as that
 helps. This is exact too if all layers are equal. Some models need a layer of one kind on every device. If a device has
-none, the programme runs again with such a layer at the start of every device's first stage.
+none, the programme runs again with such a layer in every device's first stage.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Loads:
     """Bytes of every layer that do not depend on the schedule: parameters, gradients, optimizer."""
     kept: Sequence[float] = ()  # per layer, bytes of activations of one microbatch
     first_bytes: float = 0.0  # static bytes of the embedding
-    last_bytes: float = 0.0  # static bytes of head and loss
+    last_bytes: float = 0.0  # static bytes of head and loss, and their activations of one microbatch
     needed: Sequence[bool] = ()  # per layer, whether it is of the kind that every device needs, if there are enough
 
 

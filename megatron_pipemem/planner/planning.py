@@ -195,7 +195,7 @@ class _Planner:
         return found
 
     def search(self, plans: list[Plan], seconds: float) -> Iterator[Plan]:
-        """Search orders for the groups with the lowest bounds, if these are lower than the times of the plans found."""
+        """Yield plans with searched orders, for the groups with the lowest bounds that leave a possible gain."""
         slowest = plans[-1].seconds if plans else float("inf")
         reached: dict[int, float] = {}
         for each in plans:

@@ -26,7 +26,7 @@ class Plan:
     """A way to run a model, with its predicted times and bytes."""
 
     run: Run = field(repr=False)
-    """The run for ``pipemem launch``. ``schedule.name`` of a searched order is a file that is still to be written."""
+    """The run for ``pipemem launch``. If there is an ``order``, ``run_files`` names its file as the schedule."""
     base: Base  # the order alone, its cut and its variant
     order: Schedule | None = field(repr=False)  # the passes, if a family's name is not enough
     makespan: float  # seconds of the schedule alone; the period if no barrier stands between steps
@@ -124,7 +124,7 @@ class Plan:
 def run_files(plan: Plan, path: Path) -> dict[Path, str]:
     """Return the texts of the files that a plan's run needs, by path.
 
-    A searched order becomes a schedule file next to ``path``.
+    An order that is more than a family's name becomes a schedule file next to ``path``.
     """
     run, files = plan.run, {}
     if plan.order is not None:

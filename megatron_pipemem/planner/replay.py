@@ -103,16 +103,16 @@ def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> OrderPr
 
 
 def _rhythm(num_devices: int) -> int:
-    """Return the number of microbatches after which the orders of all families repeat.
+    """Return the number of microbatches after which the orders of families are expected to repeat.
 
-    Families have groups of p or p/2 microbatches.
+    Families have groups of p or p/2 microbatches. If a common multiple is too large, it is p.
     """
     whole = lcm(num_devices, -(-num_devices // 2))
     return whole if whole <= _LONGEST_RHYTHM * num_devices else num_devices
 
 
 def _repeats(shorter: Timing, longer: Timing) -> bool:
-    """Return whether the second halves of both steps have the same passes, with equal delays in the longer step."""
+    """Return whether both steps have equal peaks, and in their second halves the same passes with equal delays."""
     later, rounding = longer.price.seconds - shorter.price.seconds, 1e-9 * longer.price.seconds
     if longer.price.peaks != shorter.price.peaks:
         return False

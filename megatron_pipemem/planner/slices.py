@@ -203,8 +203,8 @@ def _links(slices: Sequence[_Slice]) -> dict[tuple[int, int], float]:
 def _memory(slices: Sequence[_Slice], keys: Sequence[float], apart: bool) -> dict[Kind, tuple[float, ...]]:
     """Return the bytes by which F, I and W change the held memory, one value per stage and slice.
 
-    ``keys`` are the bytes of a microbatch's keys and values on each stage. With ``apart``, the bytes of F leave them
-    out, because all activations of F are recomputed.
+    ``keys`` are the bytes of a microbatch's keys and values on each stage. With ``apart``, the bytes of
+    F in ``slices`` do not contain them, because whole layers are recomputed.
     """
     changes: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
     for stage, cached in enumerate(keys):

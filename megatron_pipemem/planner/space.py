@@ -38,7 +38,7 @@ OUTCLASSED = {
     "gems": "two replicas of the model take more memory than they save",
     "dualpipe": "two replicas of the model take more memory than they save",
 }
-"""Families that are never worth their memory, with the reason. They are considered only if a user names them."""
+"""Families that another choice outdoes, with the reason. The planner considers them only if a user names them."""
 OF_REPLICAS = {DISTRIBUTED: True, "overlap-grad-reduce": True, "overlap-param-gather": True}
 """Flags that the prices of several data-parallel ranks assume, unless the run sets them otherwise."""
 STOCKS_ALONE = (*STOCK_OVERLAPS.values(), "defer-embedding-wgrad-compute", "wgrad-deferral-limit")
@@ -208,7 +208,7 @@ def _stock_orders(run: Run) -> tuple[str, ...]:
     """Return the families whose orders Megatron's own schedules have, if they can run.
 
     With several chunks, Megatron needs a number of microbatches that ``pp`` divides. To overlap expert-parallel
-    messages it needs several chunks, and experts on several ranks that are not recomputed.
+    messages it needs experts on several ranks that are not recomputed, and in a pipeline several chunks.
     """
     cut, execution = run.parallelism, run.execution
     if execution.ep_overlap and (execution.ep == 1 or execution.recompute == "full" or execution.recomputes("moe")):

@@ -115,7 +115,7 @@ class _Cut:
         return self.dp * self.execution.cp
 
     def parts(self) -> list[Price]:
-        """Return the predictions for each layer of the model, and for multi-token prediction as one layer, in order."""
+        """Return the predictions for each layer of the model and, in a GPT, for multi-token prediction as one layer."""
         layers = [
             prices.layer(self.model, self.execution, self.cluster, kind, self.pace.layer) for kind in self.model.kinds
         ]

@@ -5,7 +5,7 @@ A variant changes the costs of stages, adds actions to an order, or both, and na
 * Offload (arXiv 2503.01328): activations wait on the host. Copies are planned within the memory of each device and
   host, the longest-lived activations first.
 * Vocabulary parallelism (arXiv 2411.05288): embedding and head are cut over all pipeline ranks. Every rank holds an
-  equal share of both, with its passes and collectives between the others. Collectives use the slowest link of the
+  equal share of both, with its passes and collectives between those of layers. Collectives use the slowest link of the
   pipeline. They also slow the layers' kernels (7 to 8 % of F and B in the paper's profile), which is not priced.
 """
 
@@ -69,7 +69,7 @@ def variants() -> tuple[Variant, ...]:
 
 
 HOST_MEMORY = "pipemem-host-memory"
-"""The flag for the part of a node's memory that its ranks may use; by default a share of it."""
+"""The flag for the host memory of a node that its ranks may use for activations; by default a share of all."""
 
 
 def offload_step(
