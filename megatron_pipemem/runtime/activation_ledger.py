@@ -60,8 +60,8 @@ def bytes_per_action(
     The values of a stage's slices follow each other, and stages of other ranks get 0. ``entries`` are those of one
     step. If microbatches differ, the values are those of the largest, or of the smallest with ``most=False``. The
     largest is the one that gives most tokens to experts, then the one with most tokens. With a capacity factor, the
-    result is extrapolated to the number of tokens that the factor allows. ``on_host`` counts bytes on the host. With
-    several ``slices``, the microbatch numbers of actions count slices.
+    largest is extrapolated to the tokens that the factor allows, if microbatches differ in tokens of experts.
+    ``on_host`` counts bytes on the host. With several ``slices``, the microbatch numbers of actions count slices.
     """
     held = [entry.host_bytes if on_host else entry.bytes for entry in entries]
     forwards = {
@@ -149,7 +149,7 @@ class ActivationLedger:
 
     @_counting
     def hold(self, tensor: torch.Tensor) -> bool:
-        """Count the tensor's storage until it is freed. Return whether it was not counted already."""
+        """Count the tensor's storage until it is freed or released. Return whether this call began to count it."""
         return any([self._hold(part) for part in data_of(tensor)])
 
     def _hold(self, tensor: torch.Tensor) -> bool:
@@ -286,10 +286,9 @@ class BytesByTokens:
     """Predicts the bytes of actions for microbatches of any size, from the microbatches that were counted.
 
     For each kind of action on each stage, it fits a polynomial of the number of sequences ``b`` and their length ``s``.
-    The terms are ``bs``, ``bs^2``, ``1``, ``b``, ``s`` and ``s^2``. Each microbatch of a new size determines one more
-    coefficient, the first one the bytes per token. If all microbatches have the same ``b``, three sizes determine all
-    coefficients. Until then, predictions for other sizes may be wrong, and the report shows the error. With
-    ``on_host``, the bytes are those on the host.
+    The terms are ``bs``, ``bs^2``, ``1``, ``b``, ``s`` and ``s^2``. Each new size determines one more coefficient, the
+    first size the bytes per token. Predictions for other sizes may be wrong until six sizes are known, or three if all
+    microbatches have the same ``b``. The report shows the error. With ``on_host``, the bytes are those on the host.
     """
 
     def __init__(self, on_host: bool = False) -> None:

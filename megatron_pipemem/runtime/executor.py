@@ -107,7 +107,7 @@ class _Answer:
 def _answers(program: Program, device: int) -> dict[Action, _Answer]:
     """For each message to this device, find this device's messages that the sender had used before.
 
-    When the message arrives, the memory of those messages can be freed without asking the device whether they were
+    When the message arrives, the memory of those messages can be freed without asking the backend whether they were
     sent.
     """
     placement, found = program.placement, dict[Action, _Answer]()
@@ -227,7 +227,7 @@ class StageRunner(Protocol):
         """Run the forward of this microbatch again, with the same data and random numbers, and report no loss."""
 
     def release_output(self, output: torch.Tensor) -> None:
-        """Free the memory of an output that has been copied or sent, but keep its graph for the backward."""
+        """Drop an output's data, but keep its graph for the backward. The executor keeps data to send or hand on."""
 
     def backward(
         self,
@@ -305,7 +305,7 @@ class Executor:
             take them.
         queues: the weight gradients of each W that has not run, by stage and microbatch.
         host_bytes: a function that returns the bytes of activations on the host.
-        at_end: functions to call when all actions have run and all messages have been sent.
+        at_end: functions to call after the last action and ``Transport.finish``.
     """
 
     def __init__(
@@ -359,7 +359,7 @@ class Executor:
         """Run the actions of this device in order, after those that earlier calls have run.
 
         ``until`` is the number of actions after which to stop, counted from the first of the step. By default all run,
-        and then the host waits until all messages have been sent. An exception of an action gets a note with the
+        and ``Transport.finish`` and the functions of ``at_end`` follow. An exception of an action gets a note with the
         device, the position and the action.
         """
         handlers, ledger = self.handlers, self.ledger
@@ -405,20 +405,20 @@ class Executor:
             self._transport.arrived(left.arrived)
 
     def in_flight(self) -> InFlight:
-        """Return the tensors of all forwards without a backward, after all messages to this rank have arrived."""
+        """Wait for all posted receives. Return the tensors of forwards without a backward, and the unused messages."""
         left = InFlight(self._inputs, self._outputs, self._transport.take_in())
         self._inputs, self._outputs = {}, {}
         return left
 
     def kept(self, each: Instruction) -> list[torch.Tensor]:
-        """Return the input and output of a forward that the executor or the transport keeps, apart from autograd."""
+        """Return the input and output of a forward that the executor itself keeps at present, apart from autograd."""
         sent = self._outbox.get(each.send, (None,))[0] if each.send is not None else None
         handed = self.handed_inputs.get(each.to_here) if each.to_here is not None else None
         tensors = (self._inputs.get(each.key), sent, handed)
         return [tensor for tensor in tensors if tensor is not None]
 
     def measured(self, action: Action) -> AbstractContextManager:
-        """Return a context that measures the time of the action, and names it for the profiler."""
+        """Return a context that times the action if there is a trace, and names it if PyTorch's profiler runs."""
         if self._is_profiled:
             return self._profiled(action)
         return _NOTHING if self._trace is None else self._trace.measure(action)

@@ -43,7 +43,7 @@ class Recorder:
     def record(self) -> Iterator[None]:
         """Record the forward within a ``with`` block.
 
-        Tensors that autograd saves outside of regions still go through the hooks that were set before.
+        Tensors that neither a region saves nor a region returns still go through the hooks that were set before.
         """
         global _recording
         outer, _recording = _recording, self

@@ -133,8 +133,8 @@ def costs_from(
 ) -> Costs:
     """Return the costs in seconds that the median times of actions give, one value per stage and slice.
 
-    The values of a stage's slices follow each other. ``before`` are the present costs. They replace times that are
-    missing, and give the proportion of I and W in a fused B. ``links`` has the seconds of a slice's message between two
+    The values of a stage's slices follow each other. ``before`` are the present costs. They replace missing times of F,
+    I and W, and give the proportion of I and W in a fused B. ``links`` has the seconds of a slice's message between two
     devices, and other messages cost nothing.
     """
     known = before.seconds(placement, slices)
@@ -193,7 +193,10 @@ def _passes(medians: Medians, placement: Placement, before: Costs, slices: int) 
 
 
 def drift(planned: Costs, measured: Costs, placement: Placement, slices: int = 1) -> str | None:
-    """Return a sentence about the pass whose time differs most from the plan; ``None`` if all are within 20 %."""
+    """Return a sentence about the pass whose seconds differ most from the plan; ``None`` if none differs enough.
+
+    Enough is more than 20 % of the planned time, and more than 2 % of the busiest device's seconds per microbatch.
+    """
     old, new = planned.seconds(placement, slices), measured.seconds(placement, slices)
     noise = _NOISE * max(
         sum(sum(new[kind][stage * slices : (stage + 1) * slices]) for stage in stages for kind in (Kind.F, Kind.B))

@@ -181,7 +181,7 @@ def connect(placement: Placement, group: dist.ProcessGroup, device: torch.device
 class MessageFormat:
     """The shape, element type and device of the tensors that stages send to each other."""
 
-    shape: tuple[int, ...] | None  # shape of every message; ``None`` if microbatches differ
+    shape: tuple[int, ...] | None  # shape of every message; ``None`` if messages may differ
     dtype: torch.dtype
     device: torch.device | int
     # The shape of every microbatch's messages, the same on all ranks. If unknown, a header with the shape goes before every
@@ -194,7 +194,7 @@ class MessageFormat:
 
     @property
     def typical(self) -> tuple[int, ...] | None:
-        """The shape whose message time is measured: the median of all microbatches by size."""
+        """The shape whose message time is measured: the median of all microbatches by size; ``None`` if unknown."""
         return self.shape if self.shapes is None else sorted(self.shapes, key=prod)[len(self.shapes) // 2]
 
     def check(self, action: Action, tensor: torch.Tensor) -> None:
@@ -218,7 +218,8 @@ SHAPES, DEPARTURES, TRANSFERS = "shapes of messages", "departures of messages", 
 def host_queries(program: Program, message: MessageFormat) -> frozenset[str]:
     """Return the questions for which the host may have to wait for its device within a step.
 
-    There are none if a linear placement trains with messages of one shape, without offload.
+    There are none if each device has one stage and trains with messages of known shapes, without offload and without
+    vocabulary passes.
     """
     placement, schedule = program.placement, program.schedule
     is_linear = placement.num_chunks == 1 and not schedule.vocabulary_barriers
@@ -254,7 +255,7 @@ class Transport:
 
     If shapes are unknown, a header with the shape comes before each message. With ``in_sequence``, the header is read
     when the receive is posted, and not when the tensor is needed. The order for one hardware queue needs this. With
-    ``polls``, the host asks the device after every send which messages have been sent, to free their memory. Otherwise
+    ``polls``, the host asks the backend after every send which messages have been sent, to free their memory. Otherwise
     only ``settle`` and ``finish`` free it.
     """
 
@@ -331,7 +332,7 @@ class Transport:
         return taken
 
     def finish(self) -> None:
-        """Wait until every message has been sent, so that no message remains for the next step."""
+        """Wait for the sends that are not settled, and free their memory. With NCCL the stream waits, not the host."""
         for action in list(self._sends):
             self.settle(action)
 

@@ -4,9 +4,9 @@ A linear layer that splits its backward computes the input gradient when autogra
 the weight gradient into the queue of its stage and microbatch. This keeps no graph alive, unlike two runs of autograd
 over a retained graph.
 
-With sequence parallelism, a linear layer gathers its input along the sequence, and then calls ``remember``. A queue
-that must keep the gathered tensor calls ``shard_of``. It then keeps only the shard, which exists anyway, and gathers it
-again.
+Under sequence parallelism, some backwards gather a tensor along the sequence, and ``remember`` its shard. A deferred
+weight gradient that needs the gathered tensor calls ``shard_of``. It then keeps only the shard, which exists anyway,
+and gathers it again.
 """
 
 from __future__ import annotations
