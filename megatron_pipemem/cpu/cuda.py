@@ -173,7 +173,7 @@ def _install_surface() -> None:
         "manual_seed": lambda seed: generator.manual_seed(seed),
         "manual_seed_all": lambda seed: generator.manual_seed(seed),
         "initial_seed": lambda: generator.initial_seed(),
-        # memory: the CPU lane has no allocator statistics
+        # memory: PyTorch's CPU allocator has no statistics
         "empty_cache": _nothing,
         "reset_peak_memory_stats": _nothing,
         "memory_stats": lambda *_, **__: defaultdict(int),

@@ -43,7 +43,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 def _install_adam() -> None:
-    """Make Megatron use ``FusedAdam`` of this module if neither Apex nor Transformer Engine is installed."""
+    """Make Megatron use ``FusedAdam`` of this module if it has found neither Apex nor Transformer Engine."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
