@@ -18,8 +18,8 @@ def decided_by_rank_zero[T](decide: Callable[[], T]) -> T:
     """Run ``decide`` on world rank 0 only, and return its result on every rank.
 
     Every rank of the job calls this at the same time. A search ends after a time limit, so two ranks that search may
-    find different schedules. If ``decide`` fails, every rank raises an UnsupportedError with the same message. The
-    result is sent pickled.
+    find different schedules. If ``decide`` raises a PipememError, every rank raises an UnsupportedError with its code
+    and message. Any other error is raised on rank 0, and an UnsupportedError elsewhere. The result is sent pickled.
     """
     if not dist.is_initialized():
         return decide()
@@ -38,7 +38,7 @@ def decided_by_rank_zero[T](decide: Callable[[], T]) -> T:
         raise failure
     if message is not None:
         if code is None:
-            code, message = "other-rank-failed", f"rank 0 failed to plan: {message}"
+            code, message = "other-rank-failed", f"rank 0 failed: {message}"
         raise UnsupportedError(code, message)
     return of_rank_zero
 

@@ -22,7 +22,7 @@ _CLUSTER = "h100-80g"
 
 
 def best_layout(request: Request, arguments: Sequence[str]) -> tuple[list[str], str]:
-    """Return a command line with the layout whose simulated step is shortest, and a line for the log.
+    """Return a command line with the layout whose step is the fastest that ``balance`` finds, and a line for the log.
 
     The layout replaces all flags that cut the model. Raise a PipememError without a pipeline, without the model's sizes, or
     for a schedule whose steps cannot be priced.

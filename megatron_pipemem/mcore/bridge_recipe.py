@@ -81,9 +81,9 @@ def _changed(section: object) -> dict[str, Any]:
 
 
 def _with_known_models(bridge: Any) -> None:
-    """Make Megatron-Bridge read the sizes of the models in ``KNOWN`` from this package instead of from Hugging Face.
+    """Make Megatron-Bridge read the sizes of models in ``config.hugging_face`` from there, not from Hugging Face.
 
-    Without a network, a model that is neither in ``KNOWN`` nor in the cache of Hugging Face gets sizes of 1.
+    With ``HF_HUB_OFFLINE``, a model that is not there, not a folder and not in Hugging Face's cache gets sizes of 1.
     """
     ask_hugging_face = bridge.from_hf_pretrained
 

@@ -116,8 +116,9 @@ _ELSEWHERE = ("yaml-cfg", "use-checkpoint-args")
 def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     """Add the flag for the schedule's model chunks per rank, unless the user's flags cut the model into stages.
 
-    A hybrid model gets its layer pattern cut into stages of similar FLOPs instead. Raise an UnsupportedError without a
-    pipeline, if the layers cannot be divided evenly, or if the schedule does not run a model with these arguments.
+    A hybrid model gets its layer pattern cut into stages instead, and a model that Megatron cannot cut evenly gets a
+    layout. With layout ``auto``, ``best_layout`` cuts the model. Raise an UnsupportedError without a pipeline, or if
+    the schedule does not run a model with these arguments.
     """
     if request.layout == AUTO:
         from megatron_pipemem.mcore.auto_layout import best_layout  # only here, because the planner takes long to load

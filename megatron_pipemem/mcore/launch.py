@@ -20,8 +20,8 @@ def enable_from_command_line(arguments: list[str] | None = None) -> list[str]:
             so that two lines at the top of a training script are enough.
 
     Returns:
-        The arguments for Megatron: without our flags, and with the number of virtual pipeline stages that the schedule
-            needs, unless the user's flags already cut the model into stages.
+        The arguments for Megatron: without our flags, and with flags that cut the model as the schedule needs it,
+            unless the user's flags already do (``flags.add_virtual_stages``).
 
     Raises:
         PipememError: a wrong flag, an unknown schedule, or an unsupported version of Megatron-Core.

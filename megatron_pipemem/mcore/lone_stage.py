@@ -216,7 +216,7 @@ def build_stage(
 
     ``position`` is ``FIRST`` (with the embedding), ``MIDDLE``, or ``LAST`` (with the head). ``kinds`` has the kind of
     each layer. With ``gpu_norms``, RMS norms on a CPU save the tensors that their fused GPU kernel saves. Raise an
-    UnsupportedError if Megatron's modules do not run on this machine.
+    UnsupportedError if Megatron's local modules lack a layer of the model or cannot recompute what ``execution`` asks.
     """
     config = _config(model, execution, kinds, position)
     ends = {
@@ -261,8 +261,8 @@ def build_stage(
 def run_stage(stage: Any, model: Model, execution: Execution, position: int, microbatches: int) -> Observed:
     """Run F, I and W of several microbatches through a stage, and return the measured bytes and times.
 
-    Each F except the first runs before the I and W of the previous microbatch. Microbatches after the first give the
-    time and the bytes of a pass.
+    Each F except the first runs before the I and W of the previous microbatch. The times of a pass are those of
+    microbatches after the first, and its bytes those of ``changes``.
     """
     config = stage.config
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -326,8 +326,9 @@ def _schedule(microbatches: int) -> Schedule:
 def changes(entries: Sequence[LedgerEntry]) -> dict[Kind, int]:
     """Return the bytes by which each kind of action changes a stage's activation memory in the middle of a step.
 
-    F is taken from a microbatch that starts while the previous one is held. Other kinds are taken from a microbatch
-    that ends while the next one is held. So tensors that microbatches share, or that remain after them, do not count.
+    F and its messages are taken from a microbatch that starts while the previous one is held. Other kinds are taken
+    from a microbatch that ends while the next one is held. So tensors that microbatches share, or that remain after
+    them, do not count.
     """
     befores = (0, *(entry.bytes for entry in entries))
     forward = (Kind.RECV_F, Kind.F, Kind.SEND_F)

@@ -1,7 +1,7 @@
 """Read the arguments of Megatron's own training loop (``megatron.training``).
 
 In other training loops there are no such arguments. Functions whose result may be ``None`` then return ``None``, and
-others raise an error.
+those about checkpoints to save ``False``. Others raise an error.
 """
 
 from __future__ import annotations

@@ -142,8 +142,8 @@ def enable(schedule: str, **settings: Any) -> None:
     Raises:
         UnknownScheduleError: there is no such family.
         UnsupportedError: the plugin is enabled with other settings, or the settings do not go together.
-        OutputError: report or trace cannot be written; found by rank 0.
-        ScheduleError: the schedule file must not run.
+        OutputError: rank 0 cannot write the report or trace. With a process group, all ranks raise an UnsupportedError.
+        ScheduleError: the schedule of the file is invalid.
         UpstreamError: this Megatron-Core lacks a symbol of the plugin. Nothing has been changed then.
     """
     wanted = requested(schedule, **settings)
@@ -222,7 +222,8 @@ def build_model_chunks(build: Callable, pg_collection: ProcessGroupCollection | 
         pg_collection: Megatron's process groups; the global ones by default.
 
     Raises:
-        UnsupportedError: the plugin is not enabled, or the schedule needs another number of chunks.
+        UnsupportedError: the plugin is not enabled, or only measures Megatron's own schedule, or the schedule needs
+            another number of chunks.
     """
     placement = _program_chunks().placement
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()

@@ -1,8 +1,8 @@
 """Keep the programs of a run. A program is chosen with the measurements so far, then lowered and validated once.
 
 World rank 0 searches for schedules, and the other ranks take over its result. The placement is chosen when the model is
-built, and later searches keep it, because layers cannot move. With a cap in bytes or with offload, the first step
-counts the bytes of actions, unless they are known beforehand. That step runs one microbatch after another.
+built, and later searches keep it, because layers cannot move. If the choice depends on bytes that are not known
+beforehand (``Knowledge.lacks_bytes``), the first step counts them. That step runs one microbatch after another.
 """
 
 from __future__ import annotations
@@ -250,9 +250,10 @@ class Programs:
             self._answers.clear()
 
     def placement(self, num_devices: int, chunks: int | None) -> Placement:
-        """Return the placement for a model with ``chunks`` model chunks per rank; ``None`` if unknown so far.
+        """Return the placement for a model with ``chunks`` model chunks per rank.
 
-        Raise an UnsupportedError if the schedule has no placement on that many devices.
+        ``chunks`` is ``None`` if the number is unknown so far. Raise an UnsupportedError if the schedule has no
+        placement on that many devices.
         """
         if self.request.file is not None:
             check_devices_of_file(self.request.file, num_devices)
@@ -269,7 +270,7 @@ class Programs:
         """Choose a schedule for steps of this shape. Every rank of the job calls this at the same time.
 
         ``why`` is the reason for the log. ``before`` is the choice that ran so far. It stays unless the new schedule
-        shortens the makespan by more than the fraction ``minimum_gain``, or the old one breaks the cap.
+        shortens the makespan by at least the fraction ``minimum_gain``, or the old one breaks the cap.
 
         Raises:
             UnsupportedError: the schedule does not exist for this shape.

@@ -78,9 +78,10 @@ def check_model(config, splits: bool, recomputes: bool) -> None:
 
 
 def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, replicas: int = 1) -> None:
-    """Raise an UnsupportedError if the built model cannot run: it uses FSDP, or its number of chunks is wrong.
+    """Raise an UnsupportedError if the built model cannot run, or cannot be saved by a loop that saves or loads.
 
-    ``num_chunks`` is the number of chunks per rank that the schedule needs, in all replicas together.
+    It cannot run with FSDP, with a refused option of DDP, or with another number of chunks than ``num_chunks``. This is
+    the number of chunks per rank that the schedule needs, in all replicas together.
     """
     for chunk in chunks:
         if "FullyShardedDataParallel" in type(chunk).__name__:

@@ -57,9 +57,9 @@ class _Contribution:
 class Replanner(Extension):
     """Measures training steps, and plans again with the measurements, at the start of the same step on every rank.
 
-    Bytes are counted in the first step. The times of later steps are read one step late, when the GPU has finished the
-    step. After ``FIRST_STEPS`` timed steps, the measured times replace the initial costs. Then, every ``WINDOW`` steps,
-    they are compared with the costs in use. If a rank cannot measure, the plan stays.
+    Bytes are counted in the first step, if a plan needs them. The times of later steps are read one step late, when the
+    GPU has finished the step. After ``FIRST_STEPS`` timed steps, the measured times replace the initial costs. Then,
+    every ``WINDOW`` steps, they are compared with the costs in use. If a rank cannot measure, the plan stays.
     """
 
     only_trains = True
@@ -122,7 +122,7 @@ class Replanner(Extension):
     def before_step(
         self, shape: Shape, device: int, measure_links: Callable[[], dict[Edge, float]]
     ) -> MeasurementUpdate | None:
-        """Return the new measurements to plan with, the same on every rank; ``None`` if there are none.
+        """Return the new measurements to plan with, the same on every rank; ``None`` to keep the plan.
 
         Every rank of the job calls this before every training step. ``shape`` is that of the coming step, and
         ``device`` is this rank's position in its pipeline.

@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 
 def split_linear(original: Callable, *args, **kwargs) -> torch.Tensor:
-    """Return the result of Megatron's linear function; with a queue, its weight gradient is deferred.
+    """Return the result of Megatron's linear function, with the backward of ``_SplitLinear`` if an action has a queue.
 
-    The queue is the one of the action that runs.
+    Without a queue, and for a layer that ``_split`` leaves to Megatron, the backward is Megatron's.
     """
     queue = current_queue()
     output = None if queue is None else _split(queue, *args, **kwargs)
@@ -68,7 +68,7 @@ def _split(
     tp_group: dist.ProcessGroup | None = None,
     **newer,
 ) -> torch.Tensor | None:
-    """Return the layer's output with a deferred weight gradient; ``None`` if Megatron's function has to compute it.
+    """Return the layer's output by ``_SplitLinear``; ``None`` if Megatron's function has to compute it.
 
     The arguments after ``queue`` are those of Megatron's function.
     """
@@ -126,7 +126,10 @@ class _Call:
         return gather_rows(input, self.tp_group) if self.sequence_parallel else Arriving(input)
 
     def reduce(self, grad_input: torch.Tensor) -> Arriving:
-        """Return the sum of the input gradient over tensor-parallel ranks; with sequence parallelism, this rank's rows."""
+        """Start the sum of the input gradient over tensor-parallel ranks, if the layer has one.
+
+        With sequence parallelism, the result is this rank's rows.
+        """
         if self.sequence_parallel:
             size = (grad_input.size(0) // self.tp_group.size(), *grad_input.shape[1:])
             shard = torch.empty(size, dtype=grad_input.dtype, device=grad_input.device)
@@ -177,7 +180,7 @@ class _SplitLinear(torch.autograd.Function):
 class _LinearWeightGradient(DeferredWeightGradient):
     """The product ``grad_output^T @ input`` for the weight gradient of one layer and one microbatch.
 
-    If an operand was gathered over ranks, only this rank's shard is kept, and gathered again.
+    Of an operand whose shard is known, only the shard is kept, and gathered again.
     """
 
     weight: torch.Tensor = field()  # always given, unlike in the base class

@@ -65,8 +65,8 @@ def routing_noted(models: Iterable[torch.nn.Module], note: Callable[[int, int, i
     """Call ``note(tokens, most, even)`` within a ``with`` block for every forward of a layer's experts.
 
     ``tokens`` is the number of tokens that the experts of this rank get; a token counts once per expert. ``most`` is
-    the largest possible number with a capacity factor, and 0 without one. ``even`` is the number if all experts got as
-    many.
+    the largest possible number with a capacity factor, and 0 without one. ``even`` is the number if all experts got
+    equally many.
     """
 
     def tell(layer: MoELayer, experts: torch.nn.Module, arguments: tuple) -> None:
@@ -315,7 +315,7 @@ class ChunkStage:
     def _leave_out_weights(self) -> None:
         """Exclude from the counters the quantised weights that Transformer Engine makes in the first forward.
 
-        The backwards of all microbatches save these weights.
+        Every microbatch saves these weights for its backward.
         """
         kept = [
             weight

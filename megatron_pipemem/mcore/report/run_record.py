@@ -92,7 +92,8 @@ class RunRecord:
         """Raise an error before the training if rank 0 cannot write the report or the pictures.
 
         Raises:
-            PipememError: on every rank if there is a process group, otherwise on rank 0.
+            OutputError: on rank 0, if there is no process group.
+            UnsupportedError: on every rank, if there is one.
         """
 
         def ask() -> None:

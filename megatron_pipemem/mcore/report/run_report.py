@@ -77,7 +77,7 @@ class OfRank:
     reloaded_bytes: int = 0  # in the last step, back
     # in the last step, saved tensors that cannot be offloaded, by reason
     stayed_bytes: Mapping[str, int] = field(default_factory=dict)
-    stall_seconds: float = 0.0  # of waiting for transfers, mean of the steps
+    stall_seconds: float = 0.0  # of waiting for transfers, mean of all steps but the first
     stalls: Sequence[dict] = ()  # the same by stage and direction
     predicted_bubble_rate: float = 0.0
     measured_bubble_rate: float | None = None  # of the steps of the last plan (``bubble_of_steps``)
@@ -98,7 +98,7 @@ class Summary:
     # bytes after each of these actions; ``None`` if the last counted step ran other actions
     held: Sequence[int] | None = None
     layers: Mapping[int, int] = field(default_factory=dict)  # of its stages
-    # change of held bytes by every kind of action, per stage; 0 on stages of other ranks
+    # change of held bytes by every kind of action, per stage and slice; 0 on stages of other ranks
     memory: Mapping[Kind, Sequence[int]] = field(default_factory=dict)
 
 
@@ -212,7 +212,7 @@ def held_after(ran: Sequence[TracedAction], counted: Sequence[tuple[Action, int,
 
 
 def memory_of(pipeline: Sequence[Summary]) -> dict[Kind, list[int]]:
-    """Return the bytes by which each kind of action changes a rank's memory, one value per stage of the pipeline."""
+    """Return the bytes by which each kind of action changes a rank's memory, per stage of the pipeline and slice."""
     found: dict[Kind, list[int]] = {}
     for each in pipeline:  # 0 on stages of others; the first stage receives no output, the last one sends none
         for kind, changes in each.memory.items():
@@ -255,7 +255,7 @@ def last_step(pipeline: Sequence[Summary], plan: Choice, bubble: float | None, b
 
 
 def _offload_summary(steps: list[OffloadStatistics | None]) -> dict:
-    """Return the report's offload entries: bytes of the last step, and seconds of waiting per step on average."""
+    """Return the report's offload entries: bytes of the last step, and mean seconds of waiting after the first."""
     usual = typical(steps)
     waits: defaultdict[tuple[Kind, int], float] = defaultdict(float)
     for step in usual:
@@ -358,8 +358,8 @@ def written_step(
 ) -> dict | None:
     """Return the report's data of the last step, with times in whole nanoseconds since its start.
 
-    Return ``None`` if not every pass was timed. ``memory`` has the change of held bytes by each kind of action, per
-    stage. ``more`` are further entries of the result.
+    Return ``None`` for an asynchronous schedule, or if not every pass was timed. ``memory`` has the change of held
+    bytes by each kind of action, per stage and slice. ``more`` are further entries of the result.
     """
     schedule = plan.schedule
     compute = [[action for action in order if action.kind in COMPUTE] for order in schedule.orders]

@@ -62,7 +62,7 @@ class LaunchKind(NamedTuple):
     forward_only: bool
     logits: bool  # whether the step returns other data than losses
     shape: Shape
-    message: tuple[int, ...] | None  # shape of the messages; ``None`` if microbatches differ
+    message: tuple[int, ...] | None  # shape of every message; ``None`` if messages may differ
     renewals: int  # number of plans that training has had before the step
 
 
@@ -248,14 +248,15 @@ class Step:
     programs: Programs
     # sums up all gradients of this rank; divides them by the number of tokens, if one is given
     finalize: Callable[[torch.Tensor | None], None]
-    iterators: list[Iterator | None]  # one data iterator per chunk; extensions may replace them
+    # one data iterator per chunk that Megatron sees; extensions may replace them
+    iterators: list[Iterator | None]
     finalizes: bool  # whether gradients are finalized after the step
     full_microbatch: FullMicrobatch
     launches: LaunchOrders  # the steps that launch a kernel for the first time
 
     program: Program = field(init=False)
     plan: Choice | None = field(init=False)  # of the program; evaluation has none
-    # of this step alone, if it was planned for its own microbatches; ``plan`` is then the usual one
+    # of this step alone, if it was planned for its own microbatches; ``plan`` is then that of the other steps
     own_plan: Choice | None = None
 
     # Set by extensions before anything runs.
@@ -325,15 +326,15 @@ class Extension(Feature):
             def extend(self, executor):
                 return {Kind.COUNT: lambda each: print(each.action)}
 
-    The methods are called in this order at every step, on every rank. A method that opens communicators or sends can
-    rely on every rank of the job to call it.
+    The methods from ``choose`` to ``after`` are called in this order at every step, on every rank. A method that opens
+    communicators or sends can rely on every rank of the job to call it.
     """
 
     only_trains = False
     """Whether the methods are called in training steps only."""
 
     def choose(self, step: Step) -> Compiled | None:
-        """Return the program for this step, or ``None`` for the usual one. Called before the program is chosen."""
+        """Return the program for this step, or ``None`` for that of the run (``Programs.get``). It is called first."""
 
     def prepare(self, step: Step) -> None:
         """Set fields of the step. It is called when the program is known and before any action runs."""

@@ -291,7 +291,7 @@ def _process_groups(p2p_communicator, pg_collection) -> ProcessGroupCollection:
 
 
 def _message_shape(seq_length, micro_batch_size, decoder_seq_length, config, groups, adjust) -> tuple[int, ...] | None:
-    """Return the shape of every message, ``[s / (cp * tp), b, h]``; ``None`` if it may differ between microbatches.
+    """Return the shape of every message, ``[s / (cp * tp), b, h]``; ``None`` if messages may differ.
 
     Without sequence parallelism, tp counts as 1.
     """

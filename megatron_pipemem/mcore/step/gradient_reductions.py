@@ -26,13 +26,14 @@ Listener = Callable[[Any, torch.Tensor], None]
 class GradientReductions(Extension):
     """Starts each bucket's sum over the data-parallel ranks as soon as no later action adds to its gradients.
 
-    Sums start early only with ``--overlap-grad-reduce``, as in Megatron. In two cases all buckets of a stage start at
-    the action ``REDUCE_GRAD``. One is a step that runs by the order for one hardware queue, in which the sums have a
-    fixed place. The other is a model with replicas, whose gradients must be added first.
+    Sums start early only with ``--overlap-grad-reduce``, as in Megatron. In three cases all buckets of a stage start at
+    the action ``REDUCE_GRAD``: in a step that runs by the order for one hardware queue, in which the sums have a fixed
+    place; in a model with replicas, whose gradients must be added first; if a vocabulary pass adds gradients last.
 
-    Megatron's check for NaN makes the host wait twice per bucket, right before its sum. Here the norms stay on the
-    device until the gradients are finalized, and the host reads all of them at once. Megatron's own check of each norm
-    runs only if a norm is not finite, or if Megatron compares the results of several runs of a step.
+    Megatron's check for NaN makes the host wait twice per bucket, right before its sum. Here, unless
+    ``--check-for-large-grads`` is set, the norms stay on the device until the gradients are finalized, and the host
+    reads all of them at once. Megatron's own check of each norm runs only if a norm is not finite, or if
+    ``_judges_all`` says so.
     """
 
     only_trains = True
@@ -98,7 +99,7 @@ def _overlaps(model) -> bool:
 
 
 def _judges_all() -> bool:
-    """Return whether Megatron must check every norm, because it compares results of reruns or injects errors."""
+    """Return whether Megatron must check every norm: in reruns, to inject errors, or for its determinism statistics."""
     machine = get_rerun_state_machine()
     if machine.mode is RerunMode.DISABLED:
         return False

@@ -143,7 +143,7 @@ class Losses(Extension):
         self._carriers: dict[dist.ProcessGroup, LossCarrier] = {}
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
-        """Return a handler that sends the losses early, if steps have no barrier between them.
+        """Return a handler that sends the losses early, if steps overlap and all losses are computed on this rank.
 
         The last rank then does not wait for the losses at the end of its step.
         """

@@ -26,7 +26,7 @@ Marker = Callable[[Action], AbstractContextManager]
 
 
 class Markers(Extension):
-    """Adds a mark around each action if Megatron's flag ``--nvtx-ranges`` or ``--otel-enabled`` is set."""
+    """Adds NVTX ranges to computing actions (``--nvtx-ranges``), and spans to messages and W (``--otel-enabled``)."""
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         managed_span = _spans_of_megatron()
