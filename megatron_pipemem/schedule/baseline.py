@@ -37,7 +37,7 @@ def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, sli
     """Return the highest peak in bytes of any device under 1F1B.
 
     ``costs`` are prices of the model's parts, or of the stages of ``placement`` with the LM head on the last one. The
-    result is ``None`` if the costs have no bytes, or if they are per stage and the stages of a replica are not a
+    result is ``None`` if the costs have no bytes, or if they are not of parts and the stages of a replica are not a
     multiple of the devices.
     """
     if costs.memory is None:
@@ -80,7 +80,8 @@ def counted_bytes_of_1f1b(
 
     ``changes`` has the counted change of memory per kind and stage, messages included. ``peak`` is the counted peak,
     which is the result if the schedule is 1F1B itself. The result is ``None`` in these cases: the LM head is cut over
-    ranks, sequences are cut into slices, messages were not counted, or 1F1B's stages would have unequal layers.
+    ranks, sequences are cut into slices, messages were not counted, the stages do not join into one per rank, or the
+    layers of joined stages differ by more than one and by more than 10 %.
     """
     inner, same = schedule.num_devices - 1, _as_1f1b(schedule.num_devices, schedule.num_microbatches)
     if schedule.orders == same.orders:

@@ -75,10 +75,11 @@ class Costs:
     Memory in activation units: a stage's forward takes ``1/model_stages``, and its W or B gives it back. In bytes,
     one number per kind is a device's whole share, and a sequence has one value per stage:
 
-    - I gives back a part. B defaults to I + W, and W to B - I.
-    - F of a recomputed stage takes the value of F, and R that of R. F of any other stage takes both. Without a value
-      for R, recomputed stages keep nothing, as they do in activation units.
-    - RS takes the bytes that a selectively recomputed forward leaves out, by default ``SELECTIVE_BYTES`` of F.
+    - I changes nothing by default. B defaults to I + W, and W to B - I.
+    - F of a stage with R takes the value of F, and R that of R. F of any other stage takes both. Without a value for
+      R, stages with R keep nothing, as they do in activation units.
+    - RS takes the bytes that F of a stage with RS leaves out, by default ``SELECTIVE_BYTES`` of what F takes without
+      recomputation.
     - WAIT_OFFLOAD gives back the bytes that may leave the device, by default all that F takes except those of RS.
       RELOAD takes them again.
     - Vocabulary passes and collectives change nothing by default. Their values are per device.
@@ -178,7 +179,9 @@ class Costs:
             )
 
     def seconds(self, placement: Placement, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
-        """Return the seconds of every compute kind, one value per stage and slice, stage by stage.
+        """Return the seconds of the compute kinds, one value per stage and slice, stage by stage.
+
+        Vocabulary passes, and kinds without a price or ``KindSpec.shares``, are left out.
 
         Raises:
             CostsError: a sequence does not have one value per stage, or per stage and slice.

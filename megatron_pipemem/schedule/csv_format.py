@@ -6,8 +6,9 @@ the full backward. Both versions of torch write gradient messages as ``SEND_B`` 
 ``SEND_I`` and ``RECV_I``.
 
 The header, a first line that starts with ``#``, has properties that a table of actions cannot show: ``# replicas=2
-devices=0-1-1-0`` (the device of every stage, if some stages run nothing), ``idle=2`` (devices without actions, which
-have no line), ``# slices=4``, ``# vocabulary=1`` (barriers), or ``# update_every=4 versions_kept=2 update_delay=1``.
+devices=0-1-1-0`` (the device of every stage, if there are replicas or some stages run nothing), ``idle=2`` (devices
+without actions, which have no line), ``# slices=4``, ``# vocabulary=1`` (barriers), or ``# update_every=4
+versions_kept=2 update_delay=1``.
 Schedules without such properties have no header, so that other readers of the format accept their files.
 """
 

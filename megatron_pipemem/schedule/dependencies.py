@@ -95,9 +95,8 @@ class Graph:
     def by_urgency(self, urgency: Callable[[int], Any]) -> Iterator[int]:
         """Yield all nodes that can run: each time, of all nodes whose needed nodes have been yielded, the most urgent.
 
-        A smaller number is more urgent.
-        Among equal urgencies the first lane wins. ``urgency`` is called once per node, when all nodes that this node
-        waits for have been yielded.
+        A smaller number is more urgent. Among equal urgencies the first lane wins. ``urgency`` is called once per node,
+        when all nodes that this node waits for have been yielded.
         """
         done = bytearray(len(self.waits) + 1)
         reached = [0] * len(self.lanes)
@@ -126,7 +125,8 @@ class Times[Number: (int, float)]:
 
     ``graph.prices`` has the index of a node's seconds in ``seconds``. A lag is the time that a result needs over a
     link, and ``lags`` has one per link. ``zero`` is the time at which the lanes begin, an integer if times are whole
-    ticks. ``serve(node, start)`` returns the end of a node with a negative price.
+    ticks. ``serve(node, ready)`` returns the time at which a node with a negative price both starts and ends. ``ready``
+    is its earliest start.
     """
 
     def __init__(

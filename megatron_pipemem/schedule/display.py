@@ -19,13 +19,13 @@ from typing import Any
 from megatron_pipemem.errors import UnsupportedError
 
 _MOST = 40
-"""The most characters of a name or value in ``brief``."""
+"""The most characters of a name in ``brief``; other values may have twice as many."""
 _LINE = 190
 """The most characters in a text of ``changed_fields``."""
 
 
 def brief(value: object) -> str:
-    """Return a value as a text of about 40 characters: ``<64 of 1 to 2.5>`` for 64 numbers, a long name cut short."""
+    """Return a value as a text of at most 80 characters: ``<64 of 1 to 2.5>`` for 64 numbers, a long name cut short."""
     if isinstance(value, str):
         return shorten(value, _MOST, placeholder="...") if value.isprintable() else brief(repr(value))
     if isinstance(value, float):
@@ -110,7 +110,10 @@ _progress: ContextVar[_Progress | None] = ContextVar("progress", default=None)
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call ``listener`` with progress messages within this block, at most ten times a second."""
+    """Call ``listener`` with progress messages within this block.
+
+    These are all messages of ``doing``, and at most ten a second of ``tell``.
+    """
     token = _progress.set(_Progress(listener))
     try:
         yield

@@ -31,8 +31,9 @@ class Fault:
 def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[float] | None = None) -> Fault | None:
     """Return the first fault of a table; ``None`` if its actions compute every microbatch without a deadlock.
 
-    If the table has messages, each send must have its receive, and every directed pair of devices must send and
-    receive in the same order. A table without gradient reductions, such as torch's, gets those of this package.
+    A peak above ``memory_cap`` is a fault, too. If the table has messages, each send must have its receive, and every
+    directed pair of devices must send and receive in the same order. A table without gradient reductions, such as
+    torch's, gets those of this package.
     """
     try:
         _check_numbering(schedule)
@@ -51,7 +52,7 @@ def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[fl
 
 
 def find_obstacle(table: Table, schedule: Schedule) -> Fault | None:
-    """Return the fault of a valid table that this package cannot run: it adds up gradients in another order."""
+    """Return the fault of a valid table that this package cannot run: its microbatches are in another order."""
     try:
         check_microbatch_order(schedule)
     except ScheduleError as error:

@@ -136,7 +136,7 @@ class MeasuredStep:
 
     @property
     def awaits_message(self) -> list[bool]:
-        """Return for every node whether a needed action ended later than the previous action of the node's device."""
+        """Return for every node whether a needed action ended no earlier than the last action of its device."""
         return self._waits[1]
 
     def rerun(self, seconds: Sequence[int], delays: Sequence[int], begins: Sequence[int] = ()) -> Rerun:
@@ -182,8 +182,8 @@ class MeasuredStep:
     def weights(self) -> tuple[float, ...]:
         """Return the factor by which every microbatch takes longer than the median one.
 
-        The factor is 1 unless all F, I and B of the microbatch differ in the same direction. W is left out: it depends
-        on the number of tokens only, and not on the lengths of documents.
+        The factor is 1 unless all F, I and B of the microbatch differ in the same direction by more than 10 %. W is
+        left out: it depends on the number of tokens only, and not on the lengths of documents.
         """
         ratios: list[list[float]] = [[] for _ in range(self.schedule.num_microbatches)]
         for node in self._by_node:
@@ -381,7 +381,8 @@ def _shared(amount: int, weights: list[int]) -> dict[int, int]:
 def _period(step: MeasuredStep) -> int:
     """Return the nanoseconds from step to step without a barrier, at most the length of the step.
 
-    With replicas of the model the result is the length of the step, because gradients are summed at its end.
+    With replicas of the model, whose gradients are summed at the end of a step, and for asynchronous schedules the
+    result is the length of the step.
     """
     if step.schedule.placement.replicas > 1 or step.schedule.updates is not None:
         return step.length

@@ -138,7 +138,8 @@ def slice_counts(given: object) -> tuple[int, ...]:
 def searched_placements(num_devices: int, kind: Any = None, chunks: Any = None) -> tuple[Placement, ...]:
     """Return the placements that a search tries: ``v`` and ``interleaved`` with two chunks by default.
 
-    ``kind`` is ``v``, ``interleaved``, ``linear`` or ``None`` for all that have this number of chunks.
+    ``kind`` is ``v`` (a wave if there are more than two chunks), ``interleaved``, ``linear``, or ``None`` for all that
+    have this number of chunks.
     """
     if kind not in (None, "v", "interleaved", "linear"):
         raise UnsupportedError(

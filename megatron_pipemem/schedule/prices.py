@@ -379,7 +379,7 @@ class MicrobatchWeights:
             )
 
     def seconds_of(self, kind: Kind) -> tuple[float, ...]:
-        """Return the factors for the seconds of a kind, one per microbatch. B without own factors costs I + W."""
+        """Return the factors for the seconds of a kind, one per microbatch. For B without own factors, use I and W."""
         if kind is Kind.R and kind not in self.kinds:
             kind = Kind.F
         return self.kinds.get(kind) or (self.time if kind in LAYERS else self.tokens)

@@ -140,7 +140,8 @@ def build_schedule(
         num_microbatches: microbatches of one step.
         memory_cap: the most memory of any device, one number or one per device, in activation units (1.0 is the peak
             of 1F1B's device 0). Families that fit their order to a cap use the lowest of several caps.
-        costs: prices for families that fit their order to them. Other families ignore them.
+        costs: prices for families that fit their order to them. Other families use only weights of microbatches, for
+            the comparison with the cap.
         options: options of the family. ``chunks`` is always accepted, and must agree with the family.
 
     Raises:
@@ -198,8 +199,8 @@ def synchronous_schedules(
 ) -> Iterator[Schedule]:
     """Yield the schedules of all synchronous families that accept these arguments.
 
-    With ``max_chunks``, families with the option ``chunks`` are built with every number up to it, and schedules with
-    more chunks are left out. Without it, every family is built once with its defaults.
+    With ``max_chunks``, families with the option ``chunks`` are built with every number from 2 up to it, and schedules
+    with more chunks are left out. Without it, every family is built once with its defaults.
     """
     for each in synchronous_families():
         variants: Sequence[dict[str, Any]] = ({},)

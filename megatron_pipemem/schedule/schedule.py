@@ -73,7 +73,7 @@ class Schedule(Shown):
 
     @property
     def num_units(self) -> int:
-        """Return the number of forwards of a stage in a step: microbatches times sequence slices."""
+        """Return the number of microbatches in a step, times the sequence slices of each."""
         return self.num_microbatches * self.slices
 
     @cached_property
@@ -119,7 +119,8 @@ class Schedule(Shown):
     def to_csv(self) -> str:
         """Return one line per device and one action per cell, as torch's ``_dump_csv`` writes compute-only schedules.
 
-        Replicas, slices, weight updates and vocabulary parallelism are written to a first line that starts with ``#``.
+        Properties that the actions do not show, such as slices (see ``csv_format``), are written to a first line that
+        starts with ``#``.
         """
         return write_header(self.header(self.orders)) + write_table(self.orders)
 

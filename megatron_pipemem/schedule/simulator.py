@@ -113,7 +113,7 @@ class Timeline(Shown):
 
     @property
     def ideal(self) -> float:
-        """The seconds that the busiest device computes. No schedule with this placement is faster."""
+        """The seconds that the busiest device computes. No other order of the same actions takes less time."""
         return max(self.work)
 
     @cached_property

@@ -36,7 +36,10 @@ class ScheduleSize:
 
 
 def is_fitted(name: str) -> bool:
-    """Return whether a family computes its order from the times and memory of all devices, and not by a fixed rule."""
+    """Return whether computing an order is assumed to take time that grows with the cube of the number of devices.
+
+    That holds for ``auto``, and for families that do not place stages round robin.
+    """
     return name == AUTO or any(each.name == name and each.placement not in _BY_RULE for each in families())
 
 
