@@ -41,8 +41,14 @@ _IN_FLIGHT = (
     "and profiles do not support; pass "
 )
 _BARRIER = "steps of {schedule} need a barrier between them here: "
-_PERIOD = "a search for the option period excludes offload, recomputation and vocabulary passes; drop one of the two"
-_SLICES = "a search for slices excludes the option period, offload, recomputation and vocabulary passes; drop either"
+_PERIOD = (
+    "a search for the period of steps (option period, by default with --pipemem-overlap-steps) excludes offload, "
+    "recomputation and vocabulary passes; drop one of the two"
+)
+_SLICES = (
+    "a search for slices excludes one for the period of steps (option period, by default with "
+    "--pipemem-overlap-steps), offload, recomputation and vocabulary passes; drop either"
+)
 
 CONFLICTS: Mapping[str, Mapping[str, str]] = {
     "stock": {
@@ -75,7 +81,8 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
     "overlap": {
         "vocabulary": _BARRIER
         + "all ranks compute every microbatch's logits together; pass --pipemem-vocab-parallel off",
-        "host": _BARRIER + "offloaded activations are counted per whole step; pass --pipemem-offload off",
+        "host": _BARRIER + "offloaded activations are counted per whole step; pass --pipemem-offload off, and use a "
+        "schedule that does not offload by itself",
         "replicas": _BARRIER
         + "gradients are summed over the two replicas of the model when all ranks have ended the step; use "
         "a schedule with one replica, such as zbv",
@@ -116,7 +123,8 @@ def requested(schedule: str, **settings: Any) -> Request:
 def check(request: Request) -> Request:
     """Check that the settings of a request fit together. Return the request with its schedule file read and proved.
 
-    Raise a PipememError if settings exclude each other, or if the schedule file is not valid. No schedule is built.
+    Raise a PipememError if settings exclude each other, or if the schedule file is not valid. The run's schedule
+    is not built.
     """
     if request.schedule_module is not None:
         register_module(request.schedule_module)

@@ -234,7 +234,7 @@ class UnsupportedError(PipememError, ValueError):
 
 
 class MemoryCapError(UnsupportedError):
-    """No schedule keeps the memory cap, even with offload and recomputation.
+    """No tried plan of offload and recomputation, or no tried order of microbatches, keeps the memory cap.
 
     Args:
         code: see ``PipememError``.

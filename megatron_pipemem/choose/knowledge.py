@@ -129,7 +129,7 @@ class Knowledge:
         return replace(known, selective=changes[Kind.F])
 
     def lacks_seconds(self, request: Request) -> bool:
-        """Return whether the choice needs seconds that a run measures: the request offloads, at an unknown copying speed."""
+        """Return whether the choice needs seconds that a run measures: of copies, if the request offloads."""
         return self.measures and request.offload != OFF and self.ratio is None and self.costs.channel is None
 
     def lacks_bytes(self, request: Request) -> bool:
@@ -147,7 +147,8 @@ class Knowledge:
     def counted_costs(self, placement: Placement, in_bytes: bool) -> Costs:
         """Return the costs with memory in the unit of the cap: bytes, if known, for ``in_bytes``, else activation units.
 
-        Counted bytes replace those of the costs. The bytes of a message are added to the pass that makes or uses its tensor.
+        Counted bytes replace those of the costs. The bytes of a message are added to the pass that makes or uses its
+        tensor.
         """
         if not in_bytes:
             return replace(self.costs, memory=None)

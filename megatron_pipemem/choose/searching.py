@@ -453,7 +453,7 @@ def _last_resort(
 
 
 def _away(schedule: Schedule) -> Schedule:
-    """Return a serial schedule with all activations copied to the host right after F, and back right before RS, I or B."""
+    """Return a serial schedule with all activations copied to the host right after F, and back before RS, I or B."""
 
     def away(order: Order) -> Order:
         found: list[Action] = []

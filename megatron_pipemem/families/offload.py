@@ -28,7 +28,8 @@ _MOST_WAITING = 4
 def with_prompt_weights(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
     """Yield the schedule with its W moved: with at most 0, 1, 2, 3 or 4 W waiting on a device.
 
-    A W also runs where its device would be idle for as long as the W takes. Nothing is yielded for a schedule without W.
+    A W also runs where its device would be idle for as long as the W takes. Nothing is yielded for a schedule without
+    W.
     """
     if not any(action.kind is Kind.W for order in schedule.orders for action in order):
         return

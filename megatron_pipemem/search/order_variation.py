@@ -173,7 +173,7 @@ class ManyOrders:
         return self._rows.index(weights)
 
     def _price_nodes(self, schedule: Schedule, costs: Costs, found: Dependencies, nodes: list[int]) -> None:
-        """Store the price of every node, and the weight that multiplies it. A B without own weights has two: of I and W."""
+        """Store price and weight of every node. A B without weights of its own has two of each: for I and for W."""
         prices, weights = ActionPrices(schedule, costs), self._weights
         rows = {kind: self._row(weights.seconds_of(kind)) for kind, _ in found.kinds}
         split = Kind.B not in weights.kinds and any(kind is Kind.B for kind, _ in found.kinds)
