@@ -66,7 +66,7 @@ class WeightVersions:
         return [buffer for buffers in (*self._held.values(), *self._free) for buffer in buffers.values()]
 
     def reserve(self, versions: int) -> None:
-        """Allocate free buffers until there are enough for this number of versions."""
+        """Allocate free buffers until ``versions`` versions have buffers, the existing ones included."""
         while len(self._held) + len(self._free) < versions:
             self._free.append(self._allocate())
 
@@ -102,7 +102,7 @@ class WeightVersions:
         self._shown = None if self._shown is None else self._shown + by
 
     def keep_only_newest(self) -> None:
-        """Free the buffers of all versions but the newest, and show the newest."""
+        """Keep the buffers of all versions but the newest as free ones for later versions, and show the newest."""
         self.show(self.newest)
         self._free += map(self._held.pop, self.older())
 
@@ -163,7 +163,7 @@ class WeightSwitch:
     catch_up: Callable[[], None] | None = None
 
     def extend(self, executor: Executor) -> Handlers:
-        """Return handlers that show the version of the weights before an action, and update the weights after it."""
+        """Return handlers that show each action its weights first, and update them after the actions of ``updates``."""
         others = dict(executor.handlers)
 
         def switched(each: Instruction) -> None:

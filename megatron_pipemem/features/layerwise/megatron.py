@@ -49,8 +49,9 @@ _KEY = "pipemem-key"
 
 
 def derived(*parts: object) -> int:
-    """Return a key: the hash of ``parts``. The first is a seed or the enclosing key, the others say which layer it is
-    for.
+    """Return a key: the hash of ``parts``.
+
+    The first is a seed or the enclosing key. The others say what the key is for, for example a layer or a microbatch.
     """
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
 

@@ -30,7 +30,7 @@ class _Waiting(NamedTuple):
 
 
 class DelayedOptimizer(OverlappedOptimizer):
-    """Postpones the optimizer steps of a training loop until the gradient norm is known.
+    """Postpones the optimizer steps of a training loop until an action needs the new weights.
 
     With double-buffered weights, the batch after the next one is the first that needs the updated weights. Until then
     the gradients are kept in memory of their own, because the next batch accumulates into Megatron's buffers.
@@ -99,8 +99,9 @@ class DelayedOptimizer(OverlappedOptimizer):
         self._kept.clear()
 
     def _keep(self, optimizer: ChainedOptimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return every parameter with its gradient. Gradients in buffers that the next batch overwrites are copied
-        first.
+        """Take ``grad`` from each parameter that has one, and return the pairs of parameter and gradient.
+
+        Gradients in buffers that the next batch overwrites are copied.
         """
         chunks: list[Any] = self._chunks  # of DistributedDataParallel
         shared = {

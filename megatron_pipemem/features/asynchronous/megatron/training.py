@@ -76,7 +76,7 @@ class _Stream:
 class WindowPlan(Choice):
     """The plan of a training step, with the window: the part of the endless schedule that runs in this step.
 
-    Steps with equal numbers of batches before them, in flight and after them share one plan.
+    Steps at the same ``Moment`` share one plan, for example all that are far from the first and from the last step.
     """
 
     window: windows.Window
@@ -148,8 +148,9 @@ class StageOptimizer:
 class AsynchronousTraining(Extension):
     """The extension that runs the training steps of an asynchronous schedule.
 
-    ``train_steps`` is the number of training steps of the run. Other loops than Megatron's need to give it. ``delayed``
-    takes the optimizer steps if ranks do not wait for each other at the end of a batch.
+    ``train_steps`` is the number of training steps of the run. If it is ``None`` and the loop is not Megatron's, the
+    last step too reads data of a next step. ``delayed`` takes the optimizer steps if ranks do not wait for each other
+    at the end of a batch.
     """
 
     only_trains = True
