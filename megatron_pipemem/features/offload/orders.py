@@ -120,7 +120,7 @@ def plan_offload(
     ``select`` names the activations that may leave.
 
     - ``auto`` or ``full``: all activations.
-    - ``half``: those of half of every device's stages, namely the stages that hold activations longest.
+    - ``half``: those of half of every device's stages, rounded up, namely the stages that hold activations longest.
     - ``off``: none.
     - A number: those of this many of every device's stages, again the stages that hold activations longest.
     - A collection of stages: the activations of these stages.
@@ -133,8 +133,9 @@ def plan_offload(
     too if that does not raise the peak.
 
     ``pace`` also tries plans in which the forwards of the warm-up start further apart, up to the interval of the steady
-    state. Such a step may take longer. With a cap, these plans are tried even without ``pace``. If they do not keep the
-    cap, ``slow_down`` allows plans in which devices wait for copies in the steady state too.
+    state. Such a step may take longer. With a cap, they are tried only if no other plan keeps it, but then even without
+    ``pace``. If they do not keep the cap either, ``slow_down`` allows plans in which devices wait for copies in the
+    steady state too.
     """
     base = replace(schedule, orders=tuple(tuple(a for a in order if a.kind in COMPUTE) for order in schedule.orders))
     caps, budgets = (

@@ -55,7 +55,7 @@ class PassTimes(NamedTuple):
 def paced(schedule: Schedule, costs: Costs, share: float) -> PassTimes:
     """Return the timetable of an order in which the forwards of each stage start at least an interval apart.
 
-    The interval is ``share`` of the busiest device's seconds for one microbatch. ``share`` is at most 1.
+    The interval is ``share`` of the busiest device's seconds for one microbatch (or slice). ``share`` is at most 1.
     """
     found = Dependencies.of_schedule(schedule)
     graph, seconds, lags = ActionPrices(schedule, costs).of_graph(found)
@@ -153,8 +153,8 @@ class PlacedTrips(NamedTuple):
     def peak(self, changes: Mapping[Kind, Sequence[float]], base: np.ndarray) -> float:
         """Return the device's peak memory with the round trips, in the unit of ``changes``.
 
-        ``changes`` has the change in memory of each kind of action, per stage. ``base`` has it for each action of the
-        order without copies.
+        ``changes`` has the change in memory of each kind of action, per stage and slice. ``base`` has it for each
+        action of the order without copies.
         """
         every = np.append(self._changes(changes, _DEVICE_MEMORY), base)
         return float(every[self._merged(_DEVICE_MEMORY, len(base))].cumsum().max(initial=0.0))
@@ -362,7 +362,7 @@ class Planner:
         return over, max(peaks) if over else 0.0, sum(peaks) if over else 0.0, trips
 
     def _plan_all(self, stages: frozenset[int], timetable: PassTimes, stretch: float) -> list[_TripGroup]:
-        """Return the best plan of every part if actions take ``stretch`` times as long and copies do not."""
+        """Return the best plan of every part if compute actions take ``stretch`` times as long and copies do not."""
         timetable = timetable.stretched(stretch)
         return [self._best(_Part(devices, timetable), stages) for devices in self._groups]
 

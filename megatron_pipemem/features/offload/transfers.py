@@ -60,8 +60,9 @@ def plan_round_trips(
 ) -> tuple[list[RoundTrip], dict[Item, str]]:
     """Return the round trips that one channel can carry, by the start of the copy out, and the other items' reasons.
 
-    The channel is simulated. Whenever it is free, it starts a copy back if that copy could not start later. Otherwise
-    it starts the copy out of the item that is used last, if all items can still return in time. Otherwise it waits.
+    The channel is simulated. Whenever it is free, it starts a copy back if that copy could not start later. If there is
+    none, it starts a copy out: of the items with which all can still return in time, the one that is used last. If
+    there is no such item, it waits.
 
     With ``duplex``, copies in the two directions can run at once. ``host_budget`` has the host memory of each device,
     in the unit of ``Item.size``.

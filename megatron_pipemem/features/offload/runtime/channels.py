@@ -43,15 +43,15 @@ class CopyChannel[Own: Ticket](Protocol):
         """Allocate one-dimensional ``uint8`` host memory that this channel can copy from and to."""
 
     def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[Own]) -> Own:
-        """Start copies without blocking. They run after all work now queued on the device and after the transfers in
-        ``after``.
+        """Start copies without blocking. They run after the work now queued on the device's current stream and after
+        the transfers in ``after``.
 
         Keep both tensors of every copy alive until ``join``.
         """
 
     def join(self, ticket: Own, on_stall: Callable[[float], None]) -> None:
-        """Make later work on the device wait for the transfer. After this call, the destination may be read and the
-        source freed.
+        """Make later work of the device's current stream wait for the transfer. After this call, that work may read the
+        destination, and the source may be freed.
 
         ``on_stall`` is called with the seconds that the work waited, at once or by the function of ``take_stalls``. A
         failed transfer raises an OffloadError.

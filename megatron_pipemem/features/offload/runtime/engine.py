@@ -2,9 +2,12 @@
 
 The caller knows the schedule. It calls these methods for each forward, which it names by a ``key``:
 
-with engine.capture(key): ...forward... engine.offload(key)     # start the copy to the host engine.wait(key)        #
-  make later work wait for that copy, and free the device memory engine.reload(key)      # allocate device memory, and
-  start the copy back engine.wait(key)        # make later work wait for that copy ...backward...
+    with engine.capture(key): ...forward...
+    engine.offload(key)     # start the copy to the host
+    engine.wait(key)        # make later work wait for that copy, and drop the device memory
+    engine.reload(key)      # allocate device memory, and start the copy back
+    engine.wait(key)        # make later work wait for that copy
+    ...backward...
 
 On a GPU no call blocks the host. Other work that the caller launches between these calls hides the copies.
 """
@@ -132,7 +135,7 @@ class Traffic:
         return arrived
 
     def drop(self) -> None:
-        """Wait for all running transfers and forget them. A failed one is logged and raises nothing."""
+        """Make later work wait for all running transfers, and forget them. A failed one is only logged."""
         transfers, self.transfers = self.transfers, []
         for transfer in transfers:
             try:
@@ -195,8 +198,8 @@ class OffloadEngine:
     def on(cls, device: torch.device, host_memory: int, *, bandwidth: float | None = None, **options) -> OffloadEngine:
         """Return an engine for a CUDA or CPU device that uses at most ``host_memory`` bytes of host memory.
 
-        On a CPU device, threads copy within host memory. ``bandwidth`` limits each direction to this many bytes per
-        second.
+        On a CPU device, threads copy within host memory, in each direction at most ``bandwidth`` bytes per second.
+        ``bandwidth`` does not limit a GPU.
         """
         if device.type not in ("cuda", "cpu"):
             raise OffloadError(
@@ -338,7 +341,8 @@ class OffloadEngine:
     def wait(self, key: Hashable) -> None:
         """Make later work on the device wait for the transfers of ``key``.
 
-        After an offload, the device memory of the tensors is free. After a reload, the tensors can be used.
+        After an offload, the engine no longer holds the device memory of the tensors. After a reload, that work can use
+        the tensors.
         """
         if key not in self._captures:
             raise _unknown(key)
@@ -363,12 +367,12 @@ class OffloadEngine:
         return self._host_bytes
 
     def statistics(self) -> OffloadStatistics:
-        """Return the bytes and waiting times since the step began. On a GPU, wait for all work queued so far."""
+        """Return the bytes and waiting times since the step began. Block until the device has passed each ``wait``."""
         return self.statistics_for_later()()
 
     def statistics_for_later(self) -> Callable[[], OffloadStatistics]:
-        """Return a function that returns the statistics up to now. The function waits for the device. This method does
-        not.
+        """Return a function that returns the statistics up to now. The function blocks as ``statistics`` does, this
+        method does not.
         """
         stalls = self._traffic.take_stalls()
         counted = partial(

@@ -81,7 +81,7 @@ class HostPool:
             self._add_segment(1 << (missing.bit_length() - 1))
 
     def take(self, nbytes: int, purpose: str) -> HostBlock:
-        """Return a block of ``nbytes``. If the budget is too small, raise an OffloadError that names the
+        """Return a block of ``nbytes``. If the budget leaves no room for it, raise an OffloadError that names the
         ``purpose``.
         """
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
