@@ -52,11 +52,12 @@ def recomputed_by_mode(schedule: Schedule) -> dict[str, list[int]]:
 def recompute_plans[T](
     base: Schedule, costs: Costs, mode: str, plan: Callable[[Schedule], T], over: Callable[[Schedule], Collection[int]]
 ) -> Iterator[T]:
-    """Yield plans of the order ``base`` with recompute. ``auto`` yields several, each with more recompute than the one
-    before.
+    """Yield plans of the order ``base`` with recompute. ``auto`` may yield several, each with more recompute than the
+    one before.
 
     ``plan`` turns a schedule into a plan. With ``auto``, the first plan has no recompute. ``over`` returns the devices
-    of a schedule that need more memory than they may. On each of these devices, the next plan recomputes more.
+    of a schedule that need more memory than they may. On each of these devices, the next plan recomputes more, if more
+    recompute saves memory there.
     """
     again = dict.fromkeys(range(base.num_stages), KIND_OF_MODE[mode]) if mode in KIND_OF_MODE else {}
     steps = [recompute_steps(base, costs, device) if mode == AUTO else [] for device in range(base.num_devices)]

@@ -40,7 +40,7 @@ def connect_replicas(placement: Placement, group: dist.ProcessGroup, device: tor
 class ReplicaReducer:
     """The step feature that sums gradients over the replicas of each stage, for one step on one rank.
 
-    ``gradients(stage)`` returns the tensors to sum in place. They are the same for every replica, in the same order.
+    ``gradients(stage)`` returns the tensors to sum in place. Their shapes and order are the same for every replica.
     """
 
     placement: Placement

@@ -60,14 +60,14 @@ class TrainingLoop:
     def _all_of_pipeline(self, original: Callable, value: bool, *args, **kwargs) -> bool:
         """Return ``value``, this rank's success of the step, in place of a logical AND over the pipeline's ranks.
 
-        Every rank takes its step, so the result is the same.
+        Every rank takes its step, so the result is the same. After a step that waited for its norm, call ``original``.
         """
         return value if self._optimizer.answers_locally else original(value, *args, **kwargs)
 
     def _most_of_pipeline(self, original: Callable, value: LateNorm | float | None, *args, **kwargs):
         """Return ``value``, a norm or learning rate, rounded to fp32, in place of a maximum over the pipeline's ranks.
 
-        The value is the same on every rank.
+        The value is the same on every rank. After a step that waited for its norm, call ``original``.
         """
         if not self._optimizer.answers_locally:
             return original(value, *args, **kwargs)
@@ -113,7 +113,10 @@ class TrainingLoop:
         return leaves
 
     def _signals_received(self, original: Callable[[Any], list], handler: Any) -> list:
-        """Return whether any rank had received an exit signal one step ago, and start asking for this step."""
+        """Return ``[whether any rank had an exit signal one step ago]``, and start asking for this step.
+
+        The first list is empty. If the steps keep their barrier, call ``original``.
+        """
         if not self._optimizer.overlaps:
             return original(handler)
         earlier, self._signals = self._signals, self._optimizer.total(float(handler._signal_received))

@@ -30,7 +30,7 @@ class OverlappedOptimizer:
     The decision follows from one sum over all ranks of the job. So it is the same on every rank, and no rank waits for
     a message that another does not send.
 
-    ``overlaps`` says whether steps are taken without waiting for the norm. ``answers_locally`` says whether
+    ``overlaps`` says whether steps may be taken without waiting for the norm. ``answers_locally`` says whether
     ``TrainingLoop`` answers the loop's questions about the last step without communication.
     """
 
@@ -109,8 +109,8 @@ class OverlappedOptimizer:
     def _take(self, norm: LateNorm, take_step: Callable[[], tuple]) -> tuple[bool, LateNorm | float | None, int | None]:
         """Take an optimizer step with gradients that Megatron's ``prepare_grads`` has prepared.
 
-        The first steps wait for the norm and may clip. After ``CLEAN_STEPS`` steps in a row that needed no clipping, a
-        step is pending.
+        If the run clips gradients, steps wait for the norm and may clip. After ``CLEAN_STEPS`` steps in a row that
+        needed no clipping, a step does not wait, and is pending.
         """
         optimizer = self.require()
         if self.clip > 0:

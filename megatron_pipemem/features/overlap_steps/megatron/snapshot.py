@@ -100,7 +100,8 @@ class Snapshot:
         """Restore the state of ``take`` and run the block, which takes the optimizer step again.
 
         In the block, the learning rate and other settings are those of ``take``. After it, the parameter groups have
-        their present settings again, but the step counters of the block. Then all ranks gather the new parameters.
+        the settings from before the block again, but the step counters of the block. With ``--overlap-param-gather``,
+        all ranks then gather the new parameters.
         """
         now = hyperparameters(_groups(self._parts))
         self.restore()
@@ -154,8 +155,9 @@ def _tensors(parts: Sequence[MegatronOptimizer]) -> Iterator[torch.Tensor]:
 
 
 def _most_bytes(parts: Sequence[MegatronOptimizer]) -> int:
-    """Return the bytes of a snapshot. Before the first step there is no state yet, and Adam's two moments are
-    assumed.
+    """Return the bytes of a snapshot, at least those of the parameters and of Adam's two moments.
+
+    Before the first step there is no such state yet.
     """
     parameters = sum(parameter.nbytes for _, parameter in _parameters(parts))
     return max(sum(tensor.nbytes for tensor in _tensors(parts)), (1 + MOMENTS) * parameters)

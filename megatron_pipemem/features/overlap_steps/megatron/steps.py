@@ -36,7 +36,7 @@ cut_of = lru_cache(maxsize=16)(validation_cut)
 class OverlappedSteps(Extension):
     """The extension that lets each rank begin a training step when it has done its own part of the previous one.
 
-    If gradients are clipped, the norm of a step becomes known only during the next step. So the next step begins with
+    If the run clips gradients, a step needs its norm, which becomes known during the next step. So that one begins with
     forwards that can be dropped (``LeadingForwards``). Before any other action, it checks whether the weights were
     right.
     """
