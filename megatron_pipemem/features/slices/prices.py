@@ -1,7 +1,7 @@
 """Cut microbatches into sequence slices, and compute the costs of each slice for causal attention.
 
 Each slice attends to all tokens before it. So among equal slices, a later one takes longer (arXiv 2406.03488, section
-3.3; arXiv 2504.14519). The keys and values of a slice are held until later slices have run backward.
+3.3; arXiv 2504.14519). The keys and values of a sequence are held until all its slices have run backward.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def slice_tokens(
         equal = "equal " if cut == TOKENS else ""
         raise UnsupportedError(
             "slices-do-not-fit",
-            f"{wanted}, {equal}multiples of {multiple}; give another number of slices"
+            f"{wanted}, {equal}multiples of {multiple}; give another number of slices or of tokens"
             + (f", or cut by {FLOPS}" if cut == TOKENS and not rest and units >= slices else ""),
         )
     if cut == TOKENS:
@@ -180,7 +180,7 @@ def _memory(
 
 
 _ACTIVATIONS = frozenset((Kind.F, Kind.R, Kind.I, Kind.W, Kind.B, Kind.WAIT_OFFLOAD, Kind.RELOAD))
-"""Kinds that take or free activations, but not the keys and values of a microbatch."""
+"""Kinds whose memory includes keys and values in the prices of whole microbatches. Here these are priced apart."""
 
 
 def _channel(

@@ -1,6 +1,7 @@
 """Plan every training step for the costs of its own microbatches: the order of the microbatches and the schedule.
 
-A microbatch's *weight* is its cost relative to that of a full microbatch.
+A microbatch's *weight* is its cost relative to that of a full microbatch. If the costs are measured, its time is
+relative to that of the median microbatch.
 
 A step is planned when it begins, and not during the previous step. Planning earlier would read the next batch early.
 But only the training loop knows whether there is a next batch, its number of microbatches and its iterator. And a
@@ -79,7 +80,9 @@ class UnequalMicrobatches(Extension):
         self._has_warned = False
 
     def choose(self, step: Step) -> Compiled:
-        """Return the program for the weights of this step's microbatches, or the usual one if all weights are equal.
+        """Return the program for the weights of this step's microbatches.
+
+        It is the one for equal microbatches if all weights are equal, or if planning for the weights fails.
 
         Raises:
             UnsupportedError: batches cannot be weighed, ranks disagree on weights, or no schedule keeps the memory cap.
@@ -188,6 +191,8 @@ class UnequalMicrobatches(Extension):
     ) -> StepPlan | Exception:
         """Return the plan of a step for these weights, or the error that prevents planning.
 
+        Raise the error if it is a PipememError and the run has a memory cap.
+
         ``base`` is the schedule for equal microbatches. ``has_peers`` says that other pipelines sum their gradients
         with this one. Their plans may differ, but the stages of a device must end in the same order in all pipelines.
         """
@@ -263,7 +268,7 @@ def _are_alike(weights: MicrobatchWeights) -> bool:
 
 
 def _relative_to_median(weights: MicrobatchWeights) -> MicrobatchWeights:
-    """Return the weights with the median microbatch's time as 1: measured costs are those of a median microbatch."""
+    """Return the weights with times relative to the median microbatch, because measured costs are those of that one."""
     middle = median(weights.time)
     if middle == 0:
         return weights
@@ -305,17 +310,17 @@ def weigher_of(asked: MicrobatchCosts) -> Weigher:
 class _Contents:
     """The numbers of tokens of a microbatch on which the times of its layers depend."""
 
-    tokens: float  # number of tokens; with padding, if the layers compute it
+    tokens: float  # number of tokens, without the padding that an attention mask marks
     squares: float  # sum of the squared lengths of its documents; attention is within a document
 
     @classmethod
     def of(cls, batch: object, number: int) -> _Contents:
         """Count the tokens of a batch that has the form of Megatron's data sets or of frameworks based on Megatron.
 
-        The batch has ``tokens`` or ``input_ids``, ``[b, s]``. If a sequence consists of several documents, their ends
-        follow from ``cu_seqlens``, ``packed_seq_params``, a padding mask ``attention_mask`` of the same shape, or
-        ``position_ids`` that start again. Raise an UnsupportedError if there are no tokens under these names.
-        ``number`` is the microbatch's number.
+        The batch has ``tokens`` or ``input_ids``, ``[b, s]`` or ``[s]``. A padding mask ``attention_mask`` of the same
+        shape gives the length of each sequence, which is then one document. Otherwise the ends of its documents follow
+        from ``cu_seqlens``, ``packed_seq_params``, or ``position_ids`` that start again. Raise an UnsupportedError if
+        there are no tokens under these names. ``number`` is the microbatch's number.
         """
         fields = batch if isinstance(batch, Mapping) else {}
         tokens = next((fields[name] for name in ("tokens", "input_ids") if fields.get(name) is not None), None)
@@ -343,7 +348,7 @@ def _documents(fields: Mapping[str, object], tokens: torch.Tensor) -> torch.Tens
     )
     bound = next((each for each in bounds if isinstance(each, torch.Tensor)), None)
     if bound is not None:
-        return bound.diff(dim=-1).clamp(min=0)  # entries behind the last document repeat its end
+        return bound.diff(dim=-1).clamp(min=0)  # entries after the last document repeat its end
     rows = tokens.reshape(-1, tokens.shape[-1])
     positions = fields.get("position_ids")
     if not isinstance(positions, torch.Tensor) or positions.shape != tokens.shape:

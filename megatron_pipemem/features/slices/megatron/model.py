@@ -83,7 +83,10 @@ class SlicedModel:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Register the hooks on the model while the block runs. They have an effect only inside ``running``."""
+        """Register the hooks on the model, and turn fused masked softmax off, while the block runs.
+
+        The hooks have an effect only inside ``running``.
+        """
         with ExitStack() as stack:
 
             def hook(module: torch.nn.Module, before: Callable) -> None:
