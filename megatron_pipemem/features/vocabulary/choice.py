@@ -131,9 +131,9 @@ def choose_vocabulary(
 ) -> VocabularyChoice:
     """Return the fastest way to place the LM head, or the simplest of those that are at most 1 % slower.
 
-    ``costs`` are those of the layers alone, and ``head`` is the seconds of a forward and a backward of the whole head.
-    If ``costs`` have prices of vocabulary passes, these are used for both algorithms. Otherwise ``head`` is divided
-    equally among the devices.
+    ``costs`` are those of the layers alone, and ``head`` is the seconds of a forward and a backward of the whole head
+    for one microbatch. If ``costs`` have prices of vocabulary passes, both algorithms use these for the cut head.
+    Otherwise ``head`` is divided equally among the devices.
 
     ``layers`` is the number of layers of the model, or ``None`` if layers cannot be moved. ``layout`` has the present
     number of layers of each stage, if ``costs`` are single numbers. By default all stages are equal. ``with_passes``

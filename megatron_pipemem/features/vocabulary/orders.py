@@ -1,8 +1,8 @@
 """Add vocabulary passes and their collectives to a schedule with one pipeline.
 
 A barrier is an exchange between all devices that lies between the last stage's forward and backward of a microbatch. So
-all backwards start one interval later for each barrier. An interval is the time of a device's work for one microbatch.
-It gives every device time for its part of the exchange.
+all backwards start one interval later for each barrier. An interval is the time of the busiest device's work for one
+microbatch. It gives every device time for its part of the exchange.
 
 A simulation of all devices then adds the passes to these orders. A device runs S (logits and their statistics) as soon
 as the head's input X has arrived. It runs T (gradients of the head) before the next S at the latest, so that only one
@@ -274,8 +274,8 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
     It has ``barriers`` more microbatches (or slices) in flight. On 1F1B, device r of p then holds ``p - r + barriers``.
 
     One barrier is Algorithm 2 of arXiv 2411.05288, two barriers are its Algorithm 1 (``Schedule.vocabulary_barriers``).
-    The schedule must be valid, have one pipeline and one copy of the model, and have no vocabulary passes. Its orders
-    may consist of forwards only.
+    The schedule must be valid and synchronous, have one pipeline and one copy of the model, and have no vocabulary
+    passes, offload or recompute. Its orders may consist of forwards only.
     """
     if barriers not in BARRIERS:
         raise UnsupportedError("bad-choice", f"vocabulary parallelism has 1 or 2 barriers, not {barriers!r}")

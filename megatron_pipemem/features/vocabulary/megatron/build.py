@@ -92,8 +92,9 @@ def choose_barriers(model: Any, layout: Sequence[float], costs: Costs, schedules
     (``layers_in``). ``schedules`` maps each allowed number of barriers to the run's schedule. 0 is always there.
 
     ``costs`` are those of all parts of the model, or of the layers alone. If they have prices of vocabulary passes, the
-    head's time is the sum of these prices over all devices. Otherwise it follows from the head's FLOPs. If the costs
-    are single numbers, every layer takes the same time.
+    head's time is the sum of those of S and T over all devices. Otherwise it is the price of the head's part, or if the
+    parts have no prices, it follows from the head's FLOPs. If the costs are single numbers, every layer takes the same
+    time.
     """
     placement, slices = schedules[0].placement, schedules[0].slices
     parts = costs.part_prices

@@ -53,7 +53,8 @@ def keep_depths(
 
 
 def weigh(process_mtp_loss: Callable, others: dict, losses: torch.Tensor, hits: torch.Tensor) -> torch.Tensor:
-    """Return the losses of the next token, ``[s, b]``. Their backward adds the losses of multi-token prediction.
+    """Return the losses of the next token, ``[s, b]``. Their backward adds the gradients of the losses of all other
+    depths.
 
     ``losses`` are the token losses of all depths, ``[(1 + depths) * s, b]``. ``hits`` has, in the same shape, whether
     each label is the token with the highest logit. ``others`` are the remaining arguments of the model's call of
@@ -96,8 +97,8 @@ def share_batch(
 
     ``shapes`` has ``(b, s)`` of every microbatch, or is ``None`` if the ranks have not agreed on the shapes. ``first``
     and ``last`` are the model calls of these stages, and ``None`` on ranks without the stage. ``sources`` has the
-    pipeline ranks of both stages. With ``may_want_logits``, calls may have no labels. The batch then asks for logits,
-    and multi-token prediction is off.
+    pipeline ranks of both stages. With ``may_want_logits``, multi-token prediction is off, and if the calls have no
+    labels, the batch asks for logits.
     """
     if shapes is None:
         raise UnsupportedError(

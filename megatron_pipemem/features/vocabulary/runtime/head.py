@@ -2,14 +2,14 @@
 
 Each phase of a microbatch returns the object that the next phase needs:
 
-scored = head.score(x, labels)                          # S: local logits and their statistics gathered =
-  gather_statistics(scored.statistics).wait() done = combine(scored, gathered)                        # done.losses,
-  then the gradients
+    scored = head.score(x, labels)                          # S: local logits and their statistics
+    gathered = gather_statistics(scored.statistics).wait()
+    done = combine(scored, gathered)                        # done.losses, then the gradients
 
 This module does not communicate, and autograd does not record it. y are the scaled and capped logits, and M is their
 maximum over the whole vocabulary. S = sum exp(y - M), Z = log S + M, and z is the factor ``z_loss``. Then:
 
-loss = log S - (y_label - M) + z Z^2            dloss/dy = (1 + 2zZ) exp(y - M) / S - onehot(label)
+    loss = log S - (y_label - M) + z Z^2            dloss/dy = (1 + 2zZ) exp(y - M) / S - onehot(label)
 
 An input gradient computed here covers only the rows of this rank. The caller sums it over the ranks.
 """
@@ -31,9 +31,9 @@ from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
 class HeadOptions:
     """Options of the head's computation, the same on every rank."""
 
-    # How many collectives, one after the other, the last stage's backward waits for. With 1, the input gradient is
-    # computed from statistics before the loss is known (the paper's Algorithm 2). With 2, it is computed after it
-    # (Algorithm 1).
+    # How many passes of every device lie between forward and backward of the last stage. With 1 (S), the input gradient
+    # is computed from statistics before the loss is known (the paper's Algorithm 2). With 2 (S and T), T computes it
+    # after that (Algorithm 1).
     barriers: int = 1
     # How many tokens have logits in fp32 at a time; ``None`` for the whole microbatch. Pieces change results only if
     # matrix products of other sizes round differently.
@@ -264,8 +264,9 @@ class Normalised:
 
     @property
     def hits(self) -> torch.Tensor:
-        """Whether each label is the token with the highest logit, in the labels' shape. Logits within 1e-5 count as
-        equal.
+        """Whether each label is the token with the highest logit, in the labels' shape, if ``z_loss`` is 0.
+
+        Logits within 1e-5 count as equal, and ignored labels as hits.
         """
         # exp(label - maximum), from the kept numbers.
         return (self._total * torch.exp(-self._losses) >= 1 - _TIE).view(self._batch.shape)
@@ -381,8 +382,7 @@ class OneBarrier(Normalised):
 class TwoBarriers(Normalised):
     """The algorithm with two barriers: both gradients are computed from the gradient of the token losses.
 
-    The first barrier exchanges statistics, the second sums the input gradient. The result is exactly that of an uncut
-    head.
+    The first barrier exchanges statistics, the second sums the input gradient.
     """
 
     @torch.no_grad()
