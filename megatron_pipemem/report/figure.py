@@ -359,8 +359,8 @@ _COMFORTABLE = 7.5
 
 
 def draw(timelines: Sequence[Timeline]) -> Figure:
-    """Draw the actions of each device with its memory below. Several timelines share one time scale and one memory
-    scale.
+    """Draw the actions of each device with its memory below. Several timelines share one time scale, and one memory
+    scale if their memory has the same unit.
 
     Each timeline is drawn whole. If some labels do not fit, the picture says which were left out.
     """

@@ -191,7 +191,7 @@ def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
         )
     own = facts["simulated_seconds"]
     found.append(
-        f"simulated with its usual times, the run's own schedule takes {seconds(own)}; changes are compared with that"
+        f"simulated with its median times, the run's own schedule takes {seconds(own)}; changes are compared with that"
     )
     return found
 
@@ -271,7 +271,7 @@ def _why(cause: str, facts: Mapping[str, Any]) -> str:
         slowest, mean = max(range(len(stages)), key=stages.__getitem__), sum(stages) / len(stages)
         return f"stage {slowest} takes {stages[slowest] / mean:.2f} times as long as the mean of all stages"
     if cause == MICROBATCHES:
-        return f"the slowest microbatch takes {facts['slowest_microbatch']:.2f} times as long as usual"
+        return f"the slowest microbatch takes {facts['slowest_microbatch']:.2f} times as long as the median one"
     if cause == MESSAGES:
         links: Mapping[str, float] = facts["links"]
         if not links:

@@ -108,7 +108,7 @@ def _layout(columns: Sequence[_Column], width: int) -> tuple[int, list[int]] | N
 
 
 def _shared(columns: Sequence[_Column], room: int) -> list[int]:
-    """Return the width of each column: its least width, and an equal part of the rest up to its natural width."""
+    """Return the width of each column. The narrowest get the room beyond the least widths, up to their natural width."""
     widths = [column.least for column in columns]
     spare = room - sum(widths)
     while spare > 0:
@@ -223,7 +223,7 @@ def _lane(lane: Sequence[HostTransfer], scale: float, width: int, margin: int) -
 
 
 def _owners(row: tuple[Box, ...], scale: float, width: int) -> list[Box | None]:
-    """Return, for each column, the box that fills the largest part of it, or ``None`` if it is mostly idle."""
+    """Return, for each column, the box that fills the largest part of it, or ``None`` if a larger part is idle."""
     filled: list[list[tuple[float, Box]]] = [[] for _ in range(width)]
     for box in row:
         start, end = box.start * scale, box.end * scale
@@ -270,7 +270,7 @@ def placements_table(candidates: Iterable[Candidate], seconds: str = HEADINGS[2]
 
 
 def cells(found: Candidate) -> tuple[str, ...]:
-    """Return the cells of a placement's row in that table."""
+    """Return the cells of a placement's row in ``placements_table``."""
     placement = found.schedule.placement
     makespan, bound, peak = f"{found.makespan:.6g}", f"{found.lower_bound:.6g}", f"{max(found.peaks):.4g}"
     slices = found.schedule.slices
