@@ -82,13 +82,11 @@ def ignore_missing_packages() -> None:
 
 
 def missing_packages() -> str | None:
-    """Return one line that names the missing GPU packages, or ``None`` if none is missing."""
+    """Return one line that names the GPU packages that cannot be imported here; ``None`` if all can."""
     missing = [name for name in ("apex", "transformer_engine") if importlib.util.find_spec(name) is None]
     if not missing:
         return None
-    return (
-        f"{' and '.join(missing)} are not installed and not needed here; --verbose shows Megatron's warnings about it"
-    )
+    return f"{' and '.join(missing)}: not found and not needed here; --verbose shows Megatron's warnings about it"
 
 
 def _is_about_a_gpu(record: logging.LogRecord) -> bool:

@@ -517,8 +517,8 @@ class Executor:
             return
         if gradient is None:
             raise RuntimeError(
-                f"stage {key[0]} gave no gradient for its input; a frozen stage, or one that ignores its input, "
-                "cannot come after a stage that trains"
+                f"stage {key[0]} gave no gradient for its input; a stage that detaches or ignores its input cannot come "
+                "after another stage"
             )
         if each.send is not None:
             self._put_out(each.send, gradient)
