@@ -177,8 +177,8 @@ def _tell(line: str, *values: object) -> None:
 def cpu_flags(arguments: list[str]) -> list[str]:
     """Return the flags that a Megatron command line lacks for a run on CPU ranks, and log them.
 
-    Without ``--micro-batch-size``, which Megatron's training requires, the command line is another program's and gets
-    no flags.
+    They override another ``--transformer-impl`` than ``local``. Without ``--micro-batch-size``, which Megatron's
+    training requires, the command line is another program's and gets no flags.
 
     Raises:
         UnsupportedError: a flag asks for a kernel that only a GPU has.

@@ -28,8 +28,8 @@ from megatron_pipemem.schedule.schedule import Order, Program
 
 # Some steps run by the order for one hardware queue per rank. In this order a message has one place for both ends, so it ends
 # even if every host waits for its device after every launch. On a GPU, a host waits at the first launch of a kernel: CUDA
-# loads the kernel, and that waits for all running work, posted messages included. Later launches do not wait, and the usual
-# order computes while messages travel.
+# loads the kernel, and that waits for all running work, posted messages included. Later launches do not wait, and the
+# default order of ``lower`` computes while messages travel.
 
 FIRST_STEPS = 2
 """Steps of a kind that may launch a kernel for the first time. The second adds to existing gradients."""
@@ -67,7 +67,7 @@ class LaunchKind(NamedTuple):
 
 
 class LaunchOrders:
-    """Chooses between the usual order of messages and the order for one hardware queue, step by step.
+    """Chooses between the default order of ``lower`` and its order for one hardware queue, step by step.
 
     A step that may launch a kernel for the first time needs the order for one hardware queue. With ``forced``, all
     steps run by that order.
@@ -80,7 +80,7 @@ class LaunchOrders:
     def queues(self, device: torch.device) -> tuple[bool, ...]:
         """Return the kinds of orders that a run on this device needs: ``True`` is the order for one hardware queue.
 
-        If both are needed, the usual order comes first.
+        If both are needed, the default order of ``lower`` comes first.
         """
         if self._forced or has_single_queue(device):
             return (True,)
@@ -203,7 +203,7 @@ class Trial(Protocol):
     """
 
     length: int  # number of actions of this rank
-    drain: Order  # messages that this rank posts if they are dropped, so that none stays in flight
+    drain: Order  # messages that this rank posts if the actions are undone, so that none stays in flight
 
     def stands(self) -> bool:
         """Return whether the step goes on, the same on every rank. It is called once, after the first actions."""
@@ -223,7 +223,7 @@ class Overlap(NamedTuple):
     """Statistics, on one rank, of steps that begin before the previous step has ended on all ranks."""
 
     steps_ahead: int = 0  # optimizer steps taken before the gradient norm was known
-    steps_taken_back: int = 0  # those of them whose gradients had to be clipped
+    steps_taken_back: int = 0  # those of them that were undone, because their gradients might need clipping
     rollback_bytes: int = 0  # of the state that is kept to take a step back
     waiting_gradient_bytes: int = 0  # of gradients that wait for their step while the next batch adds up its own
 

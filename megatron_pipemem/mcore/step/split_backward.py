@@ -44,9 +44,9 @@ def sharded_replacements(weight_inputs: str) -> Replacements:
 
 
 class SplitBackward(Extension):
-    """Splits the backwards of linear layers if a schedule of the request may need it.
+    """Splits the backwards of linear layers if a schedule of the request may split or offload.
 
-    Otherwise, with ``counted``, it only makes sure that the ledger can count the bytes that linear layers save.
+    In other runs, with ``counted``, it only makes sure that the ledger can count the bytes that linear layers save.
     ``has_run_delayed`` is true after the first step in which Transformer Engine's modules delayed their weight
     gradients.
     """
