@@ -1,8 +1,8 @@
 """All settings of a run's schedule (``Request``), and the flags with which users give them.
 
-Every field of ``Request`` is an argument of ``enable()``. The metadata of a field describe its ``--pipemem-*`` flag,
-with the help text and a function that reads the value. The command line, the ``schedule:`` section of a run's YAML file
-and the documents' list of flags are generated from the metadata.
+Every field of ``Request`` is an argument of ``enable()``. The metadata of a field describe its ``--pipemem-*`` flag
+(if it has one), with the help text and a function that reads the value. The command line, the ``schedule:`` section of
+a run's YAML file and the documents' list of flags are generated from the metadata.
 """
 
 from __future__ import annotations
@@ -258,8 +258,8 @@ class ScheduleOptions:
 
 
 CAP = Flag(
-    "the most activations that a rank may hold, in activation units or, with auto, in bytes; one for all pipeline "
-    "ranks, or one per rank. A schedule that needs more is refused",
+    "the most activations that a rank may hold, in activation units, or (with auto or offload) in bytes; one for all "
+    "pipeline ranks, or one per rank. A schedule that needs more is refused",
     "X|XGiB|XMiB|XB|X,X,...",
     read=_caps,
 )

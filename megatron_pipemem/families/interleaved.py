@@ -207,7 +207,7 @@ def _gis(name: str, p: int, m: int, v: int, group: int) -> Schedule:
 def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
     """Return the passes of a device: first some forwards, then I, W and F in turn.
 
-    For groups of equal size the order is the same as that of ``_in_slots``.
+    For groups of equal size, each at least half of the devices, the order is that of ``_in_slots``.
     """
     visits = [chunk for size in sizes for chunk in range(v) for _ in range(size)]
     forwards = [Pass(Kind.F, chunk * p + device) for chunk in visits]

@@ -34,7 +34,10 @@ def v_half(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule
 
 
 def v_min(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Build V-Min: every F and I starts right after its input, so that activations live as short as possible."""
+    """Build V-Min: every F and I starts right after its input, so that activations live as short as possible.
+
+    If ``p`` is divisible by 3, the first I starts two slots later.
+    """
     p, turn = num_devices, 0 if num_devices % 3 else 2
     slots = ((r, 2 * p - 1 - r, 2 * p + turn + r, 4 * p - 1 + turn - r) for r in range(p))
     return _repeated("v-min", slots, p, num_microbatches, slices)

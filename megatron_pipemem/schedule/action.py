@@ -82,8 +82,8 @@ class KindSpec:
         colour: the colour in pictures: red, green and blue, from 0 to 255.
         resource: the part of the device that the action occupies.
         needs: the actions that an action of this kind waits for.
-        prepares: the kinds whose actions wait for the action of this kind on the same stage and microbatch. If a
-            stage has any action of a computing kind, it must have one for each action of those kinds.
+        prepares: the kinds whose actions wait for the action of this kind on the same stage and microbatch. If this
+            kind computes and a stage has any action of it, it must have one for each action of those kinds.
         followed_by: the kind that must come later on the same stage and microbatch.
         shares: seconds as shares of the seconds of other kinds, used if ``Costs`` has no price for this kind. With
             neither shares nor price the action takes no time.

@@ -244,7 +244,7 @@ def lower_bound(
       the backward work left that the cap allows it to hold. A second bound of the end begins after the last I of a
       stage: the remaining time is shorter, but only W are left on that stage. The idle times at start and end add
       up. The exception is the first bound of the end if all forwards fit the cap at once: then the larger idle time
-      counts. For a V with equal costs ``u`` per pass and a cap of ``k`` stages the bound is
+      counts. For a V with equal costs ``u`` per pass and a cap of ``k`` stages the bound is at least
       ``(6m + 6p - 1 - 3k) u``, as in arXiv 2405.15362, appendix E.
     - *Area*: the sum over all microbatches of memory times the least time that it is held, divided by the cap.
     - *Path*: the time of one microbatch forward through all stages and backward again.

@@ -61,7 +61,7 @@ class Costs:
         memory: per kind, the change of the memory that the device holds; ``None`` for activation units. See below.
         recompute: seconds of R; ``None`` for those of F.
         recompute_selective: seconds of RS; ``None`` for ``SELECTIVE_SECONDS`` of those of F.
-        channel: speed of copies between device and host; ``None`` if they take no time.
+        channel: seconds of copies between device and host; ``None`` if they take no time.
         vocabulary: seconds of vocabulary passes and collectives. By default the whole head takes as long as the
             average device's share of the layers, and the rest takes no time.
         copy_sum: seconds to sum the gradients of a stage over its replicas. It runs once per step, and is priced like

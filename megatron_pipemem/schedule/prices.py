@@ -216,7 +216,8 @@ def _check_cut(counts: Sequence[int], layers: int) -> None:
         cut = ", ".join(map(str, counts))
         raise CostsError(
             "costs-mismatch",
-            f"stages of {cut} layers do not add up to the {layers} layers of the costs; profile the model that runs",
+            f"stages of {cut} layers do not add up to the {layers} layers of the costs; correct them, or profile the "
+            "model that runs",
         )
 
 

@@ -236,7 +236,7 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units:
             continue
         if all(peak <= loosened(cap) for peak, cap in zip(others, caps, strict=True)):
             fitting.append(f"{other.name} ({max(others):.4g})")
-    way_out = f"these fit: {', '.join(fitting)}" if fitting else "no registered schedule fits; raise the cap"
+    way_out = f"these fit: {', '.join(fitting)}" if fitting else "no other family fits; raise the cap, or use offload"
     where = "" if len(set(caps)) == 1 else f" on device {worst}"
     raise UnsupportedError(
         "over-cap",

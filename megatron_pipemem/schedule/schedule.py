@@ -135,7 +135,7 @@ class Schedule(Shown):
 
     @classmethod
     def from_csv(cls, text: str, dialect: str = "pipemem", name: str = "csv") -> Schedule:
-        """Read the text of ``to_csv``. The placement follows from the stages in every line.
+        """Read the text of ``to_csv``. The placement is in the first line, or follows from the stages in every line.
 
         Only the form is checked: pass the result to ``validate``.
 

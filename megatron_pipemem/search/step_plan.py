@@ -46,7 +46,7 @@ class Dispatcher:
     """Make greedy schedules of one step for any order of its microbatches.
 
     A free device runs a ready backward or else a ready forward, that of the oldest microbatch first, and a W if neither
-    is ready. A forward starts only if the cap has room for it, and for every microbatch that the device has begun on
+    may run. A forward starts only if the cap has room for it, and for every microbatch that the device has begun on
     all its later chunks.
 
     ``base`` has only ``PLAIN`` actions and one replica. The greedy schedules split the backwards of the same stages.
