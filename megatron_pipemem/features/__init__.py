@@ -22,11 +22,11 @@ class Position(Enum):
     """The place of a feature's extensions in the order in which a step calls all extensions."""
 
     PLANNING = auto()
-    """before the kernel's own extensions: a feature here chooses the program of a step"""
+    """before the kernel's handlers of actions: a feature here may choose the program of a step"""
     STAGES = auto()
     """when the shapes of messages are known: a feature here replaces stages, or adds handlers of actions"""
     LAST = auto()
-    """after all others: a feature here wraps the handlers of other features; also used with Megatron's own schedule"""
+    """after all other features, whose handlers it may wrap; the only position in runs of Megatron's own schedule"""
 
 
 @dataclass(frozen=True)

@@ -355,7 +355,7 @@ _LEFT, _RIGHT = 0.8, 0.75
 """Inches left and right of the time axis, for the devices' names and their peaks."""
 _NARROWEST, _WIDEST = 9.0, 24.0
 _COMFORTABLE = 7.5
-"""The width in points of the shortest action. It is enough for a label of two digits."""
+"""The width in points that the shortest action gets if ``_WIDEST`` allows it: enough for a label of two digits."""
 
 
 def draw(timelines: Sequence[Timeline]) -> Figure:

@@ -1,4 +1,7 @@
-"""Draw the bubble of schedules against their peak memory, in the terminal or as PNG and SVG, and mark the best."""
+"""Draw the bubble of schedules against their peak memory, in the terminal or as PNG and SVG.
+
+Schedules that no other dominates are marked.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,7 @@ def draw(
     from matplotlib.ticker import PercentFormatter
 
     if not points:
-        raise UnsupportedError("nothing-to-draw", "no schedule is left to draw; relax the memory caps")
+        raise UnsupportedError("nothing-to-draw", "there is no schedule to draw; give at least one point")
     axes = axes_for_points((11, 6.4), title, f"peak of the fullest device, in {_unit(in_bytes)}", "bubble rate")
     figure = figure_of(axes)
     placements = list(dict.fromkeys(point.placement for point in sorted(points, key=_by_peak)))

@@ -108,7 +108,7 @@ def _layout(columns: Sequence[_Column], width: int) -> tuple[int, list[int]] | N
 
 
 def _shared(columns: Sequence[_Column], room: int) -> list[int]:
-    """Return the width of each column. The narrowest get the room beyond the least widths, up to their natural width."""
+    """Return the width of each column. Room beyond the least widths goes to the narrowest, up to the natural width."""
     widths = [column.least for column in columns]
     spare = room - sum(widths)
     while spare > 0:

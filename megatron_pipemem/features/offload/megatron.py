@@ -108,7 +108,8 @@ class Offloading(Extension):
             place, groups = _place(), self.switches()
             own: HostLink | None = None
             own_turn = next((group.index(place) for group in groups if place in group), 0)
-            # A plan takes turns on a channel that it knows to be shared. Who shares one unknown to it measures it together.
+            # Ranks that share a channel by ``switches`` take turns, as in a plan. All others measure at the same time,
+            # so that the result includes their contention.
             for turn in range(max(map(len, groups), default=1)):
                 own = done_by_all(partial(_measured, engine, turn == own_turn)) or own
             seen = [(at, link) for at, link in gather((place, own)) if link is not None]

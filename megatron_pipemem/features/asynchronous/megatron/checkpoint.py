@@ -85,8 +85,8 @@ def _read(iteration: int) -> SavedVersions | None:
     if not all(gather(path.is_file())):
         tell(
             logger,
-            "no older weights were saved with the checkpoint, so the first microbatches use the newest weights, as at the "
-            "start of a run",
+            "a rank has no older weights in the checkpoint's folder, so the first microbatches use the newest weights, as "
+            "at the start of a run",
             level=logging.WARNING,
         )
         return None
