@@ -15,9 +15,9 @@ from urllib.parse import parse_qsl
 
 from megatron_pipemem.choose.choice import choose
 from megatron_pipemem.choose.knowledge import ASSUMED_RATIO, Knowledge, Shape
+from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import PipememError, UnsupportedError, with_code
 from megatron_pipemem.report.page import page_data
-from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.options import AUTO
@@ -147,9 +147,10 @@ def _schedule(
             "too-large",
             f"p = {devices} and m = {microbatches} make {size}, too much for a page; take fewer, or pipemem simulate",
         )
-    request = Request(name, None if cap is None else MemoryCap(cap, in_bytes=False), options=options)
+    limit = None if cap is None else MemoryCap(cap, in_bytes=False)
     knowledge = Knowledge(costs or Costs(), cache=ResultCache())
     try:
+        request = requested(name, memory_cap=limit, options=options)
         return choose(request, Shape(devices, None, microbatches), knowledge).schedule
     except ModuleNotFoundError as error:
         raise UnsupportedError(
