@@ -264,6 +264,13 @@ def _parallelism(
     batch = flags.number("global-batch-size") or micro * dp
     per_node = min(per_node or cluster.devices_per_node, devices)
     etp = flags.number("expert-tensor-parallel-size")
+    if nodes is None and (devices // pp) % (ep * (etp or tp)):
+        raise ConfigError(
+            "unknown-size",
+            f"starts {devices} processes on each node, too few for ep x etp = {ep} x {etp or tp} and pp = {pp}, and does "
+            "not say how many nodes; give --gpus N",
+            key="devices",
+        )
     cut = Parallelism(tp, pp, dp, cp, ep, None if etp == tp else etp, None, micro, batch, flags.on("sequence-parallel"))
     return cut, -(-devices // per_node), per_node
 
@@ -311,6 +318,12 @@ def _training(flags: _Flags) -> Training:
 
 def _model(flags: _Flags, assumed: list[str], vocabulary: int | None) -> Model:
     pattern_flag, pattern = cut_flags.given_pattern(flags.given)
+    if decoder := next((name for name in ("decoder-num-layers", "decoder-seq-length") if name in flags.given), None):
+        raise ConfigError(
+            "unsupported-model",
+            "belongs to an encoder-decoder model, which Megatron runs without these schedules; give a GPT or hybrid model",
+            key=f"--{decoder}",
+        )
     shape: dict[str, Any] = {
         "hidden": flags.need("hidden-size"),
         "heads": flags.need("num-attention-heads"),

@@ -22,6 +22,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _BRACED = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=+?])(.*))?\Z", re.DOTALL)
 _SIMPLE = re.compile(r"[A-Za-z_]\w*|[\d@*#?]")
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+_SLURM = re.compile(r"^#SBATCH\s+(-N|--nodes|--gpus-per-node|--ntasks-per-node)[=\s]\s*(\d+)\b", re.MULTILINE)
 _KEYWORDS = {"then", "do", "{", "}", "function", "time", "exec"}
 _DECLARES = {"export", "local", "declare", "readonly", "typeset"}
 _SHELLS = {"sh", "bash", "zsh"}
@@ -75,7 +76,16 @@ def training_command(text: str, variables: Mapping[str, str] | None = None, fold
             "no-command",
             "starts no Python program; give the script that calls pretrain_gpt.py, or its command line after --",
         )
-    return max(started, key=lambda words: sum(word.startswith("--") or "=" in word for word in words))
+    chosen = max(started, key=lambda words: sum(word.startswith("--") or "=" in word for word in words))
+    return [*_slurm_sizes(text), *chosen]
+
+
+def _slurm_sizes(text: str) -> list[str]:
+    """Return the nodes, and the GPUs or tasks of a node, that ``#SBATCH`` lines give, as options of a launcher.
+
+    One task per node starts a launcher, which has its own number of processes.
+    """
+    return [f"{name}={number}" for name, number in _SLURM.findall(text) if (name, number) != ("--ntasks-per-node", "1")]
 
 
 @dataclass

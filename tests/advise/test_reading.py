@@ -97,6 +97,13 @@ def test_layers_with_experts(text, every, dense):
         ("unknown-size", "--vocab-size 9", "python pretrain_gpt.py", ["--gpus"]),
         ("unknown-size", "--vocab-size 9 --tensor-model-parallel-size \0TP\0", START, ["TP=VALUE"]),
         ("does-not-divide", "--vocab-size 9 --pipeline-model-parallel-size 3", START, ["16"]),
+        (
+            "unknown-size",
+            "--vocab-size 9 --expert-model-parallel-size 16",
+            "torchrun --nproc-per-node 8 a.py",
+            ["--gpus"],
+        ),
+        ("unsupported-model", "--vocab-size 9 --decoder-seq-length 128", START, ["--decoder-seq-length"]),
         ("unknown-flag", "--vocab-size 9 --hiden-size 3", START, ["--hidden-size"]),
         ("bad-number", "--vocab-size x", START, ["x"]),
         ("bad-syntax", "--vocab-size 9 --num-experts 4 --moe-layer-freq x", START, ["x"]),

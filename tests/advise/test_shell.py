@@ -74,6 +74,12 @@ def test_a_command_within_a_command_is_found():
     assert training_command(text, {"Z": "3"}) == ["python", "-u", "a/pretrain_gpt.py", "--x", "1", "--y", "3"]
 
 
+def test_slurms_lines_give_sizes_that_the_launcher_does_not():
+    text = "#!/bin/bash\n#SBATCH --nodes=4\n#SBATCH --ntasks-per-node=1\n#SBATCH -p gpu --gpus-per-node 8\ntorchrun a.py --x"
+    assert training_command(text) == ["--nodes=4", "torchrun", "a.py", "--x"]
+    assert training_command(text.replace("-p gpu ", ""))[:2] == ["--nodes=4", "--gpus-per-node=8"]
+
+
 def test_variables_that_are_given_come_before_those_of_the_script():
     assert training_command("TP=2\ntorchrun a.py --tp $TP", {"TP": "8"})[-1] == "8"
 
