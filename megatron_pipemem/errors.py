@@ -118,7 +118,7 @@ CODES = {
     "needs-megatron-loop": "The feature needs Megatron's own training loop. Leave it out elsewhere.",
     "no-rollback": "The optimizer cannot be rolled back. Take another one, or drop `--pipemem-overlap-steps`.",
     "not-enabled": "A model chunk was asked for before `enable()`. Call it first.",
-    "slices-attention": "The attention cannot work on sequence slices. Use `--transformer-impl local`, or no slices.",
+    "slices-attention": "The attention cannot work on sequence slices. Change it as the message says, or use no slices.",
     "slices-forward-step": "The forward step or loss returns a value that cannot be cut. The message names the value.",
     "slices-model": "The model cannot work on slices of a sequence. Use a schedule without slices.",
     "tied-embedding": "Embedding and head must not share one matrix here. Pass `--untie-embeddings-and-output-weights`.",

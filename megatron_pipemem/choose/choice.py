@@ -56,8 +56,8 @@ def vocabulary_ways(
 ) -> dict[int, Choice]:
     """Return the choice for every number of vocabulary barriers: 0 (no vocabulary passes), 1 and 2 are the keys.
 
-    ``chosen`` returns the choice for a request. If it raises an error for 1 or 2 barriers, ``refused`` is called with
-    the number and the error, and the result lacks that number.
+    ``chosen`` returns the choice for a request. If it raises a ScheduleError or UnsupportedError for 1 or 2 barriers,
+    ``refused`` is called with the number and the error, and the result lacks that number.
     """
     ways = {0: chosen(request.decided(0))}
     for barriers in BARRIERS:

@@ -120,7 +120,7 @@ class Costs:
 
     @property
     def part_prices(self) -> PartPrices | None:
-        """Return the seconds of F, I and W together, per part of the model; ``None`` if the prices are per stage."""
+        """Return the seconds of F + I + W per part of the model; ``None`` unless all three are ``PartPrices``."""
         found = [each for each in self._passes if isinstance(each, PartPrices)]
         return sum(found[1:], found[0]) if len(found) == len(self._passes) else None
 
