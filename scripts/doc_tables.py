@@ -2,9 +2,9 @@
 
 python scripts/doc_tables.py [--quickstart out/quickstart]
 
-They are: schedules under two cost vectors, all schedules, sequence slices, flags, codes of errors, refused
-combinations, the price of one hardware queue, and the quickstart's last run. Without ``--quickstart`` the quickstart's
-table stays as it is.
+They are: bubbles in the README, schedules under two cost vectors, all schedules, sequence slices, flags, codes of
+errors, refused combinations, the price of one hardware queue, and the quickstart's last run. Without
+``--quickstart`` the quickstart's table stays as it is.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ _FIELDS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
 def get_batch(data: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
     """Return this rank's part of the next microbatch.
 
-    Fields have the shape (microbatch size, tokens), or are None if the stage does not use them. On the first stage, the
-    last stage and stages of multi-token prediction, tensor-parallel rank 0 reads the data and sends them to its
-    tensor-parallel group.
+    Fields except the attention mask have the shape (microbatch size, tokens). A field is None if the stage does not use
+    it. On the first stage, the last stage and stages of multi-token prediction, tensor-parallel rank 0 reads the data
+    and sends them to its tensor-parallel group.
     """
     args = get_args()
     predicts_further = _predicts_further(vp_stage)

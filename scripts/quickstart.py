@@ -231,7 +231,7 @@ def planned(name: str) -> Timeline:
 
 
 def is_right(row: dict, stock: dict | None) -> bool:
-    """Return whether the losses of a row are correct: equal to its reference, or within 1e-6 for two replicas."""
+    """Return whether losses equal those of the reference, if it ran, or for two replicas are within 1e-6."""
     if row["identical"] is not False:
         return True
     if stock is None or family(row["schedule"]).replicas == 1 or len(row["losses"]) != len(stock["losses"]):
@@ -242,7 +242,7 @@ def is_right(row: dict, stock: dict | None) -> bool:
 def _equality(row: dict, stock: dict | None) -> str:
     """Return the mark in the column "equal to stock": ``yes``, ``NO``, ``emulator``, ``~`` or ``-``.
 
-    Two replicas always have ``~``, because only some processors round their losses to stock's bits.
+    Two replicas have ``~`` in place of ``yes``, because only some processors round their losses to stock's bits.
     """
     if row["identical"] is None:
         return "-"

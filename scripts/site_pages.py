@@ -54,7 +54,7 @@ _LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add all generated pages to the site's files, and put them into the navigation.
+    """Add all generated pages to the site's files, and expand the folders in the navigation.
 
     An entry of the navigation that ends in ``/`` is replaced by the pages of that folder.
     """

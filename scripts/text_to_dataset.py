@@ -45,7 +45,7 @@ def split(documents: Sequence[Path], valid_fraction: float) -> tuple[list[Path],
     """Return the training documents and the validation documents.
 
     Every n-th document is for validation, such that their share is about ``valid_fraction``. Raise a DatasetError if
-    one part would be empty.
+    none is left for validation although the fraction is not 0.
     """
     if not 0 <= valid_fraction < 1:
         raise DatasetError(f"--valid-fraction {valid_fraction} is out of range; give a number from 0 to below 1")

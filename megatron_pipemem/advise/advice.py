@@ -115,7 +115,7 @@ class Advice:
     Args:
         today: the run as it is.
         stock: the fastest of Megatron's own schedules with any chunks and the best layout; ``None`` if none fits into
-            the memory.
+            the memory, or the run can have none.
         proposals: the best way of each kind, such as ``less memory``; at most three.
         refused: by code of a refusal, its message and the names of better schedules that it excludes.
         excess: bytes that the run needs by its prices in addition to the device's memory.
@@ -133,7 +133,7 @@ class Advice:
 def advise(run: Run, pace: MeasuredSlowdown | None = None, names: Collection[str] = (*STOCKS, *OURS)) -> Advice:
     """Return the schedules with which a run would be faster or smaller, at the same parallel sizes and microbatches.
 
-    A run that does not fit its devices by these prices is compared without the limit of their memory.
+    A run that does not fit its devices by these prices is compared as if they had the memory that it needs.
 
     Args:
         run: as it stands.
@@ -178,7 +178,7 @@ def _verdict(today: Way, stock: Way | None, proposals: Mapping[str, Way], overla
 
 
 def _gains_without_overlap(run: Run, ways: Sequence[Way], pace: MeasuredSlowdown | None) -> bool:
-    """Return whether a schedule would be faster if the run had no overlap of messages within layers."""
+    """Return whether a schedule would gain on the run if the run had no overlap of messages within layers."""
     bare = as_it_stands(without_overlap(run), pace)
     return any(way.gain(bare) >= AS_FAST and way.peak <= bare.peak * (1 + SAME_MEMORY) for way in ways)
 

@@ -166,7 +166,9 @@ class _Flags:
 def ask_for(text: str, key: str) -> NoReturn:
     variable = text.split(UNKNOWN)[1]
     raise ConfigError(
-        "unknown-size", f"needs a value that the script does not say; give --env {variable}=VALUE", key=key
+        "unknown-size",
+        f"needs a value that the script does not say; give --env {variable}=VALUE, or write the value into the script",
+        key=key,
     )
 
 

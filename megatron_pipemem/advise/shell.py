@@ -65,7 +65,8 @@ def training_command(text: str, variables: Mapping[str, str] | None = None, fold
         folder: the folder of the script, for files that it reads with ``source``.
 
     Raises:
-        ConfigError: no command starts a Python program (``no-command``), or a quote has no end (``bad-syntax``).
+        ConfigError: no command starts a Python program (``no-command``), or a quote or bracket has no end
+            (``bad-syntax``).
     """
     reader = _Reader(dict(variables or {}), folder)
     reader.read(text)
@@ -118,7 +119,7 @@ class _Reader:
         self.depth -= 1
 
     def started_by_swift(self, words: list[str]) -> list[str]:
-        """Return the command that ms-swift's ``megatron`` starts, with the variables that it passes to torchrun."""
+        """Return the command that ms-swift's ``megatron`` starts, with torchrun's variables; other commands unchanged."""
         if len(words) < 2 or not _SWIFT.fullmatch(words[0]):
             return words
         options = ((f"--{name.lower()}", self._lookup(name)) for name in _SWIFT_VARIABLES)

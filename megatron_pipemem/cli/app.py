@@ -143,7 +143,7 @@ _ENTRIES = {
     ),
     "explain": _Entry(
         "report.explain_command",
-        "Show where each rank spent the time of the last step, and the three changes that would save most.",
+        "Show where each rank spent the time of the last step, and up to three changes that would make a step faster.",
     ),
     "trace": _Entry(
         "report.trace",

@@ -183,7 +183,7 @@ def check_script_flags(run: Run) -> None:
 
 _MICROBATCHES = 8  # per pipeline rank
 _COMMENTS = dict(
-    parallelism="chosen by pipemem plan",
+    parallelism="pipemem plan finds the fastest",
     schedule=f"see pipemem schedules; {STOCK} is Megatron's own",
     training="data: the prefix of a Megatron dataset (PREFIX.bin and PREFIX.idx), or mock",
     megatron="any other flag of the training script",

@@ -100,7 +100,7 @@ class Prices:
         typer.Option(
             metavar="X|Xlayers",
             help="Forward and backward of the whole LM head: seconds as in --costs, or layers (with --layers). "
-            "Default: 0 with `off`, else one device's share of the layers.",
+            "Default: that of FILE, or 0 with `off` and one device's share of the layers with `1` and `2`.",
         ),
     ] = None
     layers: Annotated[

@@ -303,8 +303,8 @@ def layout_command(
 ) -> None:
     """Choose the layers of each pipeline stage that make a step shortest, and compare with the even split.
 
-    Embedding, head, multi-token prediction and every kind of layer are priced as in `pipemem plan`. Seconds are for forward
-    and backward of one microbatch.
+    Embedding, head, multi-token prediction and every kind of layer are priced as in `pipemem plan`. Milliseconds of
+    ranks are for forward and backward of one microbatch, and `s/step` for a whole step.
 
     Examples:
         # balance stock Megatron's 1F1B

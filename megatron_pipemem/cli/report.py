@@ -136,7 +136,7 @@ def explain_command(
     ] = 2.0,
     as_json: Json = False,
 ) -> None:
-    """Show where each rank spent the time of the last step, and the three changes that would save most.
+    """Show where each rank spent the time of the last step, and up to three changes that would make a step faster.
 
     The idle time of every rank is split by cause: warm-up and drain of the schedule, uneven stages, unequal microbatches,
     messages, the host, late actions of a named rank, and the barrier at the end of the step. Changes are simulated with the

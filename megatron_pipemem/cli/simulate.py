@@ -481,7 +481,7 @@ def pareto(
 
 
 def _in_shares(costs: Costs, asked: Prices, devices: int, microbatches: int) -> Costs:
-    """Return the costs with memory as a share of 1F1B's bytes, or in activation units if they have no bytes."""
+    """Return costs with memory as a share of 1F1B's bytes; without bytes or with a cut vocabulary in units."""
     if asked.vocab_parallel != OFF:  # the costs do not hold the bytes of the head's shards
         costs = replace(costs, memory=None)
     return in_shares_of_1f1b(costs, devices, microbatches)

@@ -29,7 +29,9 @@ def answers(arguments: Sequence[str], seconds: float, asked: str) -> list[Any]:
             [sys.executable, "-W", "ignore", *arguments], capture_output=True, text=True, timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise UpstreamError("no-answer", f"{asked} did not answer within {seconds:g} s; ask for less") from error
+        raise UpstreamError(
+            "no-answer", f"{asked} did not answer within {seconds:g} s; try again on an idle machine"
+        ) from error
     except OSError as error:
         raise UpstreamError("no-answer", f"{asked} did not start: {error}") from error
     if done.returncode:

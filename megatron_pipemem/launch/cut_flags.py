@@ -27,7 +27,7 @@ LAYERS_PER_STAGE = "num-layers-per-virtual-pipeline-stage"
 CUTS = (VIRTUAL_STAGES, LAYERS_PER_STAGE, layout.FLAG, *layout.PATTERN_FLAGS)
 _ACCOUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
 REPLACED_BY_LAYOUT = (*CUTS, *layout.FIRST_OR_LAST, *_ACCOUNTED)
-"""Flags that Megatron does not take together with a layout."""
+"""Flags that cut a model. A layout replaces them."""
 
 
 def given(flags: Flags, name: str) -> bool:
@@ -48,8 +48,8 @@ def without_cut(arguments: Sequence[str]) -> list[str]:
 def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
     """Return the cut of a model that the flags ask for.
 
-    The result is ``None`` if no flag cuts the model, or if Megatron will refuse the flag's value. ``layers`` is
-    ``None`` if the number of layers is unknown.
+    The result is ``None`` if no flag gives the number of stages or chunks, or if Megatron will refuse the flag's value.
+    ``layers`` is ``None`` if unknown. Flags that give layers per stage then do not count.
     """
     name, pattern = given_pattern(flags)
     if name is not None:

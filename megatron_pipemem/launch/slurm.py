@@ -129,7 +129,7 @@ def under_way(store: Store, on_wait: Callable[[list[int]], object]) -> set[int]:
     """Return the points of the grid that are waiting or running in Slurm's queue.
 
     First wait until points that Slurm is just ending have left the queue, because a cancelled point has no result.
-    ``on_wait`` is called once with these points: on a broken node they may stay for long.
+    If there are such points, ``on_wait`` is called once with them: on a broken node they may stay for long.
     """
     elements = _elements(store)
     if ending := _ending(elements):
@@ -143,7 +143,7 @@ def under_way(store: Store, on_wait: Callable[[list[int]], object]) -> set[int]:
 def wait_for(store: Store, indices: Sequence[int], on_event: Callable[[int, Result], object]) -> list[int]:
     """Wait until all jobs of the grid have left Slurm's queue, and return the points that ended without a result.
 
-    ``on_event`` is called with every point and its result, as soon as there is one.
+    ``on_event`` is called with every point that has left the queue, and its result, as soon as there is one.
     """
     open_points = set(indices)
     while open_points:
