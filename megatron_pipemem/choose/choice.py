@@ -31,8 +31,8 @@ def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     them. It runs one microbatch after another, because that needs the least memory.
 
     Raises:
-        UnsupportedError: there is no such schedule, or none keeps the cap. The message has the lowest possible cap.
-        ScheduleError: a family has built an invalid schedule.
+        UnsupportedError: there is no such schedule, or none keeps the cap. The message has the memory that it needs.
+        ScheduleError: a family has built an invalid schedule, or one whose passes exceed the cap.
         CostsError: the costs do not fit the schedule's placement.
     """
     check_conflicts(request)

@@ -147,7 +147,7 @@ class Problem:
 
     @cached_property
     def is_steady(self) -> bool:
-        """Return whether the memory of a microbatch is never negative on any stage, and 0 after its W."""
+        """Return whether a microbatch without slices never holds less than 0 on a stage, and holds 0 after its W."""
         held = (self.change[c : c + 3] for c in range(0, len(self.change), 3))
         return all(f >= 0 and f + i >= 0 and f + i + w == 0 for f, i, w in held)
 

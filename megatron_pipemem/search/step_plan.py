@@ -198,9 +198,9 @@ class StepPlan:
 def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, seconds: float = SECONDS) -> StepPlan:
     """Search for an order of a step's microbatches, and for a schedule, that make the step as short as possible.
 
-    If the base in arrival order keeps the cap, the plan is never slower. If the base has only F, I, W and B on one
-    replica of the model, its actions get a new order, too. Otherwise (recomputation, offload, vocabulary parallelism,
-    replicas, slices) only the microbatches get a new order. The result is validated.
+    If the base in arrival order keeps the cap, the plan is never slower than that. If the base has only F, I, W and B
+    on one replica of the model, its actions get a new order, too. Otherwise (recomputation, offload, vocabulary
+    parallelism, replicas, slices) only the microbatches get a new order. The result is validated.
 
     ``cap`` is in the unit of the costs' memory. By default, it is the peaks of the base in arrival order. The search
     ends after ``seconds``, but a first plan may take longer for many devices and microbatches. Two searches that end
