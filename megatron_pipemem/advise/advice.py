@@ -117,7 +117,7 @@ class Advice:
         stock: the fastest of Megatron's own schedules with any chunks and the best layout; ``None`` if none fits into
             the memory, or the run can have none.
         proposals: the best way of each kind, such as ``less memory``; at most three.
-        refused: by code of a refusal, its message and the names of better schedules that it excludes.
+        refused: by code of a refusal, its message and the names of schedules that would be proposed without it.
         excess: bytes that the run needs by its prices in addition to the device's memory.
         verdict: the answer.
     """

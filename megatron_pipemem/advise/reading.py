@@ -269,8 +269,8 @@ def _parallelism(
     if nodes is None and (devices // pp) % (ep * (etp or tp)):
         raise ConfigError(
             "unknown-size",
-            f"starts {devices} processes on each node, too few for ep x etp = {ep} x {etp or tp} and pp = {pp}, and does "
-            "not say how many nodes; give --gpus N",
+            f"starts {devices} processes on each node, which pp = {pp} and ep x etp = {ep} x {etp or tp} do not divide, and "
+            "does not say how many nodes; give --gpus N",
             key="devices",
         )
     cut = Parallelism(tp, pp, dp, cp, ep, None if etp == tp else etp, None, micro, batch, flags.on("sequence-parallel"))

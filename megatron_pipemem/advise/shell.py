@@ -59,6 +59,8 @@ Statement = list[Word | Array]
 def training_command(text: str, variables: Mapping[str, str] | None = None, folder: Path | None = None) -> list[str]:
     """Return the words of the command that starts a Python program; with several, of the one with most flags.
 
+    Sizes in ``#SBATCH`` lines come before it, as options of a launcher.
+
     Args:
         text: the text of a script, or a command line.
         variables: values of shell variables, which override those that the script sets.

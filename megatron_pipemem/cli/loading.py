@@ -227,7 +227,7 @@ def load_schedule(
     if host_memory is not None and offload == OFF and recompute == "none":
         raise UnsupportedError(
             "needs-option",
-            f"--host-memory {host_memory} limits offload, but nothing is offloaded; give --offload too",
+            f"--host-memory {host_memory} limits what --offload sends, and --offload is off; give it too",
         )
     select = int(offload) if offload.isdecimal() else offload
     file = None

@@ -212,7 +212,7 @@ class LayoutFlag(NamedTuple):
 
 
 def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placement) -> LayoutFlag | None:
-    """Return a layout if Megatron's own cut does not do, ``None`` otherwise.
+    """Return the layout that the stages need in place of Megatron's own cut; ``None`` if they need none.
 
     It is needed for layers that do not divide evenly, and for the layers of the first or last rank in a V or wave. There
     the first stage of the model gets as many layers as every chunk of Megatron's first rank, and the last stage likewise.

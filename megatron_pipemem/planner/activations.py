@@ -341,7 +341,7 @@ def gathered_in_weight(model: Model, execution: Execution, layers: Iterable[Matr
 
 
 def _input_is_shard(matrix: Matrix, execution: Execution) -> bool:
-    """Return whether only a shard of the input is kept until W, as always in Megatron's own layers.
+    """Return whether only a shard of a gathered input is kept until W, as always in Megatron's own layers.
 
     W then gathers the input again.
     """

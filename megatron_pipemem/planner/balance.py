@@ -243,7 +243,8 @@ def _checked_request(run: Run) -> Request:
     """Return the request of a run; raise an UnsupportedError if layouts cannot be compared under its schedule."""
     if run.parallelism.pp == 1:
         raise UnsupportedError(
-            "no-pipeline", "one pipeline rank has no layers to share; give more ranks, as in --devices 8"
+            "no-pipeline",
+            "one pipeline rank has no layers to share; give more, by --devices or, in a run, parallelism.pp",
         )
     if AUTO in (run.schedule.name, run.schedule.vocab_parallel):
         raise UnsupportedError(

@@ -425,7 +425,7 @@ def _vocabularies(case: Case) -> Iterator[Change]:
 
 
 def _ordered(case: Case) -> Iterator[Change]:
-    """Yield the run's schedule with its microbatches in a better order, if their costs differ."""
+    """Yield the run's schedule with microbatches ordered by their costs, if these differ and are not ordered yet."""
     if case.ordered or case.own.costs.microbatch is None:
         return
     from megatron_pipemem.search.step_plan import plan_step  # only here, because numpy takes long to load

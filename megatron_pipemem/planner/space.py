@@ -52,7 +52,7 @@ _LEAST_SAVED = 0.02  # of a layer's bytes
 
 @dataclass(frozen=True)
 class Limits:
-    """The values that a user allows for each key, such as ``tp``. Keys that are left out may have any value."""
+    """The values that a user allows for each key, such as ``tp``. ``cuts`` and ``orders`` choose for keys left out."""
 
     allowed: Mapping[str, Collection[object]] = field(default_factory=dict)  # of ``KEYS``
 
@@ -82,7 +82,7 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
     """Yield the run with every possible parallelism over all devices of its cluster, without a schedule.
 
     Expert parallelism, the global batch and the modules of selective recomputation stay as in the run. So do context
-    parallelism and slices, unless the limits name them. Some flags hide messages within layers, but only under
+    parallelism, slices and their cut, unless the limits name them. Some flags hide messages in layers, but only under
     Megatron's own schedules. A run with such flags is yielded twice: with these flags for Megatron's schedules, and
     without them for ours. ``rejected`` counts impossible ways by reason.
     """

@@ -78,7 +78,8 @@ def label(settings: Settings) -> str:
 def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool = False) -> list[GridPoint]:
     """Read a grid, by the path of its file or its name, and return the points that its filters keep.
 
-    Points that cannot work are included, with the reason. ``overrides`` change all points, like the key ``set``.
+    Points that cannot work are included, with the reason. Filters leave out no point whose run is not valid.
+    ``overrides`` change all points, like the key ``set``.
     ``any_size`` also checks schedules that take long.
     """
     grid = load(path, Grid)

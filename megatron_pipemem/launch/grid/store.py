@@ -111,10 +111,12 @@ def report_of(path: Path) -> Iterator[Any]:
     try:
         yield report
     except KeyError as error:
-        message = f"is not the report of a run, because it lacks the key {error}; train again"
+        message = f"is not the report of a run, because it lacks the key {error}; give another file, or train again"
         raise ConfigError("wrong-file", message, file=path) from error
     except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError("wrong-file", f"is not the report of a run ({error}); train again", file=path) from error
+        raise ConfigError(
+            "wrong-file", f"is not the report of a run ({error}); give another file, or train again", file=path
+        ) from error
 
 
 def _report(path: Path) -> dict[str, Any]:
@@ -323,7 +325,7 @@ def store_of_point(place: Path) -> tuple[Store, int]:
 def try_lock(file: IO[str]) -> bool:
     """Lock an open file, and return whether that succeeded: ``False`` if another process has locked it.
 
-    The lock lasts until this process, and all children that inherit the file, have ended.
+    The lock lasts until this process and all children that inherit the file have closed it or ended.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
