@@ -413,9 +413,9 @@ def pareto(
 ) -> None:
     """Compare bubble and peak memory of all families and of searched schedules, and list the best trade-offs.
 
-    A schedule is dominated if another one has a smaller bubble in no more memory. Peaks are shares of 1F1B's bytes for
-    the same model if ``--costs FILE`` has bytes (``pipemem profile``). Otherwise they are in activation units, and
-    assume equal stages that hold no more between I and W than between F and I.
+    A schedule is dominated if another one is no worse in memory and time, and better in one of them. Peaks are shares
+    of 1F1B's bytes for the same model if ``--costs FILE`` has bytes (``pipemem profile``). Otherwise they are in
+    activation units, and assume equal stages that hold no more between I and W than between F and I.
 
     With ``--vocab-parallel auto`` every schedule is listed three times: with the head on the last stage, and cut over
     all devices by either algorithm. Asynchronous families and families with two replicas of the weights are left out,
