@@ -248,17 +248,23 @@ def _parallelism(
     )
     group = tp * pp * cp
     if devices is None and per_node is None:
-        raise ConfigError("unknown-size", "does not say how many devices it runs on; give --gpus N", key="devices")
+        raise ConfigError(
+            "unknown-size",
+            "does not say how many devices it runs on; give --gpus N, or --pipemem-check=N",
+            key="devices",
+        )
     devices = devices or (per_node or 1) * (nodes or 1)
     if nodes is None and devices < group and devices % group:
         raise ConfigError(
             "unknown-size",
-            f"starts {devices} processes on each node, and does not say how many nodes; give --gpus N",
+            f"starts {devices} processes on each node, and does not say how many nodes; give --gpus N, or --pipemem-check=N",
             key="devices",
         )
     if devices % group:
         raise ConfigError(
-            "does-not-divide", f"tp x pp x cp = {group} does not divide {devices} devices; give --gpus N", key="devices"
+            "does-not-divide",
+            f"tp x pp x cp = {group} does not divide {devices} devices; give --gpus N, or --pipemem-check=N",
+            key="devices",
         )
     dp = devices // group
     if nodes is None:
@@ -270,7 +276,7 @@ def _parallelism(
         raise ConfigError(
             "unknown-size",
             f"starts {devices} processes on each node, which pp = {pp} and ep x etp = {ep} x {etp or tp} do not divide, and "
-            "does not say how many nodes; give --gpus N",
+            "does not say how many nodes; give --gpus N, or --pipemem-check=N",
             key="devices",
         )
     cut = Parallelism(tp, pp, dp, cp, ep, None if etp == tp else etp, None, micro, batch, flags.on("sequence-parallel"))
@@ -462,7 +468,7 @@ def _vocabulary(flags: _Flags, model: Model, assumed: list[str]) -> int:
         assumed.append(f"a vocabulary of {_GPT2:,}, as GPT-2's tokenizer has")
         return _GPT2
     raise ConfigError(
-        "unknown-size", "is missing, and no known model has this shape; give --vocabulary N", key="--vocab-size"
+        "unknown-size", "is missing, and no known model has this shape; give it, or --vocabulary N", key="--vocab-size"
     )
 
 
