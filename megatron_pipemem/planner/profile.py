@@ -168,15 +168,19 @@ def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profi
     # exchanges these messages with the stages before and after it. A result counts until it is sent.
     before = Part(memory={Kind.RECV_F: message, Kind.F: -message, Kind.I: message, Kind.SEND_I: -message})
     behind = Part(memory={Kind.F: message, Kind.SEND_F: -message, Kind.RECV_I: message, Kind.I: -message})
+    batch = Part()
+    if execution.cp > 1 and execution.attention == "unfused":  # the rank's rows of the mask that the batch brings
+        mask = model.sequence**2 / execution.cp
+        batch = Part(memory={Kind.F: mask, Kind.I: -mask})
     return Profile(
         model=model,
         execution=execution,
         source="formulas",
         device=speed(cluster),
         layers={kind: _priced(prices.layer(model, execution, cluster, kind)) for kind in dict.fromkeys(model.kinds)},
-        first=_priced(prices.embedding(model, execution, cluster)) + behind,
+        first=_priced(prices.embedding(model, execution, cluster)) + behind + batch,
         middle=before + behind,
-        last=_priced(prices.last(model, execution, cluster)) + before,
+        last=_priced(prices.last(model, execution, cluster)) + before + batch,
         message_bytes=message,
         optimizer_seconds=prices.adam_seconds(cluster),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import os
 import sys
 from argparse import Action, ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
@@ -119,6 +120,12 @@ def run(case: dict) -> dict:
         training.destroy_global_state()
         destroy_moe_metrics_tracker()  # it is as long as the first model was deep
         MTPLossLoggingHelper.tracker.clear()
+        for backend in (
+            "FLASH",
+            "FUSED",
+            "UNFUSED",
+        ):  # Megatron refuses another backend than the one of the case before
+            os.environ.pop(f"NVTE_{backend}_ATTN", None)
         gc.collect()
     dist.barrier()
     return {
