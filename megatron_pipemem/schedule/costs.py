@@ -305,6 +305,8 @@ class Costs:
     ) -> dict[Kind, tuple[float, ...]]:
         """Return by how much OFFLOAD and WAIT_RELOAD change a device's host memory, in units of ``memory_unit``.
 
+        Both kinds have one value per stage and slice, stage by stage.
+
         Args:
             placement: the placement of the schedule.
             recomputed: as in ``memory_changes``.

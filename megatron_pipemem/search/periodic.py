@@ -104,7 +104,11 @@ class Cycles:
         ).astype(np.float32)
 
     def _offsets(self, device: int) -> tuple[list[np.ndarray], list[int]]:
-        """Return for every link to the next device the rotation that makes its wait 0, and the sign of the wait."""
+        """Return a rotation and a sign for every link between a device and the next one, in either direction.
+
+        The rotation is the number of ticks by which the next device must run earlier to make the link's wait 0:
+        ``[next order, own order]``. The sign is 1 for links to the next device, and -1 for links from it.
+        """
         below, above = self._starts[device], self._starts[device + 1]
         offsets, signs = [], []
         for link in self._hops[device]:

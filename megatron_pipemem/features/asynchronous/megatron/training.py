@@ -266,7 +266,10 @@ class AsynchronousTraining(Extension):
         return self._delayed is not None and self._delayed.waits
 
     def _weight_bytes(self) -> WeightBytes:
-        """Return the bytes of all weight versions on this rank: those that the schedule predicts, and those counted."""
+        """Return the bytes of one weight version on this rank, and of the buffers of all its versions.
+
+        With them come two numbers of versions: the most that the schedule needs, and the most that the rank has held.
+        """
         stream, call = self._current
         weights, device = stream.weights, call.device
         planned = call.plan.window.versions_held[device]
