@@ -62,7 +62,7 @@ CODES = {
     "no-points": "A grid has no point that can run. Change its product or filters.",
     "no-slices": "The schedule cannot cut microbatches into slices. Use a schedule with the option `slices`.",
     "no-steps": "The schedule has no steps of its own to draw or run, or its costs are per microbatch. The message says which.",
-    "nothing-fits": "No plan fits the cluster. The message names the rule that rejects most.",
+    "nothing-fits": "No plan is possible on the cluster. The message names the most frequent reason.",
     "nothing-to-draw": "There is no run or schedule to draw. Relax the conditions, or start failed runs again.",
     "other-size": "A schedule file is for other numbers of devices or microbatches. Change either.",
     "slices-do-not-fit": "The sequence cannot be cut into so many slices. Use another number.",

@@ -128,7 +128,7 @@ def plan_command(
         if not as_json:
             console().print(str(path), soft_wrap=True, markup=False)
     if not answer.plans:
-        raise UnsupportedError("nothing-fits", f"{run_file}: nothing fits; {_advice(answer.rejected)}")
+        raise UnsupportedError("nothing-fits", f"{run_file}: no plan is possible; {_advice(answer.rejected)}")
 
 
 def _limits(texts: Sequence[str]) -> Limits:
@@ -256,8 +256,8 @@ def _gain(plan: Plan) -> str:
 
 def _advice(rejected: Counter[str]) -> str:
     if not rejected:
-        return "the limits leave no combination that fills the cluster's devices"
-    return f"most often because: {rejected.most_common(1)[0][0]}"
+        return "--only leaves no combination that fills the cluster's devices; allow more values"
+    return f"the most frequent reason is: {rejected.most_common(1)[0][0]}"
 
 
 _MICROBATCHES = 8  # default per pipeline rank

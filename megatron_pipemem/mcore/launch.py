@@ -1,4 +1,4 @@
-"""Enable the plugin from a command line."""
+"""Enable the plugin with the flags of a command line, for ``pipemem run`` and for scripts that call this module."""
 
 from __future__ import annotations
 

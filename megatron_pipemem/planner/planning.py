@@ -135,7 +135,7 @@ def plan(
     search_seconds: float = 5.0,
     pace: MeasuredSlowdown | None = None,
 ) -> Answer:
-    """Return the ``top`` fastest ways to run a model on the run's cluster; none if nothing fits.
+    """Return the ``top`` fastest ways to run a model on the run's cluster; none if no plan is possible.
 
     ``memory`` is that of a device in bytes, by default the cluster's limit. ``search_seconds`` is the time limit for
     each of at most three searches of an order; 0 for no search.

@@ -52,7 +52,10 @@ _LEAST_SAVED = 0.02  # of a layer's bytes
 
 @dataclass(frozen=True)
 class Limits:
-    """The values that a user allows for each key, such as ``tp``. ``cuts`` and ``orders`` choose for keys left out."""
+    """The values that a user allows for some keys of ``KEYS``, such as ``tp``.
+
+    For all other keys, the functions ``cuts`` and ``orders`` choose the values.
+    """
 
     allowed: Mapping[str, Collection[object]] = field(default_factory=dict)  # of ``KEYS``
 

@@ -99,7 +99,7 @@ def nccl_options(parent: dist.ProcessGroupNCCL.Options, messages: bool) -> dist.
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Close process groups whose operations have ended. Skip groups that the default group has closed already."""
+    """Close process groups, whose operations must have ended. Skip groups that the default group has closed already."""
     for group in groups:
         if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)

@@ -33,9 +33,9 @@ SHARDED: Final = "sharded"
 GATHERED: Final = "gathered"
 WeightInputs = Literal["auto", "sharded", "gathered"]
 WEIGHT_INPUTS: tuple[WeightInputs, ...] = get_args(WeightInputs)
-"""The part of a linear layer's input that is kept for W under sequence parallelism: this rank's shard, or the gathered
-input. ``auto`` keeps the shard if the tensor-parallel ranks share a node. The input is then gathered again while other
-W compute."""
+"""The part of a linear layer's gathered input or output gradient that is kept for W under sequence parallelism: this
+rank's shard, or the whole tensor. ``auto`` keeps the shard if the tensor-parallel ranks share a node. A shard is gathered
+again while other W compute."""
 EarlyWeights = Literal["head", "experts_fc1", "experts_fc2"]
 EARLY_WEIGHTS: tuple[EarlyWeights, ...] = get_args(EarlyWeights)
 """Modules whose weight gradients may be computed in I: the LM head, and the two matrices of routed experts."""

@@ -75,7 +75,10 @@ def refused_waits(program: Program, found: Dependencies, messages: Iterable[Mess
 
 
 def _pairs(program: Program, found: Dependencies, messages: Iterable[Message]) -> Iterator[tuple[int, int]]:
-    """Yield the nodes of every two posts that complete together: send and receive, or the posts of one collective."""
+    """Yield the nodes of every two posts that complete together.
+
+    These are a send and its receive, or posts of the same collective or sum over replicas.
+    """
     nodes = {action: node for node, action in enumerate(found.actions)}
     for message in messages:
         yield from permutations((nodes[message.send], nodes[message.receive]), 2)
@@ -159,7 +162,10 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
     if len(nodes) < len(waits):
 
         def awaited(device: int) -> tuple[int, int]:
-            """Return another device that has not reached its post of the same message, and that post's position."""
+            """Return another device that has not reached its post, and the position of that post.
+
+            The post is of the same message, collective or sum over replicas as the post at which ``device`` waits.
+            """
             posts, _ = meetings[meeting_of[lanes[device][reached[device]]] - len(actions)]
             places = ((owner := graph.lane_of[post], post - lanes[owner].start) for post in posts)
             return next((owner, position) for owner, position in places if position != reached[owner])

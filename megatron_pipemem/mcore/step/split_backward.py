@@ -33,9 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 def sharded_replacements(weight_inputs: str) -> Replacements:
-    """Return the replacements by which layers keep this rank's shard of a gathered tensor until W.
+    """Return the replacements by which linear layers keep this rank's shard of a gathered tensor until W.
 
-    W gathers the tensor again. ``weight_inputs`` is one of ``options.WEIGHT_INPUTS``.
+    The tensor is an input or an output gradient, and W gathers it again. ``weight_inputs`` is one of
+    ``options.WEIGHT_INPUTS``; for ``gathered`` there are no replacements.
     """
     if weight_inputs == GATHERED:
         return []
