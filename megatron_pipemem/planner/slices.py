@@ -32,9 +32,9 @@ from megatron_pipemem.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class Attention:
-    """The seconds and bytes of attention in a stage for one microbatch.
+    """The seconds and bytes of attention, in a layer or a stage, that are not proportional to the tokens of a slice.
 
-    They are not proportional to the tokens of a slice.
+    They are for one microbatch. Its slices get unequal parts of the seconds. The first slice allocates all the bytes.
     """
 
     seconds: Passes = Passes()  # for the whole sequence, the part of F and I that grows with its square
