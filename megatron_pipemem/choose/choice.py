@@ -104,7 +104,11 @@ def _built(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 
 
 def _of_family(request: Request, shape: Shape, knowledge: Knowledge) -> Schedule:
-    """Build the schedule of the requested family. The user's options replace the chunks and group size of ``shape``."""
+    """Build the schedule of the requested family.
+
+    The user's options come before the chunks and group size of ``shape``. A group size of one microbatch per rank,
+    which is Megatron's default, is ignored.
+    """
     options, accepted = dict(request.options), family(request.schedule).options
     # Replace the default of Megatron by our default, which copes better with an odd last group.
     group_size = None if shape.group_size == shape.num_devices else shape.group_size
@@ -142,7 +146,8 @@ def _forwards(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 def forward_schedule(placement: Placement, num_microbatches: int, name: str = "forward only") -> Schedule:
     """Return a schedule of forwards only: a device always runs the deepest of its stages whose input has arrived.
 
-    That assumes that all forwards take equally long. Microbatches are assigned to replicas of the model in turn.
+    Inputs arrive as if all forwards took equally long, and messages no time. Microbatches are assigned to replicas of
+    the model in turn.
     """
     replicas, shares = placement.replicas, [0] * placement.replicas
     for microbatch in range(num_microbatches):

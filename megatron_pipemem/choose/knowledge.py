@@ -129,7 +129,7 @@ class Knowledge:
         return replace(known, selective=changes[Kind.F])
 
     def lacks_seconds(self, request: Request) -> bool:
-        """Return whether the choice needs seconds that a run measures: of copies, if the request offloads."""
+        """Return whether the request offloads and the run must measure the seconds of copies because none are given."""
         return self.measures and request.offload != OFF and self.ratio is None and self.costs.channel is None
 
     def lacks_bytes(self, request: Request) -> bool:
@@ -145,10 +145,10 @@ class Knowledge:
         )
 
     def counted_costs(self, placement: Placement, in_bytes: bool) -> Costs:
-        """Return the costs with memory in the unit of the cap: bytes, if known, for ``in_bytes``, else activation units.
+        """Return the costs with memory in bytes if ``in_bytes`` is set and bytes are known, else in activation units.
 
-        Counted bytes replace those of the costs. The bytes of a message are added to the pass that makes or uses its
-        tensor.
+        Counted bytes replace those of the costs. The bytes of a message are added to the F or I that makes or uses its
+        tensor, and those of REDUCE_GRAD to W.
         """
         if not in_bytes:
             return replace(self.costs, memory=None)
@@ -161,9 +161,9 @@ class Knowledge:
         return replace(self.costs, memory=memory)
 
     def offload_costs(self, request: Request, placement: Placement) -> Costs:
-        """Return the costs with the seconds of copies to the host. Memory is in activation units if the cap is.
+        """Return the costs, with the seconds of copies to the host and back if the request offloads.
 
-        Otherwise memory is in bytes, if they are known.
+        Memory is in activation units if the memory cap is, and otherwise in bytes, if these are known.
         """
         costs = self.counted_costs(placement, request.memory_cap is None or request.in_bytes)
         if request.offload == OFF:
@@ -174,7 +174,8 @@ class Knowledge:
     def held(self, schedule: Schedule, costs: Costs) -> Sequence[float]:
         """Return the peak memory of every device, in the unit of the memory of ``costs``.
 
-        If bytes were counted, the peak is taken over the actions of the lowered program, messages included.
+        If bytes were counted and ``costs`` have bytes, the peak is taken over the actions of the lowered program,
+        messages included.
         """
         if self.changes is None or costs.memory is None:
             return peaks(schedule, costs)
@@ -203,16 +204,16 @@ class Knowledge:
 
     @property
     def message(self) -> float:
-        """Return the bytes of the largest message that was counted; 0 if none was."""
+        """Return the bytes of the largest counted message with activations (RECV_F); 0 if none was counted."""
         return max(self._messages(1))
 
     def _messages(self, slices: int) -> list[float]:
-        """Return the bytes of the largest counted message with activations, for every slice of a microbatch."""
+        """Return, for each slice of a microbatch, the bytes of the largest RECV_F that was counted on any stage."""
         received = (self.changes or {}).get(Kind.RECV_F, (0,) * slices)
         return [max(received[at::slices]) for at in range(slices)]
 
     def _channel(self, placement: Placement) -> Channel:
-        """Return the channel of the costs, or else of the given ratio, the measured bandwidth, or the assumed ratio."""
+        """Return the channel by the first that is known: costs, given ratio, measured bandwidth, assumed ratio."""
         if self.costs.channel is not None:
             return self.costs.channel
         if self.ratio is not None:
@@ -266,7 +267,7 @@ _WITH_MESSAGES = {
 
 
 def _with_messages(changes: MemoryDeltas) -> dict[Kind, tuple[float, ...]]:
-    """Return the bytes of F, I and W with those of their messages added, because searches have no messages."""
+    """Return the bytes of F and I with those of their messages, and of W with REDUCE_GRAD, which searches lack."""
     empty = (0.0,) * len(changes[Kind.F])
     return {
         kind: tuple(map(sum, zip(*(changes.get(part, empty) for part in parts), strict=True)))

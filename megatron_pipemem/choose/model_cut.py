@@ -58,7 +58,7 @@ def as_built(chunks: int) -> Cut:
 
 
 def check_cut(cut: Cut, schedule: str, placement: Placement) -> None:
-    """Raise an UnsupportedError if the model does not have as many chunks as the schedule's placement."""
+    """Raise an UnsupportedError if the cut and the schedule's placement have different numbers of chunks per rank."""
     needed = known_chunks(placement)
     if needed != cut.chunks:
         raise UnsupportedError(

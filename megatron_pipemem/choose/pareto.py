@@ -94,8 +94,8 @@ def choices(
 
     Families are all synchronous ones with one replica, with up to ``max_chunks`` chunks. Orders are fitted to
     ``costs``. ``priced`` returns the costs of a schedule for the comparison, if those differ (by the LM head, for
-    example). Caps that no schedule keeps are left out. ``barriers`` lists numbers of vocabulary barriers, 0 for none.
-    ``seconds`` is the time limit of one search.
+    example). ``caps`` are in the unit of the memory of ``costs``. Caps that no schedule keeps are left out.
+    ``barriers`` lists numbers of vocabulary barriers, 0 for none. ``seconds`` is the time limit of one search.
     """
     costs = costs or Costs()
     costs.require_alike("the table of all schedules")
@@ -141,8 +141,8 @@ def _dominated(index: int, rows: Sequence[tuple[float, float]]) -> bool:
 def trades(front: Sequence[ParetoPoint], least: float = 0.03) -> list[Trade]:
     """Return pairs of neighbouring points of ``front`` whose second point saves much time for a little more memory.
 
-    It saves at least the share ``least`` of the makespan, for at most a quarter of the largest peak. ``front`` has the
-    points that are not dominated, sorted by peak.
+    The second point's makespan is shorter by at least the share ``least``. Its peak is higher by at most a quarter of
+    the largest peak in ``front``. ``front`` has the points that are not dominated, sorted by peak.
     """
     largest = max((choice.peak for choice in front), default=0.0)
     return [
@@ -187,7 +187,7 @@ def _work(choice: ParetoPoint) -> float:
 
 
 def _least_seconds(choice: ParetoPoint, costs: Costs, cap: float) -> float:
-    """Return a lower bound in seconds of all orders with a point's placement under a cap; infinity if none keeps it."""
+    """Return seconds that no order with a point's placement can beat under a cap; infinity if no order keeps it."""
     schedule = choice.schedule
     if not _is_plain(schedule):
         return _work(choice)

@@ -51,10 +51,11 @@ _ATTEMPTS = 4
 
 
 def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
-    """Return the choice with the fastest order that keeps the cap, including vocabulary passes and messages.
+    """Return the choice with the fastest order that keeps the cap, with the memory of vocabulary passes and messages.
 
-    The search has neither of these (bytes of messages count with F, I and W), so its result may exceed the cap. If
-    vocabulary passes are requested, the schedules of all families with them are considered first, without a time limit.
+    The search has no such actions (bytes of messages count with F, I and W), so its result may exceed the cap. If
+    vocabulary passes are requested, families' schedules with them are considered first, without a time limit.
+    One microbatch runs after another if no other order keeps the cap.
     """
     devices, microbatches, options = shape.num_devices, shape.num_microbatches, request.options
     placements = searched(request, shape, knowledge)
@@ -127,7 +128,7 @@ def with_chosen_offload(request: Request, shape: Shape, knowledge: Knowledge) ->
 
     First come the orders of all families and of uniform repeating (``families.offload``). Offload is planned for each
     of them that could be the fastest. This has no time limit, unless the user gives fewer seconds than the default.
-    Then, while there is time, come families over a V whose W wait less, and the results of searches under higher caps.
+    Then, while there is time, come families over a V with W moved, and the results of searches under higher caps.
     """
     started, p, m = time.perf_counter(), shape.num_devices, shape.num_microbatches
     placements = searched(request, shape, knowledge)
@@ -167,7 +168,10 @@ def _under_higher_caps(
     placements: Sequence[Placement],
     deadline: float,
 ) -> Iterator[tuple[str, Schedule]]:
-    """Yield the results of searches under higher caps, within half of the remaining time. Their excess is offloaded."""
+    """Yield the results of searches under higher caps, in at most half of the remaining time.
+
+    The caller offloads what exceeds the request's cap.
+    """
     search = _search(request, shape, knowledge, costs, placements, effort=0.3)
     for number, factor in enumerate(_HIGHER):
         left = (deadline - time.perf_counter()) / 2 / (len(_HIGHER) - number)
@@ -239,7 +243,7 @@ def _known_orders(
 
 
 def _prompt_orders(families: Iterable[Schedule], costs: Costs) -> Iterator[tuple[str, Schedule]]:
-    """Yield name and schedule of families over a V, with W moved so that at most 0 to 4 of them wait on a device."""
+    """Yield name and schedule of families over a V, with W moved so that at most 0, 1, ... or 4 wait on a device."""
     for schedule in families:
         if schedule.placement.name == "v":
             for most, prompt in enumerate(with_prompt_weights(schedule, costs)):
@@ -249,7 +253,7 @@ def _prompt_orders(families: Iterable[Schedule], costs: Costs) -> Iterator[tuple
 def _times_to_look(request: Request, knowledge: Knowledge) -> int:
     """Return how often to search at most, until a result keeps the cap.
 
-    It is more than once if the memory of messages or vocabulary passes is added to the result of a search.
+    It is 1, unless there is a cap and the memory of messages or vocabulary passes is added to a search's result.
     """
     grows = request.barriers or (request.in_bytes and knowledge.changes is not None)
     return _ATTEMPTS if grows and request.memory_cap is not None else 1
@@ -430,8 +434,8 @@ def _last_resort(
 ) -> Iterator[Schedule]:
     """Yield for every placement the schedule of one microbatch after another, if it keeps the cap.
 
-    All activations are offloaded unless the request excludes that. Raise an UnsupportedError if no placement keeps the
-    cap.
+    All activations are offloaded unless the request's offload is off. Raise an UnsupportedError if no placement keeps
+    the cap.
     """
     least: list[tuple[float, int, Schedule]] = []
     for placement in placements:
@@ -453,7 +457,7 @@ def _last_resort(
 
 
 def _away(schedule: Schedule) -> Schedule:
-    """Return a serial schedule with all activations copied to the host right after F, and back before RS, I or B."""
+    """Return a serial schedule with all activations copied to the host right after F, and back before RS, or else I or B."""
 
     def away(order: Order) -> Order:
         found: list[Action] = []
