@@ -41,7 +41,7 @@ class Kept(Summed):
 
 
 def layer_tensors(model: Model, execution: Execution, kind: str | None = None) -> tuple[Saved, ...]:
-    """Return the tensors that one layer keeps, and those that recomputation makes again, the layer's input first."""
+    """Return the tensors of one layer, with those that recomputation makes again. The layer's input is the first."""
     shrinks = execution.product_element / execution.element
     return tuple(
         each if each.needed == "I" else replace(each, nbytes=each.nbytes * shrinks)
@@ -111,12 +111,12 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 
 def _key_shards(execution: Execution) -> int:
-    """Return the number of context-parallel ranks whose keys and values a layer keeps. Flash attention keeps its own only."""
+    """Return the number of context-parallel ranks whose keys and values a layer keeps; 1 with flash attention."""
     return execution.cp if execution.attention == "unfused" else 1
 
 
 def _unquantised_output(execution: Execution, nbytes: float) -> Iterable[Saved]:
-    """Yield the 16-bit output of attention, if the next projection keeps it in 8 bits and so does not share it."""
+    """Yield the 16-bit output of flash attention if the next projection keeps it in 8 bits and so does not share it."""
     if execution.fp8 != "none" and execution.attention == "flash":
         yield Saved("attention's output in 16 bits", nbytes, "I", ("core_attn",))
 
@@ -145,7 +145,7 @@ def _score_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     """Yield the tensors that multi-head latent attention keeps.
 
-    Every rank has whole latents, or with sequence parallelism a part of the tokens.
+    Every tensor-parallel rank has whole latents, of all tokens or with sequence parallelism of a part of them.
     """
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     rows = n / execution.sequence_ranks * e
@@ -234,7 +234,7 @@ def _mamba_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 
 def _merge_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """Yield the tensors of multi-token prediction outside its layer: before the layer, and of the norm after it."""
+    """Yield the tensors that multi-token prediction keeps outside its layer: before it, and for the norm after it."""
     between = message_bytes(model, execution)
     yield Saved("hidden states", between, "I")
     for name in ("hidden states'", "embedding's", "final"):
@@ -265,7 +265,7 @@ def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
 
 
 def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
-    """Return the bytes of one layer that offload moves to the host, and later back.
+    """Return the bytes of one layer that offload moves to the host; as many come back.
 
     These are all bytes that the layer keeps, except the few of norm statistics, softmax sums and experts' shares.
     """
@@ -358,5 +358,5 @@ def _output_is_shard(matrix: Matrix, execution: Execution) -> bool:
 
 
 def _is_gathered(matrix: Matrix, cut: MatrixCut) -> bool:
-    """Return whether a matrix has this cut, and sequence parallelism, if it is on, gathers its operand."""
+    """Return whether a matrix has this cut, and sequence parallelism, if on, gathers its input or output gradient."""
     return matrix.cut == cut and matrix.waits and not matrix.routed

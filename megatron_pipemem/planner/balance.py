@@ -81,7 +81,7 @@ class Balance:
 
     @property
     def even_is_as_good(self) -> bool:
-        """Whether the step of the even split is at most ``AS_GOOD`` longer than the best one."""
+        """Whether the even layout's step is longer than the best layout's by at most the fraction ``AS_GOOD``."""
         return self.even.seconds <= self.best.seconds * (1 + AS_GOOD)
 
 
@@ -161,7 +161,7 @@ class _Scale:
         return (moved if moved.seconds < start.seconds * (1 - AS_GOOD) else start).layers
 
     def _alike(self, slowest: float) -> tuple[int, ...]:
-        """Return the layout with the same number of layers on every stage, and the rest on the last stage.
+        """Return the layout with equally many layers on all stages but the last, which has all that are left.
 
         The number is the most that a rank can compute in ``slowest`` seconds on all its stages, and at least 1.
         Embedding and head are not counted.
@@ -179,7 +179,10 @@ class _Scale:
         return shared_out(self._loads, self._stays, self.placement, layers)
 
     def _moved(self, start: Layout, others: Sequence[Layout]) -> Layout:
-        """Move pieces between stages as long as a step gets faster, and fits the memory or takes no more than before."""
+        """Move pieces between stages as long as a step gets faster, and fits the memory or takes no more than before.
+
+        ``others`` are simulated first, because their chains are bounds for all further layouts.
+        """
         from megatron_pipemem.planner.layout_search import Bounds, descend  # not above: numpy is slow to load
 
         replay, further = self._replay(self._count), self.run.parallelism.microbatches - self._count
@@ -263,7 +266,7 @@ def _checked_request(run: Run) -> Request:
 
 
 def _given(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:
-    """Return the layers of every stage in the layout that the user or the run gives; ``None`` if there is none."""
+    """Return the pieces of every stage in the layout that the user or the run gives; ``None`` if there is none."""
     pattern = run.model.pattern is not None
     key = layout.PATTERN if pattern else layout.FLAG
     asked = text if text is not None else run.flags.get(key)

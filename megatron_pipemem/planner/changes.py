@@ -241,7 +241,10 @@ class Case:
         return replace(costs, vocabulary=self.step.vocabulary, microbatch=self.own.costs.microbatch)
 
     def layout_flag(self, counts: tuple[int, ...]) -> str:
-        """Return Megatron's flag for these layers per stage; an empty text if they are equal or unknown."""
+        """Return Megatron's flag for these layers per stage.
+
+        The text is empty if the numbers are equal, or if the run's layers are unknown.
+        """
         if self.layers is None or len(set(counts)) == 1:
             return ""
         slices = (*counts[:-1], counts[-1] + bool(self.mtp_layers))
@@ -251,8 +254,9 @@ class Case:
 def best_changes(case: Case) -> list[Change]:
     """Return the best change of every kind that saves at least ``WORTH`` of the step.
 
-    Changes that need no more memory than the run come first, then the fastest. There are none for schedules with
-    replicas, asynchronous updates or slices.
+    Changes that need no more memory than the run come first, then the fastest. A new order is left out if a
+    simpler kind (``_ORDERS``) saves about as much. There are no changes for schedules with replicas, asynchronous
+    updates or slices.
     """
     if case.schedule.placement.replicas > 1 or case.schedule.updates is not None or case.schedule.slices > 1:
         return []
@@ -304,7 +308,10 @@ def _layouts(case: Case) -> Iterator[Change]:
 
 
 def _orders(case: Case) -> Iterator[tuple[str, Schedule, Costs, tuple[int, ...]]]:
-    """Yield name, schedule, costs and layers of all families that the run can take, and of searches in its memory."""
+    """Yield name, schedule, costs and layers of families that the run can take, and of searches in its memory.
+
+    The families in ``OUTCLASSED`` and the run's own order are left out.
+    """
     own, p, m = case.schedule, case.schedule.num_devices, case.schedule.num_microbatches
     barriers = own.vocabulary_barriers
     for each in families():
@@ -365,7 +372,7 @@ def _order(
 
 
 def _offloads(case: Case, orders: list[tuple[Change, tuple[Schedule, Costs]]]) -> Iterator[Change]:
-    """Yield the fastest schedule that needs more memory than the run, with enough activations offloaded to fit."""
+    """Yield the fastest schedule that needs more memory than the run, offloaded until it needs no more."""
     faster = [each for each in orders if each[0].kind == MORE_MEMORY]
     if not faster or _is_extended(case.schedule):
         return
@@ -383,7 +390,7 @@ def _offloads(case: Case, orders: list[tuple[Change, tuple[Schedule, Costs]]]) -
 
 
 def _without(case: Case) -> Iterator[Change]:
-    """Yield three changes: no recomputation, no offload, and no barrier between steps."""
+    """Yield up to three changes: no recomputation, no offload, and no barrier between steps."""
     schedule, costs = case.schedule, case.own.costs
     for kind, dropped, words, flags in (
         ("recompute", RECOMPUTE, "nothing recomputed", "--pipemem-recompute none"),
@@ -437,7 +444,7 @@ def _ordered(case: Case) -> Iterator[Change]:
 
 
 def _cut_for(case: Case, placement: Placement) -> tuple[Costs, tuple[int, ...]]:
-    """Return costs and layers per stage for another placement; with as many stages as the run, layers stay."""
+    """Return costs and layers per stage for a placement: the run's layers per stage if it has as many stages."""
     measured = case.measured
     counts = measured.counts if placement.num_stages == len(measured.counts) else measured.cut(placement)
     return case.priced(measured.costs(counts, case.p2p)), counts

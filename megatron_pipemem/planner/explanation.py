@@ -35,7 +35,7 @@ LACKS_STEP = (
 
 
 def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Case | None:
-    """Return the last step of a run from its ``--pipemem-report`` file; ``None`` if the file has no step.
+    """Return the last step of a run from its parsed ``--pipemem-report`` file; ``None`` if the file has no step.
 
     Raise a KeyError, TypeError or ValueError if the file is not a report.
     """

@@ -116,7 +116,8 @@ class _Measure:
     def stage_tables(self, with_needed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return for each stage the seconds, and the bytes, of every range of layers.
 
-        Each of the first ``with_needed`` stages must have a layer of the kind that every device needs.
+        On the first ``with_needed`` stages, ranges without a layer of the kind that every device needs take infinitely
+        long.
         """
         size = len(self._seconds)
         valid = np.arange(size)[:, None] <= np.arange(size)[None, :]

@@ -325,7 +325,10 @@ class _Planner:
         return self._times[key]
 
     def _consider(self, group: Group, variant: Variant, order: Order) -> None:
-        """Queue the variant of an order, with the time of the order alone as a lower bound."""
+        """Queue the variant of an order, with the time of the order alone as a lower bound.
+
+        Reject it if it is to free memory and the order fits without it, or if it frees none and the order does not fit.
+        """
         seconds, peaks = self._measured(group, order)
         if variant.frees_memory and self._fits(group, peaks):
             self.rejected[f"{variant.name}: the order fits without"] += 1
@@ -337,7 +340,7 @@ class _Planner:
     def _affords(self, entry: Group | Base) -> bool:
         """Return whether to try an entry now, or later because its offload takes long to plan.
 
-        Planning takes longest with many chunks.
+        Planning takes longest with many chunks. Trying an order now lowers the effort that is left.
         """
         group = entry.group if isinstance(entry, Base) else entry
         if group.variant is None or not group.variant.frees_memory:

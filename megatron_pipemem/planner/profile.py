@@ -127,7 +127,7 @@ class Profile:
         )
 
     def to_json(self, link: Link | None = None) -> dict[str, Any]:
-        """Return the JSON object for ``--pipemem-costs``: costs of layers and frames, and the rest of this profile."""
+        """Return the object for ``--pipemem-costs``: costs of parts and messages, and this profile's other fields."""
         whole = asdict(self)
         parts = {name: whole.pop(name) for name in _PARTS}
         if self.end_layers is None:

@@ -105,7 +105,7 @@ def _extended(shorter: Timing, longer: Timing, num_microbatches: int) -> OrderPr
 def _rhythm(num_devices: int) -> int:
     """Return the number of microbatches after which the orders of families are expected to repeat.
 
-    Families have groups of p or p/2 microbatches. If a common multiple is too large, it is p.
+    Families have groups of p or p/2 microbatches. If their common multiple is too large, the result is p.
     """
     whole = lcm(num_devices, -(-num_devices // 2))
     return whole if whole <= _LONGEST_RHYTHM * num_devices else num_devices
@@ -136,7 +136,7 @@ class LongestChain(NamedTuple):
 class Replay:
     """Predicts the time of one schedule under many costs.
 
-    The schedule has only F, I, W and B of whole microbatches.
+    The schedule must have no passes but F, I, W and B of whole microbatches.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -185,7 +185,7 @@ class Replay:
         return (0.0,) * self.schedule.num_devices
 
     def _repeated(self, costs: Costs) -> tuple[float, tuple[float, ...]]:
-        """Return the period of steps without a barrier, and the seconds at which each device then begins a step."""
+        """Return the period of steps without a barrier, and the seconds at which each device begins a repeated step."""
         run, devices = self._run(costs), self.schedule.num_devices
         period, ends = until_they_repeat(self.schedule.name, lambda _, begins: run(begins).free[:devices], self._idle)
         return period, ends[-1]

@@ -77,7 +77,8 @@ def run_slices(run: Run, slices: int) -> tuple[int, ...]:
 def attention(model: Model, execution: Execution, run: Run, kind: str, pace: Passes) -> Attention:
     """Return the seconds and bytes of attention in one layer for one microbatch.
 
-    The seconds are the part of F and I that grows with the square of the sequence length.
+    The seconds are the part of F and I that grows with the square of the sequence length. The bytes are those of keys
+    and values.
     """
     whole = counts.layer_flops(model, execution, kind)
     half = counts.layer_flops(replace(model, sequence=model.sequence // 2), execution, kind)
@@ -164,7 +165,7 @@ def _each(combine: Callable[[Iterable], float], tables: Sequence[Sequence[float]
 
 
 def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> tuple[float, ...]:
-    """Return the seconds of a pass per stage and slice: of a short sequence, plus attention to earlier slices.
+    """Return the seconds of a pass per stage and slice: of a sequence of its length, plus attention to earlier slices.
 
     ``square`` has the seconds of attention of the whole sequence on each stage.
     """

@@ -129,7 +129,7 @@ class _Cut:
         return prices.ahead(self.model, self.execution, self.cluster, self.pace, not self.shared_ends)
 
     def ends(self) -> tuple[Price, Price]:
-        """Return the predictions for embedding and head; both are empty if all devices share them.
+        """Return the predictions for embedding and head, which are empty if all devices share them.
 
         In a hybrid model, multi-token prediction is added to the head, because its pattern puts it on the last stage.
         """
@@ -163,7 +163,7 @@ class _Cut:
         return [*self.parts(), *replace(self, shared_ends=False).ends()]
 
     def static(self, part: Price) -> float:
-        """Return the bytes of a part's parameters, gradients and optimizer state on one rank.
+        """Return the bytes of a part's parameters, their 8-bit copies, gradients and optimizer state on one rank.
 
         If a step may be rolled back, the state for that is included.
         """

@@ -1,6 +1,6 @@
 """Variants of a run besides its order of passes: offload, vocabulary parallelism, and registered ones.
 
-A variant changes the costs of stages, adds actions to an order, or both, and names the run's configuration.
+A variant changes the costs of stages, adds actions to an order, or both. It also changes the run's configuration.
 
 * Offload (arXiv 2503.01328): activations wait on the host. Copies are planned within the memory of each device and
   host, the longest-lived activations first.
