@@ -90,7 +90,7 @@ def missing_packages() -> str | None:
 
 
 def _is_about_a_gpu(record: logging.LogRecord) -> bool:
-    """Return False for Megatron's warning that the random state of the CPU has changed, which is intended here."""
+    """Return whether to log a record: all but Megatron's warning of a changed CPU random state, intended here."""
     return not record.getMessage().startswith("CPU RNG state changed")
 
 

@@ -19,9 +19,10 @@ from megatron_pipemem.errors import UnsupportedError
 
 
 def shards(size: int) -> list[int]:
-    """Return the position in the sequence of each half of a rank's tokens, by rank: rank r has parts r and 2 ``size`` - 1 - r.
+    """Return the two parts of the sequence that each of ``size`` ranks has: r and 2 ``size`` - 1 - r for rank r.
 
-    So all ranks have equally much causal attention. For two ranks these are the parts 0, 3, 1 and 2.
+    The sequence has 2 ``size`` equal parts. All ranks then have equally much causal attention. The result is one list,
+    rank after rank: ``[0, 3, 1, 2]`` for two ranks.
     """
     return [part for rank in range(size) for part in (rank, 2 * size - 1 - rank)]
 

@@ -2,8 +2,8 @@
 
 A training script uses them with ``--spec megatron_pipemem.cpu.hybrid_layers hybrid_stack_spec``. Megatron-Core has a
 local specification for its GPTModel only. Checkpoints have the keys of Megatron's own ``hybrid_stack_spec``. Mamba
-layers do need ``einops`` and the GPU kernels of ``mamba_ssm``. Gated delta nets (``G``) and sparse attention (``D``)
-are not supported.
+layers are an exception: they need ``einops`` and the GPU kernels of ``mamba_ssm``. Gated delta nets (``G``) and sparse
+attention (``D``) are not supported.
 """
 
 from __future__ import annotations

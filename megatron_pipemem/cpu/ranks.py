@@ -54,7 +54,7 @@ def start_ranks(
 
 
 def end_ranks(processes: Sequence[BaseProcess]) -> None:
-    """Kill the running ranks and the processes that they started, such as Megatron's checkpoint writer."""
+    """Kill the ranks and the processes that they started, such as a checkpoint writer, and wait for the ranks."""
     for process in processes:
         assert process.pid is not None, "the process has been started"
         with contextlib.suppress(ProcessLookupError):

@@ -69,7 +69,7 @@ def _copied(write_buckets: list, non_blocking: bool = True) -> list:
 
 
 def _install_writer() -> None:
-    """Let Megatron's persistent checkpoint writer start by fork, and copy the tensors that it writes."""
+    """Make Megatron's persistent checkpoint writer start by fork, and give it copies of the tensors to write."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
@@ -135,7 +135,7 @@ def _build_attention(
 
 
 def install(emulate_fused_gradients: bool) -> None:
-    """Replace the parts of Megatron-Core that need a GPU, and import it."""
+    """Import Megatron-Core, and replace its parts that cannot be used unchanged on the CPU."""
     if emulate_fused_gradients:
         sys.modules.setdefault("fused_weight_gradient_mlp_cuda", _fused_gradients())
 
