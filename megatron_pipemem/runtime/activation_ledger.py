@@ -167,7 +167,7 @@ class ActivationLedger:
 
     @_counting
     def release(self, tensor: torch.Tensor) -> None:
-        """Stop counting a tensor, although a communication backend keeps it for a while that varies between runs."""
+        """Stop counting a tensor, although a communication backend may keep it for a time that varies between runs."""
         for part in data_of(tensor):
             self._held.pop(storage_key(part), None)
 

@@ -62,7 +62,7 @@ class RankProgram:
     kinds: frozenset[Kind]
 
     def check_handlers(self, handlers: Collection[Kind]) -> None:
-        """Raise an UnsupportedError if a kind of action has no handler."""
+        """Raise an UnsupportedError if a kind of action of this device has no entry in ``handlers``."""
         if unknown := sorted(self.kinds.difference(handlers)):
             raise UnsupportedError(
                 "no-handler",
@@ -89,16 +89,17 @@ def settle(program: Program, device: int) -> RankProgram:
 
 @dataclass
 class _Answer:
-    """This device's messages that the sender of a message has used before it sends that message.
+    """Names this device's messages that a peer has used before it sends one message to this device.
 
-    ``number`` is the position of the message among those of its edge.
+    ``number`` is the position of the peer's message on its edge. ``of_edge`` has, for each message of this edge, this
+    device's messages that the peer has used since its previous message.
     """
 
     number: int
     of_edge: list[tuple[Action, ...]]
 
     def take(self) -> list[tuple[Action, ...]]:
-        """Return the messages that this one and earlier messages of its edge answer, each only in the first call."""
+        """Return this device's messages used before the peer's message, except those already returned."""
         taken = self.of_edge[: self.number + 1]
         self.of_edge[: self.number + 1] = [()] * len(taken)
         return taken
@@ -248,7 +249,7 @@ class StageRunner(Protocol):
         """
 
     def reduce_gradients(self) -> None:
-        """Start to sum the stage's gradients over the data-parallel ranks. Every backward has added to them."""
+        """Start to sum the stage's gradients over data-parallel ranks. Called when all passes have added to them."""
 
 
 class StepFeature(Protocol):
@@ -277,7 +278,7 @@ class StepFeature(Protocol):
 
 @dataclass(frozen=True)
 class InFlight:
-    """The tensors that one step leaves for the next: of microbatches with a forward but no backward so far."""
+    """The tensors that one step leaves for the next: of forwards without a backward so far, and unused messages."""
 
     # The inputs and outputs of microbatches whose forward has run and whose backward has not.
     inputs: dict[Key, torch.Tensor | None] = field(default_factory=dict)
@@ -384,7 +385,7 @@ class Executor:
             finish()
 
     def drop(self, drain: Sequence[Action]) -> None:
-        """Drop the results of all actions so far, and complete every message that has been started.
+        """Complete every message that has been started, and drop the received tensors. Do not run this executor again.
 
         ``drain`` holds receives of messages that other ranks have sent, and sends that other ranks wait for. The
         content of these sends is not used.

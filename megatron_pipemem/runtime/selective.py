@@ -103,7 +103,7 @@ class Recorder:
 
 
 def region(function: Callable, replay: Callable[[], Replay]) -> Callable:
-    """Return a function that runs as a region while a forward is recorded, and otherwise unchanged.
+    """Wrap ``function`` so that it runs as a region while a forward is recorded, and as it is at other times.
 
     ``function`` must give the same result for the same tensors. All its arguments are positional, and it returns a
     tensor or a tuple. ``replay`` is called when a region begins, and keeps the state of the random number generators.

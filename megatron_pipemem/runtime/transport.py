@@ -59,9 +59,9 @@ def new_groups(
     groups run on streams of high priority and keep the parent's limits on thread blocks
     (``--nccl-communicator-config-path``).
 
-    With ``messages``, NCCL may use ``MESSAGE_CTAS`` thread blocks if the parent sets no limit. If the default group is
-    bound to no device, NCCL connects pairs of ranks at their first message. Then the groups with the same position in
-    ``wanted`` of all parents are one group, so many pipelines open no more groups than one.
+    With ``messages``, NCCL may use ``MESSAGE_CTAS`` thread blocks if the parent sets no limit. With ``messages`` and a
+    default group that is bound to no device, NCCL groups with the same position in ``wanted`` of all parents are one
+    group, because NCCL connects pairs of ranks at their first message. So many pipelines open no more groups than one.
     """
     ours = tuple(tuple(ranks) for ranks in wanted)
     everyones: list[Any] = [None] * dist.get_world_size()
@@ -99,7 +99,7 @@ def nccl_options(parent: dist.ProcessGroupNCCL.Options, messages: bool) -> dist.
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Close process groups, whose operations must have ended. Skip groups that the default group has closed already."""
+    """Close process groups that are still open. Call it after their operations have ended."""
     for group in groups:
         if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
@@ -216,7 +216,7 @@ SHAPES, DEPARTURES, TRANSFERS = "shapes of messages", "departures of messages", 
 
 
 def host_queries(program: Program, message: MessageFormat) -> frozenset[str]:
-    """Return the questions for which the host may have to wait for its device within a step.
+    """Return the questions that can make the host wait for its device: ``SHAPES``, ``DEPARTURES``, ``TRANSFERS``.
 
     There are none if each device has one stage and trains with messages of known shapes, without offload and without
     vocabulary passes.
@@ -255,8 +255,8 @@ class Transport:
 
     If shapes are unknown, a header with the shape comes before each message. With ``in_sequence``, the header is read
     when the receive is posted, and not when the tensor is needed. The order for one hardware queue needs this. With
-    ``polls``, the host asks the backend after every send which messages have been sent, to free their memory. Otherwise
-    only ``settle`` and ``finish`` free it.
+    ``polls``, the host asks the backend after every send which messages have been sent, to free their memory. Without
+    ``polls``, only ``settle`` and ``finish`` free it.
     """
 
     pipeline: Pipeline
@@ -314,7 +314,7 @@ class Transport:
         return receive.tensor
 
     def wait(self, action: Action) -> torch.Tensor:
-        """Return the tensor of a posted receive, after the earlier messages of its edge."""
+        """Wait for a posted receive and all earlier ones of its edge, and return its tensor."""
         while action not in self._arrived:
             self._take_next(self._channel(action))
         return self._arrived.pop(action)

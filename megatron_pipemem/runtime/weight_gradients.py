@@ -31,7 +31,7 @@ but together with a long GEMM of the MLP it hides that gather."""
 
 
 def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the tensor in which a parameter's gradient accumulates: Megatron's ``main_grad``, or else ``grad``."""
+    """Return the tensor that accumulates a parameter's gradient: ``main_grad``, or else ``grad``, made if missing."""
     main = getattr(parameter, "main_grad", None)
     if main is not None:
         return main
@@ -41,7 +41,7 @@ def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 class DeferredWeightGradient(Protocol):
-    """The product that computes one weight gradient, with its operands."""
+    """Work that computes one or more deferred weight gradients, with its operands."""
 
     weight: torch.Tensor | None = None
     """The weight whose gradient other works may add to; ``None`` if this work alone completes the gradient."""
@@ -60,7 +60,7 @@ class DeferredWeightGradient(Protocol):
         return
 
     def run(self) -> None:
-        """Compute the gradient and add it to the parameter's gradient. Called once, without grad mode."""
+        """Compute each gradient and add it to its parameter's gradient. Called once, without grad mode."""
 
 
 class WeightGradientQueue:
