@@ -173,7 +173,7 @@ def decided_by_first[T](decide: Callable[[], T], groups: Groups) -> T:
     """Run ``decide`` on the first rank of the groups only, and return its result on every rank of the groups.
 
     Every rank of the groups calls this at the same time. The result is sent pickled. A PipememError of ``decide`` is
-    raised on every rank.
+    raised on every rank, and any other error on the first rank only.
     """
     payload: list[Any] = [None]
     if all(group.rank() == 0 for group in groups):
@@ -189,7 +189,7 @@ def decided_by_first[T](decide: Callable[[], T], groups: Groups) -> T:
 
 
 def _raise_everywhere(what: str, failure: Exception | None, groups: Groups) -> None:
-    """Raise on every rank of the groups the error of the rank that failed."""
+    """Raise on every rank of the groups its own ``failure``, or an UnsupportedError with that of another rank."""
     told = None
     if failure is not None:
         code = failure.code if isinstance(failure, PipememError) else "other-rank-failed"

@@ -101,7 +101,7 @@ def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
 
 
 def _check_known(flag: str, known: list[str], parser: Parser) -> None:
-    """Raise an UnsupportedError if ``flag`` looks like a misspelt ``--pipemem-*`` flag."""
+    """Raise an UnsupportedError if ``flag``, which no parser took, begins like or resembles a ``--pipemem-*`` flag."""
     ours = flag.startswith("--pipemem")
     if flag.startswith("-") and (near := get_close_matches(flag, known, n=1, cutoff=0.6 if ours else _NEAR)):
         raise UnsupportedError("unknown-flag", f"unknown flag {flag}; did you mean {near[0]}?")
@@ -197,9 +197,10 @@ def cpu_flags(arguments: list[str]) -> list[str]:
 
 
 def _check_cap(request: Request, shape: Shape) -> None:
-    """Raise an UnsupportedError if the schedule cannot keep the memory cap, and can be built in an estimated 0.5 s.
+    """Raise an UnsupportedError if the schedule cannot keep the memory cap; skip schedules that take long to build.
 
-    This covers families with a cap in activation units. The first step checks all other caps. ``shape`` has 0
+    Long is an estimated 0.5 s. Only families with a cap in activation units are checked here, and all caps in the first
+    step. ``shape`` has 0
     microbatches if the flags do not give their number.
     """
     others = (request.searches, request.file, request.plans_offload, request.cuts_vocabulary, request.is_asynchronous)

@@ -78,9 +78,9 @@ class FlashAttention(MegatronModule):
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
-        """Return the attention to earlier tokens: ``[s, b, heads, channels] -> [s, b, heads * channels]``.
+        """Return the causal attention: ``[s, b, heads, channels] -> [s, b, heads * channels]``.
 
-        Keys and values may have fewer heads than queries.
+        Keys and values may have fewer heads than queries. The arguments after ``value`` are not used.
         """
         # Without dropout on a CPU, because PyTorch's kernel with dropout would save all attention scores.
         query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
@@ -259,10 +259,10 @@ def build_stage(
 
 
 def run_stage(stage: Any, model: Model, execution: Execution, position: int, microbatches: int) -> Observed:
-    """Run F, I and W of several microbatches through a stage, and return the measured bytes and times.
+    """Run F, I and W of several microbatches through a stage, and return the bytes and times of all actions.
 
-    Each F except the first runs before the I and W of the previous microbatch. The times of a pass are those of
-    microbatches after the first, and its bytes those of ``changes``.
+    Each F except the first runs before the I and W of the previous microbatch. The result has the first microbatch too:
+    callers leave its times out, and take bytes by ``changes``.
     """
     config = stage.config
     groups = ProcessGroupCollection.use_mpu_process_groups()

@@ -91,7 +91,7 @@ class Feature:
     """A part of this package that replaces functions of Megatron."""
 
     def replacements(self) -> Replacements:
-        """Return the functions to replace. Those of programs that are not imported are skipped."""
+        """Return the functions to replace and their new functions. Those of programs not imported stay as they are."""
         return []
 
 

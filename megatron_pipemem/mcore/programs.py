@@ -78,9 +78,9 @@ class MeasurementUpdate:
 
 
 class Compiled(NamedTuple):
-    """The program of steps with one number of microbatches, and the choice of its schedule.
+    """The program of all steps of one shape, and the choice of its schedule.
 
-    Evaluation has no choice.
+    ``plan`` is ``None`` for evaluation.
     """
 
     program: Program
@@ -346,7 +346,7 @@ class Programs:
         return self._placements[key]
 
     def _choose(self, num_devices: int, chunks: int) -> Placement:
-        """Return the placement whose best schedule is the fastest for the costs known so far."""
+        """Return the placement with the fastest schedule; the first candidate if a cap in bytes lacks the bytes."""
         from megatron_pipemem.choose.searching import searched
 
         shape = Shape(num_devices, chunks, microbatches_of_the_run() or 4 * num_devices)

@@ -54,8 +54,8 @@ def check_sharing(config, schedule: str, placement: Placement) -> None:
 def check_model(config, splits: bool, recomputes: bool) -> None:
     """Raise an UnsupportedError if the model cannot be trained on this machine or with this kind of schedule.
 
-    The schedule ``splits`` backwards into I and W, or ``recomputes`` activations. Every rank calls this before the
-    model is built.
+    ``splits`` is whether the schedule splits backwards into I and W, ``recomputes`` whether it recomputes activations.
+    Every rank calls this before the model is built.
     """
     if is_active():
         refuse(_of(config), CPU)

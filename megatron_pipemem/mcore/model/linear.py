@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 
 def split_linear(original: Callable, *args, **kwargs) -> torch.Tensor:
-    """Return the result of Megatron's linear function, with the backward of ``_SplitLinear`` if an action has a queue.
+    """Return the result of Megatron's linear function, with the backward of ``_SplitLinear`` if there is a queue.
 
-    Without a queue, and for a layer that ``_split`` leaves to Megatron, the backward is Megatron's.
+    Without ``current_queue()``, and for a layer that ``_split`` leaves to Megatron, the backward is Megatron's.
     """
     queue = current_queue()
     output = None if queue is None else _split(queue, *args, **kwargs)
@@ -122,7 +122,7 @@ class _Call:
     tp_group: dist.ProcessGroup
 
     def gather(self, input: torch.Tensor) -> Arriving:
-        """Return the input, gathered if sequence parallelism shards its rows: ``[s/t, b, h] -> [s, b, h]``."""
+        """Start to gather the input if sequence parallelism shards its rows: ``[s/t, b, h] -> [s, b, h]``."""
         return gather_rows(input, self.tp_group) if self.sequence_parallel else Arriving(input)
 
     def reduce(self, grad_input: torch.Tensor) -> Arriving:

@@ -87,7 +87,7 @@ _REAL_RANK = nullcontext()
 
 @dataclass(eq=False)
 class ChunkPlacement(Feature):
-    """Builds and runs the chunks of a schedule family, so that Megatron sees the right pipeline rank for each."""
+    """Builds and runs the chunks of a schedule, so that Megatron sees the right pipeline rank for each chunk."""
 
     # returns the placement for ``(num_devices, num_chunks)``; ``num_chunks`` is ``None`` if it is not known yet
     find: Callable[[int, int | None], Placement]

@@ -73,7 +73,7 @@ def replacements(splits: bool, recomputes: bool) -> Replacements:
 
 
 def delayed_modules(module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """Return the submodules whose weight gradients wait for ``backward_dw()``, in the module's own order.
+    """Return the submodules whose weight gradients wait for ``backward_dw()``, in the order of ``modules()``.
 
     Megatron's attention and MLP have a ``backward_dw()`` too, which only calls others. The modules that compute are
     those that told DDP not to hook their weights. A module whose weights are all frozen is left out.

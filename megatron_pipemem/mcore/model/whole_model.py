@@ -81,9 +81,9 @@ def check_whole_model(
 def layout_of(
     chunks: list[torch.nn.Module], placement: Placement, pipeline: dist.ProcessGroup, count: Callable[[Any], float]
 ) -> tuple[float, ...]:
-    """Return ``count(chunk)`` of every stage of the pipeline, such as its number of layers.
+    """Return ``count(model)`` of every stage of the pipeline, by stage, such as its number of layers.
 
-    Every rank of ``pipeline`` calls this at the same time.
+    ``model`` is the unwrapped chunk. Every rank of ``pipeline`` calls this at the same time.
     """
     models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
     everyones = gather([count(model) for model in models], pipeline)

@@ -105,7 +105,7 @@ class RunRecord:
 
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:
-        """Catch exceptions within a ``with`` block, note them in the report, and log the first for each ``what``.
+        """Catch exceptions within a ``with`` block; log the first for each ``what``, and note it in the report.
 
         ``what`` is the part of the report that the block makes. All files count as one part, because a missing folder
         or a full disk makes all of them fail.

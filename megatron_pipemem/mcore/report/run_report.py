@@ -55,7 +55,7 @@ class Shared:
 class OfRank:
     """The entry of one rank in the report. Field names are the report's keys.
 
-    Peaks are updated at every step. The other fields are set at the end.
+    Peaks and ``expert_load`` are updated at every step whose bytes are counted, the other fields set at the end.
     """
 
     # the most tokens of a microbatch for the rank's experts, over an even share; ``None`` without experts
@@ -255,7 +255,7 @@ def last_step(pipeline: Sequence[Summary], plan: Choice, bubble: float | None, b
 
 
 def _offload_summary(steps: list[OffloadStatistics | None]) -> dict:
-    """Return the report's offload entries: bytes of the last step, and mean seconds of waiting after the first."""
+    """Return the report's offload entries: bytes of the last step, and mean seconds of waiting in all but the first."""
     usual = typical(steps)
     waits: defaultdict[tuple[Kind, int], float] = defaultdict(float)
     for step in usual:

@@ -103,7 +103,7 @@ def _wrapped(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 class Dealer:
-    """Reads the batches of one data iterator, and gives them to chunks in another order than the iterator's.
+    """Reads the batches of one data iterator, and gives them to chunks in the order in which each chunk reads them.
 
     Megatron's iterator yields the batches of all replicas of the model. A rank may have the first stage of one replica
     and the last stage of the other, and then reads every batch once for both. ``stream`` is ``None`` if the rank has no
@@ -146,7 +146,7 @@ class Dealer:
         return next(self._stream)
 
     def finish(self) -> None:
-        """Read the remaining batches of the step, so that all ranks that read begin the next step at the same batch."""
+        """Read the remaining batches of the step if one was read, so that all such ranks are at the same batch."""
         if self._read:
             while self._read < self._num_microbatches:
                 self._next()
@@ -193,7 +193,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepShapes(Extension):
-    """Finds the shapes of messages in steps whose microbatches differ in size; other steps stay unchanged."""
+    """Finds the shapes of messages in steps whose microbatches may differ in size; other steps stay unchanged."""
 
     def __init__(self, chunk_placement: ChunkPlacement):
         self._chunk_placement = chunk_placement

@@ -340,7 +340,10 @@ class Extension(Feature):
         """Set fields of the step. It is called when the program is known and before any action runs."""
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
-        """Return objects that add handlers of actions. It is called when the stages and the ledger exist."""
+        """Return objects that add handlers of actions. It is called when the stages and the ledger exist.
+
+        It is called a second time if the step's ``trial`` is undone.
+        """
         return ()
 
     def around(self, step: Step) -> AbstractContextManager:

@@ -191,7 +191,7 @@ class ForwardBackward(Feature):
         self.launches.ended(step.launch_kind)
 
     def _try(self, step: Step, trial: Trial, extensions: Sequence[Extension]) -> None:
-        """Run the first actions of the step. If ``trial`` says so, undo them, so that the step starts again."""
+        """Run the first actions of the step. If ``trial`` does not stand, undo them, so that the step starts again."""
         step.executor.run(trial.length)
         if trial.stands():
             return
@@ -266,7 +266,7 @@ class ForwardBackward(Feature):
         return self._pipelines[key]
 
     def close(self) -> None:
-        """Release everything that is kept between steps: the extensions' state, communicators and programs."""
+        """Release the extensions' state, programs and communicators; the latter stay open if the last step failed."""
         orderly = not self._in_step  # after a step that failed, others may be gone, and a backend would wait for them
         for extension in self.extensions:
             extension.close(orderly)

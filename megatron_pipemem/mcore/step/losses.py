@@ -145,7 +145,8 @@ class Losses(Extension):
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         """Return a handler that sends the losses early, if steps overlap and all losses are computed on this rank.
 
-        The last rank then does not wait for the losses at the end of its step.
+        The last rank then does not wait for the losses at the end of its step. In the order for one hardware queue, no
+        losses are sent early.
         """
         if not step.overlaps or step.single_queue or _ends(step.program.schedule).devices != [step.pipeline.device]:
             return ()

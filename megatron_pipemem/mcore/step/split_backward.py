@@ -45,9 +45,10 @@ def sharded_replacements(weight_inputs: str) -> Replacements:
 
 
 class SplitBackward(Extension):
-    """Splits the backwards of linear layers if a schedule of the request may split or offload.
+    """Splits the backwards of linear layers for schedules that may split, and replaces them for offload.
 
-    In other runs, with ``counted``, it only makes sure that the ledger can count the bytes that linear layers save.
+    Without a split, weight gradients are computed within the backward. In runs that neither split nor offload, with
+    ``counted``, this only makes sure that the ledger can count the bytes that linear layers save.
     ``has_run_delayed`` is true after the first step in which Transformer Engine's modules delayed their weight
     gradients.
     """
