@@ -37,7 +37,7 @@ def held_after(
 
 
 def unit_weights(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
-    """Return the memory of every microbatch or slice divided by that in the costs; ``None`` if all are alike."""
+    """Return the factor of memory of every microbatch or slice; ``None`` if the costs have no microbatch weights."""
     weights = costs.microbatch
     if weights is None:
         return None
@@ -68,9 +68,9 @@ class ActionPrices:
     def of(self, kind: Kind, stage: int, unit: int | None = None) -> float:
         """Return the seconds of an action that is not a message.
 
-        Waits for copies, and reductions of gradients, take no time here. For a vocabulary action ``stage`` is the
-        device. ``unit`` is the microbatch or slice. Without ``unit`` the price is that of a microbatch of weight 1,
-        on its first slice.
+        Waits for copies, gradient reductions and sums over replicas take no time here. For a vocabulary action
+        ``stage`` is the device. ``unit`` is the microbatch or slice. Without ``unit`` the price is that of a
+        microbatch of weight 1, on its first slice.
         """
         weights = self._weights
         if weights is None or unit is None:
@@ -94,11 +94,11 @@ class ActionPrices:
         return seconds * self._weights.tokens[unit // self._slices]
 
     def of_graph(self, found: Dependencies) -> tuple[Graph, list[float], list[float]]:
-        """Return a graph, the seconds of its prices, and the lags of its links, as arguments of ``Times``.
+        """Return the graph of ``found``, the seconds of its prices, and the lags of its links: arguments of ``Times``.
 
         A lag is the time of a message over a link. If microbatches are alike, a kind has one price per stage (or per
-        stage and slice), and a link has one lag. Otherwise every node has its own price, and a link has one lag per
-        microbatch or slice.
+        stage and slice), and a link has one lag. If they have weights, every node has a price, and a link has one lag
+        per microbatch or slice.
         """
         graph, links, actions, slices = found.graph, found.links, found.actions, self._slices
         if self._weights is None:

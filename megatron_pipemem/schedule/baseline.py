@@ -80,8 +80,8 @@ def counted_bytes_of_1f1b(
 
     ``changes`` has the counted change of memory per kind and stage, messages included. ``peak`` is the counted peak,
     which is the result if the schedule is 1F1B itself. The result is ``None`` in these cases: the LM head is cut over
-    ranks, sequences are cut into slices, messages were not counted, the stages do not join into one per rank, or the
-    layers of joined stages differ by more than one and by more than 10 %.
+    ranks, sequences are cut into slices, messages were not counted, the stages do not join into one per rank, or
+    joined stages have numbers of layers (``layers``: per stage) that differ by more than one and by more than 10 %.
     """
     inner, same = schedule.num_devices - 1, _as_1f1b(schedule.num_devices, schedule.num_microbatches)
     if schedule.orders == same.orders:

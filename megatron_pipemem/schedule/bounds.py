@@ -64,7 +64,7 @@ class Chain:
         self.alive = [self.input_start[s] + self.input[s] - self.forward_start[s] for s in stages]
 
     def least_given(self, stages: Sequence[int]) -> float:
-        """Return the lowest memory of the microbatch on a device's stages: 0, or less if more is freed than F took."""
+        """Sum the microbatch's lowest memory on each of the stages: 0, or less if more is freed than F took."""
         return sum(min(0, *self.held[s]) for s in stages)
 
     def lives(self, stages: Sequence[int]) -> float:
@@ -138,7 +138,7 @@ def chains_of(placement: Placement, num_microbatches: int, costs: Costs, splits:
 
 
 def _held(placement: Placement, costs: Costs, splits: bool, slices: int) -> list[Held]:
-    """Return the memory that stages hold for every slice, stage by stage, in the unit of ``Costs.memory_changes``."""
+    """Return the memory that a stage holds for a slice, stage by stage, in the unit of ``Costs.memory_changes``."""
     changes, nothing = costs.memory_changes(placement, slices=slices), (0,) * (placement.num_stages * slices)
     forward, inputs, weights, full = (changes.get(kind, nothing) for kind in PLAIN)
     result = []
@@ -371,7 +371,10 @@ class _Step:
 
 
 def _most(shares: Sequence[Share], cap: float, whole: bool = True) -> float:
-    """Return the most seconds of work that the cap can hold at once. ``whole``: a piece of work counts fully or not."""
+    """Return the most seconds of work that the cap can hold at once, or an upper bound of them.
+
+    ``whole`` counts no parts of passes if all take the same memory, or if there are two shares with few passes.
+    """
     for_nothing = [share for share in shares if share[1] <= 0]
     shares = [share for share in shares if share[1] > 0]
     total = sum(seconds * count for seconds, _, count in for_nothing)

@@ -134,7 +134,7 @@ class Costs:
         return self.forward, self.backward_input, self.backward_weight
 
     def with_parts(self, **changes: Any) -> Costs:
-        """Return the costs with other fields in all ``PartPrices``: ``with_parts(cut=(4, 3))`` has 4 and 3 layers."""
+        """Set fields of all ``PartPrices`` in a copy: ``with_parts(cut=(4, 3))`` prices stages of 4 and 3 layers."""
 
         def changed(price: Any) -> Any:
             return replace(price, **changes) if isinstance(price, PartPrices) else price

@@ -228,7 +228,10 @@ class FunctionName(NamedTuple):
 
 
 def read_microbatch_costs(asked: str) -> str | FileWeights | FunctionName:
-    """Read ``--pipemem-microbatch-costs``: ``tokens``, ``flops``, a JSON file of weights, or ``module:function``."""
+    """Read a value of ``--pipemem-microbatch-costs``: ``tokens``, ``flops``, a JSON file, or ``module:function``.
+
+    A file is read and checked here, a function is not imported.
+    """
     if asked.lower() in (TOKENS, FLOPS):
         return asked.lower()
     if asked.endswith(".json"):
@@ -244,7 +247,7 @@ def read_microbatch_costs(asked: str) -> str | FileWeights | FunctionName:
 
 
 def _file(path: str) -> FileWeights:
-    """Read a file of weights: one JSON object for all training steps, or a list with one per step."""
+    """Read a file of weights: an object or list of numbers for all training steps, or a list of these, one per step."""
     found = read_json(path, "weights of microbatches", CostsError)
     one_for_all = not isinstance(found, list) or not any(isinstance(each, list | dict) for each in found)
     steps = tuple(_weights(path, each) for each in ([found] if one_for_all else found))

@@ -68,7 +68,7 @@ class Graph:
         return ((node, self.lane_of[node], self.waits[node], self.prices[node]) for node in nodes)
 
     def walk(self) -> Walk:
-        """Return the nodes that can run if every lane goes on until a needed node cannot run."""
+        """Return the nodes that can run: those of every lane, up to the first that waits for a node that never runs."""
         waits, done = self.waits, bytearray(len(self.waits) + 1)  # the last is NEVER
         nodes: list[int] = []
         reached = [0] * len(self.lanes)
@@ -146,7 +146,7 @@ class Times[Number: (int, float)]:
         self.free: list[Number] = [zero] * len(graph.lanes)
 
     def start_of(self, node: int) -> Number:
-        """Return the earliest start of a node. All nodes that it waits for must have run."""
+        """Return the earliest start of a node. Call it after ``run`` of its waits and of the nodes before it."""
         graph = self._graph
         arrivals: list[Number] = [self.ends[needed] + self._lags[link] for needed, link in graph.waits[node]]
         return max([self.free[graph.lane_of[node]]] + arrivals)
@@ -225,10 +225,10 @@ def deadlock(cycle: Sequence[Wait], where: str, mend: str) -> ScheduleError:
 def dependencies(
     action: Action, placement: Placement, fused: Container[Action], slices: int = 1, vocabulary_barriers: int = 0
 ) -> tuple[Action, ...]:
-    """Return the actions in a schedule's orders that must end before ``action`` starts.
+    """Return the actions that must end before ``action`` starts, whether or not a schedule has them.
 
-    The recomputations and reloads that a backward needs are left out (``prepared_needs`` has them): they are on the
-    same device.
+    Messages are left out, because orders have none. The recomputations and reloads that a backward needs are left
+    out too (``prepared_needs`` has them): they are on the same device.
 
     Sequence slices of one microbatch share the keys and values of attention. So a slice runs forward after the slice
     before it. It runs backward after the slice that follows it, which adds to the gradients of its keys and values.
@@ -347,7 +347,7 @@ class Dependencies:
         return [*lanes, range(first, len(self.actions))] if len(self.actions) > first else lanes
 
     def _edges(self) -> tuple[list[list[tuple[int, int]]], list[int]]:
-        """Return the waits and the price of every node."""
+        """Return for every node its waits, and the index of its price in ``kinds`` (-1 for actions on memory)."""
         rules, slices = self._rules, self._slices
         waits: list[list[tuple[int, int]]] = []
         prices: list[int] = []
@@ -373,7 +373,7 @@ class Dependencies:
         return waits, prices
 
     def _rule(self, action: Action, lane: int) -> tuple[int, list[_Need]]:
-        """Return the price and the needs of all actions with this kind, stage and slice."""
+        """Return the index of the price, and the needs, that all actions with this kind, stage and slice share."""
         microbatch = action.microbatch or 0
         if action.stage == EVERYWHERE:
             wanted = [action._replace(stage=device) for device in range(len(self._orders))]
@@ -423,7 +423,7 @@ class Dependencies:
         return find_cycle(self._orders, self.walk.reached, awaited)
 
     def _awaited(self, node: int) -> int | None:
-        """Return the node on a device that keeps ``node`` waiting without end; ``None`` if that action is missing."""
+        """Return a device's node for which ``node`` waits without end; ``None`` if the needed action is missing."""
         needed = next(needed for needed, _ in self.graph.waits[node] if needed == NEVER or not self._runs(needed))
         if needed < self._num_ordered:
             return None if needed == NEVER else needed

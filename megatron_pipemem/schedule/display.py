@@ -127,7 +127,7 @@ def has_listener() -> bool:
 
 @contextmanager
 def doing(task: str) -> Iterator[None]:
-    """Report that ``task`` begins, and prefix all progress messages within this block with it."""
+    """Report that ``task`` begins, and put its text before every progress message within this block."""
     progress = _progress.get()
     if progress is None:
         yield

@@ -72,7 +72,7 @@ class _Fact:
 def _fact[T](found: Callable[[Family], T], checked: bool = True) -> T:
     """Return a ``_Fact``. To type checkers it has the type of the field's value, as with ``dataclasses.field``.
 
-    ``found`` derives the value from a family. ``Family.check`` compares it with a declared value if ``checked``.
+    ``found`` derives the value from a family. ``Family.check`` compares a declared value with it only if ``checked``.
     """
     fact: Any = _Fact(found, checked)
     return fact
@@ -212,7 +212,7 @@ class Family:
     def placement_on(self, num_devices: int, options: Mapping[str, Any]) -> Placement:
         """Return the placement of the family's schedules on this number of devices.
 
-        The placement is that of the smallest step, which is built once for the same arguments.
+        It is that of a step with ``fewest_microbatches``. The step is built once for the same arguments.
 
         Args:
             num_devices: pipeline ranks.
@@ -228,7 +228,7 @@ class Family:
         return self._placements[key]
 
     def chunks_per_device(self, options: Mapping[str, Any]) -> int:
-        """Return the stages per device of the family's schedules.
+        """Return the number of stages per device of the family's schedules.
 
         Args:
             options: options of the family, as for ``schedule``.

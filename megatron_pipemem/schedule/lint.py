@@ -52,7 +52,7 @@ def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[fl
 
 
 def find_obstacle(table: Table, schedule: Schedule) -> Fault | None:
-    """Return the fault of a valid table that this package cannot run: its microbatches are in another order."""
+    """Return the fault of a valid table whose microbatch order this package cannot run; ``None`` if it can."""
     try:
         check_microbatch_order(schedule)
     except ScheduleError as error:
@@ -65,7 +65,7 @@ def _fault(table: Table, error: ScheduleError) -> Fault:
 
 
 def _describe(cycle: tuple[Wait, ...]) -> str:
-    """Return the message of a deadlock: the devices that wait, and one action to move earlier so that it ends."""
+    """Return the message of a deadlock: the devices that wait, and one action to move earlier against the deadlock."""
     stands = {wait.device: wait.action for wait in cycle}
     wait = next(wait for wait in cycle if wait.needed != stands[wait.owner])
     members = ", ".join(f"device {member.device} at {member.action}" for member in cycle)
@@ -82,7 +82,7 @@ def _program(table: Table, schedule: Schedule) -> Program:
 
 
 def _check_numbering(schedule: Schedule) -> None:
-    """Raise a ScheduleError if a stage numbers all its microbatches too high, for example from 1 and not from 0.
+    """Raise a ScheduleError if all numbers of one kind on a stage are too high, for example from 1 and not from 0.
 
     The validator would report such a stage as incomplete.
     """

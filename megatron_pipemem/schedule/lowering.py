@@ -145,8 +145,8 @@ def add_gradient_reductions(actions: Order) -> Order:
     """Insert ``REDUCE_GRAD`` after the last weight gradient (W, B, T or EMBED_B) of every stage of a device.
 
     The shards of embedding and head are reduced with the device's first stage: device and stage have the same number.
-    If a message follows the last gradient, the reduction comes after it, because the next device waits for the
-    message. Stages without backwards get no reduction.
+    If the send of a message follows the last gradient, the reduction comes after the send, because the next device
+    waits for the message. Stages without backwards get no reduction.
     """
     last = {action.stage: position for position, action in enumerate(actions) if action.kind in COMPLETING}
     lowered: list[Action] = []
@@ -194,7 +194,7 @@ def add_replica_reductions(
 
 
 def _place_after_gradients(actions: Order, places: dict[int, int]) -> None:
-    """Set the position of every sum over replicas on a device: where its gradients of that stage are complete."""
+    """Set the position of every sum over replicas on a device: where the device has the stage's last gradient."""
     passed = 0
     for action in actions:
         passed += action.kind in ORDERED

@@ -136,7 +136,7 @@ class MeasuredStep:
 
     @property
     def awaits_message(self) -> list[bool]:
-        """Return for every node whether a needed action ended no earlier than the last action of its device."""
+        """Return for every node whether a need on another lane ended no earlier than the node before it on its lane."""
         return self._waits[1]
 
     def rerun(self, seconds: Sequence[int], delays: Sequence[int], begins: Sequence[int] = ()) -> Rerun:
@@ -210,7 +210,7 @@ class MeasuredStep:
 
     @cached_property
     def splits_fused(self) -> bool:
-        """Return whether some backward ran as B, so that the times of I and W are not measured one by one."""
+        """Return whether some backward ran as B, whose measured time is divided into I and W as in ``split``."""
         return any(kind is Kind.B for kind, _ in self.usual)
 
     def of_stages(self) -> dict[Kind, tuple[float, ...]]:
@@ -276,7 +276,7 @@ class MeasuredStep:
         )
 
     def timeline(self, costs: Costs) -> Timeline:
-        """Return the measured step as a timeline. Copies to the host were not timed."""
+        """Return the measured step as a timeline, with peaks from ``costs``. Copies to the host were not timed."""
         orders = tuple(tuple(a for a in order if a.kind in COMPUTE) for order in self.schedule.orders)
         spans = tuple(tuple((s / NANOSECONDS, e / NANOSECONDS) for s, e in spans) for spans in self.spans)
         messages = count_messages(self.schedule)

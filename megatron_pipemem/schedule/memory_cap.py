@@ -17,7 +17,7 @@ _BYTES = re.compile(r"([0-9.]+(?:e[0-9]+)?)\s*(?:([KMGT])i)?B", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class MemoryCap:
-    """The most activations a rank may hold."""
+    """The most activations that each pipeline rank may hold: one amount for all ranks, or one per rank."""
 
     amount: float | tuple[float, ...]
     """One number for all ranks, or one per pipeline rank. The unit is the byte, as the activation ledger counts, or the
@@ -35,7 +35,7 @@ class MemoryCap:
         return self.amount if isinstance(self.amount, tuple) else (self.amount,)
 
     def of(self, num_devices: int) -> tuple[float, ...]:
-        """Return the cap of every device. Raise an UnsupportedError if there are not as many as devices."""
+        """Return the cap of every device. Raise an UnsupportedError if caps per rank have another number."""
         return per_device(self.amount, num_devices)
 
 

@@ -107,7 +107,7 @@ def check_compute_actions(program: Program) -> None:
 
 
 def check_posts(places: Places, messages: Mapping[Action, Message], receives: Mapping[Action, Action]) -> None:
-    """Check that every message is sent after its producer, is received before its consumer, and is not useless."""
+    """Check that every message is sent after its producer and received before its consumer, and no other is posted."""
     for producer, message in messages.items():
         _check_post(message.send, producer, places, after=True)
     for consumer, receive in receives.items():
@@ -276,7 +276,8 @@ def check_sums(program: Program, places: Mapping[Action, tuple[int, int]]) -> Ma
 def prepared_needs(schedule: Schedule, action: Action, actions: Container[Action]) -> Iterator[Action]:
     """Yield the actions that prepare ``action`` on its device.
 
-    For a backward these are the recomputation of its forward (``2R0`` or ``2RS0``) and ``2WAIT_RELOAD0``, if there.
+    For a backward these are ``2R0`` or ``2RS0`` if the schedule recomputes the stage, and ``2WAIT_RELOAD0`` if
+    ``actions`` has any copy, or wait for a copy, of this stage and microbatch.
     """
     for kind in schedule.prepared.get(action.stage, ()):
         if action.kind in kind.spec.prepares:

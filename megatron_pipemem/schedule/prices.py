@@ -19,7 +19,7 @@ Several = float | Sequence[float]
 
 
 def number(subject: str, value: object, wanted: str = "a number") -> float:
-    """Return a number of any library as a float, or raise a CostsError. ``wanted`` names the allowed values in it."""
+    """Return a number of any library as a float, or raise a CostsError, whose message asks for ``wanted``."""
     try:
         found = math.nan if isinstance(value, bool | str) else float(value)  # type: ignore[arg-type]
     except OverflowError:
@@ -70,6 +70,8 @@ def listed(value: Several) -> Sequence[float]:
 @dataclass(frozen=True, repr=False)
 class PartPrices:
     """The prices of all parts of a model (of one kind of action), from which stages with any layers are priced.
+
+    A price is the seconds of the action, or its change of memory.
 
     A stage consists of layers and a *frame*, which is everything else: messages, on the first stage the embedding, and
     on the last stage the head and the loss. If one stage holds the whole model, its frame has embedding and head.
@@ -159,7 +161,7 @@ def checked_seconds(name: str, value: object, kind: Kind | None = None) -> Price
 
 
 def even_layers(layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return the number of layers of every stage if all get equally many: ``even_layers(7, 4)`` is ``(2, 2, 2, 1)``."""
+    """Return the number of layers of every stage, as even as possible: ``even_layers(7, 4)`` is ``(2, 2, 2, 1)``."""
     whole, rest = divmod(layers, num_stages)
     return tuple(whole + (stage < rest) for stage in range(num_stages))
 
@@ -252,7 +254,8 @@ class HostLink:
 class Channel:
     """The seconds of copies of activations between a device and its host.
 
-    Every device has one channel, which makes one copy at a time, in the order in which the copies are issued.
+    A channel makes one copy at a time, in the order in which the copies are issued; with ``duplex``, one in each
+    direction. Every device has a channel, except that those of a group in ``switches`` share one.
     """
 
     offload: Price
@@ -380,7 +383,10 @@ class MicrobatchWeights:
             )
 
     def seconds_of(self, kind: Kind) -> tuple[float, ...]:
-        """Return the factors for the seconds of a kind, one per microbatch. For B without own factors, use I and W."""
+        """Return the factors for the seconds of a kind, one per microbatch.
+
+        Do not call it for B if ``kinds`` has no B: the seconds of B are then those of I and W, each with its factor.
+        """
         if kind is Kind.R and kind not in self.kinds:
             kind = Kind.F
         return self.kinds.get(kind) or (self.time if kind in LAYERS else self.tokens)

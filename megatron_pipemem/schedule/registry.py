@@ -176,7 +176,7 @@ def _fitted_to(chosen: Family, caps: Sequence[float] | None, costs: Costs | None
 
 
 def megatrons_own(chunks: int | None) -> str:
-    """Return the name of Megatron's own schedule: ``1f1b`` with one chunk per pipeline rank, else ``interleaved``."""
+    """Return the name of Megatron's own schedule: ``1f1b`` for 1 chunk per rank or ``None``, else ``interleaved``."""
     return "1f1b" if (chunks or 1) == 1 else "interleaved"
 
 
@@ -197,7 +197,7 @@ def sliced_families() -> Iterator[Family]:
 def synchronous_schedules(
     num_devices: int, num_microbatches: int, costs: Costs | None = None, max_chunks: int | None = None
 ) -> Iterator[Schedule]:
-    """Yield the schedules of all synchronous families that accept these arguments.
+    """Yield the schedules of those ``synchronous_families`` that accept these arguments.
 
     With ``max_chunks``, families with the option ``chunks`` are built with every number from 2 up to it, and schedules
     with more chunks are left out. Without it, every family is built once with its defaults.

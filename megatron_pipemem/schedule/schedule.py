@@ -108,7 +108,7 @@ class Schedule(Shown):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def forward_only(self) -> Schedule:
-        """Return the schedule for evaluation: only the forwards and losses of this one."""
+        """Return the schedule for evaluation: only the actions that evaluation runs, such as forwards, losses and S."""
         return replace(
             self,
             name=f"{self.name} (forward only)",

@@ -308,10 +308,11 @@ def stream(schedule: Schedule, costs: Costs | None = None, tails: Sequence[float
 def until_they_repeat(
     name: str, run: Callable[[int, Sequence[float]], Sequence[float]], tails: Sequence[float], steps: int = 1
 ) -> tuple[float, tuple[tuple[float, ...], ...]]:
-    """Run steps until their times repeat; return the period, and per step the time at which each device is free.
+    """Run steps until their times repeat; return the period, and per step the time at which each device ends its tail.
 
-    ``run`` takes the number of a step and the time at which each device begins it. It returns the time at which each
-    device ends it. ``tails`` has the seconds of each device between the end of a step and the start of the next one.
+    At least ``steps`` steps run. ``run`` takes the number of a step and the time at which each device begins it. It
+    returns the time at which each device ends the step. ``tails`` has the seconds of each device between the end of a
+    step and the start of the next one.
     """
     begins: tuple[float, ...] = (0.0,) * len(tails)
     found: list[tuple[float, ...]] = []
@@ -445,7 +446,7 @@ def _ends(timeline: Timeline, begins: Sequence[float]) -> list[float]:
 
 
 def _period(ends: Sequence[tuple[float, ...]]) -> float | None:
-    """Return the seconds per step if the last step's ends are those of an earlier step plus a delay, else ``None``."""
+    """Return the seconds per step if all ends of the last step are an earlier step's plus one delay, else ``None``."""
     last = ends[-1]
     for back, before in enumerate(reversed(ends[:-1]), start=1):
         shifts = [b - a for a, b in zip(before, last, strict=True)]

@@ -130,7 +130,7 @@ def validate_program(
 
 
 def _place_all(schedule: Schedule) -> Places:
-    """Return device and position of every action. Check that it is possible, unique, and on the device of its stage."""
+    """Return device and position of all actions. Check that each is possible, unique and on the device of its stage."""
     placement = schedule.placement
     if len(schedule.orders) != placement.num_devices:
         raise ScheduleError(
@@ -180,7 +180,10 @@ def _problem_of(action: Action, device: int, schedule: Schedule) -> tuple[str, s
 
 
 def _check_replicas(schedule: Schedule, places: Places) -> Mapping[int, int]:
-    """Check that every microbatch uses stages of one replica only; return its replica if there are several."""
+    """Check that every microbatch uses stages of one replica only; return the replica of each.
+
+    The result is empty if the placement has one replica.
+    """
     placement = schedule.placement
     if placement.replicas == 1:
         return {}
@@ -242,7 +245,7 @@ def _or_fused(needed: Action) -> str:
 
 
 def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[int, int]) -> None:
-    """Check that every stage runs each microbatch of its replica forward once, and backward once unless none does."""
+    """Check that every stage runs each microbatch of its replica forward, and backward if there are any backwards."""
     backwards = any(action.kind in (Kind.I, Kind.W, Kind.B) for action in places)
     for stage in range(schedule.num_stages):
         replica = schedule.placement.replica_of(stage)

@@ -32,7 +32,10 @@ gradient."""
 
 @dataclass(frozen=True)
 class VocabularyCosts:
-    """Seconds of vocabulary passes for one microbatch: one number for all devices, one each, or one per slice too."""
+    """Seconds of vocabulary passes and collectives for one microbatch.
+
+    S, T, EMBED_F and EMBED_B have one number for all devices, one per device, or one per device and slice.
+    """
 
     score: Several = 0.0  # seconds of S
     gradient: Several = 0.0  # seconds of T
@@ -145,7 +148,10 @@ def check_placement(placement: Placement) -> None:
 
 
 def vocabulary_actions(schedule: Schedule, backwards: bool) -> Iterator[tuple[Action, int]]:
-    """Yield ``(action, device)`` for all passes and posts of collectives that vocabulary parallelism adds to a step."""
+    """Yield ``(action, device)`` for all passes and posts of collectives that vocabulary parallelism adds to a step.
+
+    Without ``backwards`` these are the ones that evaluation runs.
+    """
     everywhere = [Kind.EMBED_F, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS]
     if backwards:
         everywhere += [Kind.BCAST_G, Kind.T, Kind.REDUCE_X, Kind.BCAST_E, Kind.EMBED_B]
@@ -160,7 +166,10 @@ def vocabulary_actions(schedule: Schedule, backwards: bool) -> Iterator[tuple[Ac
 
 
 def check_switch(schedule: Schedule) -> None:
-    """Check that a schedule without barriers has no vocabulary actions, and one with barriers no excluded feature."""
+    """Check that a schedule without barriers has no vocabulary actions, and that one with barriers may have them.
+
+    It may not with asynchronous updates, offload, recomputation, or a placement that ``check_placement`` refuses.
+    """
     if schedule.vocabulary_barriers:
         if schedule.vocabulary_barriers not in BARRIERS:
             raise ScheduleError(
@@ -189,8 +198,8 @@ def check_switch(schedule: Schedule) -> None:
 def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> None:
     """Check that every device has each vocabulary pass and each post of a collective once, in the right order.
 
-    Passes of a kind run in microbatch order. T and EMBED_B run from a microbatch's last slice to its first. All
-    devices post the collectives in the same order.
+    LOSS is on the last stage's device only. Passes of a kind run in microbatch order. T and EMBED_B run from a
+    microbatch's last slice to its first. All devices post the collectives in the same order.
     """
     backwards = any(action.kind in (Kind.I, Kind.W, Kind.B) for action in places)
     wanted, slices = dict(vocabulary_actions(schedule, backwards)), schedule.slices

@@ -64,8 +64,9 @@ def check_host_waits(program: Program, found: Dependencies, messages: Iterable[M
 def refused_waits(program: Program, found: Dependencies, messages: Iterable[Message]) -> Iterator[tuple[int, int, int]]:
     """Yield ``(post, other, later)``, three nodes, for every post after which a host must not wait for its device.
 
-    ``other`` is a post on another device that completes together with ``post``, for example the receive of a send. It
-    depends on ``later``, an action of the post's own device. The host must not wait between ``post`` and ``later``.
+    ``other`` completes together with ``post``: it is the receive of a send or the reverse, a collective, or another
+    device's post of a sum over replicas. It depends on ``later``, an action of the post's own device. The host must
+    not wait between ``post`` and ``later``.
     """
     needed, lane_of = last_needed(found), found.graph.lane_of
     for end, other in _pairs(program, found, messages):
@@ -75,9 +76,10 @@ def refused_waits(program: Program, found: Dependencies, messages: Iterable[Mess
 
 
 def _pairs(program: Program, found: Dependencies, messages: Iterable[Message]) -> Iterator[tuple[int, int]]:
-    """Yield the nodes of every two posts that complete together.
+    """Yield every post with each node that completes together with it.
 
-    These are a send and its receive, or posts of the same collective or sum over replicas.
+    That is the receive of a send and the reverse, the node of a collective, which needs all that its posts need, or
+    another device's post of the same sum over replicas.
     """
     nodes = {action: node for node, action in enumerate(found.actions)}
     for message in messages:
