@@ -364,7 +364,7 @@ class _Plan:
         self._weight_gradients[device] += each.kind is Kind.W
 
     def add_missing_weight_gradients(self) -> None:
-        """Add a W for every I that has none, in the first idle slot after the I."""
+        """Add a W for every I that has none, in the first idle slot after the I. ``squeeze`` sets the stages of W."""
         for device, ends in enumerate(self._input_gradient_ends):
             missing = Pass(Kind.W, self._placement.stages[device][0])
             for end in ends[self._weight_gradients[device] :]:

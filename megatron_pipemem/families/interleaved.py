@@ -171,12 +171,12 @@ _SLOTS = 3
 
 
 def gis(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:
-    """Build GIS: groups of ``p`` microbatches, 1F1B's memory, and two thirds of interleaved 1F1B's bubble."""
+    """Build GIS: by default groups of ``p`` microbatches, 1F1B's memory, and 2/3 of interleaved 1F1B's bubble."""
     return _gis("gis", num_devices, num_microbatches, chunks, num_devices if group_size is None else group_size)
 
 
 def gis_h(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:
-    """Build GIS-H: groups of ``p / 2`` microbatches. With many chunks it needs half of the memory of ``gis``."""
+    """Build GIS-H: by default groups of ``p / 2`` microbatches. With many chunks it needs half of ``gis``'s memory."""
     p = num_devices
     return _gis("gis-h", p, num_microbatches, chunks, (p + 1) // 2 if group_size is None else group_size)
 

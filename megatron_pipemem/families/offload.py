@@ -26,7 +26,7 @@ _MOST_WAITING = 4
 
 
 def with_prompt_weights(schedule: Schedule, costs: Costs) -> Iterator[Schedule]:
-    """Yield the schedule with its W moved: with at most 0, 1, 2, 3 or 4 W waiting on a device.
+    """Yield five schedules with W moved: with at most 0, 1, 2, 3 or 4 W waiting on a device.
 
     A W also runs where its device would be idle for as long as the W takes. Nothing is yielded for a schedule without
     W.

@@ -117,7 +117,7 @@ class _Policy(NamedTuple):
 def _forwards_ahead(costs: Costs, p: int, most: int) -> list[tuple[int, ...]]:
     """Return three choices of forwards ahead per device: few, many, and the mean of both.
 
-    Few are those of 1F1B. Many are as many as end before the first gradient can return.
+    Few are those of 1F1B. Many are as many as end before the first gradient can return. None is above ``most``.
     """
     seconds = costs.seconds(Placement.linear(p))
     forward, backward = seconds[Kind.F], seconds[Kind.I]
