@@ -116,7 +116,7 @@ def _create_beside(target: Path) -> Path:
 
 
 def _base(target: Path) -> Path:
-    """Return the existing folder in which missing folders of a path are made. Raise an OutputError if it is the root.
+    """Return the nearest existing folder of a path. Raise an OutputError if a folder would be made in the root.
 
     A missing folder directly below the root is usually a mistyped path.
     """

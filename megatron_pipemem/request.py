@@ -389,7 +389,7 @@ class Request(ScheduleOptions):
         return cls(schedule.name, cap, offload=AUTO, file=schedule)
 
     def decided(self, barriers: int) -> Request:
-        """Return the request with 1 or 2 vocabulary barriers in place of ``auto``; with 0 the vocabulary is not cut."""
+        """Return the request with 1 or 2 vocabulary barriers, whatever it had; with 0 the vocabulary is not cut."""
         cut = cast(VocabularyCut, str(algorithm_of(barriers)) if barriers else OFF)
         return replace(self, vocab_parallel=cut)
 
@@ -517,7 +517,7 @@ class Request(ScheduleOptions):
 
     @property
     def chunks(self) -> int:
-        """Return the model chunks per rank (and replica) that the schedule has unless the user's flags decide it."""
+        """Return the model chunks per rank (and replica) that the schedule has if no flag gives their number."""
         if self.file is not None:
             return self.file.placement.num_chunks // self.replicas
         if self.searches:
