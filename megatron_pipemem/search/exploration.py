@@ -127,7 +127,10 @@ _EFFORT_WHEN_IDLE = 4
 
 @dataclass
 class Exploration:
-    """The search within one placement. Arguments and results are in seconds, private values in ticks."""
+    """The search within one placement and number of slices.
+
+    Times are in seconds, except in timetables and private values, which have ticks.
+    """
 
     placement: Placement
     num_microbatches: int
@@ -188,7 +191,7 @@ class Exploration:
             self._add("evenly spaced", table)
 
     def take_families(self, families: Sequence[Family], clock: Clock) -> None:
-        """Add the schedules of families to the starts while there is time, or another order if none keeps the caps."""
+        """Add families' schedules that keep the caps to the starts while there is time; a greedy order if none does."""
 
         def in_time() -> bool:
             share = 1.0 if self.is_periodic else _SHARE_OF_MANY_CHUNKS
@@ -218,7 +221,7 @@ class Exploration:
 
     @property
     def starts(self) -> list[tuple[float, str, Timetable]]:
-        """Return the makespan in seconds, the name and the timetable of every start, families first."""
+        """Return the makespan in seconds, the name and the timetable of every start that ``take_families`` added."""
         return [(table.makespan / self._problem.ticks_per_second, name, table) for name, table in self._starts]
 
     def more_starts(self) -> Iterator[tuple[str, Timetable]]:
@@ -371,7 +374,7 @@ class Exploration:
         self._finalists = sorted([*self._finalists, entry], key=lambda e: e[:2])[:_FINALISTS]
 
     def candidate(self) -> Candidate:
-        """Return the fastest schedule; of equally fast ones, the one that is fastest if times err by up to 20 %."""
+        """Return the fastest schedule; of nearly equal ones, the one that is fastest if times err by up to 20 %."""
         slack = 0 if self.is_optimal else 1e-3
         equal = [entry for entry in self._finalists if entry[0] <= self._finalists[0][0] * (1 + slack)]
         _, _, name, table = equal[most_robust(self._problem, [entry[3] for entry in equal], self.seed)]

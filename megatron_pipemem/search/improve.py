@@ -45,7 +45,7 @@ def timetable(problem: Problem, orders: Orders) -> Timetable:
 
 
 def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
-    """Return a greedy timetable: a free device runs the ready pass with the smallest urgency that its cap admits.
+    """Return a greedy timetable: a free device runs the ready pass with the least ``urgency`` that its cap admits.
 
     The result is ``None`` if the caps block all devices before the end.
     """
@@ -108,20 +108,20 @@ def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
 def justify(problem: Problem, table: Timetable, frozen: Collection[int] = frozenset()) -> Timetable:
     """Justify a timetable: move all passes as late as possible, and then all as early as possible.
 
-    ``frozen`` passes do not move into idle gaps. Other frozen passes give other results.
+    ``frozen`` passes do not move into idle gaps. Another choice of these passes gives another result.
     """
     late = _earlier(problem.reversed, _mirrored(problem, table), frozen)
     return _earlier(problem.passes, _mirrored(problem, late), frozen)
 
 
 def _mirrored(problem: Problem, table: Timetable) -> list[int]:
-    """Return the starts of all passes of a timetable that runs backwards in time."""
+    """Return the starts that the passes of a timetable have if time runs backwards."""
     ticks, end = problem.ticks, table.makespan
     return [end - start - ticks[price] for start, price in zip(table.starts, problem.passes.price, strict=True)]
 
 
 class Row:
-    """The passes of a device that have been placed, and the idle gaps between them that are long enough for a pass."""
+    """The passes of a device that have been placed, and the idle gaps in which its shortest pass fits."""
 
     def __init__(self, cap: int, shortest: int) -> None:
         self._cap, self._shortest = cap, shortest
@@ -135,8 +135,8 @@ class Row:
     def into_gap(self, each: int, ready: int, length: int, change: int) -> int:
         """Place a pass into the first gap that it fits into, and return its end; -1 if there is no such gap.
 
-        The pass starts at ``ready`` or later, takes ``length`` ticks, and changes the memory by ``change``. The device
-        must keep its cap afterwards, too.
+        The pass starts at ``ready`` or later, takes ``length`` ticks, and changes the memory by ``change``. The
+        passes after the gap must keep the device's cap, too.
         """
         levels, heads, tails, places = self._levels, self._gap_starts, self._gap_ends, self._gap_places
         gap = bisect_left(tails, ready + length)
@@ -180,7 +180,7 @@ class Row:
         return end
 
     def append(self, each: int, ready: int, length: int, change: int) -> int:
-        """Place a pass after all others, and return its end."""
+        """Place a pass after all others of the device, at ``ready`` or later, and return its end."""
         begin = self.end
         if ready > begin:
             if ready - begin >= self._shortest:
@@ -195,7 +195,7 @@ class Row:
 
 
 def _earlier(passes: PassTable, starts: Sequence[int], frozen: Collection[int]) -> Timetable:
-    """Place all passes in the order of ``starts``, each into the first gap that fits, or else after the others."""
+    """Place all passes in the order of ``starts``: in the first gap that fits unless frozen, else after the others."""
     device_of, price_of, before, waits, ticks, change, lags, caps, shortest = passes
     rows = [Row(cap, least) for cap, least in zip(caps, shortest, strict=True)]
     ends = [0] * (len(starts) + 1)  # the last entry stands for the pass before the first of a class

@@ -60,7 +60,7 @@ class Variation:
     def round(self) -> bool:
         """Try random moves in the best order, and return whether any order has a smaller value.
 
-        The moves that made the order better in the previous round are also tried together.
+        The best move of a round is kept. Further moves that gained in it are tried on top of it in the next round.
         """
         further, tries = self.order, []
         for move in self._gained:
@@ -95,7 +95,7 @@ class Variation:
 
 
 def random_move(count: int, random: Random) -> Move:
-    """Return a function that changes an order of microbatches: it swaps two, or moves one to another position."""
+    """Return a random move: a function that swaps two microbatches of an order, or moves one to another position."""
     first, second, swaps = random.randrange(count), random.randrange(count), random.random() < 0.5
 
     def moved(order: Sequence[int]) -> Order:

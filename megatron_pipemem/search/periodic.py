@@ -380,7 +380,7 @@ class PeriodicStarts:
 
     @property
     def idles(self) -> bool:
-        """Return whether the interval is longer than the work of the busiest device."""
+        """Return whether an interval longer than the work of the busiest device has been tried."""
         return self.stretch > 1
 
     def propose(self) -> tuple[BlockSampler, PeriodicBlock] | None:

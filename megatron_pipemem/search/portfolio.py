@@ -21,7 +21,7 @@ _STRETCH = 1.1
 
 
 def first_start(problem: Problem) -> Timetable | None:
-    """Return a timetable with microbatches at equal intervals, as long as the caps require.
+    """Return a timetable with microbatches at equal intervals, which are lengthened until the caps are kept.
 
     The passes of a microbatch are planned as if there were no other one. If two passes need a device at the same time,
     the one that is planned earlier runs first. The result is ``None`` if even one microbatch after another exceeds the
@@ -178,7 +178,10 @@ def _depths(problem: Problem) -> list[float]:
 
 
 def shortened(problem: Problem, num_microbatches: int) -> Problem:
-    """Return the same problem with fewer microbatches. The start and the end of a step stay the same."""
+    """Return the problem with at most ``num_microbatches`` microbatches.
+
+    With enough of them, the start and the end of a step stay the same.
+    """
     return replace(problem, num_microbatches=min(problem.num_microbatches, num_microbatches))
 
 

@@ -293,7 +293,7 @@ def _stagger(placement: Placement, ticks: Sequence[int], slices: int) -> int:
 
 
 def waits_of(placement: Placement, lag: Callable[[int, int], int]) -> ClassWaits:
-    """Return ``Problem.waits`` of a placement. ``lag(source, destination)`` returns the ticks between two stages."""
+    """Return ``Problem.waits`` of a placement. ``lag(source, destination)`` returns the lag between two stages."""
     waits: list[tuple[tuple[int, int], ...]] = []
     for stage in range(placement.num_stages):
         before, after = placement.previous_stage(stage), placement.next_stage(stage)

@@ -37,10 +37,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult(Shown):
-    """The result of ``search_schedule``: the fastest schedule, the best of every other placement, and a lower bound.
+    """The result of ``search_schedule``: the best schedule of every placement and number of slices, and a bound.
 
     Args:
-        candidates: the best schedule of every placement for which there was time, the fastest first.
+        candidates: the best schedule of every placement and number of slices for which there was time, the fastest
+            first.
         lower_bound: seconds that no schedule within the cap can beat, with any of the tried placements.
         seconds: duration of the search; 0 if the result comes from the cache.
         costs: the costs of the search.

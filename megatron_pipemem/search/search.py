@@ -141,7 +141,7 @@ def _explorations(
     seed: int,
     period: bool,
 ) -> list[Exploration]:
-    """Return an exploration for every placement and number of slices whose caps admit one microbatch.
+    """Return an exploration for every placement and number of slices with which one microbatch keeps the caps.
 
     Under caps and without slices, there is a second exploration if ``better_full`` has any stages. It has full
     backwards there.
@@ -229,7 +229,7 @@ def usual_placements(
 
 
 def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int] = (1,)) -> tuple[Placement, ...]:
-    """Return the placements that the costs fit, or raise a CostsError if there is none.
+    """Return the placements that the costs fit with any of the numbers of slices. Raise a CostsError if none does.
 
     Costs per stage (or per stage and slice) fit placements with as many stages.
     """

@@ -46,10 +46,10 @@ class Dispatcher:
     """Make greedy schedules of one step for any order of its microbatches.
 
     A free device runs a ready backward or else a ready forward, that of the oldest microbatch first, and a W if neither
-    may run. A forward starts only if the cap has room for it, and for every microbatch that the device has begun on
-    all its later chunks.
+    may run. A forward starts only if the cap has room for it, and for the forwards on later chunks of every
+    microbatch that the device has begun.
 
-    ``base`` has only ``PLAIN`` actions and one replica. The greedy schedules split the backwards of the same stages.
+    ``base`` has only ``PLAIN`` actions and one replica. Greedy schedules have I and W on the stages where it has.
     ``costs`` have the weights of the microbatches in arrival order. ``caps`` are in the unit of the costs' memory.
     """
 
@@ -198,7 +198,7 @@ class StepPlan:
 def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, seconds: float = SECONDS) -> StepPlan:
     """Search for an order of a step's microbatches, and for a schedule, that make the step as short as possible.
 
-    If the base in arrival order keeps the cap, the plan is never slower than that. If the base has only F, I, W and B
+    If the base in arrival order keeps the cap, the plan is not slower than it. If the base has only F, I, W and B
     on one replica of the model, its actions get a new order, too. Otherwise (recomputation, offload, vocabulary
     parallelism, replicas, slices) only the microbatches get a new order. The result is validated.
 
@@ -348,7 +348,7 @@ class _Search:
         return result
 
     def _climbed(self, dispatcher: Dispatcher, limits: Sequence[Ahead], begin: _Found | None) -> _Found | None:
-        """Return ``begin``, improved by random moves of single microbatches that make its greedy schedule faster."""
+        """Return ``begin``, improved by random swaps and moves of microbatches that keep or shorten the makespan."""
         if begin is None:
             return None
         best, value, order = None, begin.value, begin.order
@@ -369,7 +369,7 @@ class _Search:
         return Variation(schedule, self._costs, self._caps, starts, self._random)
 
     def _vary(self, variation: Variation) -> bool:
-        """Run rounds of a ``Variation`` until progress stops, keep its best order, and return whether it improved."""
+        """Run rounds until progress stops, keep the fastest order within the caps, and return if ``value`` fell."""
         before, stale = variation.value, 0
         while stale < _ROUNDS and self._has_time():
             stale = 0 if variation.round() else stale + 1
@@ -395,7 +395,7 @@ def _starts(work: Sequence[float]) -> Iterator[Order]:
 
 
 def _limits(base: Schedule) -> Iterator[Ahead]:
-    """Yield limits of forwards ahead per device: no limit, and that of the base if it has one stage per device."""
+    """Yield limits for ``ahead`` of ``Dispatcher.run``: none, and those of a base with one stage per device."""
     yield None
     if base.placement.num_chunks == 1:
         ahead = []
