@@ -174,7 +174,7 @@ def _held(way: Way) -> str:
 
 
 def _compared(way: Way, reading: Reading, advice: Advice) -> str:
-    """Return the line about a schedule: how much shorter its step is than today's, its memory, and the words to add.
+    """Return the line about a schedule: how its step compares with today's, its memory, and the words to add.
 
     If tuned stock Megatron is faster than today's run, the step is compared with that too.
     """
@@ -204,7 +204,7 @@ def _addition(reading: Reading, way: Way) -> str:
 
 
 def _answer(reading: Reading, advice: Advice) -> str:
-    """Return the line for the user to add, or the reason why nothing should be added."""
+    """Return text with the words that the user should add, or with the reason to stay as it is."""
     today, stock = advice.today, advice.stock
     if advice.verdict == "stay":
         return "stay as you are: no schedule is 1 % faster in this memory, or as fast in less"

@@ -141,7 +141,7 @@ def _refuse(source: str, fault: Fault, table: Table, facts: dict[str, object], a
 
 
 def _write(schedule: Schedule, target: Path, to_dialect: _Letters, lowered: bool | None) -> dict[str, object]:
-    """Write a schedule to the file ``target``, and return what the command prints about it, by name."""
+    """Write a schedule to the file ``target``, and return facts about that file to print, by name."""
     with_messages = target.suffix == ".txt" if lowered is None else lowered
     letters = "torch-new" if to_dialect == "torch" else to_dialect
     header = write_header(schedule.header(schedule.orders))

@@ -84,7 +84,7 @@ def showing(text: str) -> Iterator[Listener]:
     """Show progress on stderr while the block runs: first ``text``, then each message of ``doing`` and ``tell``.
 
     The block may also pass messages to the function that it gets. It must not print to stdout. If another ``showing``
-    is active, its line is used.
+    is active, its line shows ``text``, and the function does nothing.
     """
     # The command that lists all commands does not import schedules.
     from megatron_pipemem.schedule.display import doing, has_listener, listening

@@ -257,7 +257,7 @@ def _name(given: str, path: Path) -> str:
 
 
 def _completed(raw: dict[str, Any], flags: dict[str, Any], model: Model, cluster: Cluster) -> Run:
-    """Set the precision, the number of nodes and the flags that follow from model and cluster, and return the run."""
+    """Add to ``raw`` and ``flags`` what follows from model and cluster, such as the number of nodes. Return the run."""
     if cluster.backend == "gloo":
         raw["precision"] = "fp32"
     else:
@@ -370,8 +370,9 @@ def grid(
 
 
 def _write_down(store: Store, grid_file: Path, points: Sequence[GridPoint], resume: bool, progress: Console) -> None:
-    """Write the points of a new grid to its folder, or those to run again with ``resume``. Print points that cannot
-    run.
+    """Write the points of a new grid to its folder. Print the points that cannot run.
+
+    With ``resume``, the folder may have a grid. Then write only the points that could not run before.
     """
     if not store.exists():
         store.create(grid_file, points)
@@ -398,7 +399,7 @@ def grid_result(
 
 
 def _train(store: Store, launcher: Launcher, max_parallel: int, options: Options, console: Console) -> list[int]:
-    """Start the grid points that have no result, and wait for them. Return the points that ended without a result."""
+    """Start the grid points that have no result or have failed, and wait. Return those that ended without a result."""
     settings = store.settings()
 
     def tell_ending(ending: Sequence[int]) -> None:
@@ -427,7 +428,7 @@ def _train(store: Store, launcher: Launcher, max_parallel: int, options: Options
 class _Standing:
     """Shows how many grid points have ended, are running and remain. Threads may call it.
 
-    ``done`` is the number of points that had a result before.
+    ``done`` is the number of points that need not run, because they have a result.
     """
 
     def __init__(self, labels: Sequence[str], done: int, show: Listener, console: Console) -> None:
@@ -439,7 +440,7 @@ class _Standing:
         self._show(self._line())
 
     def take(self, index: int, result: Result | None) -> None:
-        """Note that point ``index`` has started if ``result`` is None, or else has ended with this result."""
+        """Show that point ``index`` has started if ``result`` is None, or else has ended with this result."""
         name = self._labels[index]
         with self._guard:
             if result is None:

@@ -50,7 +50,10 @@ from megatron_pipemem.search.result import ResultCache
 
 
 def price_layers(names: Sequence[str], asked: Question) -> Costs:
-    """Return the costs that the options give, including the seconds of copies to the host."""
+    """Return the costs that the options give, including the seconds of copies to the host.
+
+    Raise an UnsupportedError for an offload ratio if none of the schedules ``names`` offloads.
+    """
     check_layers(asked.layers, asked.devices or 1)
     costs, ratio = with_channel(parse_costs(asked.costs, asked.p2p), asked.offload_ratio), asked.offload_ratio
     sends = asked.offload != OFF or any(is_file(name) or (name != AUTO and family(name).offloads) for name in names)
@@ -74,8 +77,8 @@ def _check_price(option: str, price: float, kind: str) -> None:
 def with_channel(costs: Costs, ratio: float | None) -> Costs:
     """Return the costs with the seconds of copies to the host for an offload ratio.
 
-    The ratio is the seconds of copying activations out and back, per second of their F, I and W. Without one, the
-    channel of the costs is kept, or else the ratio is 1.
+    The ratio is the seconds of copying activations out and back, per second of their F, I and W. Without a
+    ratio, the costs keep their channel; if they have none, the ratio is 1.
     """
     if ratio is None and costs.channel is not None:
         return costs
@@ -111,7 +114,7 @@ def parse_costs(text: str, p2p: float | None) -> Costs:
 
 
 def note_uneven_cuts(costs: Costs, placements: Iterable[Placement]) -> None:
-    """Print a note if stages get unequal numbers of layers and the costs do not ask for this cut."""
+    """Print a note if layers do not divide evenly among stages, and the costs give no layers per stage."""
     parts = costs.part_prices
     if parts is None:
         return
@@ -151,7 +154,10 @@ def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | Non
 
 
 def priced_head(asked: Prices, costs: Costs, schedule: Schedule, barriers: int) -> Costs:
-    """Return the costs with the LM head: cut over all devices with 1 or 2 barriers, or on the last stage if 0."""
+    """Return the costs with the LM head: cut over all devices with 1 or 2 barriers, or on the last stage if 0.
+
+    If the seconds of the head are not given, the costs stay as they are.
+    """
     seconds = head_seconds(asked, costs, schedule)
     if seconds is None:
         return costs
@@ -163,9 +169,7 @@ def priced_head(asked: Prices, costs: Costs, schedule: Schedule, barriers: int) 
 
 
 def named(name: str, chunks: int | None) -> str:
-    """Return the name of a schedule family. ``stock`` is replaced by Megatron's own schedule for ``chunks``, with a
-    note.
-    """
+    """Return ``name``, or for ``stock`` the family with Megatron's own order for ``chunks``, and print a note."""
     if name != STOCK:
         return name
     own = megatrons_own(chunks)
@@ -192,7 +196,7 @@ class Loaded:
         return None if self.request.memory_cap is None else self.request.memory_cap.amount
 
     def again(self, request: Request, costs: Costs) -> Loaded:
-        """Choose a schedule for another request and other costs, with the same shape and memory per action."""
+        """Choose a schedule for another request and these costs, but for this shape and with this memory per action."""
         knowledge = replace(self.knowledge, costs=replace(costs, memory=self.knowledge.costs.memory))
         return Loaded(request, self.shape, knowledge, choose(request, self.shape, knowledge))
 
@@ -282,7 +286,8 @@ def _host_budget(host_memory: str | None, costs: Costs) -> float | None:
 def read_file(name: str, size: Size, dialect: Dialect) -> tuple[Table, Schedule]:
     """Return the table in a schedule file, and its schedule, which is not validated yet.
 
-    A number of microbatches in ``size`` replaces the number that follows from the file. Devices and chunks must agree.
+    A number of microbatches in ``size`` replaces the number that follows from the file. Devices and chunks
+    in ``size`` must equal those of the file.
     """
     table, schedule = _read(Path(name), dialect, size.microbatches, size.yes)
     _check_counts(name, schedule, size.devices, None, _settings(size))
@@ -332,7 +337,7 @@ def _check_counts(
 
 
 def load_and_simulate(name: str, asked: Question, prices: Costs) -> tuple[Loaded, Timeline, str]:
-    """Return the schedule with its LM head, its simulated timeline, and the reason for the place of the head."""
+    """Return the schedule with its LM head, its simulated timeline, and why ``auto`` placed the head there."""
     loaded = load_schedule(name, asked, costs=prices, offload=asked.offload, host_memory=asked.host_memory)
     note_uneven_cuts(prices, [loaded.schedule.placement])
     loaded, prices, reason = _with_head(loaded, _with_attention(loaded, prices, asked), asked)

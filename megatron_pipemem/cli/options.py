@@ -174,7 +174,7 @@ def takes_group(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def is_file(name: str) -> bool:
-    """Return whether ``name`` is a schedule file. Otherwise it is the name of a schedule."""
+    """Return whether ``name`` is the path of a schedule file, and not the name of a schedule."""
     return name.endswith((".csv", ".txt")) or "/" in name or Path(name).is_file()
 
 
@@ -242,6 +242,6 @@ def check_layers(layers: int | None, stages: int) -> None:
 
 
 def check_port(flag: str, port: int) -> None:
-    """Raise an ``UnsupportedError`` if the port is out of range."""
+    """Raise an ``UnsupportedError`` if the port is not from 1 to 65535."""
     if not 0 < port < 1 << 16:
         raise UnsupportedError("bad-number", f"{flag} {port}: give a port, from 1 to {(1 << 16) - 1}")

@@ -162,7 +162,11 @@ def _print_answer(answer: Answer, today: Plan | None, overlap: str | None) -> No
 
 
 def _as_it_stands(run: Run, pace: MeasuredSlowdown | None) -> Plan | None:
-    """Return the run with its own parallelism and schedule; ``None`` if it has no such price or does not fill its cluster."""
+    """Return the plan of a run as it stands, or ``None``.
+
+    It is ``None`` if the run does not fill its cluster, is refused for another reason than memory, or has offload,
+    slices, vocabulary parallelism or steps without a barrier.
+    """
     choice = run.schedule
     has_further = choice.overlap_steps or (choice.slices or 1) > 1 or {choice.offload, choice.vocab_parallel} != {OFF}
     if has_further or run.parallelism.ranks != run.cluster.num_devices:
@@ -229,7 +233,7 @@ def _table(plans: Sequence[Plan], today: Plan | None) -> FittingTable:
 def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) -> tuple[Plan | None, Plan | None]:
     """Return two plans: the fastest with Megatron's overlap of messages within layers, and the fastest without it.
 
-    Both are ``None`` if the run has no such overlap.
+    Both are ``None`` if the run has no such overlap. Either is ``None`` if no such plan is found.
     """
     if not any(run.flags.get(flag) for flag in STOCK_OVERLAPS.values()):
         return None, None
@@ -250,7 +254,7 @@ def _worth_of_overlap(kept: Plan | None, other: Plan) -> str:
 
 
 def _gain(plan: Plan) -> str:
-    """Return the speed-up without a barrier between steps, such as ``1.050``, or ``none``."""
+    """Return the speed-up without a barrier between steps, such as ``1.050``; ``none`` if it is negligible."""
     return "none" if plan.gain is None or plan.gain <= LEAST_GAIN else f"{plan.gain:.3f}"
 
 

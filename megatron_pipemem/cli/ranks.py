@@ -145,9 +145,9 @@ def rank_guard() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refused_together() -> Iterator[None]:
-    """Run checks in the block that have the same result on all ranks of a one-node job. Only rank 0 reports a failure.
+    """End all ranks of a one-node job if the block raises an error of this package. Only rank 0 prints it.
 
-    The ranks need no store for this, so torch is not imported.
+    The block must have the same result on all ranks. So they need no store, and torch is not imported.
     """
     try:
         yield
@@ -175,7 +175,7 @@ class _FailureBoard:
 
     @classmethod
     def from_environment(cls) -> _FailureBoard | None:
-        """Return the board of this rank's job, or None if the job has one process."""
+        """Return the board of this rank's job, or None for one process or without torchrun's variables."""
         job = os.environ
         if int(job.get("WORLD_SIZE", 1)) < 2 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= job.keys():
             return None
@@ -232,8 +232,8 @@ class _FailureBoard:
     def stay(self) -> None:
         """Wait until other ranks have had time to read this failure.
 
-        If the store was not open when this rank failed, wait for it first and write the failure. Without a launcher
-        that ends all ranks, other ranks would otherwise wait for this one in their rendezvous.
+        If the store was not open when this rank failed, wait for it first and write the failure. If no launcher ends
+        all ranks, the other ranks wait in their rendezvous until they read it.
         """
         deadline = time.monotonic() + _KEEPER_SECONDS
         with contextlib.suppress(RuntimeError):  # the store has closed, and with it the other ranks
@@ -265,7 +265,7 @@ def _follow_down() -> NoReturn:
 def _exit(code: int, board: _FailureBoard | None = None) -> NoReturn:
     """End the process when other ranks have had time to read ``board``.
 
-    ``os._exit`` is used, because the interpreter's usual exit would wait for other ranks.
+    ``os._exit`` is used, because Python's normal exit would wait for other ranks.
     """
     if board is not None:
         board.stay()
@@ -339,7 +339,7 @@ def _mute() -> None:
 def _report(error: BaseException) -> None:
     """Print the error, and write it to the file from which torchrun prints it at the end.
 
-    Errors of this package have no traceback, because their message is complete. PIPEMEM_TRACEBACK=1 shows it.
+    Errors of this package have no traceback, because their message is complete. PIPEMEM_TRACEBACK=1 adds one.
     """
     wanted = not isinstance(error, PipememError) or "PIPEMEM_TRACEBACK" in os.environ
     trace = "".join(traceback.format_exception(error)) if wanted else ""
@@ -352,7 +352,7 @@ def _report(error: BaseException) -> None:
 
 
 def _tell_torchrun(summary: str, text: str, early: bool) -> bool:
-    """Write the error file that torchrun prints, and return whether torchrun has asked for one.
+    """Write the error file that torchrun prints, if torchrun gives its path. Return whether it was written.
 
     torchrun compares times in whole seconds, and blames the lowest rank if they are equal. ``early`` makes the time one
     second earlier, so that torchrun blames this rank.

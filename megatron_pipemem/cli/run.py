@@ -56,6 +56,7 @@ def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) ->
 
     The plugin is enabled only if an argument starts with ``--pipemem-``. Without one, the script runs on stock
     Megatron. Imports resolve from the script's folder. A failure ends the process (see ``rank_guard``).
+    With ``--pipemem-check``, the script does not run, and advice is printed.
     """
     job = os.environ
     checks = [each for each in arguments if each.partition("=")[0] == CHECK]

@@ -304,7 +304,7 @@ _SHORT = {"single_queue_makespan": "one queue: makespan", "single_queue_bubble_r
 
 
 def _told(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield the results as pairs of a name and a text, without those that have their usual value (``_USUAL``)."""
+    """Yield the results as pairs of a name and a text, without those that have the value in ``_USUAL``."""
     for key, fact in facts.items():
         if any(each != _USUAL.get(key) for each in (fact if isinstance(fact, list) else [fact])):
             yield _SHORT.get(key, key.replace("_", " ")), _text(key, fact)
@@ -481,7 +481,10 @@ def pareto(
 
 
 def _in_shares(costs: Costs, asked: Prices, devices: int, microbatches: int) -> Costs:
-    """Return costs with memory as a share of 1F1B's bytes; without bytes or with a cut vocabulary in units."""
+    """Return costs with memory as a share of 1F1B's bytes, or in activation units.
+
+    They are in units if the costs have no bytes, or if the vocabulary is cut.
+    """
     if asked.vocab_parallel != OFF:  # the costs do not hold the bytes of the head's shards
         costs = replace(costs, memory=None)
     return in_shares_of_1f1b(costs, devices, microbatches)
