@@ -80,7 +80,7 @@ def even(model: Model, stages: int) -> tuple[int, ...]:
 
 
 def uncut(model: Model, stages: int) -> tuple[int, ...] | None:
-    """Return the number of pieces of each stage in Megatron's default cut, or ``None`` for an uneven number.
+    """Return the number of pieces of each stage in Megatron's default cut; ``None`` if layers do not divide evenly.
 
     The default cut gives every stage the same number of layers.
     """

@@ -155,7 +155,7 @@ def load[T](source: str | Path, kind: type[T], overrides: Sequence[str] = ()) ->
 
 
 def read_raw(path: str | Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file without checking it. Files that it refers to are not read."""
+    """Return the mapping in a YAML file without checking its keys. Files that it refers to are not read."""
     try:
         loaded = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -240,7 +240,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 def locate(name: str, kind: type, user: Path | None = None, key: str | None = None, siblings: bool = False) -> Path:
     """Return the file for a name or path that the file ``user`` has at ``key``, or that a command line has.
 
-    On a command line, ``user`` is ``None``. With ``siblings``, the folder of ``user`` is searched too.
+    On a command line, ``user`` is ``None``. With ``siblings``, the folder of ``user`` is searched first.
     """
     path, folder = (user.parent if user else Path()) / name, getattr(kind, "config_folder", None)
     if name.endswith((".yaml", ".yml")):
@@ -324,8 +324,9 @@ def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tup
 
 
 def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, is_whole: bool = True) -> Any:
-    """Return a mapping without names of files as a dataclass. If not ``is_whole``, only check it: keys may be
-    missing.
+    """Return a mapping without names of files as a dataclass.
+
+    If not ``is_whole``, keys may be missing: only check the values, and return ``None``.
     """
     arguments = {}
     for name, parameter in _parameters(kind).items():

@@ -251,9 +251,7 @@ class Execution(Limited):
 
     @property
     def product_element(self) -> float:
-        """Bytes per element of a linear layer's input that is kept for W. With fp8, the bytes of its scales are
-        included.
-        """
+        """Bytes per element of a linear layer's input or output gradient that is kept for W, with fp8 scales."""
         return self.element if self.fp8 == "none" else 1 + _SCALES.get(self.fp8, 0.0)
 
     @property
@@ -335,7 +333,7 @@ class Summed:
 
 @dataclass(frozen=True)
 class Passes(Summed):
-    """One number for each of F, I and W: seconds, FLOPs or bytes."""
+    """One number for each of F, I and W, for example seconds or FLOPs."""
 
     forward: float = 0.0  # the number for F
     input: float = 0.0  # the number for I

@@ -386,5 +386,5 @@ _JOINED: Sequence[tuple[Callable[[Callable[[str], Any]], object], str]] = (
 
 
 def joined_anyway(value_of: Callable[[str], Any]) -> list[str]:
-    """Return the settings because of which all ranks wait for each other after every step anyway, as sentences."""
+    """Return sentences about settings that make all ranks wait for each other after a step even without a barrier."""
     return [sentence for joins, sentence in _JOINED if joins(value_of)]

@@ -182,7 +182,7 @@ class Run:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the last checkpoint is from before the last step. A restarted run then continues from it."""
+        """Whether the run has a checkpoint, and the last one is from before the last step. A restart uses it."""
         try:
             saved = int((Path(self.checkpoints) / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -215,7 +215,7 @@ class Run:
 
     @property
     def schedule_options(self) -> dict[str, Any]:
-        """Options of the schedule, including chunks and slices. For a schedule file, these two follow from the file."""
+        """Options of the schedule, including chunks and slices, except for a schedule file, which has its own."""
         if self.schedule.name.endswith(FILE_SUFFIX):
             return self.schedule.options
         given = {"chunks": self.parallelism.chunks, "slices": self.schedule.slices}

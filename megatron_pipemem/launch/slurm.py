@@ -114,7 +114,7 @@ def array_jobs(
 
 
 def submit_points(store: Store, indices: Sequence[int], max_parallel: int, options: Options) -> list[str]:
-    """Submit points of a grid, store the numbers of their jobs in the grid's folder, and return them."""
+    """Submit points of a grid, store the numbers of their jobs in the grid's folder, and return these numbers."""
     numbers = []
     runs = {index: store.run(index) for index in indices}
     for members, submission in array_jobs(store.folder, runs, max_parallel, options).items():

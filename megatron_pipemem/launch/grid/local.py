@@ -126,7 +126,7 @@ def _on_this_node(store: Store, index: int) -> Command:
 def _end_left_over(lock: IO[str], place: Path) -> None:
     """End the training process that a killed grid has left, and take over its lock.
 
-    Raise an UnsupportedError if the lock is not free after 60 seconds, as if the process is on another machine.
+    Raise an UnsupportedError if the lock is not free after 60 seconds: the process may be on another machine.
     """
     lock.seek(0)
     try:

@@ -78,9 +78,9 @@ def label(settings: Settings) -> str:
 def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool = False) -> list[GridPoint]:
     """Read a grid, by the path of its file or its name, and return the points that its filters keep.
 
-    Points that cannot work are included, with the reason. Filters leave out no point whose run is not valid.
-    ``overrides`` change all points, like the key ``set``.
-    ``any_size`` also checks schedules that take long.
+    Points that cannot work are included, with the reason. Filters are not applied to points whose run is not valid.
+    ``overrides`` change all points, like the key ``set``. With ``any_size``, points are not refused because their
+    schedules take long to check.
     """
     grid = load(path, Grid)
     grid_file = locate(str(path), Grid)

@@ -73,7 +73,7 @@ class Result:
 
     @property
     def peaks_agree(self) -> bool | None:
-        """Whether the counted peak of every rank equals the predicted one exactly; ``None`` without predictions."""
+        """Whether each rank's counted peak equals its predicted peak, if it has one; ``None`` if no rank has one."""
         pairs = list(zip(self.predicted_peak_bytes, self.counted_peak_bytes, strict=True))
         known = [predicted == counted for predicted, counted in pairs if predicted is not None]
         return all(known) if known else None
