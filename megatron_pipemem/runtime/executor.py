@@ -399,7 +399,7 @@ class Executor:
         self._transport.finish()
 
     def take_in(self, left: InFlight) -> None:
-        """Start with the tensors that the previous step left for this one. Call this before ``run``."""
+        """Add the tensors that the previous step left for this one, without running. Call this before ``run``."""
         self._inputs |= left.inputs
         self._outputs |= left.outputs
         if left.arrived:

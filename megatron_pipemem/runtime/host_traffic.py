@@ -1,4 +1,4 @@
-"""Describe the copies of activations between a device and its host in a step: direction, bytes, and waiting time."""
+"""Statistics of the copies of activations between a device and its host in a step: bytes and waiting times."""
 
 from __future__ import annotations
 

@@ -193,9 +193,9 @@ def _passes(medians: Medians, placement: Placement, before: Costs, slices: int) 
 
 
 def drift(planned: Costs, measured: Costs, placement: Placement, slices: int = 1) -> str | None:
-    """Return a sentence about the pass whose seconds differ most from the plan; ``None`` if none differs enough.
+    """Return a sentence about the F, I or W whose seconds differ most from the plan; ``None`` if none differs enough.
 
-    Enough is more than 20 % of the planned time, and more than 2 % of the busiest device's seconds per microbatch.
+    Enough is over 20 % of the planned time, and over 2 % of the busiest device's measured seconds per microbatch.
     """
     old, new = planned.seconds(placement, slices), measured.seconds(placement, slices)
     noise = _NOISE * max(
