@@ -103,8 +103,8 @@ def known_flags() -> dict[str, dict[str, Any]]:
 def _megatrons_flags() -> dict[str, dict[str, Any]]:
     """Return the properties of Megatron's flags, from its parser if it is imported.
 
-    Otherwise they are from a cache file for this version of Megatron. If there is none, a subprocess imports Megatron,
-    which takes seconds, and its answer is written to the file.
+    If it is not imported, they are from a cache file for this version of Megatron. If there is no file, a subprocess
+    imports Megatron, which takes seconds, and its answer is written to the file.
     """
     if not is_installed():
         return {}

@@ -55,7 +55,7 @@ class Host(Protocol):
     """The host memory to which activations are offloaded. All ranks of the job call a method at the same time."""
 
     def budget(self) -> int:
-        """Return the bytes of host memory that every rank may use."""
+        """Return the bytes of host memory that one rank may use."""
 
     def switches(self) -> tuple[tuple[int, ...], ...]:
         """Return the groups of pipeline devices that share a link to the host, such as ``((0, 1), (2, 3))``."""
@@ -89,7 +89,7 @@ class Compiled(NamedTuple):
     """The same actions in an order for one hardware queue per rank, if some steps need it."""
 
     def order(self, single_queue: bool) -> Program:
-        """Return the program, in the order for one hardware queue if ``single_queue`` and if there is such an order."""
+        """Return ``in_one_queue`` if ``single_queue`` and if it is not ``None``; else ``program``."""
         return self.in_one_queue if single_queue and self.in_one_queue is not None else self.program
 
 
@@ -270,7 +270,7 @@ class Programs:
         """Choose a schedule for steps of this shape. Every rank of the job calls this at the same time.
 
         ``why`` is the reason for the log. ``before`` is the choice that ran so far. It stays unless the new schedule
-        shortens the makespan by at least the fraction ``minimum_gain``, or the old one breaks the cap.
+        shortens the makespan by at least the fraction ``minimum_gain``, or ``before`` breaks the cap.
 
         Raises:
             UnsupportedError: the schedule does not exist for this shape.
@@ -382,7 +382,7 @@ class Programs:
         return known
 
     def _resolved(self, request: Request, shape: Shape, known: Knowledge) -> Choice:
-        """Choose a schedule: on rank 0 for all ranks if it is searched or offload is planned, otherwise on every rank.
+        """Choose a schedule: on rank 0 for all ranks if it is searched or offload is planned, else on each rank alone.
 
         A search ends after a time limit, so its result may differ between ranks.
         """

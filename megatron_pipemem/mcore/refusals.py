@@ -112,7 +112,7 @@ def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, 
 
 
 def _cannot_be_saved(chunk: torch.nn.Module) -> bool:
-    """Return whether the chunk has an unused head beside the tied embedding that serves as its head.
+    """Return whether the chunk has an unused head in addition to the tied embedding that serves as its head.
 
     Megatron's checkpointing fails on such a chunk.
     """

@@ -349,9 +349,9 @@ def _refuse_generation(module: torch.nn.Module, args: tuple, kwargs: Mapping[str
 
 
 def _tied_weights(chunks: list[torch.nn.Module]) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Return the embedding's weight and its copy in another chunk of this device, if there are both.
+    """Return the pair of the embedding's weight and its copy in another chunk of this device; ``[]`` if one is missing.
 
-    A tied head and multi-token prediction have such a copy.
+    A tied head has a copy, and so has the stage of multi-token prediction.
     """
     embedding = copied = None
     for chunk in chunks:

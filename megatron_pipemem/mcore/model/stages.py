@@ -1,6 +1,6 @@
 """Run a model chunk as a stage of the pipeline, with Megatron's own forward and backward steps.
 
-This includes memory that experts keep, and the parts of a forward that run again to recompute activations.
+It also frees memory that experts keep, and marks the parts of a forward that can run again alone (``regions_of``).
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Recording(Extension):
     """Records every training step, and writes the report after the training loop and its last checkpoint.
 
     It also writes scalars of the last rank's pipeline to TensorBoard and W&B, as often as Megatron does. The times of a
-    step are known one step later. So its scalars are written then, under the number of its own iteration.
+    step are known one step later. So its scalars are written one step late, under its iteration's number.
     """
 
     only_trains = True

@@ -344,7 +344,7 @@ def refused(config, num_devices: int) -> dict[str, str]:
 
 
 def iteration_seconds(begun: Sequence[float]) -> float | None:
-    """Return the median seconds between the starts of two consecutive steps; ``None`` for a single step."""
+    """Return the median seconds between starts of consecutive steps, from the second on; ``None`` for a single step."""
     apart = [after - before for before, after in zip(begun, begun[1:], strict=False)]
     return median(apart[_TYPICAL - 1 :] or apart) if apart else None
 

@@ -222,7 +222,7 @@ def _told(step: StepContext) -> dict[str, Any]:
 
 
 def _kind(step: StepContext, schedule: Schedule) -> Hashable:
-    """Return a key for steps whose losses have the same structure: evaluation, other data, number of microbatches."""
+    """Return a key for steps whose losses have one structure: evaluation or not, other data or not, microbatches."""
     return step.forward_only, step.collect_non_loss_data, schedule.num_microbatches
 
 
