@@ -36,9 +36,9 @@ def share_of_1f1b(timeline: Timeline) -> float | None:
 def bytes_of_1f1b(costs: Costs, placement: Placement, num_microbatches: int, slices: int = 1) -> float | None:
     """Return the highest peak in bytes of any device under 1F1B.
 
-    ``costs`` are prices of the model's parts, or of the stages of ``placement`` with the LM head on the last one. The
-    result is ``None`` if the costs have no bytes, or if they are not of parts and the stages of a replica are not a
-    multiple of the devices.
+    ``costs`` are prices of the model's parts, of a device's whole share, or of the stages of ``placement`` with the LM
+    head on the last one. The result is ``None`` if the costs have no bytes, or if they are not of parts and the number
+    of stages of a replica is not a multiple of that of devices.
     """
     if costs.memory is None:
         return None

@@ -207,7 +207,7 @@ class Costs:
         return per_slice("copy_sum", self.copy_sum, placement, 1)
 
     def vocabulary_costs(self, placement: Placement, barriers: int, slices: int = 1) -> VocabularyCosts:
-        """Return the costs of a schedule with vocabulary parallelism.
+        """Return the costs of vocabulary passes and collectives: the field ``vocabulary``, or its default.
 
         Args:
             placement: the placement of the schedule.

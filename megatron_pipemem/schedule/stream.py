@@ -337,7 +337,10 @@ def gain_without_barrier(schedule: Schedule, costs: Costs | None = None, tails: 
 
 
 def draw_steps(timeline: Timeline, steps: int) -> Timeline:
-    """Simulate several steps without a barrier as one long schedule, so that a picture can show them."""
+    """Simulate several steps without a barrier as one long schedule, so that a picture can show them.
+
+    Raise an UnsupportedError for a schedule with replicas, and for costs with weights of microbatches.
+    """
     schedule, costs = timeline.schedule, timeline.costs
     if schedule.placement.replicas > 1:
         raise UnsupportedError(
@@ -372,7 +375,7 @@ def _endless(schedule: Schedule, steps: int) -> Schedule:
 
 
 def _options(schedule: Schedule) -> dict[str, Any]:
-    """Return the options of ``build_schedule`` with which an asynchronous family builds schedules like this one."""
+    """Return the options with which ``build_schedule`` continues an asynchronous schedule over several steps."""
     if updates_per_batch(schedule.name):
         return {UPDATE_EVERY: schedule.num_microbatches}
     assert schedule.updates is not None
