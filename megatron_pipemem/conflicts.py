@@ -123,8 +123,8 @@ def requested(schedule: str, **settings: Any) -> Request:
 def check(request: Request) -> Request:
     """Check that the settings of a request fit together. Return the request with its schedule file read and proved.
 
-    Raise a PipememError if settings exclude each other, or if the schedule file is not valid. The run's schedule
-    is not built.
+    Raise a PipememError if settings exclude each other, or if an option or a file of the request is not valid. The
+    run's schedule is not built.
     """
     if request.schedule_module is not None:
         register_module(request.schedule_module)

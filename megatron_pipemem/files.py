@@ -33,7 +33,8 @@ def write_whole(path: str | Path, content: str | bytes) -> Path:
 def whole_file(path: str | Path) -> Iterator[Path]:
     """Yield the path of a temporary file, which replaces ``path`` when this block ends without an error.
 
-    It is for code that writes files by itself, as matplotlib does. An OSError in the block becomes an OutputError.
+    It is for code that writes files by itself, as matplotlib does. An OSError in the block becomes an OutputError. If
+    ``path`` is a device or a pipe, such as ``/dev/null``, it is yielded itself.
     """
     path = Path(path)
     try:

@@ -453,7 +453,7 @@ class Request(ScheduleOptions):
 
     @property
     def chooses_offload(self) -> bool:
-        """Return whether a search chooses the order together with offload or recomputation, to keep a cap."""
+        """Return whether a search chooses the order together with ``auto`` offload or recomputation, to keep a cap."""
         is_open = self.offload in (OFF, AUTO) and self.recompute in ("none", AUTO)
         return self.searches and self.plans_offload and is_open and self.memory_cap is not None
 
