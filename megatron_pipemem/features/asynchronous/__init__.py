@@ -1,1 +1,1 @@
-"""Update weights within a step, and keep several versions of the weights (PipeDream, PipeDream-2BW)."""
+"""Update weights while microbatches are in flight, and keep versions of the weights (PipeDream, PipeDream-2BW)."""

@@ -216,7 +216,7 @@ def extensions(*_: object) -> list[Extension]:
 
 
 def _check(config) -> None:
-    """Raise an UnsupportedError if the layers of this model cannot have random streams of their own."""
+    """Raise an UnsupportedError if the configuration or Megatron's random tracker rules out a stream per layer."""
     tracker = random.get_cuda_rng_tracker()
     of_tracker = {
         "use_te_rng_tracker": not isinstance(

@@ -104,7 +104,7 @@ _IN_FLIGHT = {Kind.F: 1, Kind.I: -1, Kind.B: -1}
 
 
 def with_early_recompute(plan: OffloadPlan, fits: Callable[[OffloadPlan], bool]) -> OffloadPlan:
-    """Move recomputes to earlier places in the orders, where their device would wait, if the step gets shorter.
+    """Return the plan with recomputes moved earlier, to where their device would wait, if the step gets shorter.
 
     A recomputed activation is held until its backward. So ``fits`` checks whether a plan still keeps the memory caps.
     Without caps, the peak may not rise.

@@ -24,11 +24,11 @@ class KeyValueCache:
         self._gradient: torch.Tensor | None = None
 
     def append(self, part: torch.Tensor, begin: int) -> torch.Tensor:
-        """Store the keys of a slice, and return those of all slices so far, ``[begin + tokens of the slice, ...]``.
+        """Store a slice's keys (or values), and return those of this and earlier slices, ``[begin + tokens, ...]``.
 
-        ``part`` is ``[tokens of the slice, ...]``, and ``begin`` is the number of tokens of all earlier slices. A
-        recomputed slice stores the same values again. In the backward, the slice's gradient includes those from later
-        slices.
+        ``part`` is ``[tokens, ...]``, the tokens of this slice, and ``begin`` is the number of tokens of all earlier
+        slices. A recomputed slice stores the same values again. In the backward, the slice's gradient includes those
+        from later slices.
         """
         grown: torch.Tensor = _Append.apply(part, self, begin)
         return grown
@@ -45,7 +45,7 @@ class KeyValueCache:
         return whole[:end]
 
     def add_gradient(self, gradient: torch.Tensor, begin: int) -> torch.Tensor:
-        """Return the gradient of the slice's own keys, summed over this and all later slices.
+        """Return the gradient of one slice's keys (or values), summed over this and all later slices.
 
         ``gradient`` is that of the result of ``append``. Its part for earlier slices is kept until they run backward.
         """

@@ -373,7 +373,7 @@ def _relative(tokens: Sequence[float], full: FullMicrobatch, **more) -> Microbat
 def _by_flops(batches: Sequence[object], full: FullMicrobatch, config: object, iteration: int) -> MicrobatchWeights:
     """Return weights by FLOPs: linear layers in proportion to tokens, attention to squared document lengths.
 
-    W has no attention.
+    The weights of W leave attention out.
     """
     contents = [_Contents.of(batch, number) for number, batch in enumerate(batches)]
     if getattr(config, "is_hybrid_model", False):

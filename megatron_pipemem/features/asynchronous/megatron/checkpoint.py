@@ -41,7 +41,7 @@ class SavedVersions:
 
 
 def save(saved_now: Callable[[], SavedVersions | None], original: Callable, iteration, *args, **kwargs):
-    """Save a checkpoint with ``original``, ``save_checkpoint``. Write older versions of the weights to its folder.
+    """Save a checkpoint by ``original`` (``save_checkpoint``). Write older versions of the weights to its folder.
 
     ``saved_now`` returns these versions, or ``None`` if no step has run. Non-persistent checkpoints get no file.
     """
@@ -56,11 +56,11 @@ def save(saved_now: Callable[[], SavedVersions | None], original: Callable, iter
 
 
 def load(loaded: Callable[[SavedVersions | None], None], original: Callable, *args, load_arg="load", **kwargs):
-    """Load a checkpoint with ``original``, ``load_checkpoint``. Pass the older versions in its folder to ``loaded``.
+    """Load a checkpoint by ``original`` (``load_checkpoint``). Pass the older versions in its folder to ``loaded``.
 
     ``loaded`` gets ``None`` on all ranks if there is no checkpoint, or if the file of any rank is missing. ``load_arg``
-    is the name of the flag with the folder. Only for ``load``, and not for ``pretrained_checkpoint``, are older
-    versions read.
+    is the name of the flag with the folder. If it is not ``load`` (but ``pretrained_checkpoint``), ``loaded`` is not
+    called.
     """
     result = original(*args, load_arg=load_arg, **kwargs)
     if load_arg == "load":

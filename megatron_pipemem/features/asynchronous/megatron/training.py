@@ -139,7 +139,7 @@ class StageOptimizer:
             )
 
     def release(self) -> None:
-        """Give the optimizer its own ``step()`` again."""
+        """Give the caught optimizer its own ``step()`` again, and forget this optimizer."""
         if self._caught is not None:
             del self._caught.step
             self._caught = None
@@ -266,7 +266,7 @@ class AsynchronousTraining(Extension):
         return self._delayed is not None and self._delayed.waits
 
     def _weight_bytes(self) -> WeightBytes:
-        """Return the bytes of one weight version on this rank, and of the buffers of all its versions.
+        """Return the bytes of one weight version on this rank, and of all version buffers, free ones included.
 
         With them come two numbers of versions: the most that the schedule needs, and the most that the rank has held.
         """
@@ -374,7 +374,7 @@ class AsynchronousTraining(Extension):
         return self._plans[shape, moment, single_queue]
 
     def close(self, orderly: bool) -> None:
-        """Set the model to the newest weights, drop all else, and give the optimizer its own ``step()`` again."""
+        """Set the model to the newest weights, drop microbatches in flight and plans, and restore ``step()``."""
         if self._stream is not None:
             self._stream.drop(self._waits)
             self._stream = None

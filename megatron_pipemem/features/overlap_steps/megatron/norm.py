@@ -133,5 +133,5 @@ class Norms:
         return norm**2.0
 
     def close(self) -> None:
-        """Destroy the process groups. No sum may be running."""
+        """Destroy the process groups. Call it when no sum is running."""
         destroy_groups({self._group, self._world})

@@ -157,7 +157,7 @@ def _tensors(parts: Sequence[MegatronOptimizer]) -> Iterator[torch.Tensor]:
 def _most_bytes(parts: Sequence[MegatronOptimizer]) -> int:
     """Return the bytes of a snapshot, at least those of the parameters and of Adam's two moments.
 
-    Before the first step there is no such state yet.
+    Before the first optimizer step, the moments do not exist yet.
     """
     parameters = sum(parameter.nbytes for _, parameter in _parameters(parts))
     return max(sum(tensor.nbytes for tensor in _tensors(parts)), (1 + MOMENTS) * parameters)

@@ -209,10 +209,7 @@ class SequenceSlices(Extension):
 
 
 def _holder(step: Step) -> Callable[[torch.Tensor], object]:
-    """Return a function that counts a tensor in the ledger, and excludes it from offload.
-
-    Such a tensor belongs to several slices.
-    """
+    """Return a function that counts a tensor of several slices in the ledger, and excludes it from offload."""
     ledger = step.observation.ledger
 
     def hold(tensor: torch.Tensor) -> None:

@@ -306,7 +306,7 @@ _PIECE_BYTES = 64 * 2**20
 
 
 class _Whole(NamedTuple):
-    """The size of the uncut vocabulary and whether it is tied, which only the first stage knows and all ranks need."""
+    """The shape of the uncut embedding and whether it is tied, which only the first stage knows and all ranks need."""
 
     vocab_size: int
     hidden_size: int
@@ -341,8 +341,8 @@ def cut_vocabulary(
 ) -> None:
     """Replace the whole embedding and LM head by this rank's shards, with the same values.
 
-    Every rank calls this when it has built its chunks and not yet wrapped them, as DDP does. Raise an UnsupportedError
-    if the head or the embedding cannot be cut.
+    Every rank calls this after it has built its chunks, and before DDP wraps them. With one pipeline rank, nothing is
+    cut. Raise an UnsupportedError if the head or the embedding cannot be cut.
     """
     if placement.num_devices == 1:
         return
@@ -424,7 +424,7 @@ def shards_of(chunks: list[torch.nn.Module]) -> VocabularyShards:
 
 
 def shards_group_of(pg_collection) -> dist.ProcessGroup:
-    """Return the model-parallel group. In it, all tensor-parallel ranks of a pipeline rank follow each other."""
+    """Return the model-parallel group, in which Megatron's default order puts tensor-parallel ranks side by side."""
     group = getattr(pg_collection, "mp", None)
     return parallel_state.get_model_parallel_group() if group is None else group
 

@@ -41,8 +41,8 @@ def keep_depths(
 ) -> torch.Tensor:
     """Replace Megatron's ``process_mtp_loss``: if the head is cut, postpone the losses of multi-token prediction.
 
-    The head then gets the outputs of all prediction depths, and ``weigh`` computes their losses later. If the head is
-    not cut, run ``original``.
+    The head then gets the outputs of all prediction depths, and ``weigh`` computes their losses later. In evaluation,
+    it gets those for the next token only. If the head is not cut, run ``original``.
     """
     if not isinstance(output_layer, DepartingHead):
         return original(hidden_states=hidden_states, output_layer=output_layer, **others)

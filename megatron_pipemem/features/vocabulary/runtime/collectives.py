@@ -34,13 +34,13 @@ class Pending[Result]:
 
 
 def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
-    """Send a tensor from rank ``source`` of the group to all its ranks. It is the head's input, or a gradient."""
+    """Send the tensor of rank ``source`` to all ranks of the group. It is the head's input, or a gradient."""
     work = dist.broadcast(tensor, dist.get_global_rank(group, source), group=group, async_op=True)
     return Pending(work, lambda: tensor)
 
 
 def gather_statistics(tensor: torch.Tensor, everyones: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
-    """Gather ``HeadMicrobatch.statistics``, ``[3, tokens]``, of all ranks in ``everyones``, ``[ranks, 3, tokens]``."""
+    """Gather the ranks' ``HeadMicrobatch.statistics``, ``[3, tokens]``, in ``everyones``, ``[ranks, 3, tokens]``."""
     work = dist.all_gather_into_tensor(everyones.flatten(0, 1), tensor, group=group, async_op=True)
     return Pending(work, lambda: everyones)
 

@@ -72,7 +72,7 @@ class HeadOptions:
 
 @dataclass(eq=False)
 class HeadMicrobatch:
-    """The head's data of one microbatch on this rank, from S until the losses are known.
+    """The head's data of one microbatch on this rank, from S until the gradients are computed.
 
     The rows of ``statistics`` are also available as ``own_maximum``, ``own_sum`` and ``target_logit``.
     """
@@ -212,8 +212,8 @@ def finish_input_gradient(
 ) -> torch.Tensor:
     """Return the gradient of the training loss with respect to the head's input, ``[..., h]`` in ``dtype``.
 
-    ``total`` is the sum of the gradients of all ranks. With one barrier, these ranks did not know the gradient of the
-    loss. It is ``loss_gradient`` then (``Normalised.without_ignored``). With two barriers, ``loss_gradient`` is
+    ``total`` is the sum of the gradients of all ranks. With one barrier, it lacks the factor ``loss_gradient``, the
+    gradient with respect to the token losses (``Normalised.without_ignored``). With two barriers, ``loss_gradient`` is
     ``None``.
     """
     return (total if loss_gradient is None else total * loss_gradient.unsqueeze(-1)).to(dtype)
@@ -285,7 +285,7 @@ class Normalised:
         return self.options.pieces(self._batch.x.size(0))
 
     def without_ignored(self, loss_gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the token losses with zeros for ignored labels, fp32, in the labels' shape."""
+        """Return ``loss_gradient`` with zeros for ignored labels, fp32, in the labels' shape."""
         return self._flat(loss_gradient).view(self._batch.shape)
 
     def _message(self) -> torch.Tensor:
@@ -296,7 +296,7 @@ class Normalised:
         return rows.view(*self._batch.shape, rows.size(-1))
 
     def _flat(self, loss_gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the token losses with zeros for ignored labels, fp32, ``[tokens]``."""
+        """Return ``loss_gradient`` with zeros for ignored labels, fp32, ``[tokens]``."""
         batch = self._batch
         if loss_gradient.numel() != batch.valid.numel():
             raise VocabularyError(
@@ -317,7 +317,7 @@ class Normalised:
     def _logit_gradient(self, piece: slice, g: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the logits of one piece, ``[tokens, rows]``. Kept logits are overwritten by it.
 
-        ``g`` is the gradient of the token losses, fp32, ``[tokens]`` of the whole microbatch.
+        ``g`` is the gradient with respect to the token losses, fp32, ``[tokens]`` of the whole microbatch.
         """
         batch, options = self._batch, self.options
         raw = batch.x[piece] @ batch.shard.weight.t() if batch.logits is None else batch.logits[piece]
@@ -352,7 +352,7 @@ class OneBarrier(Normalised):
         """Return the gradient with respect to the head's input from this rank's rows, ``[..., h]``. Sum it over the
         ranks.
 
-        It is not yet multiplied by the gradient of the token losses. ``finish_input_gradient`` does so with the sum.
+        It lacks a factor, the gradient with respect to the token losses. ``finish_input_gradient`` multiplies by it.
         """
         batch, options = self._batch, self.options
         average, batch.average = batch.average, None

@@ -34,9 +34,7 @@ from megatron_pipemem.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class Batch:
-    """The tokens and labels of all microbatches of a step, or of all slices of them. Their ``b`` and ``s`` may
-    differ.
-    """
+    """The tokens and labels of all microbatches (or slices) of a step, whose ``b`` and ``s`` may differ."""
 
     tokens: Sequence[torch.Tensor]  # ``[b, s]`` of every microbatch
     labels: Sequence[torch.Tensor] | None  # ``[b, s]`` of every microbatch; ``None`` to get logits instead of losses
@@ -54,7 +52,7 @@ class Batch:
         return replace(self, tokens=slices(self.tokens), labels=None if self.labels is None else slices(self.labels))
 
     def empty_for_head(self, microbatch: int, *further: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an empty tensor ``[(1 + depths) * s, b, *further]``, one prediction depth after the other."""
+        """Return uninitialised memory, ``[(1 + depths) * s, b, *further]``, one prediction depth after the other."""
         tokens = self.tokens[microbatch]
         b, s = tokens.shape
         return torch.empty((1 + self.depths) * s, b, *further, dtype=dtype, device=tokens.device)
@@ -120,11 +118,12 @@ class HeadStage(Protocol):
         """Store the embeddings, ``[b, s + 1, h]``, with which multi-token prediction will run in the coming forward."""
 
     def ahead_gradient(self, microbatch: int) -> torch.Tensor:
-        """Return the gradient of the embeddings given to ``look_ahead``. The stage's backward must have run."""
+        """Return the gradient of the embeddings given to ``look_ahead``. Call it after the stage's backward."""
 
     def loss(self, microbatch: int, scored: Sequence[Normalised]) -> torch.Tensor | None:
-        """Run the loss function of a microbatch. Return the gradients of its token losses if the step trains, else
-        ``None``.
+        """Run the loss function of a microbatch, and return the gradient of the loss with respect to its token losses.
+
+        The result is ``None`` if the step does not train.
 
         ``scored`` has the token losses of the microbatch, ``[s, b]`` in fp32, or those of all its slices in order. With
         slices, ``microbatch`` is the number of the last slice, and the gradients of the slices are concatenated.
@@ -477,7 +476,7 @@ class VocabularyPasses:
 
 
 def _sum(pending: Pending[torch.Tensor | None]) -> torch.Tensor:
-    """Wait for a reduction, and return its result. Only for ranks that get the result."""
+    """Wait for a reduction, and return its result. Call it only on ranks that get the result."""
     total = pending.wait()
     assert total is not None
     return total
