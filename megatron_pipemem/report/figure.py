@@ -105,8 +105,9 @@ class Label(NamedTuple):
 def add_labels(axes: Axes, labels: Sequence[Label]) -> int:
     """Write names next to their points without overlaps, and return how many points have no name.
 
-    Points in the same place share a name. A name takes the first free place next to its point. Otherwise it takes the
-    nearest free place, with a line to the point. Earlier labels choose first. The axes must have their final limits.
+    Points in the same place share a name. A name takes the first free place next to its point, or else the nearest free
+    place, with a line to the point. A name without a place is left out. Earlier labels choose first. The axes must have
+    their final limits.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -284,7 +285,10 @@ def _number_size(run: PicturedRun, points: float, row_points: float) -> float:
 
 
 def _draw_waits(axes: Axes, run: PicturedRun, points: float, row_points: float) -> set[str]:
-    """Write, in each bubble, the action that the device waits for, in the longest form that fits."""
+    """Write, in each bubble, the action that the device waits for, in the longest form that fits.
+
+    Return what was left out for lack of room.
+    """
     left_out: set[str] = set()
     size = min(7.0, 0.62 * _ACTION_HEIGHT * row_points)
     for row in run.bubbles:

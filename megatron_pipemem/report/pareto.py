@@ -132,7 +132,11 @@ def draw(
 
 
 def _limits(points: Sequence[Point]) -> tuple[float, float]:
-    """Return the ends of the memory axis and of the bubble axis. Points that are far from all others are left out."""
+    """Return the ends of the memory axis and of the bubble axis.
+
+    Points do not count if their bubble is far above that of most points, or if their peak is more than twice the highest
+    of the points that are not dominated.
+    """
     rates, fronts = sorted(point.bubble_rate for point in points), [p.peak for p in points if not p.dominated]
     usual = max(2.5 * rates[3 * (len(rates) - 1) // 4], 0.05)
     peak = max(point.peak for point in points if point.peak <= 2 * max(fronts, default=math.inf))

@@ -34,7 +34,7 @@ def announcement(timeline: Timeline) -> str:
 
 def typical[T](steps: Sequence[T]) -> Sequence[T]:
     """Return all steps but the first, which opens channels and fills the allocator's cache. A single step is
-    returned.
+    kept.
     """
     return steps[1:] or steps
 

@@ -98,7 +98,7 @@ def _widest(texts: Iterable[str], parts: Callable[[str], Sequence[str]]) -> int:
 
 
 def _layout(columns: Sequence[_Column], width: int) -> tuple[int, list[int]] | None:
-    """Return the blank columns between cells, and the width of each column. ``None`` if some word would not fit."""
+    """Return how many columns separate cells, and the width of each column; ``None`` if some word would not fit."""
     for gap in _PADDINGS:
         room = width - _EDGES - gap * (len(columns) - 1)
         enough = sum(column.natural for column in columns) if gap == max(_PADDINGS) else 0

@@ -200,7 +200,7 @@ class DrawnRun:
 
     @cached_property
     def awaited(self) -> dict[Action, Box]:
-        """For each action that needs results of other devices, the box of the result that arrives last."""
+        """For each action that needs results of other devices, the box of the producer that ends last."""
         latest: dict[Action, Box] = {}
         for producer, consumer in self.messages:
             known = latest.get(consumer.action)
