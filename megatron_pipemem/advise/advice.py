@@ -82,13 +82,13 @@ class Way:
 
     @property
     def messages(self) -> int:
-        """Messages of a step between pipeline ranks, forward and back."""
+        """Number of messages of a step between pipeline ranks, forward and back."""
         devices = self.step.placement.devices
         return 2 * self.run.parallelism.microbatches * sum(here != there for here, there in pairwise(devices))
 
     @cached_property
     def refusal(self) -> PipememError | None:
-        """The reason why the run cannot have this schedule; ``None`` if it can.
+        """The error that says why the run cannot have this schedule; ``None`` if it can.
 
         It is checked with the fewest microbatches for which the answer is the same.
         """
@@ -178,7 +178,7 @@ def _verdict(today: Way, stock: Way | None, proposals: Mapping[str, Way], overla
 
 
 def _gains_without_overlap(run: Run, ways: Sequence[Way], pace: MeasuredSlowdown | None) -> bool:
-    """Return whether a schedule would gain on the run if the run had no overlap of messages within layers."""
+    """Return whether one of ``ways`` is faster, in the same memory, than the run without overlap within layers."""
     bare = as_it_stands(without_overlap(run), pace)
     return any(way.gain(bare) >= AS_FAST and way.peak <= bare.peak * (1 + SAME_MEMORY) for way in ways)
 
@@ -252,7 +252,7 @@ def _is_linear(way: Way) -> bool:
 
 
 def _first(ways: Sequence[Way], key: Callable[[Way], float], refused: dict[str, tuple[str, list[str]]]) -> Way | None:
-    """Return the first way by ``key`` that is not refused, and note the refusals of the ways before it."""
+    """Return the first way by ``key`` that is not refused. Note in ``refused`` why schedules of ours before it are."""
     for way in sorted(ways, key=key):
         error = way.refusal
         if error is None:

@@ -34,7 +34,7 @@ class Consumer:
 
 
 def changes(consumer: Consumer, today: Run, way: Way) -> tuple[list[str], list[str]]:
-    """Return the words to add to a program's settings, and those to take away, to come from its run to a way."""
+    """Return the words to add to a program's settings, and those to remove, so that ``today``'s run becomes ``way``."""
     hook = [*consumer.hook] if not way.is_stock and way.run.schedule.name != today.schedule.name else []
     added: list[str] = []
     gone: list[str] = []
@@ -58,7 +58,7 @@ def call(way: Way) -> str | None:
 
 
 def _changed_fields(today: Run, other: Run, chunks: int) -> dict[str, Any]:
-    """Return the fields of Megatron's configuration that differ, with their new values."""
+    """Return Megatron's fields for chunks, layout and overlaps that differ between two runs, with their new values."""
     found: dict[str, Any] = {}
     if chunks != (today.parallelism.chunks or 1):
         found[VIRTUAL] = None if chunks == 1 else chunks
@@ -76,7 +76,10 @@ def _python(field: str, value: Any) -> list[str]:
 
 
 def _hydra(prefix: str, own: Sequence[str], others: str) -> Callable[[str, Any], list[str]]:
-    """Return the spelling of Hydra's overrides: a program's ``own`` fields are under ``prefix``, the others in a mapping."""
+    """Return a function that spells overrides of Hydra.
+
+    The fields in ``own`` are keys under ``prefix``. All other fields are in the mapping ``others`` under ``prefix``.
+    """
 
     def spelled(field: str, value: Any) -> list[str]:
         return [f"++{prefix}{'' if field in own else f'.{others}'}.{field}={json.dumps(value)}"]

@@ -36,7 +36,7 @@ _OF_VERL = {
 
 
 def is_settings(raw: Mapping[str, Any]) -> bool:
-    """Return whether a YAML file holds settings of such a program, and no run of this package."""
+    """Return whether a YAML file holds settings of NeMo-RL or verl, and not a run of this package."""
     return bool({"policy", "actor_rollout_ref", "defaults"} & raw.keys())
 
 
@@ -113,7 +113,7 @@ class _Settings:
         return value
 
     def fields(self, key: str) -> dict[str, Any]:
-        """Return the plain values below a key."""
+        """Return the values directly below a key, without nested mappings."""
         found = self.get(key, {})
         names = found if isinstance(found, Mapping) else {}
         values = {name: self.get(f"{key}.{name}") for name in names}
@@ -125,7 +125,7 @@ def _plus(text: str) -> str:
 
 
 def _inherited(path: Path, trail: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the mapping of a file over those of the files that it names under ``defaults``."""
+    """Return the mapping of a file, merged over those of the files that it names under ``defaults``."""
     if path in trail:
         raise ConfigError("based-on-itself", "is based on itself", key="defaults", file=path)
     raw = read_raw(path)
@@ -166,7 +166,7 @@ def _replicas(flags: Mapping[str, Any], devices: int) -> int:
 
 
 def _packed(flags: dict[str, Any], samples: int, tokens: int, devices: int) -> None:
-    """Set the batch of sequences that are packed into microbatches of up to ``tokens`` tokens."""
+    """Set in ``flags`` the batch sizes for sequences that are packed into microbatches of up to ``tokens`` tokens."""
     micro = max(1, tokens // int(flags["seq-length"]))
     batch = micro * _replicas(flags, devices)
     flags["micro-batch-size"], flags["global-batch-size"] = micro, -(-samples // batch) * batch

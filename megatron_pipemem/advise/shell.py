@@ -265,7 +265,7 @@ class _Reader:
             place = end
 
     def _value(self, expansion: str) -> list[str]:
-        """Return the words of ``$NAME``, ``${NAME...}``, ``$((...))`` or ``$(...)``."""
+        """Return the words of ``$NAME``, ``${NAME...}`` or ``$((...))``. The words of ``$(...)`` are unknown."""
         if expansion.startswith("$(("):
             inner = "".join(self._expanded([WordPart(expansion[3:-2], True)]))
             found = _arithmetic(inner, lambda name: "".join(self._lookup(name) or [UNKNOWN]))
