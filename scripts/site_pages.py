@@ -222,7 +222,7 @@ def file_page(target: str) -> str:
 
 
 def _target(source: str, link: str) -> str | None:
-    """Return the file of the repository to which a relative link in document ``source`` leads, or None."""
+    """Return the file of the repository to which a relative link in document ``source`` leads; None for other links."""
     if "://" in link:
         return None
     target = os.path.normpath(os.path.join(os.path.dirname(source), link))
@@ -230,7 +230,7 @@ def _target(source: str, link: str) -> str | None:
 
 
 def _linked_files(source: str) -> set[str]:
-    """Return the files to which a document links and that have no page of their own yet."""
+    """Return the files to which a document links and that are neither in ``docs/`` nor in ``DOCUMENTS``."""
     links = _LINK.findall((ROOT / source).read_text(encoding="utf-8"))
     targets = {target for link, _ in links if (target := _target(source, link)) is not None}
     return {target for target in targets if target not in DOCUMENTS and not target.startswith("docs/")}
