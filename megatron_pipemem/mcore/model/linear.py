@@ -180,7 +180,7 @@ class _SplitLinear(torch.autograd.Function):
 class _LinearWeightGradient(DeferredWeightGradient):
     """The product ``grad_output^T @ input`` for the weight gradient of one layer and one microbatch.
 
-    Of an operand whose shard is known, only the shard is kept, and gathered again.
+    Of an input or output gradient whose shard is known, only the shard is kept, and W gathers it again.
     """
 
     weight: torch.Tensor = field()  # always given, unlike in the base class

@@ -1,4 +1,4 @@
-"""Check that the chunks on all ranks together are the whole model, by the layers that were really built.
+"""Check that the chunks on all ranks of a pipeline are the whole model, by the layers that were really built.
 
 Every layer must exist once, in order, between the embedding and the head. Megatron counts the layers of a chunk by
 sizes in a configuration and in global state. If these sizes disagree, the chunks may still fit together and train, with
@@ -42,7 +42,7 @@ def check_whole_model(
     group: dist.ProcessGroup,
     check_own: Callable[[], None],
 ) -> None:
-    """Raise an UnsupportedError on every rank if the chunks of all ranks are not exactly one model per replica.
+    """Raise an UnsupportedError on every rank of the pipeline if their chunks are not exactly one model per replica.
 
     Every rank of the pipeline calls this before the first step of a model. ``check_own`` raises an UnsupportedError for
     faults of this rank's chunks, and then all ranks raise that error. Models without numbered layers are not checked,
