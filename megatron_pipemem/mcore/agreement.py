@@ -125,7 +125,8 @@ def agreed_numbers(
 
     Every rank of the groups calls this at the same time. ``tell`` returns the numbers of this rank, or ``None`` if it
     does not know them. ``what`` names the numbers in messages, as in "weights of microbatches". Every rank raises an
-    UnsupportedError if no rank knows the numbers, two ranks disagree, or ``tell`` fails on a rank.
+    UnsupportedError if no rank knows the numbers, or two ranks disagree. If ``tell`` fails or returns another count of
+    numbers on a rank, that rank raises its own error, and every other rank an UnsupportedError.
     """
     numbers, failure = None, None
     try:

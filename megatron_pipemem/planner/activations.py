@@ -71,7 +71,7 @@ def _statistics(name: str, model: Model, execution: Execution, recompute: tuple[
 
 
 def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """Yield the tensors that an attention block keeps.
+    """Yield the tensors that an attention block keeps, except its norm's input and output.
 
     Queries, keys and values are views of the projection's output, so each keeps the whole output. If there are fewer
     key heads than tensor-parallel ranks, every rank gathers the output of all ranks to find its own part.
@@ -143,7 +143,7 @@ def _score_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 
 def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """Yield the tensors that multi-head latent attention keeps.
+    """Yield the tensors that multi-head latent attention keeps, except its norm's input and output.
 
     Every tensor-parallel rank has whole latents, of all tokens or with sequence parallelism of a part of them.
     """
@@ -175,7 +175,7 @@ def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 
 def _ffn_tensors(model: Model, execution: Execution, width: int, within: tuple[str, ...]) -> Iterable[Saved]:
-    """Yield the tensors that a dense FFN of this width keeps.
+    """Yield the tensors that a dense FFN of this width keeps, except the norm's input and output.
 
     ``within`` names the modules whose recomputation makes all of these tensors again.
     """
@@ -187,7 +187,7 @@ def _ffn_tensors(model: Model, execution: Execution, width: int, within: tuple[s
 
 
 def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """Yield the tensors that a mixture-of-experts block keeps.
+    """Yield the tensors that a mixture-of-experts block keeps, except its norm's input and output.
 
     A rank of an expert-tensor-parallel group has all tokens of the group, and a part of each expert.
     """
@@ -218,7 +218,7 @@ def _router_bytes(model: Model) -> float:
 
 
 def _mamba_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """Yield the tensors that a Mamba block keeps with Megatron's default kernel.
+    """Yield the tensors that a Mamba block keeps with Megatron's default kernel, except its norm's input and output.
 
     ``mamba_split_conv1d_scan_combined`` of the package mamba_ssm keeps its input and its output before the gate, and
     scans again in I.

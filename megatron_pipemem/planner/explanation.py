@@ -98,7 +98,12 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
     try:
         case = case_of_report(report, 0.0)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError("wrong-file", "is not a report of --pipemem-report", file=path) from error
+        raise ConfigError(
+            "wrong-file",
+            "is not a complete report of --pipemem-report; give --profile the whole report of a run, or the file that "
+            "`pipemem profile --output` wrote",
+            file=path,
+        ) from error
     if case is None:
         raise ConfigError("wrong-file", LACKS_STEP, file=path)
     placement = case.step.schedule.placement

@@ -112,7 +112,7 @@ class OverlappedSteps(Extension):
         return None
 
     def close(self, orderly: bool) -> None:
-        """Settle a pending optimizer step if ``orderly``, and give the training loop its own optimizer step back."""
+        """Settle a pending optimizer step if ``orderly``. Give the optimizer its own ``step`` and ``zero_grad`` again."""
         if orderly:
             self._loop.finish()
         self._optimizer.release(orderly)

@@ -222,9 +222,11 @@ def finish_input_gradient(
 class Normalised:
     """The token losses of one microbatch, the same on every rank, and the numbers from which gradients are computed.
 
-    For each token, ``maximum`` is the largest logit of the whole vocabulary. ``others`` is the sum of exp(logit -
-    maximum) over all rows except the label's. ``label`` is the label's logit minus ``maximum``. The numbers kept for
-    each token are written to ``into``, fp32 ``[NUMBERS, tokens]``, or to new memory if it is ``None``.
+    The arguments have one number for each token. ``maximum`` is the largest logit of the whole vocabulary. ``others``
+    is the sum of exp(logit - maximum) over all rows except the label's. ``label`` is the label's logit minus
+    ``maximum``. From them follow the ``NUMBERS`` that are kept for each token: the maximum, the sum of exp(logit -
+    maximum) over all rows, two factors of the gradient, and the loss. They are written to ``into``, fp32
+    ``[NUMBERS, tokens]``, or to new memory if it is ``None``.
     """
 
     NUMBERS = 5
