@@ -112,7 +112,7 @@ class OverlappedSteps(Extension):
         return None
 
     def close(self, orderly: bool) -> None:
-        """Settle a pending optimizer step if ``orderly``. Give the optimizer its own ``step`` and ``zero_grad`` again."""
+        """Settle a pending optimizer step if ``orderly``. Restore the optimizer's own ``step`` and ``zero_grad``."""
         if orderly:
             self._loop.finish()
         self._optimizer.release(orderly)
