@@ -12,9 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron_pipemem.advise.consumers import NEMO_RL, SLIME, SWIFT, VERL
-from megatron_pipemem.advise.fields import flags_of, flags_of_model
-from megatron_pipemem.advise.reading import Context, Reading, ask_for, named, parts, read_flags
+from megatron_pipemem.advise.consumers import NEMO_RL, SLIME, SWIFT, VERL, Consumer
+from megatron_pipemem.advise.fields import ENDS, flags_of, flags_of_model
+from megatron_pipemem.advise.reading import Context, Reading, ask_for, named, parts, read_flags, whole_number
 from megatron_pipemem.advise.shell import SWIFT_PROGRAMS, UNKNOWN
 from megatron_pipemem.config.hugging_face import known_model
 from megatron_pipemem.config.loading import YamlError, override, read_raw, read_yaml
@@ -148,16 +148,16 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _reading(
-    flags: Mapping[str, Any],
-    devices: tuple[int, int],
-    program: str,
-    context: Context,
-    assumed: Sequence[str] = (),
+    flags: Mapping[str, Any], launcher: Mapping[str, str], program: str, context: Context, consumer: Consumer
 ) -> Reading:
-    nodes, per_node = devices
-    launcher = {"nnodes": str(nodes), "nproc-per-node": str(per_node)}
-    found = read_flags({name: value for name, value in flags.items() if value is not False}, launcher, program, context)
-    return replace(found, assumed=(*found.assumed, *assumed))
+    given = {name: value for name, value in flags.items() if value is not False}
+    found = read_flags(given, launcher, program, context)
+    return replace(found, assumed=(*found.assumed, _FULL), consumer=consumer)
+
+
+def _on(nodes: int, per_node: int) -> dict[str, str]:
+    """Return the options of a launcher for nodes with so many devices each."""
+    return {"nnodes": str(nodes), "nproc-per-node": str(per_node)}
 
 
 def _replicas(flags: Mapping[str, Any], devices: int) -> int:
@@ -208,7 +208,7 @@ def _nemo_rl(settings: _Settings, program: str, context: Context) -> Reading:
             if apart and nodes > 1
             else (nodes, per_node - settings.number(f"{others}.gpus_per_node"))
         )
-    return replace(_reading(flags, (nodes, per_node), program, context, [_FULL]), consumer=NEMO_RL)
+    return _reading(flags, _on(nodes, per_node), program, context, NEMO_RL)
 
 
 def _verl(settings: _Settings, program: str, context: Context) -> Reading:
@@ -239,7 +239,7 @@ def _verl(settings: _Settings, program: str, context: Context) -> Reading:
     else:
         flags["micro-batch-size"] = number(f"{actor}.ppo_micro_batch_size_per_gpu")
         flags["global-batch-size"] = samples
-    return replace(_reading(flags, (nodes, per_node), program, context, [_FULL]), consumer=VERL)
+    return _reading(flags, _on(nodes, per_node), program, context, VERL)
 
 
 def _slime(given: Mapping[str, Any], program: str, context: Context) -> Reading:
@@ -263,7 +263,7 @@ def _slime(given: Mapping[str, Any], program: str, context: Context) -> Reading:
     found["global-batch-size"] = samples
     if tokens:
         _packed(found, samples, tokens, nodes * per_node)
-    return replace(_reading(found, (nodes, per_node), program, context, [_FULL]), consumer=SLIME)
+    return _reading(found, _on(nodes, per_node), program, context, SLIME)
 
 
 def _swift(given: Mapping[str, Any], launcher: Mapping[str, str], program: str, context: Context) -> Reading:
@@ -285,21 +285,15 @@ def _swift(given: Mapping[str, Any], launcher: Mapping[str, str], program: str, 
     flags = flags_of_model(name, _UNSAID.format("--model="))
     if not own.get("mtp_num_layers"):
         flags.pop("mtp-num-layers", None)
-    first = {f"decoder_{end}_pipeline_num_layers": f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")}
-    flags |= dict(flags_of(own, context.known)) | {flag: own[name] for name, flag in first.items() if name in own}
-    flags = {flag: value for flag, value in flags.items() if value is not False}
-    found = read_flags(flags, launcher, program, context)
-    return replace(found, assumed=(*found.assumed, _FULL), consumer=SWIFT)
+    ends = {flag: own[name] for flag in ENDS if (name := flag.replace("-", "_")) in own}
+    return _reading(flags | dict(flags_of(own, context.known)) | ends, launcher, program, context, SWIFT)
 
 
 def _number(given: Mapping[str, Any], name: str) -> int | None:
     value = given.get(name)
     if UNKNOWN in str(value):
         ask_for(str(value), f"--{name}")
-    try:
-        return None if value is None else int(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError("bad-number", f"is {value!r}; give a whole number", key=f"--{name}") from error
+    return whole_number(value, name)
 
 
 def _refuse_adapters(trains: object, program: str) -> None:

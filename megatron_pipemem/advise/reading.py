@@ -141,11 +141,7 @@ class _Flags:
         return self.given.get(name) is not None
 
     def number(self, name: str) -> int | None:
-        value = self.get(name)
-        try:
-            return None if value is None else int(value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError("bad-number", f"is {value!r}; give a whole number", key=f"--{name}") from error
+        return whole_number(self.get(name), name)
 
     def need(self, name: str) -> int:
         value = self.number(name)
@@ -161,6 +157,14 @@ class _Flags:
         """Return the flags that have not been read, except those with unknown values."""
         others = {name: value for name, value in self.given.items() if name not in self.asked}
         return {name: value for name, value in others.items() if UNKNOWN not in str(value)}
+
+
+def whole_number(value: Any, name: str) -> int | None:
+    """Return the value of a flag as a whole number; ``None`` without a value. The flag's ``name`` has no dashes in front."""
+    try:
+        return None if value is None else int(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError("bad-number", f"is {value!r}; give a whole number", key=f"--{name}") from error
 
 
 def ask_for(text: str, key: str) -> NoReturn:
