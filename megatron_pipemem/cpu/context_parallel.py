@@ -27,6 +27,12 @@ def shards(size: int) -> list[int]:
     return [part for rank in range(size) for part in (rank, 2 * size - 1 - rank)]
 
 
+def _own(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's part ``[s / cp, ...]`` of a tensor ``[s, ...]`` in the order of the sequence."""
+    parts, rank = whole.chunk(2 * group.size()), group.rank()
+    return torch.cat([parts[part] for part in shards(group.size())[2 * rank : 2 * rank + 2]])
+
+
 class _Gather(torch.autograd.Function):
     """Gather a tensor ``[s / cp, ...]`` of every rank into ``[s, ...]`` in the order of the sequence."""
 
@@ -43,17 +49,13 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
-        parts, rank = total.chunk(2 * ctx.group.size()), ctx.group.rank()
-        return torch.cat([parts[part] for part in shards(ctx.group.size())[2 * rank : 2 * rank + 2]]), None
+        return _own(total, ctx.group), None
 
 
 def _mask(tokens: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
     """Return the causal mask ``[1, 1, s / cp, s]`` of this rank's tokens; True where a key is later than the query."""
-    size, rank = group.size(), group.rank()
-    positions = torch.arange(size * tokens, device=device)
-    parts = positions.chunk(2 * size)
-    own = torch.cat([parts[part] for part in shards(size)[2 * rank : 2 * rank + 2]])
-    return (positions[None, :] > own[:, None])[None, None]
+    positions = torch.arange(group.size() * tokens, device=device)
+    return (positions[None, :] > _own(positions, group)[:, None])[None, None]
 
 
 def _build(build: Callable[..., None]) -> Callable[..., None]:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.cli.explore import schedule_groups
 from megatron_pipemem.explore.answers import explore_data
-from megatron_pipemem.explore.serving import PYODIDE_VERSION, ExplorerServer, export
+from megatron_pipemem.explore.serving import PYODIDE_VERSION, export
 
 pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 
@@ -61,14 +61,6 @@ class Explorer:
 
     def errors(self) -> list[str]:
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ExplorerServer(0, schedule_groups()) as served:
-        threading.Thread(target=served.serve_forever, daemon=True).start()
-        yield served
-        served.shutdown()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -19,14 +18,6 @@ from megatron_pipemem.cli.explore import schedule_groups
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.explore.answers import explore_json
 from megatron_pipemem.explore.serving import _OF_PYODIDE, PYODIDE_URL, ExplorerServer
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ExplorerServer(0, schedule_groups()) as served:
-        threading.Thread(target=served.serve_forever, daemon=True).start()
-        yield served
-        served.shutdown()
 
 
 def get(server: ExplorerServer, path: str, host: str | None = None) -> tuple[int, str]:
