@@ -1,7 +1,7 @@
 """Evaluate recipes of Megatron-Bridge and print them as JSON: ``python -m megatron_pipemem.mcore.bridge_recipe NAME``.
 
-This runs in a separate process, because it imports Megatron-Bridge. The sizes of
-models that ``config.hugging_face`` knows come from there, so that nothing is downloaded.
+This runs in a separate process, because it imports Megatron-Bridge. The sizes of models that ``config.hugging_face``
+knows come from that module, so that nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def _own(name: str) -> Callable[[], Any]:
 def evaluated(recipe: Callable[[], Any]) -> dict[str, Any]:
     """Run a recipe and return the settings that it changes from Megatron-Bridge's defaults, as JSON values.
 
-    The entry ``name`` is the name of the recipe's function. ``model`` is the name on Hugging Face of a
-    model with known sizes, and ``unknown`` that of another one. ``vocabulary`` and ``tokenizer`` are the tokens and the
+    The entry ``name`` is the name of the recipe's function. ``model`` is the name on Hugging Face of a model
+    with known sizes, and ``unknown`` that of a model without. ``vocabulary`` and ``tokenizer`` are the tokens and the
     name of its tokenizer, ``adapters`` the class of its parameter-efficient fine-tuning, and ``values`` the changed
     settings.
     """

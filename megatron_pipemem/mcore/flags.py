@@ -199,8 +199,8 @@ def cpu_flags(arguments: list[str]) -> list[str]:
 def _check_cap(request: Request, shape: Shape) -> None:
     """Raise an UnsupportedError if the schedule cannot keep the memory cap; skip schedules that take long to build.
 
-    Long is an estimated 0.5 s. Only families with a cap in activation units are checked here, and all caps in the first
-    step. ``shape`` has 0
+    Long is an estimated 0.5 s. Caps in bytes are not checked here, and neither are schedules that are searched, read
+    from a file, asynchronous, or have offload or a cut vocabulary. The first step checks every cap. ``shape`` has 0
     microbatches if the flags do not give their number.
     """
     others = (request.searches, request.file, request.plans_offload, request.cuts_vocabulary, request.is_asynchronous)

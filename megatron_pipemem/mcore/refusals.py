@@ -36,7 +36,10 @@ def check_config(config, *wanted: Refusals) -> None:
 
 
 def check_sharing(config, schedule: str, placement: Placement) -> None:
-    """Raise an UnsupportedError if an option for the first or last stage's layers does not fit the placement."""
+    """Raise an UnsupportedError if options for the layers of the first or last stage do not fit the placement.
+
+    An option that gives multi-token prediction a stage of its own is one of them.
+    """
     for attribute in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         if getattr(config, attribute, None) is not None and is_folded(placement):
             raise UnsupportedError(

@@ -174,7 +174,8 @@ class Replanner(Extension):
 def merge_bytes(seen: Sequence[_Contribution], placement: Placement, slices: int = 1) -> dict[Kind, tuple[int, ...]]:
     """Return the byte changes by each kind of action, one value per stage and slice.
 
-    Of the replicas of a stage, whose batches differ, the one whose forwards save the most bytes counts.
+    Ranks of the job with the same pipeline rank have different batches. Of these ranks, the one whose forwards save
+    the most bytes on the stage counts.
     """
     kinds = {kind for each in seen if each.changes for kind in each.changes}
 

@@ -41,7 +41,7 @@ class Kept(Summed):
 
 
 def layer_tensors(model: Model, execution: Execution, kind: str | None = None) -> tuple[Saved, ...]:
-    """Return the tensors of one layer, with those that recomputation makes again. The layer's input is the first."""
+    """Return the tensors that one layer keeps, also those that recomputation drops. The layer's input is the first."""
     shrinks = execution.product_element / execution.element
     return tuple(
         each if each.needed == "I" else replace(each, nbytes=each.nbytes * shrinks)

@@ -308,7 +308,7 @@ def _layouts(case: Case) -> Iterator[Change]:
 
 
 def _orders(case: Case) -> Iterator[tuple[str, Schedule, Costs, tuple[int, ...]]]:
-    """Yield name, schedule, costs and layers of families that the run can take, and of searches in its memory.
+    """Yield name, schedule, costs and layers of possible families, and of orders searched within the run's peak memory.
 
     The families in ``OUTCLASSED`` and the run's own order are left out.
     """

@@ -75,7 +75,7 @@ def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Ca
 
 
 def _split(plan: Mapping[str, Any], schedule: Schedule) -> Costs:
-    """Return the run's costs, by which a fused B is divided into I and W; unit costs if they are not per stage."""
+    """Return the run's costs, which divide a fused B into I and W; unit costs if the plan has no price per stage."""
     prices = plan["costs"]
     if plan["priced_by"] == UNIT or len(prices["forward"]) not in (
         schedule.num_stages,

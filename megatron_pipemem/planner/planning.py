@@ -379,7 +379,7 @@ class _Planner:
     def _built(self, base: Base, build: Callable[[int], Schedule], microbatches: int) -> Plan | None:
         """Return a plan for an order that ``build`` makes, if it fits into the memory.
 
-        The plan of a long step has no list of actions.
+        A long step is predicted from shorter ones, and its plan has no list of actions.
         """
         run, step = base.group.run, base.group.step
         if 3 * microbatches * _slices(run) * step.placement.num_stages <= MOST_ACTIONS:

@@ -288,7 +288,8 @@ def _quantising_seconds(model: Model, execution: Execution, cluster: Cluster, ki
 def _shown_messages(execution: Execution, messages: Sequence[tuple[float, float]], products: Passes) -> Passes:
     """Return the seconds of a layer's messages that no computation hides, in F and in I.
 
-    ``messages`` has the seconds of tensor-parallel and of expert-parallel messages of every block in F. I has as many.
+    Without the flags that overlap messages with products, these are all messages. ``messages`` has the seconds of
+    tensor-parallel and of expert-parallel messages of every block in F. I has as many.
     """
     shown = Passes()
     for tensor, expert in messages:

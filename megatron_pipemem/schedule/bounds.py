@@ -138,7 +138,10 @@ def chains_of(placement: Placement, num_microbatches: int, costs: Costs, splits:
 
 
 def _held(placement: Placement, costs: Costs, splits: bool, slices: int) -> list[Held]:
-    """Return the memory that a stage holds for a slice, stage by stage, in the unit of ``Costs.memory_changes``."""
+    """Return a ``Held`` for every stage and slice, stage by stage, in the unit of ``Costs.memory_changes``.
+
+    With several slices, these are lower bounds (``_settled``).
+    """
     changes, nothing = costs.memory_changes(placement, slices=slices), (0,) * (placement.num_stages * slices)
     forward, inputs, weights, full = (changes.get(kind, nothing) for kind in PLAIN)
     result = []
@@ -350,7 +353,7 @@ class _Step:
     def _left(self, stages: Sequence[int], cap: float, done: int) -> float:
         """Return the most seconds of backward work that a device can still hold within the cap after all its forwards.
 
-        On stages with numbers from ``done`` on all I have run, and only W are left.
+        On stage ``done`` and the stages after it, every I has run, and only W are left.
         """
         # A slice runs backward after the slices that follow it.
         waiting = [s for s in stages if s < done]
@@ -373,7 +376,8 @@ class _Step:
 def _most(shares: Sequence[Share], cap: float, whole: bool = True) -> float:
     """Return the most seconds of work that the cap can hold at once, or an upper bound of them.
 
-    ``whole`` counts no parts of passes if all take the same memory, or if there are two shares with few passes.
+    With ``whole``, parts of passes do not count if all passes take the same memory, or if there are two shares with few
+    passes. In all other cases parts of passes count too, and the result is an upper bound.
     """
     for_nothing = [share for share in shares if share[1] <= 0]
     shares = [share for share in shares if share[1] > 0]

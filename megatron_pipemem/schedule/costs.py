@@ -316,7 +316,7 @@ class Costs:
         return {Kind.OFFLOAD: tuple(-change for change in leaves), Kind.WAIT_RELOAD: leaves}
 
     def _changes(self, placement: Placement, slices: int) -> dict[Kind, tuple[float, ...]]:
-        """Return the memory changes without recomputation and offload. W or B is derived if ``memory`` lacks it."""
+        """Return the changes in ``memory``, one value per stage and slice. W or B is derived if ``memory`` lacks it."""
         places = placement.num_stages * slices
         if self.memory is None and self.slice_units is not None:
             units = self.slice_units.items()

@@ -104,7 +104,7 @@ class Window:
         return replace(self.stream, orders=orders, updates=None, num_microbatches=self.batch)
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
-        """Simulate the window. All devices begin at the same time, as in a training loop."""
+        """Simulate the window. All devices begin at the same time. Peaks count the memory of earlier windows too."""
         costs = costs or Costs()
         costs.require_alike("a window of a stream that is never flushed")
         run = frozenset(action for actions in self.past for action in actions)

@@ -280,8 +280,8 @@ def make_problem(
 def _stagger(placement: Placement, ticks: Sequence[int], slices: int) -> int:
     """Return the number of ticks by which the clock of each device is later than the clock of the device before it.
 
-    It is slightly less than the shortest pass whose result goes to a later device, so that a pass always starts after
-    its needs.
+    It is less than the ticks of any pass whose result goes to a later device, divided by the distance of the two
+    devices. So a pass always starts after its needs.
     """
     shortest = []
     for source in range(placement.num_stages):

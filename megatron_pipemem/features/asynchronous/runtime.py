@@ -102,7 +102,7 @@ class WeightVersions:
         self._shown = None if self._shown is None else self._shown + by
 
     def keep_only_newest(self) -> None:
-        """Keep the buffers of all versions but the newest as free ones for later versions, and show the newest."""
+        """Drop all versions but the newest, keep their buffers for later versions, and show the newest."""
         self.show(self.newest)
         self._free += map(self._held.pop, self.older())
 

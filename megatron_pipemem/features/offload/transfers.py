@@ -160,8 +160,9 @@ class _TransferPlan:
         return start, own
 
     def _leaving(self, now: float) -> Item | None:
-        """Return the item to copy out now: the last used one that lets all items return in time. ``None`` if there is
-        no such item.
+        """Return the item to copy out now: of those that let all items return in time, the one with the latest use.
+
+        ``None`` if there is no such item.
         """
         stay: list[tuple[float, int, Item]] = []
         chosen = None

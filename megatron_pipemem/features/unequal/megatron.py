@@ -82,7 +82,8 @@ class UnequalMicrobatches(Extension):
     def choose(self, step: Step) -> Compiled:
         """Return the program for the weights of this step's microbatches.
 
-        It is the one for equal microbatches if all weights are equal, or if planning for the weights fails.
+        It is the program for equal microbatches if all weights are equal, if planning for the weights fails, or in the
+        steps that count the bytes of microbatches.
 
         Raises:
             UnsupportedError: batches cannot be weighed, ranks disagree on weights, or no schedule keeps the memory cap.

@@ -53,7 +53,7 @@ def head_on_last_stage(
 
 
 def redistribute(layers: int, placement: Placement, head: float) -> tuple[int, ...]:
-    """Return the number of layers of each stage with which the device with most work has as little as possible.
+    """Return the number of layers of each stage that minimises the work of the busiest device.
 
     ``head`` is the cost of the LM head as a number of layers. The head stays on the last stage.
     """

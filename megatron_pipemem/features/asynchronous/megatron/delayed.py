@@ -88,7 +88,7 @@ class DelayedOptimizer(OverlappedOptimizer):
         weights.forget_updates()
 
     def told(self) -> Overlap:
-        """Return the statistics of the base class, and the bytes of the kept gradients."""
+        """Return the base class's statistics, with the bytes of the kept gradients filled in."""
         waiting = sum(gradient.nbytes for gradient in self._kept.values())
         return super().told()._replace(waiting_gradient_bytes=waiting)
 

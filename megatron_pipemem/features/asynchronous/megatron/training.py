@@ -292,7 +292,7 @@ class AsynchronousTraining(Extension):
         return stream
 
     def _take_up(self, stream: _Stream) -> None:
-        """Restore the older weight versions that were saved with the loaded checkpoint, if they fit this run."""
+        """Restore the older weight versions that were saved with the loaded checkpoint, if they fit on every rank."""
         saved, self._saved = self._saved, None
         if saved is None:
             return

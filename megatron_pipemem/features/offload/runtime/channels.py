@@ -61,8 +61,9 @@ class CopyChannel[Own: Ticket](Protocol):
         """Keep the memory of a tensor that was copied back until the current stream has used it."""
 
     def take_stalls(self) -> Callable[[], None]:
-        """Return a function that reports waiting times which ``on_stall`` has not been called with. It may wait for the
-        device.
+        """Return a function that calls ``on_stall`` with each waiting time that is not reported yet.
+
+        The function may wait for the device.
         """
 
     def forget_stalls(self) -> None:

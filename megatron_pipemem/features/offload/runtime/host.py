@@ -169,7 +169,7 @@ def _left_by_limits(groups: Path, mounted: Path) -> Iterator[int]:
 
 
 def _left_in(group: Path, limit: str, usage: str, cached: str) -> int | None:
-    """Return the bytes that the processes of a control group can still take, or ``None`` if the group has no limit.
+    """Return the bytes that a control group's processes can still take; ``None`` if it has no limit or no such files.
 
     The other arguments are names of files of the group, and of the value of cached bytes that the kernel frees on
     demand.
