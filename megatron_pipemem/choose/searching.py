@@ -67,7 +67,10 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     results: list[SearchResult] = []
 
     def consider(found: Candidate) -> Sequence[float]:
-        """Store a candidate that keeps the cap if it is the fastest; return its excess over the cap per device."""
+        """Store a candidate that keeps the cap, if it is the fastest of its placement and slices.
+
+        Return its excess over the cap per device.
+        """
         schedule = with_barriers(found.schedule, request.barriers, costs)
         if not request.searches_period and (request.barriers or tries > 1):
             found = _candidate(schedule, costs, caps if not request.barriers else None, found.found_by)

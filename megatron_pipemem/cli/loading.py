@@ -310,7 +310,7 @@ def _read(path: Path, dialect: Dialect, microbatches: int | None, yes: bool) -> 
 
 
 def _likely_chunks(name: str, settings: Mapping[str, Any]) -> int:
-    """Estimate the stages per device, or the slices of a sequence, from the options, without building the schedule."""
+    """Estimate the stages per device from the options, or the slices of a sequence if there are more slices."""
     said = {"chunks": 1, "max_chunks": 1, "slices": 1, "waves": 2}
     if name == AUTO and "slices" in settings:
         settings = {**settings, "slices": max(slice_counts(settings["slices"]))}

@@ -247,7 +247,10 @@ class _FailureBoard:
 
 
 def _follow(board: _FailureBoard, done: threading.Event) -> None:
-    """Poll the board, and end this process soon after another rank has failed. Return if ``done`` is set first."""
+    """Poll the board, and end this process when another rank has failed.
+
+    Return if ``done`` is set first, or if the store closes.
+    """
     while not done.wait(_POLL_SECONDS):
         try:
             if board.announced() and not done.is_set():

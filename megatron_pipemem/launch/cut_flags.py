@@ -262,7 +262,7 @@ def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement
 
 
 def remarks(flags: Flags, schedule: str) -> list[str]:
-    """Return one sentence for every flag that has no effect, or less effect than under Megatron's own schedule."""
+    """Return a sentence for every flag without effect, or by which only runs of this placement can load a checkpoint."""
     found = [
         f"--{name} has no effect: the schedule's messages go over channels of its own, in the order of its plan"
         for name in _WITHOUT_EFFECT

@@ -346,7 +346,7 @@ class Programs:
         return self._placements[key]
 
     def _choose(self, num_devices: int, chunks: int) -> Placement:
-        """Return the placement of the fastest schedule; the first candidate if the cap is in bytes and none are known."""
+        """Return the fastest schedule's placement; the first candidate if a cap is in bytes and no bytes are known."""
         from megatron_pipemem.choose.searching import searched
 
         shape = Shape(num_devices, chunks, microbatches_of_the_run() or 4 * num_devices)

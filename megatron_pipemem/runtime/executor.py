@@ -558,7 +558,8 @@ class Executor:
     def _watched(self, each: Instruction) -> AbstractContextManager:
         """Return a context in which the ledger counts the tensors that autograd saves.
 
-        For an offloaded stage it does nothing, because hooks on saved tensors do not nest and the offload counts them.
+        It does nothing without a ledger or without backwards. It does nothing for an offloaded stage either, because
+        hooks on saved tensors do not nest, and the offload counts these tensors.
         """
         if each.offloaded or self.ledger is None or not self._has_backward:
             return _NOTHING
