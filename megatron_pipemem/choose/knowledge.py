@@ -51,7 +51,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """A chosen schedule, with the costs and the bounds by which it was chosen."""
+    """A chosen schedule, the costs by which it was chosen, and the results of a search or plan, if there was one."""
 
     schedule: Schedule
     costs: Costs

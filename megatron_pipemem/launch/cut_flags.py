@@ -49,7 +49,8 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
     """Return the cut of a model that the flags ask for.
 
     The result is ``None`` if no flag gives the number of stages or chunks, or if Megatron will refuse the flag's value.
-    ``layers`` is ``None`` if unknown. Flags that give layers per stage then do not count.
+    ``layers`` is ``None`` if unknown. Flags that give layers per stage then do not count. Raise an UnsupportedError if
+    the virtual stages asked for are more than the layers.
     """
     name, pattern = given_pattern(flags)
     if name is not None:
@@ -262,7 +263,7 @@ def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement
 
 
 def remarks(flags: Flags, schedule: str) -> list[str]:
-    """Return a sentence for every flag without effect, or by which only runs of this placement can load a checkpoint."""
+    """Return a sentence on each flag without effect, and on those that tie checkpoints to runs of this placement."""
     found = [
         f"--{name} has no effect: the schedule's messages go over channels of its own, in the order of its plan"
         for name in _WITHOUT_EFFECT

@@ -104,7 +104,8 @@ def _megatrons_flags() -> dict[str, dict[str, Any]]:
     """Return the properties of Megatron's flags, from its parser if it is imported.
 
     If it is not imported, they are from a cache file for this version of Megatron. If there is no file, a subprocess
-    imports Megatron, which takes seconds, and its answer is written to the file.
+    imports Megatron, which takes seconds, and its answer is written to the file. The result is empty if Megatron is not
+    installed or gives no answer.
     """
     if not is_installed():
         return {}

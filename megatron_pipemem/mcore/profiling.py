@@ -25,10 +25,11 @@ from megatron_pipemem.schedule.display import doing
 def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats: int = 5) -> Profile:
     """Measure the time and bytes of each kind of layer and of the embedding and the head, and return a profile.
 
-    This runs stages of one and of two layers, with the embedding, with the head and without either, and subtracts them
-    from each other. With a cluster, bytes are counted with fake tensors, and seconds are the planner's formulas for the
-    cluster. Without one, the stages run on this device, and ``repeats`` microbatches after a first one are timed. Raise
-    an UnsupportedError with the remedy if the model cannot run this way.
+    This runs stages of one and of two layers, with the embedding, with the head and without either. The bytes of a
+    layer are those of two layers less those of one. With a cluster, bytes are counted with fake tensors, and seconds
+    are the planner's formulas for the cluster. Without one, the stages run on this device, and ``repeats`` microbatches
+    after a first one are timed. A layer's seconds are then half those of two. Raise an UnsupportedError with the remedy
+    if the model cannot run this way.
     """
     fake = cluster is not None
     _check(model, execution, fake)

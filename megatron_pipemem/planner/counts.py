@@ -136,7 +136,7 @@ _MATRICES = {
 
 
 def _other_parameters(model: Model, execution: Execution, block: Sublayer) -> int:
-    """Return the number of parameters of a block that ``Matrix.parameters`` does not count.
+    """Return the number of parameters of a block on one rank that ``Matrix.parameters`` does not count.
 
     They belong to norms. A Mamba block adds those of its convolution, and the decay, skip and step of each head.
     """

@@ -94,7 +94,10 @@ def each_pass(function: Callable[..., float], *passes: Passes) -> Passes:
 def layer(
     model: Model, execution: Execution, cluster: Cluster, kind: str | None = None, pace: Passes = _AS_MODELLED
 ) -> Price:
-    """Predict the seconds and bytes of one layer; ``pace`` has the measured over the predicted seconds of passes."""
+    """Predict the seconds and bytes of one layer.
+
+    ``pace`` has the measured over the predicted seconds of each pass. It multiplies computing, and no messages.
+    """
     kind = kind or model.kinds[0]
     flops = counts.layer_flops(model, execution, kind)
     plain = counts.layer_flops(model, replace(execution, recompute="none"), kind)

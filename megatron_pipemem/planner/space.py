@@ -87,8 +87,8 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
     The size of microbatches and the way of recomputing vary too. Expert parallelism, the global batch and the modules
     of selective recomputation stay as in the run. So do context parallelism, slices and their cut, unless the limits
     name them. Some flags hide messages in layers, but only under Megatron's own schedules. A run with such flags is
-    yielded twice: with these flags for Megatron's schedules, and without them for ours. ``rejected`` counts impossible
-    ways by reason.
+    yielded twice: with these flags for Megatron's schedules, and without them for ours. If its steps overlap, only the
+    run without them is yielded. ``rejected`` counts impossible ways by reason.
     """
     given, devices = run.parallelism, run.cluster.num_devices
     if devices % given.cp and "cp" not in limits.allowed:
@@ -179,7 +179,10 @@ class Order:
 
 
 def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, list[Order]]:
-    """Return the families that can run with a parallelism and that the limits allow, by their placement."""
+    """Return the families that can run with a parallelism and that the limits allow, by their placement.
+
+    Families in ``OUTCLASSED`` are left out unless the limits name them. ``rejected`` counts those left out, by reason.
+    """
     found: dict[Placement, list[Order]] = {}
     pp, layers, slices = run.parallelism.pp, run.model.layers, run.schedule.slices or 1
     stock = _stock_orders(run) if hides_messages(run) else None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def show(shown: Schedule | Timeline | SearchResult) -> None:
-    """Show a picture in a notebook, or a coloured timeline in a terminal."""
+    """Show a picture in a notebook, or a coloured timeline in a terminal, after a table of a search's placements."""
     console = Console()
     if console.is_jupyter:
         from IPython.display import display

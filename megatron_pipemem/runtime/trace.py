@@ -134,8 +134,8 @@ def costs_from(
     """Return the costs in seconds that the median times of actions give, one value per stage and slice.
 
     The values of a stage's slices follow each other. ``before`` are the present costs. They replace missing times of F,
-    I and W, and give the proportion of I and W in a fused B. ``links`` has the seconds of a slice's message between two
-    devices, and other messages cost nothing.
+    I and W, and give the proportion of I and W in a fused B. Their memory is not taken over. ``links`` has the seconds
+    of a slice's message between two devices, and other messages cost nothing.
     """
     known = before.seconds(placement, slices)
     prices: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}

@@ -165,7 +165,7 @@ _LAST_GRADIENT = "the last weight gradient of the stage"
 
 
 def check_reductions(program: Program, places: Mapping[Action, tuple[int, int]]) -> None:
-    """Check that every stage with weight gradients has one ``REDUCE_GRAD``, after its last weight gradient.
+    """Check that every stage with weight gradients, and no other, has a ``REDUCE_GRAD`` after the last of them.
 
     With replicas of the model, every replica of such a stage must have one, after its ``REDUCE_REPLICAS``. That must
     come after the last weight gradient of this replica.

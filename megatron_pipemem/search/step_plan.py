@@ -369,7 +369,7 @@ class _Search:
         return Variation(schedule, self._costs, self._caps, starts, self._random)
 
     def _vary(self, variation: Variation) -> bool:
-        """Run rounds until progress stops. Keep the fastest order within the caps, and return whether ``value`` fell."""
+        """Run rounds until they stop helping. Keep the fastest order within the caps; return whether ``value`` fell."""
         before, stale = variation.value, 0
         while stale < _ROUNDS and self._has_time():
             stale = 0 if variation.round() else stale + 1

@@ -82,12 +82,12 @@ class UnequalMicrobatches(Extension):
     def choose(self, step: Step) -> Compiled:
         """Return the program for the weights of this step's microbatches.
 
-        It is the program for equal microbatches if all weights are equal, if planning for the weights fails, or in the
-        steps that count the bytes of microbatches.
+        It is the program for equal microbatches in three cases: all weights are equal (and at most 1, if there is a
+        memory cap), planning for the weights fails, or the step counts the bytes of microbatches.
 
         Raises:
-            UnsupportedError: batches cannot be weighed, ranks disagree on weights, or no schedule keeps the memory cap.
-                All ranks of this copy of the model raise it, before any action has run.
+            PipememError: batches cannot be weighed, ranks disagree on weights, or no schedule keeps the memory cap. All
+                ranks of this copy of the model raise an error, before any action has run.
         """
         self._began = time.perf_counter()
         base = step.programs.get(step.shape, lambda digest: agree(digest, step.pipeline.group))

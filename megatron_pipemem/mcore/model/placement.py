@@ -427,7 +427,11 @@ class ProgramChunks:
             self._built.clear()
 
     def _build(self, original: Callable[..., None], *args, **kwargs) -> None:
-        """Initialise a language model as the next chunk of this rank, with the layers of its stage in the placement."""
+        """Initialise a language model as the next chunk of this rank, with the layers of its stage in the placement.
+
+        Under round robin, Megatron's own initialisation runs unchanged. Raise an UnsupportedError if the arguments are
+        those of another chunk, or if the placement or the model needs chunks that Megatron's training loop builds.
+        """
         if self.placement.is_in_chunk:  # build_model_chunks() says which
             original(*args, **kwargs)
             return
