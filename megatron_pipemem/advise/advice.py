@@ -142,7 +142,7 @@ def advise(run: Run, pace: MeasuredSlowdown | None = None, names: Collection[str
 
     Raises:
         UnsupportedError: the run has no pipeline (``no-pipeline``).
-        PipememError: the run cannot be priced with its present schedule.
+        PipememError: the run cannot have its present schedule, or cannot be priced with it.
     """
     if run.parallelism.pp == 1:
         raise UnsupportedError(

@@ -45,7 +45,7 @@ class Nodes:
     port: int = 29500  # on node 0
 
     def with_variables(self) -> Nodes:
-        """Return several nodes with ``$NODE_RANK`` and ``$MASTER_ADDR`` in place of an unknown rank and address."""
+        """Return these nodes; if several, with ``$NODE_RANK`` and ``$MASTER_ADDR`` for an unknown rank and address."""
         if self.count == 1:
             return self
         rank = _NODE_RANK if self.rank is None else self.rank

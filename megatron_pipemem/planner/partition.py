@@ -41,7 +41,8 @@ class Loads:
 def partition(loads: Loads, placement: Placement, start: Sequence[int] | None = None) -> tuple[int, ...]:
     """Return the number of layers of every stage, in the order of the stages.
 
-    With ``start``, begin with these numbers, and only move layers away from the slowest device.
+    With ``start``, begin with these numbers, and only move layers away from the slowest device. Raise an
+    UnsupportedError if there are no layers, or if the placement has several replicas.
     """
     if not loads.seconds or placement.replicas > 1:
         raise UnsupportedError(

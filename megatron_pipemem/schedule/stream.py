@@ -312,7 +312,7 @@ def until_they_repeat(
 
     At least ``steps`` steps run. ``run`` takes the number of a step and the time at which each device begins it. It
     returns the time at which each device ends the step. ``tails`` has the seconds of each device between the end of a
-    step and the start of the next one.
+    step and the start of the next one. Raise a ScheduleError if the times do not repeat.
     """
     begins: tuple[float, ...] = (0.0,) * len(tails)
     found: list[tuple[float, ...]] = []

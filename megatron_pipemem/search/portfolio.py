@@ -125,7 +125,7 @@ def _largest_group(name: str, problem: Problem, shape: Mapping[str, Any]) -> int
 
 
 def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
-    """Yield greedy orders (list schedules) by several fixed rules, with their names.
+    """Yield greedy orders (list schedules) by several fixed rules, with their names, if they keep the caps.
 
     The last one runs one microbatch after another, and keeps every cap that admits one microbatch.
     """
