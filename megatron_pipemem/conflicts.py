@@ -115,9 +115,17 @@ def check_conflicts(request: Request) -> None:
         check_delays(request.schedule)
 
 
-def requested(schedule: str, **settings: Any) -> Request:
-    """Make a request from a schedule's name and the settings of ``Request``, check it with ``check``, and return it."""
-    return check(Request(schedule, **settings))
+def requested(schedule: str, *, simulated: bool = False, **settings: Any) -> Request:
+    """Make a request from a schedule's name and the settings of ``Request``, check it, and return it.
+
+    A run's request is checked with ``check``. Of a ``simulated`` one only the options are checked: its file has been
+    read, its costs have bytes if its memory cap is in bytes, and a search also takes ``max_chunks``.
+    """
+    request = Request(schedule, **settings)
+    if not simulated:
+        return check(request)
+    _check_options(request, (*SEARCH_OPTIONS, "max_chunks"))
+    return request
 
 
 def check(request: Request) -> Request:
@@ -149,10 +157,7 @@ def check(request: Request) -> Request:
         request = replace(request, file=file)
         if file.vocabulary_barriers:
             request = request.decided(file.vocabulary_barriers)
-    elif request.searches:
-        check_search_options(options)
-    elif not request.is_stock:
-        check_options(name, options)
+    _check_options(request)
     check_conflicts(request)
     if request.is_asynchronous and UPDATE_EVERY in options:
         raise UnsupportedError(
@@ -168,12 +173,17 @@ def check(request: Request) -> Request:
     return request
 
 
-def check_search_options(options: Mapping[str, Any], allowed: Sequence[str] = SEARCH_OPTIONS) -> None:
-    """Raise an UnsupportedError if the search (``auto``) lacks one of the options, or does not accept its value."""
-    unknown = sorted(set(options) - set(allowed))
+def _check_options(request: Request, of_search: Sequence[str] = SEARCH_OPTIONS) -> None:
+    """Raise an UnsupportedError if the search (``auto``) or the family does not accept one of the options."""
+    name, options = request.schedule, request.options
+    if not request.searches:
+        if request.file is None and not request.is_stock:
+            check_options(name, options)
+        return
+    unknown = sorted(set(options) - set(of_search))
     if unknown:
         raise UnsupportedError(
-            "unknown-option", f"schedule 'auto' has no option {unknown[0]!r}; its options: {', '.join(allowed)}"
+            "unknown-option", f"schedule {name!r} has no option {unknown[0]!r}; its options: {', '.join(of_search)}"
         )
     searched_placements(1, options.get("placement"), options.get("chunks"))
     check_effort(options.get("seconds", 0), options.get("effort", 0), options.get("seed", 0))

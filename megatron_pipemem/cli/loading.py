@@ -17,7 +17,7 @@ from megatron_pipemem.choose.choice import choose, vocabulary_ways
 from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
 from megatron_pipemem.cli.common import CANNOT_RUN, report_note
 from megatron_pipemem.cli.options import Dialect, Prices, Question, Size, check_layers, check_size, is_file
-from megatron_pipemem.conflicts import SEARCH_OPTIONS, check_search_options
+from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import CostsError, ScheduleFormatError, UnsupportedError
 from megatron_pipemem.features.slices.prices import slice_costs, slice_tokens
 from megatron_pipemem.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary, head_on_last_stage
@@ -40,7 +40,7 @@ from megatron_pipemem.schedule.options import (
 )
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.prices import even_layers
-from megatron_pipemem.schedule.registry import check_options, family, megatrons_own
+from megatron_pipemem.schedule.registry import family, megatrons_own
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.size import is_fitted
@@ -243,12 +243,10 @@ def load_schedule(
         raise UnsupportedError("missing-option", f"the size of {name!r} is missing; give --devices and --microbatches")
     else:
         check_size(devices, microbatches, _likely_chunks(name, settings), size.yes, is_fitted(name))
-        if name == AUTO:
-            check_search_options(settings, (*SEARCH_OPTIONS, "max_chunks"))
-        else:
-            check_options(name, settings)
+    request = requested(
+        name, simulated=True, memory_cap=cap, options=settings, offload=select, recompute=recompute, file=file
+    )
     budget = _host_budget(host_memory, costs)
-    request = Request(name, cap, options=settings, offload=select, recompute=recompute, file=file)
     shape = Shape(devices, None, microbatches)
     knowledge = Knowledge(costs, host_budget=budget, cache=ResultCache())
     return Loaded(request, shape, knowledge, choose(request, shape, knowledge))
