@@ -13,6 +13,7 @@ import os
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 
 from megatron_pipemem.cpu import activate
@@ -27,7 +28,10 @@ def serve(program: str, connection: Connection, environment: dict[str, str]) -> 
     activate()
     import torch.distributed as dist
     from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    # The first checkpoint starts a server for a queue. Spawned ones would import torch once more for every rank.
+    filesystem_async.get_write_results_queue = partial(filesystem_async.get_write_results_queue, mp_mode="fork")
     run = importlib.import_module(program).run
     gc.freeze()  # every case collects its garbage, and need not go through all of torch and Megatron for it
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
