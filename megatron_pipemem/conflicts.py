@@ -33,6 +33,7 @@ FEATURES: Mapping[str, Callable[[Request], bool]] = {
     "period": lambda request: request.searches_period,
     "searched slices": lambda request: max(request.slice_counts) > 1,
     "slices": lambda request: request.slices > 1,
+    "pairs": lambda request: request.pairs,
 }
 """Functions that return whether a request wants a feature, by the name of the feature."""
 
@@ -44,6 +45,9 @@ _BARRIER = "steps of {schedule} need a barrier between them here: "
 _PERIOD = (
     "a search for the period of steps (option period, by default with --pipemem-overlap-steps) excludes offload, "
     "recomputation and vocabulary passes; drop one of the two"
+)
+_PAIRS = (
+    "--overlap-moe-expert-parallel-comm runs forwards and backwards in pairs, which exclude {0}; drop the flag, or {1}"
 )
 _SLICES = (
     "a search for slices excludes one for the period of steps (option period, by default with "
@@ -96,6 +100,16 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
         "without slices",
         "weights": "microbatches with costs of their own cannot be cut into slices; drop --pipemem-microbatch-costs, "
         "or use a schedule without sequence slices",
+    },
+    "pairs": {
+        "stock": _PAIRS.format("a measured run of Megatron's own schedule", "leave --pipemem-schedule stock out"),
+        "asynchronous": _PAIRS.format("asynchronous schedules", "use a synchronous schedule"),
+        "offload": _PAIRS.format("offload and recomputation by the schedule", "pass --pipemem-offload off"),
+        "host": _PAIRS.format("offload", "use a schedule that does not offload by itself"),
+        "vocabulary": _PAIRS.format("a cut vocabulary", "pass --pipemem-vocab-parallel off"),
+        "overlap": _PAIRS.format("steps without a barrier", "drop --pipemem-overlap-steps"),
+        "weights": _PAIRS.format("microbatches with costs of their own", "drop --pipemem-microbatch-costs"),
+        "slices": _PAIRS.format("sequence slices", "use a schedule without slices"),
     },
 }
 """The features that each feature excludes, with a message that has the reason and the remedy."""

@@ -77,6 +77,8 @@ CODES = {
     "no-time": "All passes cost 0 seconds. Give at least one of them a price.",
     # Schedule files
     "bad-header": "The line that starts with `#` is wrong or does not fit the lines below. The message has an example.",
+    "bad-pair": "A pair of a schedule is not a forward with another forward's backward right after it, or its schedule has "
+    "a feature that excludes pairs. Drop the pair.",
     "no-actions": "The file holds no actions. Write a line per device, one action per cell.",
     "not-an-action": "A cell is not an action. Write stage, kind, microbatch, as in `2F0`.",
     "not-computed": "A schedule has a message or gradient reduction, which lowering adds by itself. Remove it.",

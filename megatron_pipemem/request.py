@@ -370,6 +370,9 @@ class Request(ScheduleOptions):
     train_steps: int | None = None
     """The number of training steps of the run. Asynchronous schedules need it, because the last step must not read data
     of a next one. Megatron's own training loop sets it."""
+    pairs: bool = False
+    """Whether forwards run together with backwards (``Schedule.pairs``): Megatron's own flag
+    ``--overlap-moe-expert-parallel-comm``."""
     file: Schedule | None = None
     """The schedule in the file that ``schedule`` names, read and proved. ``conflicts.check`` sets it."""
 

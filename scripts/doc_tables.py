@@ -96,6 +96,7 @@ WORDS = {
     "period": "the option `period`",
     "searched slices": "several numbers of `slices`",
     "slices": "sequence slices",
+    "pairs": "`--overlap-moe-expert-parallel-comm`",
 }
 """Names of features in the documents' list of refused combinations."""
 SLICES = (1, 2, 4, 8)

@@ -48,7 +48,25 @@ def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
         chosen = _searched(request, shape, knowledge)
     else:
         chosen = _built(request, shape, knowledge)
+    if request.pairs and not shape.forward_only and not chosen.schedule.pairs:
+        chosen = _with_pairs(chosen, request, knowledge)
     return replace(chosen, priced_by=knowledge.priced_by)
+
+
+def _with_pairs(chosen: Choice, request: Request, knowledge: Knowledge) -> Choice:
+    """Return the choice with pairs of forwards and backwards. Bounds of a search without pairs do not hold for it."""
+    from megatron_pipemem.features.pairs import orders
+
+    costs = chosen.costs if chosen.costs.have_exchanges else orders.with_exchanges(chosen.costs)
+    counted = knowledge.counted_costs(chosen.schedule.placement, request.in_bytes)
+    limited = request.memory_cap is not None and not (request.in_bytes and counted.memory is None)
+
+    def keeps_cap(schedule: Schedule) -> bool:
+        return not (limited and any(knowledge.excess(request, schedule, counted)))
+
+    schedule = orders.with_pairs(chosen.schedule, costs, keeps_cap)
+    validate(schedule, microbatch_order=request.file is None)
+    return replace(chosen, schedule=schedule, costs=costs, bound=None, search=None)
 
 
 def vocabulary_ways(

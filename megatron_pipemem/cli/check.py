@@ -155,8 +155,8 @@ def _write(schedule: Schedule, target: Path, to_dialect: _Letters, lowered: bool
     if with_messages:
         program = lower(schedule) if letters == "pipemem" else lower_paired(schedule)
         validate_program(program, microbatch_order=False)
-        rows = program.actions
-    write_whole(target, write_header(schedule.header(rows)) + write_table(rows, letters))
+        rows, schedule = program.actions, program.schedule
+    write_whole(target, write_header(schedule.header(rows)) + write_table(rows, letters, schedule.pairs))
     actions = sum(map(len, rows))
     return {"output": str(target), "actions": actions, "letters": LETTERS[letters], "lowered": with_messages}
 
@@ -183,7 +183,9 @@ def _facts_of_file(file: str, table: Table) -> dict[str, object]:
     if table.ignored:
         facts["ignored"] = ", ".join(f"{count} {kind}" for kind, count in sorted(table.ignored.items()))
     if table.pairs:
-        facts["overlapped_pairs"] = f"{table.pairs}, each read as its two actions in turn"
+        facts["pairs"] = len(table.pairs)
+    if table.in_turn:
+        facts["overlapped_backwards"] = f"{table.in_turn} pairs, each read as its two actions in turn"
     return facts
 
 

@@ -62,7 +62,11 @@ def price_layers(names: Sequence[str], asked: Question) -> Costs:
             "needs-option",
             f"--offload-ratio {ratio:g} is the time of copies to the host, but nothing is offloaded; give --offload too",
         )
-    return costs
+    if asked.exchange_share is None:
+        return costs
+    from megatron_pipemem.features.pairs.orders import with_exchanges  # only where it is needed
+
+    return with_exchanges(costs, asked.exchange_share)
 
 
 def _is_price(number: float) -> bool:
@@ -244,7 +248,14 @@ def load_schedule(
     else:
         check_size(devices, microbatches, _likely_chunks(name, settings), size.yes, is_fitted(name))
     request = requested(
-        name, simulated=True, memory_cap=cap, options=settings, offload=select, recompute=recompute, file=file
+        name,
+        simulated=True,
+        memory_cap=cap,
+        options=settings,
+        offload=select,
+        recompute=recompute,
+        pairs=costs.have_exchanges,
+        file=file,
     )
     budget = _host_budget(host_memory, costs)
     shape = Shape(devices, None, microbatches)

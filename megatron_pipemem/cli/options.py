@@ -141,6 +141,16 @@ class Question(Prices, Size):
             "later slices then take longer. Default: all slices take equally long.",
         ),
     ] = None
+    exchange_share: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="A",
+            help="Share of F and I in which the tokens of experts travel. Forwards and backwards then run in pairs, and each "
+            "computes meanwhile, as with --overlap-moe-expert-parallel-comm. Default: that of the costs.",
+        ),
+    ] = None
     slice_cut: Annotated[
         str,
         typer.Option(

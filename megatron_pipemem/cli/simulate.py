@@ -66,7 +66,7 @@ from megatron_pipemem.search.result import ResultCache
 
 _USUAL = {"slices": 1, "replicas": 1, "weight_versions": 1, "recomputed": {}, "microbatch_weights": {}}
 _USUAL |= dict.fromkeys(("peak_bytes", "share_of_1f1b"))
-_USUAL |= dict.fromkeys(("search_seconds", "host_peak", "stall_seconds", "transfers"), 0)
+_USUAL |= dict.fromkeys(("search_seconds", "host_peak", "stall_seconds", "transfers", "pairs"), 0)
 """Values that ``simulate`` does not print. A list is left out if all devices have the value."""
 
 _AS_A_RUN = (
@@ -125,6 +125,8 @@ def simulate(
         pipemem simulate seq1f1b -p 4 -m 8 -o slices=4 --attention-share .3 --slice-cut flops
         # see the gain without a barrier between steps
         pipemem simulate zbv -p 8 -m 16 --steps 8
+        # hide the exchange of the experts' tokens behind computing
+        pipemem simulate dualpipe-v -p 8 -m 32 --exchange-share .4
         # price a large vocabulary
         pipemem simulate 1f1b -p 8 -m 32 --vocab-parallel auto --head-cost 2.5layers --layers 32
     """
@@ -272,19 +274,21 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
         "transfers": sum(map(len, timeline.transfers)),
         "recomputed": recomputed_by_mode(schedule),
         "microbatch_weights": {} if weights is None else {"time": weights.time, "memory": weights.tokens},
+        "pairs": len(schedule.pairs),
     }
 
 
 def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
     """Return the lower bound of the makespan, in the unit of the costs.
 
-    It is the busiest device's work for schedules without backwards, with replicas or with vocabulary passes. For other
+    It is the busiest device's work for schedules without backwards, with replicas, pairs or vocabulary passes. For other
     schedules it holds within the cap, or else within the schedule's own peak. Offload and recompute have no such limit.
     """
     schedule = timeline.schedule
     if (
         schedule.placement.replicas > 1
         or schedule.vocabulary_barriers
+        or schedule.pairs
         or all(action.kind is Kind.F for order in schedule.orders for action in order)
     ):
         return timeline.ideal

@@ -188,6 +188,7 @@ _MOST_NUMBERS = 5000
 # A row, in parts of its height: actions above, memory from _UPPER down to _FLOOR.
 _ACTIONS, _UPPER, _FLOOR = (0.05, 0.60), 0.64, 0.96
 _ACTION_HEIGHT = _ACTIONS[1] - _ACTIONS[0]
+_UNDERLINE = (0.57, 0.60)
 # Copies to and from the host are drawn between the two, if there are any.
 _LANE, _UPPER_BELOW_LANE = (0.615, 0.675), 0.70
 
@@ -271,6 +272,8 @@ def _draw_boxes(axes: Axes, run: PicturedRun, points: float) -> None:
     edge = 0.5 if run.shortest * points > 4 else 0.0
     for shade, spans in shapes.items():
         _bars(axes, spans, _ACTIONS, facecolors=shade, edgecolors="white", linewidths=edge)
+    pairs = [(first.device, first.start, second.end) for first, second in run.pairs]
+    _bars(axes, pairs, _UNDERLINE, facecolors=TEXT)
 
 
 def _number_size(run: PicturedRun, points: float, row_points: float) -> float:
@@ -453,6 +456,8 @@ def _add_legend(figure: Figure, runs: Sequence[PicturedRun]) -> None:
     for kind in COPIES:
         if any(run.timeline.schedule.offloads and any(run.host_transfers) for run in runs):
             entries[kind.spec.says] = (Patch(facecolor=colour(kind)),)
+    if any(run.pairs for run in runs):
+        entries["pair"] = Line2D([], [], color=TEXT, linewidth=1.5)
     entries["idle"] = (Patch(facecolor=IDLE, edgecolor="#dadce0"),)
     entries["held activations" if runs[0].in_units else "held memory"] = (
         Patch(facecolor=HELD, edgecolor=HELD_EDGE, linewidth=0.7),

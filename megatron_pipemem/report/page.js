@@ -153,6 +153,7 @@ function drawRows(pen, run, right) {
       drawShares(pen, run, row, top, from, to, right);
       dense = true;
     } else drawBoxes(pen, run, row, top, from, to);
+    drawPairs(pen, run, row, top + ROW - 2);
     drawCopies(pen, run, row, top + ROW - 3);
     drawHeld(pen, run, device, top + ROW + 2, right);
   });
@@ -178,6 +179,15 @@ function drawBoxes(pen, run, row, top, from, to) {
     wait(pen, run, awaited(run, row, i), before, row.start[i], top);
   }
   if (to < row.start.length) wait(pen, run, awaited(run, row, to), to ? row.end[to - 1] : 0, row.start[to], top);
+}
+
+// A line under a forward and a backward that run together.
+function drawPairs(pen, run, row, top) {
+  pen.fillStyle = "#202124";
+  for (const i of row.pairs) {
+    if (row.end[i + 1] < view.start || row.start[i] > view.end) continue;
+    pen.fillRect(toX(run, row.start[i]), top, (row.end[i + 1] - row.start[i]) * scale(run) - .7, 2);
+  }
 }
 
 // Copies to the host and back run at the same time as the actions: a strip along their lower edge.

@@ -89,6 +89,7 @@ def _data(run: DrawnRun, top: float, limit: float) -> dict[str, object]:
                 "start": [_short(box.start) for box in row],
                 "end": [_short(box.end) for box in row],
                 "held": [_short(box.held) for box in row],
+                "pairs": [at for at, box in enumerate(row) if box.action in timeline.schedule.pairs],
                 "from": [index[source.action] if (source := run.awaited.get(box.action)) else -1 for box in row],
             }
             for row, lane in zip(rows, lanes, strict=True)

@@ -197,6 +197,7 @@ def _columns_per_second(timelines: Sequence[Timeline], room: int) -> tuple[float
 def _cells(drawn: DrawnRun, row: tuple[Box, ...], scale: float, width: int, squeezed: bool) -> Text:
     text = Text()
     owners = _owners(row, scale, width)
+    paired = {id(box) for pair in drawn.pairs for box in pair}
     column = 0
     while column < width:
         box, first = owners[column], column
@@ -206,7 +207,8 @@ def _cells(drawn: DrawnRun, row: tuple[Box, ...], scale: float, width: int, sque
             text.append(" " * (column - first))
             continue
         background = drawn.colour(box.action.kind, box.chunk)
-        text.append(_label(box, column - first, squeezed), Style(color=ink(background), bgcolor=background))
+        style = Style(color=ink(background), bgcolor=background, underline=id(box) in paired)
+        text.append(_label(box, column - first, squeezed), style)
     return text
 
 
@@ -253,6 +255,8 @@ def _legend(drawn: DrawnRun) -> Text:
         entries.append(Text(f" {kind} {kind.spec.says} ", Style(color=ink(shade), bgcolor=shade)))
     if drawn.num_chunks > 1:
         entries.append(Text("lower case: later chunk", style="dim"))
+    if drawn.pairs:
+        entries.append(Text("underlined: a pair", style="dim"))
     if any(drawn.timeline.transfers):
         entries.append(Text("> copy to the host, < copy back", style="dim"))
     return Text("  ").join(entries)

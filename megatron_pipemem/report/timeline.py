@@ -6,8 +6,9 @@ A measured run is a ``Timeline`` too, with the times of its trace.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.action import COMPUTE, VOCABULARY, Action, Kind
@@ -160,6 +161,12 @@ class DrawnRun:
             )
         )
 
+    @cached_property
+    def pairs(self) -> tuple[tuple[Box, Box], ...]:
+        """The boxes of every pair (``Schedule.pairs``). The second box begins after the forward's own seconds."""
+        pairs = self.timeline.schedule.pairs
+        return tuple(both for row in self.rows for both in pairwise(row) if both[0].action in pairs)
+
     @property
     def _held(self) -> Sequence[Sequence[float]]:
         """Return the memory of each device after each action: as counted in a run, or computed from the costs."""
@@ -186,7 +193,7 @@ class DrawnRun:
     @property
     def messages(self) -> Iterator[DrawnMessage]:
         """Every dependency between two devices, except on collectives, in the order of the consumers."""
-        found = Dependencies.of_schedule(self.timeline.schedule)
+        found = Dependencies.of_schedule(replace(self.timeline.schedule, pairs=frozenset()))
         by_action = {box.action: box for row in self.rows for box in row}
         for action, waits in zip(found.actions, found.graph.waits, strict=True):
             consumer = by_action.get(action)
@@ -206,6 +213,10 @@ class DrawnRun:
             known = latest.get(consumer.action)
             if known is None or producer.end > known.end:
                 latest[consumer.action] = producer
+        for first, second in self.pairs:  # the first action of a pair waits for the inputs of both
+            sources = [latest[box.action] for box in (first, second) if box.action in latest]
+            if sources:
+                latest[first.action] = max(sources, key=lambda box: box.end)
         return latest
 
     @cached_property

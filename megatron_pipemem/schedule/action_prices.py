@@ -50,7 +50,7 @@ class ActionPrices:
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         placement, slices = schedule.placement, schedule.slices
-        self._costs, self._slices = costs, slices
+        self._costs, self._slices, self._placement = costs, slices, placement
         self._weights = costs.microbatch
         if self._weights is not None:
             self._weights.check(schedule.num_microbatches)
@@ -86,6 +86,20 @@ class ActionPrices:
             return self._collectives.get(kind, 0.0)
         return prices[stage if self._slices == 1 else place(Action(kind, stage, unit), self._slices)]
 
+    def second_of_pair(self, first: Action, second: Action) -> float:
+        """Return the seconds that a pair takes longer than its first action alone.
+
+        While one action of a pair exchanges tokens, the other one computes. So the pair takes as long as its computing,
+        its exchanges, or the longer one of its actions, whichever is most.
+        """
+        whole = [self.of(*action) for action in (first, second)]
+        exchanged = [
+            seconds
+            * min(1.0, self._exchanges[kind][stage] / price if (price := self.priced(kind, stage, unit)) else 0.0)
+            for seconds, (kind, stage, unit) in zip(whole, (first, second), strict=True)
+        ]
+        return max(*whole, sum(exchanged), sum(whole) - sum(exchanged)) - whole[0]
+
     def of_message(self, edge: tuple[int, int], unit: int | None = None) -> float:
         """Return the seconds of one message (of a microbatch or slice) over ``edge``, a pair (source, destination)."""
         seconds = self._costs.link_seconds(*edge) / self._slices
@@ -100,6 +114,21 @@ class ActionPrices:
         stage and slice), and a link has one lag. If they have weights, every node has a price, and a link has one lag
         per microbatch or slice.
         """
+        graph, seconds, lags = self._of_single_actions(found)
+        if not found.pairs:
+            return graph, seconds, lags
+        prices, shorter = list(graph.prices), {}
+        for first in found.pairs:
+            second = first + 1
+            key = prices[first], prices[second]
+            if key not in shorter:
+                shorter[key] = len(seconds)
+                seconds.append(self.second_of_pair(found.actions[first], found.actions[second]))
+            prices[second] = shorter[key]
+        return Graph(graph.lanes, graph.waits, prices, graph.lane_of), seconds, lags
+
+    def _of_single_actions(self, found: Dependencies) -> tuple[Graph, list[float], list[float]]:
+        """Return the result of ``of_graph`` with the price of every action outside of a pair."""
         graph, links, actions, slices = found.graph, found.links, found.actions, self._slices
         if self._weights is None:
             units, prices = range(1), graph.prices
@@ -120,6 +149,10 @@ class ActionPrices:
             [self._of_node(*action) for action in actions],
             [self.of_message(link, unit) for link in links for unit in units],
         )
+
+    @cached_property
+    def _exchanges(self) -> Mapping[Kind, Sequence[float]]:
+        return self._costs.exchange_seconds(self._placement)
 
     @cached_property
     def _slices_differ(self) -> bool:

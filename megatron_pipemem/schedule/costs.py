@@ -35,6 +35,7 @@ _PRICED: tuple[tuple[str, Kind], ...] = (
     ("recompute_selective", Kind.RS),
     ("copy_sum", Kind.REDUCE_REPLICAS),
 )
+_EXCHANGES = (("forward_exchange", Kind.F), ("backward_exchange", Kind.I))
 
 SELECTIVE_BYTES = 13 / 32
 """The bytes that RS recomputes, as a share of those that F keeps: 14 of 34 per element (arXiv 2503.01328), rounded so
@@ -71,6 +72,9 @@ class Costs:
         slice_units: per kind, the change of memory by every slice, as a share of the bytes that F of a whole
             microbatch keeps; ``None`` if slices share them evenly. ``slice_costs`` computes such values.
         further: seconds of kinds added by ``register_kind``; by default those of ``KindSpec.shares``.
+        forward_exchange: the part of ``forward`` in which the experts' tokens travel between ranks, and in which the
+            device could compute something else. Only pairs use it (``Schedule.pairs``).
+        backward_exchange: the same part of ``backward_input``. B has it too.
 
     Memory in activation units: a stage's forward takes ``1/model_stages``, and its W or B gives it back. In bytes,
     one number per kind is a device's whole share, and a sequence has one value per stage:
@@ -98,12 +102,14 @@ class Costs:
     microbatch: MicrobatchWeights | None = None
     slice_units: Mapping[Kind, tuple[float, ...]] | None = None
     further: Mapping[Kind, Price] | None = None
+    forward_exchange: Price = 0.0
+    backward_exchange: Price = 0.0
 
     def __repr__(self) -> str:
         return changed_fields(self)
 
     def __post_init__(self) -> None:
-        for name, kind in _PRICED:
+        for name, kind in (*_PRICED, *_EXCHANGES):
             if (given := getattr(self, name)) is not None or getattr(Costs, name) is not None:
                 object.__setattr__(self, name, checked_seconds(name, given, kind))
         links = self.p2p if isinstance(self.p2p, Mapping) else {(): self.p2p}
@@ -130,6 +136,11 @@ class Costs:
         return not any(isinstance(price, Sequence | PartPrices) for price in self._passes)
 
     @property
+    def have_exchanges(self) -> bool:
+        """Return whether any seconds are known in which the tokens of experts travel."""
+        return any(getattr(self, name) != 0 for name, _ in _EXCHANGES)
+
+    @property
     def _passes(self) -> tuple[Price, ...]:
         return self.forward, self.backward_input, self.backward_weight
 
@@ -139,7 +150,7 @@ class Costs:
         def changed(price: Any) -> Any:
             return replace(price, **changes) if isinstance(price, PartPrices) else price
 
-        prices = {name: changed(getattr(self, name)) for name, _ in _PRICED}
+        prices = {name: changed(getattr(self, name)) for name, _ in (*_PRICED, *_EXCHANGES)}
         memory = None if self.memory is None else {kind: changed(each) for kind, each in self.memory.items()}
         channel = self.channel and replace(
             self.channel, offload=changed(self.channel.offload), reload=changed(self.channel.reload)
@@ -197,6 +208,15 @@ class Costs:
                 parts = [[share * each for each in prices[Kind(other)]] for other, share in shares.items()]
                 prices[kind] = tuple(map(sum, zip(*parts, strict=True)))
         return prices
+
+    def exchange_seconds(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+        """Return the seconds of F, I and B in which only the experts' tokens travel, one value per stage.
+
+        Raises:
+            CostsError: a sequence does not have one value per stage.
+        """
+        found = {kind: per_slice(name, getattr(self, name), placement, 1) for name, kind in _EXCHANGES}
+        return {**found, Kind.B: found[Kind.I]}
 
     def replica_reduction_seconds(self, placement: Placement) -> tuple[float, ...]:
         """Return the seconds of REDUCE_REPLICAS, one value per stage.
@@ -354,7 +374,8 @@ class Costs:
         Further keys:
 
         - ``p2p`` may have one price per link, ``{"0-1": ..., "1-0": ...}``.
-        - ``recompute``, ``recompute_selective`` and ``copy_sum`` are prices like the others.
+        - ``recompute``, ``recompute_selective``, ``copy_sum``, ``forward_exchange`` and ``backward_exchange`` are
+          prices like the others.
         - ``channel`` is ``{"offload": ..., "reload": ..., "duplex": false, "switches": [[0, 1]]}``. ``{"ratio": k}``
           replaces the first two (``Channel.of_ratio``).
         - ``vocabulary`` has the fields of ``VocabularyCosts``: ``{"score": ..., "gradient": ...}``.

@@ -14,7 +14,10 @@ from megatron_pipemem.schedule.options import FLOPS, TOKENS
 from megatron_pipemem.schedule.prices import MicrobatchWeights, PartPrices, number
 from megatron_pipemem.schedule.vocabulary import VocabularyCosts
 
-_PRICES = ("forward", "backward_input", "backward_weight", "recompute", "recompute_selective", "copy_sum")
+_PRICES = (
+    *("forward", "backward_input", "backward_weight", "recompute", "recompute_selective", "copy_sum"),
+    *("forward_exchange", "backward_exchange"),
+)
 _KEYS = (*_PRICES, *"parts layers_per_stage p2p memory channel vocabulary microbatch further profile".split())
 _PARTS = ("order", "layers", "end_layers", "first", "middle", "last")
 _PASSES = {"forward": "forward", "backward_input": "input", "backward_weight": "weight"}

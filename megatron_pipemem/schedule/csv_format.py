@@ -10,13 +10,15 @@ devices=0-1-1-0`` (the device of every stage, if there are replicas or some stag
 without actions, which have no line), ``# slices=4``, ``# vocabulary=1`` (barriers), or ``# update_every=4
 versions_kept=2 update_delay=1``.
 Schedules without such properties have no header, so that other readers of the format accept their files.
+
+A forward and a backward that run together share a cell, as torch writes them: ``(3F2;1B0)OVERLAP_F_B``.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,7 +130,7 @@ LETTERS = {
 
 
 class Cell(NamedTuple):
-    """An action with its line and column in the file, from 1. ``(3F2;1B0)OVERLAP_F_B`` of torch gives two cells."""
+    """An action with its line and column in the file, from 1. ``(3F2;1B0)OVERLAP_F_B`` gives two cells."""
 
     action: Action
     line: int
@@ -147,7 +149,8 @@ class Table:
     letters: str  # a key of ``LETTERS``
     reason: str  # ``stated``, or the sign by which the letters were detected
     ignored: dict[str, int]  # number of occurrences of actions without meaning here, for example ``{"UNSHARD": 4}``
-    pairs: int  # number of overlapped pairs, which are read as two actions in turn
+    pairs: frozenset[Action]  # the forwards that run together with the backward after them
+    in_turn: int  # number of torch's pairs of two backwards, which are read as two actions in turn
     header: Header = Header()
 
     @property
@@ -270,36 +273,49 @@ def read_table(text: str, dialect: str = "auto") -> Table:
     lines = [cells for cells in lines if cells]
     letters, reason = _letters(lines, dialect)
     ignored: Counter[str] = Counter()
-    pairs = 0
+    pairs: set[Action] = set()
+    in_turn = 0
     rows = []
     for cells in lines:
         row = []
         for line, column, cell in cells:
-            overlap = letters != "pipemem" and _OVERLAP.fullmatch(cell)
-            pairs += bool(overlap)
+            overlap = _OVERLAP.fullmatch(cell)
+            read = []
             for part in overlap[1].split(";") if overlap else [cell]:
                 if letters != "pipemem" and (sharding := _SHARDING.fullmatch(part)):
                     ignored[sharding[1]] += 1
                     continue
-                row.append(Cell(_action(part, letters, line, column), line, column))
+                read.append(_action(part, letters, line, column))
+            row += [Cell(action, line, column) for action in read]
+            if [action.kind for action in read] in _PAIRED:
+                pairs.add(read[0])
+            elif overlap:
+                in_turn += 1
         rows.append(tuple(row))
     for device in header.idle:
         rows.insert(device, ())
-    return Table(tuple(rows), letters, reason, dict(ignored), pairs, header)
+    return Table(tuple(rows), letters, reason, dict(ignored), frozenset(pairs), in_turn, header)
 
 
-def write_table(actions: Iterable[Sequence[Action]], letters: str = "pipemem") -> str:
-    """Return one line per device that has actions. ``letters`` is a key of ``LETTERS``; ``torch`` is ``torch-new``."""
+def write_table(
+    actions: Iterable[Sequence[Action]], letters: str = "pipemem", pairs: Container[Action] = frozenset()
+) -> str:
+    """Return one line per device that has actions, with a pair in one cell, as in ``(3F2;1B0)OVERLAP_F_B``.
+
+    ``letters`` is a key of ``LETTERS``; ``torch`` is ``torch-new``. ``pairs`` is that of the schedule.
+    """
     names = _WRITTEN.get(letters, {})
-    return "".join(
-        ",".join(
-            f"{action.stage}{names[action.kind]}{action.microbatch}" if action.kind in names else str(action)
-            for action in row
-        )
-        + "\n"
-        for row in actions
-        if row
-    )
+
+    def text(action: Action) -> str:
+        return f"{action.stage}{names[action.kind]}{action.microbatch}" if action.kind in names else str(action)
+
+    def cells(row: Sequence[Action]) -> Iterator[str]:
+        coming = iter(row)
+        for action in coming:
+            second = next(coming, None) if action in pairs else None
+            yield text(action) if second is None else f"({text(action)};{text(second)})OVERLAP_F_B"
+
+    return "".join(",".join(cells(row)) + "\n" for row in actions if row)
 
 
 def in_letters(message: str, letters: str) -> str:
@@ -312,6 +328,7 @@ _BYTE_ORDER_MARK = "\ufeff"  # spreadsheets put it at the start of the file
 _COMPUTE = re.compile(r"(?<![0-9A-Z_])(\d+)(BW|[FIWB])(?=-?\d)")
 _SHARDING = re.compile(r"\s*\d+(UNSHARD|RESHARD)\s*")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+_PAIRED = ([Kind.F, Kind.I], [Kind.F, Kind.B])
 _TORCH_ONLY = re.compile(r"\d+(?:SEND_B|RECV_B|UNSHARD|RESHARD)|OVERLAP_F_B")
 _NAMED = re.compile(r"\b(\d+)(SEND_I|RECV_I|I|B)(\d+)\b")
 _NEGATIVE = re.compile(r"\d+[A-Z_]+-\d+")

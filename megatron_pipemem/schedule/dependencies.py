@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
+from itertools import chain
 from typing import Any, NamedTuple
 
 from megatron_pipemem.errors import ScheduleError
@@ -293,7 +294,8 @@ class Dependencies:
 
     ``orders`` may be wrong: an action whose need is missing then never runs. ``needs`` returns the actions that an
     action needs. It is called for one microbatch per kind, stage and slice, since all microbatches have the same
-    needs. ``already`` has actions that ran before.
+    needs. ``already`` has actions that ran before. ``pairs`` is that of the schedule. The first node of a pair has the
+    waits of both, and what waits for the first node waits for the second one.
 
     Attributes:
         actions: the action of every node. A collective has the stage ``EVERYWHERE``.
@@ -301,6 +303,7 @@ class Dependencies:
         links: source and destination of every link. The first one stands for results on the same device.
         lanes: the nodes of every device, and of the channel of the collectives if there are any.
         impossible: the nodes that need a missing action, or one that comes later on their own device.
+        pairs: the first node of every pair. The second node follows it.
         graph: the waits.
     """
 
@@ -311,6 +314,7 @@ class Dependencies:
         needs: Callable[[Action], Iterable[Action]],
         slices: int = 1,
         already: Container[Action] = (),
+        pairs: Iterable[Action] = (),
     ) -> None:
         self._orders, self._placement, self._needs = orders, placement, needs
         self._slices, self._already = slices, already
@@ -324,7 +328,9 @@ class Dependencies:
         self.kinds, self.links = list(self._nodes), [(0, 0)]
         self.impossible: list[int] = []
         self._rules: dict[tuple[Kind, int, int], tuple[int, list[_Need]]] = {}
-        self.graph = Graph(self.lanes, *self._edges())
+        self.pairs = sorted(self._nodes[kind, stage][microbatch] for kind, stage, microbatch in pairs)
+        waits, prices = self._edges()
+        self.graph = Graph(self.lanes, self._joined(waits), prices)
 
     @classmethod
     def of_schedule(cls, schedule: Schedule, already: Container[Action] = ()) -> Dependencies:
@@ -334,7 +340,7 @@ class Dependencies:
         def needs(action: Action) -> tuple[Action, ...]:
             return dependencies(action, placement, (), slices, barriers)
 
-        return cls(schedule.orders, placement, needs, slices, already)
+        return cls(schedule.orders, placement, needs, slices, already, schedule.pairs)
 
     def _numbered(self) -> list[range]:
         """Return the nodes of every lane, and add a node for every collective to ``actions``."""
@@ -371,6 +377,15 @@ class Dependencies:
                 waits.append(waiting)
                 prices.append(price)
         return waits, prices
+
+    def _joined(self, waits: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+        """Return the waits of all nodes, with those of each pair joined."""
+        if not self.pairs:
+            return waits
+        for first in self.pairs:
+            waits[first], waits[first + 1] = waits[first] + waits[first + 1], []
+        firsts = set(self.pairs)
+        return [[(needed + (needed in firsts), link) for needed, link in each] for each in waits]
 
     def _rule(self, action: Action, lane: int) -> tuple[int, list[_Need]]:
         """Return the index of the price, and the needs, that all actions with this kind, stage and slice share."""
@@ -434,9 +449,9 @@ class Dependencies:
         """Return the error for the first action that can never run; ``None`` if all devices reach their ends."""
         for device, (order, reached) in enumerate(zip(self._orders, self.walk.reached, strict=False)):
             if reached < len(order):
-                unmet = [
-                    str(needed) for needed in self.needed_by(self.lanes[device][reached]) if not self._has_run(needed)
-                ]
+                node = self.lanes[device][reached]
+                needs = chain.from_iterable(map(self.needed_by, range(node, node + 1 + (node in self.pairs))))
+                unmet = [str(needed) for needed in needs if not self._has_run(needed)]
                 return ScheduleError(
                     "unmet-need",
                     f"waits for {', '.join(unmet)}, which never runs; validate() shows why",

@@ -14,6 +14,8 @@ the destination. The receive comes after the last action there on which the mess
 hide nothing.) It comes before the first action there that depends on an action launched by the source after the send.
 Such a position exists, because the first limit comes before the second in every schedule without a deadlock.
 
+A pair of a forward and a backward counts as one action here: its receives come before both, and its sends after both.
+
 **With collectives between the actions** (``add_messages_in_sequence``). Messages and collectives may share a queue
 that each device serves strictly in posting order. Then a message delays all later posts of its device until the other
 device has posted it too. So the lists of all devices are parts of one sequence. It has every message once, for both
@@ -36,6 +38,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import accumulate
 
@@ -72,23 +75,27 @@ def add_messages(schedule: Schedule, horizons: Horizons) -> tuple[Order, ...]:
     """Insert the sends and receives of every device, with one channel per edge.
 
     Two compute actions are separated by the send of the first one, and then by receives, sorted by source device and
-    sending order.
+    sending order. A receive is nearest to one action ahead of its consumer, among the positions with which hosts may
+    wait for their devices anywhere. Both limits grow from message to message of an edge, so receives stay in order.
     """
-    orders, router = schedule.orders, Router(schedule.placement)
+    orders, router, pairs = schedule.orders, Router(schedule.placement), schedule.pairs
+    # The position of the first action of a pair, for its second action; else the position itself.
+    starts = [[max(at - (order[at - 1] in pairs), 0) for at in range(len(order))] for order in orders]
     consumers = {
-        receive: position
-        for order in orders
-        for position, action in enumerate(order)
+        receive: start
+        for order, begins in zip(orders, starts, strict=True)
+        for start, action in zip(begins, order, strict=True)
         if (receive := router.awaited(action)) is not None
     }
-    sends: list[list[Action | None]] = []
-    edges: dict[Edge, list[tuple[int, Action]]] = {}
+    sends: list[list[list[Action]]] = []
+    edges: dict[Edge, list[tuple[int, Action]]] = {}  # position of the producer, and receive
     for device, order in enumerate(orders):
-        emitted = [router.emitted(action) for action in order]
-        sends.append([message and message.send for message in emitted])
-        for position, message in enumerate(emitted):
+        sends.append([[] for _ in order])
+        for position, action in enumerate(order):
+            message = router.emitted(action)
             if message is None:
                 continue
+            sends[device][position + (action in pairs)].append(message.send)
             if message.receive not in consumers:
                 raise ScheduleError(
                     "unmet-need",
@@ -100,8 +107,13 @@ def add_messages(schedule: Schedule, horizons: Horizons) -> tuple[Order, ...]:
     for edge, messages in sorted(edges.items()):
         order = orders[edge[1]]
         ahead = _ahead_of([consumers[receive] for _, receive in messages], order)
-        for (sent, receive), position in zip(messages, ahead, strict=True):
-            posted[edge[1]][_between(edge, sent, position, horizons)].append(receive)
+        for (made, receive), position in zip(messages, ahead, strict=True):
+            sent = made + (orders[edge[0]][made] in pairs)
+            position = max(position, horizons.place(edge[0], sent + 1, edge[1]))
+            # The backward of a pair sends after its forward, whose receive may not depend on the backward.
+            while horizons.place(edge[1], position, edge[0]) > made + 1:
+                position -= 1
+            posted[edge[1]][starts[edge[1]][position]].append(receive)
     return tuple(map(_interleave, orders, posted, sends))
 
 
@@ -118,26 +130,10 @@ def _ahead_of(consumers: list[int], order: Order) -> list[int]:
     return positions[::-1]
 
 
-def _between(edge: Edge, sent: int, position: int, horizons: Horizons) -> int:
-    """Return the position for a receive, nearest to ``position``, with which hosts may wait for their devices anywhere.
-
-    ``sent`` is the position of the producer on the source. Both limits grow from message to message of an edge, so
-    receives stay in order.
-    """
-    source, destination = edge
-    position = max(position, horizons.place(source, sent + 1, destination))
-    while horizons.place(destination, position, source) > sent + 1:
-        position -= 1
-    return position
-
-
-def _interleave(order: Order, receives: list[list[Action]], sends: list[Action | None]) -> Order:
+def _interleave(order: Order, receives: list[list[Action]], sends: list[list[Action]]) -> Order:
     lowered: list[Action] = []
-    for action, posted, send in zip(order, receives, sends, strict=True):
-        lowered += posted
-        lowered.append(action)
-        if send is not None:
-            lowered.append(send)
+    for action, received, sent in zip(order, receives, sends, strict=True):
+        lowered += [*received, action, *sent]
     return tuple(lowered)
 
 
@@ -299,8 +295,10 @@ def sequence(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 def lower_paired(schedule: Schedule) -> Program:
     """Add messages and gradient reductions so that there is no deadlock even if a send blocks until its receive.
 
-    Each send and its receive are inserted at the same place of one sequence of all devices' actions.
+    Each send and its receive are inserted at the same place of one sequence of all devices' actions. The actions of
+    pairs run one after the other.
     """
+    schedule = replace(schedule, pairs=frozenset())
     found = Dependencies.of_schedule(schedule)
     if error := found.stuck():
         raise error
@@ -331,7 +329,7 @@ class _Run:
     """A simulated run of all devices in single queues. A device is busy until a known time, or between two actions."""
 
     def __init__(self, schedule: Schedule, costs: Costs, orders: tuple[Order, ...], arrived: Iterable[Action]) -> None:
-        self._orders, self._router = orders, Router(schedule.placement)
+        self._orders, self._router, self._pairs = orders, Router(schedule.placement), schedule.pairs
         self._prices = ActionPrices(schedule, costs)
         self._lists: list[list[Action]] = [[] for _ in self._orders]
         self._at = [0] * len(self._orders)
@@ -409,16 +407,18 @@ class _Run:
             order = self._orders[device]
             if self._at[device] == len(order):
                 continue
-            action = order[self._at[device]]
-            receive = self._router.awaited(action)
-            if action.kind in COLLECTIVES or (receive is not None and receive not in self._arrived):
+            at = self._at[device]
+            action, *second = together = order[at : at + 1 + (order[at] in self._pairs)]
+            if action.kind in COLLECTIVES or not self._arrived.issuperset(
+                filter(None, map(self._router.awaited, together))
+            ):
                 continue
-            end = now + self._prices.of(*action)
+            end = now + self._prices.of(*action) + sum(self._prices.second_of_pair(action, each) for each in second)
             if action.kind not in MEMORY and self._should_wait(device, now, end):
                 continue
-            self._lists[device].append(action)
-            self._at[device] += 1
-            if message := self._router.emitted(action):
+            self._lists[device] += together
+            self._at[device] += len(together)
+            for message in filter(None, map(self._router.emitted, together)):
                 self._outgoing[device].setdefault(message.edge, deque()).append(message)
             self._occupy(device, end)
             ran = True

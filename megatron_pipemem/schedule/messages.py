@@ -19,7 +19,7 @@ from megatron_pipemem.schedule.action import (
     Kind,
 )
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.schedule import Program, Schedule
+from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 
 Edge = tuple[int, int]
 
@@ -104,6 +104,21 @@ def check_compute_actions(program: Program) -> None:
                     f"{found[1] if found else 'nothing more'}; lower the schedule again",
                     at=(device, position, action),
                 )
+
+
+def check_adjacent(orders: Sequence[Order], pairs: Container[Action]) -> None:
+    """Check that every first action of a pair is a forward, and that another forward's backward follows it."""
+    for device, order in enumerate(orders):
+        for position, (action, second) in enumerate(zip_longest(order, order[1:])):
+            if action not in pairs:
+                continue
+            if action.kind is Kind.F and second is not None and second.kind in (Kind.I, Kind.B):
+                if action[1:] != second[1:]:
+                    continue
+                problem = f"cannot run together with {second}, its own backward; drop the pair"
+            else:
+                problem = f"is paired with {second or 'nothing'}; a pair is a forward and an I or B right after it"
+            raise ScheduleError("bad-pair", problem, at=(device, position, action))
 
 
 def check_posts(places: Places, messages: Mapping[Action, Message], receives: Mapping[Action, Action]) -> None:

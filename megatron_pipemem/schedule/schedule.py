@@ -46,6 +46,8 @@ class Schedule(Shown):
         vocabulary_barriers: 0 if the first stage has the embedding and the last stage the head. If both are cut over
             the devices, the number of barriers between forward and backward of the last stage: 1 (Algorithm 2 of
             arXiv 2411.05288) or 2 (its Algorithm 1).
+        pairs: forwards, each of which runs together with the backward (I or B) that follows it in its device's order.
+            A pair starts when the inputs of both have arrived, and both results are ready when it ends.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Schedule(Shown):
     slices: int = 1
     updates: WeightUpdates | None = None
     vocabulary_barriers: int = 0
+    pairs: frozenset[Action] = frozenset()
 
     def __repr__(self) -> str:
         size = f"{self.num_stages} stages on {self.num_devices} devices"
@@ -114,6 +117,7 @@ class Schedule(Shown):
             name=f"{self.name} (forward only)",
             orders=tuple(tuple(a for a in order if a.kind in FORWARD) for order in self.orders),
             updates=None,
+            pairs=frozenset(),
         )
 
     def to_csv(self) -> str:
@@ -122,7 +126,7 @@ class Schedule(Shown):
         Properties that the actions do not show, such as slices (see ``csv_format``), are written to a first line that
         starts with ``#``.
         """
-        return write_header(self.header(self.orders)) + write_table(self.orders)
+        return write_header(self.header(self.orders)) + write_table(self.orders, pairs=self.pairs)
 
     def header(self, rows: Sequence[Order]) -> Header:
         """Return the properties of the schedule that cannot be seen in a table with ``rows``, one per device."""
@@ -144,8 +148,8 @@ class Schedule(Shown):
                 replicas, slices, weight updates and vocabulary parallelism.
             dialect: one of ``csv_format.DIALECTS``. ``pipemem`` reads only text of ``to_csv``. The others also read
                 the letters of torch.distributed.pipelining before and since 2.6. They drop the messages and sharding
-                actions in torch's lowered files, because ``lower`` adds messages. They read an ``OVERLAP_F_B`` pair as
-                two actions, one after the other.
+                actions in torch's lowered files, because ``lower`` adds messages. They read an ``OVERLAP_F_B`` pair of
+                two backwards as two actions, one after the other.
             name: name of the resulting schedule.
 
         Raises:
@@ -174,7 +178,8 @@ class Schedule(Shown):
         if header.update_every is not None:
             assert header.versions_kept is not None, "read_header refuses one without the other"
             updates = WeightUpdates(header.update_every, header.versions_kept, header.update_delay)
-        return cls(name, table.placement(), num_microbatches, table.orders, header.slices, updates, header.vocabulary)
+        settings = header.slices, updates, header.vocabulary, table.pairs
+        return cls(name, table.placement(), num_microbatches, table.orders, *settings)
 
 
 @dataclass(frozen=True, eq=False)

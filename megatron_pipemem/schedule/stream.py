@@ -363,7 +363,12 @@ def draw_steps(timeline: Timeline, steps: int) -> Timeline:
             )
             for order in schedule.orders
         )
-        drawn = replace(schedule, num_microbatches=steps * schedule.num_microbatches, orders=orders)
+        pairs = frozenset(
+            action._replace(microbatch=action.microbatch + step * units)
+            for step in range(steps)
+            for action in schedule.pairs
+        )
+        drawn = replace(schedule, num_microbatches=steps * schedule.num_microbatches, orders=orders, pairs=pairs)
     return simulate(replace(drawn, name=f"{schedule.name}, {steps} steps"), costs)
 
 

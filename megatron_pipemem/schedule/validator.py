@@ -26,6 +26,7 @@ from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.messages import (
     Places,
     Router,
+    check_adjacent,
     check_compute_actions,
     check_edges,
     check_memory_actions,
@@ -67,6 +68,7 @@ def validate(
     """
     check_switch(schedule)
     places = _place_all(schedule)
+    _check_pairs(schedule, places)
     replica_of = _check_replicas(schedule, places)
     found = Dependencies.of_schedule(schedule)
     _check_local_order(schedule, places, found)
@@ -94,6 +96,7 @@ def validate_program(
     """
     validate(program.schedule, microbatch_order=microbatch_order)
     check_compute_actions(program)
+    check_adjacent(program.actions, program.schedule.pairs)
     places: Places = {}
     for device, actions in enumerate(program.actions):
         for position, action in enumerate(actions):
@@ -119,7 +122,8 @@ def validate_program(
             before += [each for each in waited if action.kind in VOCABULARY or each.kind in VOCABULARY]
         return before
 
-    found = Dependencies(program.actions, program.placement, needs, program.schedule.slices)
+    schedule = program.schedule
+    found = Dependencies(program.actions, program.placement, needs, schedule.slices, pairs=schedule.pairs)
     _check_progress(found)
     if barriers:
         check_queues(program, found)
@@ -146,6 +150,25 @@ def _place_all(schedule: Schedule) -> Places:
                 raise ScheduleError(*problem, at=(device, position, action))
             _check_unique(places, action, device, position)
     return places
+
+
+def _check_pairs(schedule: Schedule, places: Places) -> None:
+    """Check that every pair is a forward with a backward right after it, of another stage or microbatch."""
+    if not schedule.pairs:
+        return
+    refused = {
+        "sequence slices": schedule.slices > 1,
+        "vocabulary passes": schedule.vocabulary_barriers,
+        "recomputation": schedule.recomputed,
+        "offload": schedule.offloads,
+        "asynchronous updates": schedule.updates,
+    }
+    if reason := next((name for name, found in refused.items() if found), None):
+        raise ScheduleError("bad-pair", f"pairs do not run in a schedule with {reason}; drop its pairs or the {reason}")
+    for first in schedule.pairs:
+        if first not in places:
+            raise ScheduleError("bad-pair", f"{first} of a pair is in no order; add it, or drop the pair")
+    check_adjacent(schedule.orders, schedule.pairs)
 
 
 def _problem_of(action: Action, device: int, schedule: Schedule) -> tuple[str, str] | None:

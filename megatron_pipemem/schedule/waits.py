@@ -152,6 +152,9 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
     # before it in their queues, and the devices wait for the meeting.
     waits: list[Waits] = [()] * len(actions)
     seconds = [prices.of(*action) for action in actions]
+    for node, action in enumerate(actions):
+        if action in program.schedule.pairs:
+            seconds[node + 1] = prices.second_of_pair(action, actions[node + 1])
     meeting_of: dict[int, int] = {}
     firsts = {nodes.start for nodes in lanes}
     for meeting, (posts, takes) in enumerate(meetings, start=len(actions)):

@@ -18,7 +18,7 @@ KEYS = [
     "schedule", "devices", "microbatches", "chunks", "slices", "makespan", "ideal", "bubble_rate", "device_bubble_rate",
     "peak_activations", "peak_activation", "peak_bytes", "share_of_1f1b",
     "lower_bound", "search_seconds", "messages", "replicas", "weight_versions",
-    "placement", "host_peak", "stall_seconds", "transfers", "recomputed", "microbatch_weights",
+    "placement", "host_peak", "stall_seconds", "transfers", "recomputed", "microbatch_weights", "pairs",
 ]  # fmt: skip
 NAMES = [family.name for family in families()]
 
@@ -40,6 +40,15 @@ def test_json_has_exactly_the_promised_keys_and_values(pipemem_json, name):
     assert found["search_seconds"] == 0.0
     assert found["replicas"] == timeline.schedule.placement.replicas
     assert found["weight_versions"] == list(timeline.weight_versions)
+
+
+def test_exchanges_of_experts_are_hidden_in_pairs(pipemem_json, tmp_path):
+    size = ("simulate", "dualpipe-v", "-p", 4, "-m", 8)
+    plain, paired = pipemem_json(*size), pipemem_json(*size, "--exchange-share", 0.4)
+    assert plain["pairs"] == 0 < paired["pairs"] and paired["makespan"] < 0.9 * plain["makespan"]
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"forward_exchange": 0.4, "backward_exchange": 0.4}))
+    assert pipemem_json(*size, "--costs", costs) == paired
 
 
 def test_several_are_compared_with_megatrons_own(pipemem, pipemem_json, refuses):

@@ -185,9 +185,12 @@ def test_lowered_torch_files_lose_their_messages(older):
     validate(schedule)
 
 
-def test_overlapped_pairs_are_read_in_turn():
-    schedule = Schedule.from_csv("0F0,1F0,1I0,1W0,(0F1;0B0)OVERLAP_F_B,1F1,(1B1;0B1)OVERLAP_F_B\n", dialect="torch")
-    assert schedule.to_csv() == "0F0,1F0,1I0,1W0,0F1,0B0,1F1,1B1,0B1\n"
+@pytest.mark.parametrize("dialect", ["torch", "pipemem"])
+def test_pairs_are_kept_and_torchs_pairs_of_backwards_are_read_in_turn(dialect):
+    text = "0F0,1F0,1I0,1W0,(0F1;0B0)OVERLAP_F_B,1F1,(1B1;0B1)OVERLAP_F_B\n"
+    schedule = Schedule.from_csv(text, dialect=dialect)
+    assert schedule.pairs == {Action(Kind.F, 0, 1)}
+    assert schedule.to_csv() == text.replace("(1B1;0B1)OVERLAP_F_B", "1B1,0B1")
     validate(schedule)
 
 

@@ -1,0 +1,161 @@
+"""Pairs of a forward and a backward that run together: their proof, prices, files, programs, and choice."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from refusals import refused
+
+from megatron_pipemem.choose.choice import choose
+from megatron_pipemem.choose.knowledge import Knowledge, Shape
+from megatron_pipemem.conflicts import requested
+from megatron_pipemem.errors import PipememError, ScheduleError
+from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
+from megatron_pipemem.features.recompute.orders import with_recompute
+from megatron_pipemem.report.terminal import TerminalTimeline
+from megatron_pipemem.report.timeline import DrawnRun
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.dependencies import dependencies
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import Program, Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate, validate_program
+from megatron_pipemem.schedule.waits import run_single_queues
+
+COSTS = with_exchanges(Costs(1, 1.5, 0.5, p2p=0.02), 0.4)
+FAMILIES = [each.name for each in families() if not (each.asynchronous or each.offloads or each.slices > 1)]
+SIZES = st.tuples(st.integers(1, 6), st.integers(1, 14))
+OWN_BACKWARD = "0F0,(0F1;0B1)OVERLAP_F_B,0B0\n"
+
+
+def built(name: str, p: int, m: int) -> Schedule:
+    return build_schedule(name, num_devices=p, num_microbatches=m, costs=COSTS)
+
+
+def built_nearby(name: str, p: int, m: int) -> Schedule:
+    """Of the nearest size that the family has: bidirectional ones need an even p, and many microbatches."""
+    with suppress(PipememError):
+        return built(name, p, m)
+    return built(name, p + p % 2, 4 * (p + p % 2))
+
+
+def ends(schedule: Schedule) -> bool:
+    """Whether all devices reach their ends if the two actions of a pair start together and end together."""
+    done: set[Action] = set()
+    fused = {action for order in schedule.orders for action in order if action.kind is Kind.B}
+    at = [0] * schedule.num_devices
+    moved = True
+    while moved:
+        moved = False
+        for device, order in enumerate(schedule.orders):
+            run = order[at[device] : at[device] + 1]
+            if schedule.pairs.intersection(run):
+                run = order[at[device] : at[device] + 2]
+            if run and all(done.issuperset(dependencies(each, schedule.placement, fused)) for each in run):
+                done.update(run)
+                at[device] += len(run)
+                moved = True
+    return all(reached == len(order) for reached, order in zip(at, schedule.orders, strict=True))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=6)
+@given(size=SIZES, share=st.sampled_from([0.1, 0.4, 0.7]))
+def test_pairs_of_any_family_are_proved_shorten_the_step_and_travel(name, size, share):
+    costs, alone = with_exchanges(COSTS, share), built_nearby(name, *size)
+    found = with_pairs(alone, costs)
+    timeline = simulate(found, costs)
+    assert (timeline.makespan < simulate(alone, costs).makespan) is bool(found.pairs) and ends(found)
+    for single_queue in (False, True):
+        program = lower(found, single_queue=single_queue, costs=costs)
+        validate_program(program, single_queue=single_queue)
+    assert run_single_queues(program, costs).makespan >= timeline.makespan - 1e-9
+    back = Schedule.from_csv(found.to_csv(), name=name)
+    assert (back.orders, back.pairs) == (found.orders, found.pairs)
+
+
+@settings(max_examples=150)
+@given(name=st.sampled_from(FAMILIES), size=SIZES, data=st.data())
+def test_any_pairs_that_wait_in_a_circle_are_refused_and_no_others(name, size, data):
+    schedule = built_nearby(name, *size)
+    neighbours = [both for order in schedule.orders for both in pairwise(order)]
+    fit = [a for a, b in neighbours if a.kind is Kind.F and b.kind in (Kind.I, Kind.B) and a[1:] != b[1:]]
+    chosen = replace(schedule, pairs=frozenset(action for action in fit if data.draw(st.integers(0, 3))))
+    if ends(chosen):
+        validate_program(lower(chosen))
+    else:
+        with refused("deadlock", kind=ScheduleError):
+            validate(chosen)
+
+
+def test_how_many_forwards_pair():
+    """With the costs of a large model: most where the order has slack, none where every action is awaited."""
+    shares = {}
+    for name in ("dualpipe", "dualpipe-v", "interleaved", "zbv", "v-half", "zb-h1"):
+        found = with_pairs(built(name, 8, 32), COSTS)
+        shares[name] = round(len(found.pairs) / sum(a.kind is Kind.F for order in found.orders for a in order), 2)
+    assert shares == {"dualpipe": 0.7, "dualpipe-v": 0.69, "interleaved": 0.75, "zbv": 0.45, "v-half": 0, "zb-h1": 0}
+
+
+def test_a_pair_takes_between_the_longer_action_and_the_sum():
+    schedule = Schedule.from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
+    for forward, backward, seconds in [(0, 0, 8), (2, 1, 5), (3, 3, 6), (0.25, 0.25, 7.5), (4, 0, 4)]:
+        timeline = simulate(schedule, Costs(4, 3, 1, forward_exchange=forward, backward_exchange=backward))
+        ((_, first, second, last),) = timeline.spans
+        assert (second[1] - first[0], last[0]) == (seconds, second[1])
+        assert timeline.ideal == timeline.makespan == 8 + seconds
+
+
+@pytest.mark.parametrize(
+    "text",
+    [OWN_BACKWARD, "# slices=2\n0F0,(0F1;0B0)OVERLAP_F_B,0B1\n", "0F0,0F1,0B0,0B1\n"],
+    ids=["own", "slices", "gone"],
+)
+def test_other_pairs_are_refused(text):
+    schedule = Schedule.from_csv(text)
+    with refused("bad-pair", kind=ScheduleError):
+        validate(schedule if schedule.pairs else replace(schedule, pairs=frozenset({Action(Kind.F, 0, 7)})))
+
+
+def test_a_program_may_put_nothing_between_the_actions_of_a_pair():
+    program = lower(with_pairs(built("dualpipe-v", 4, 8), COSTS))
+    (first, *_) = program.schedule.pairs
+    device = program.placement.devices[first.stage]
+    order = list(program.actions[device])
+    at = order.index(first)
+    order[at + 1], order[at + 2] = order[at + 2], order[at + 1]
+    actions = (*program.actions[:device], tuple(order), *program.actions[device + 1 :])
+    with refused("bad-pair", kind=ScheduleError):
+        validate_program(Program(program.schedule, actions))
+
+
+def test_a_choice_with_pairs_keeps_the_cap_and_assumes_exchanges_until_they_are_known():
+    shape = Shape(4, None, 12)
+    free = choose(requested("zb-h2", pairs=True), shape, Knowledge())
+    capped = choose(requested("zb-h2", memory_cap=1.75, pairs=True), shape, Knowledge())
+    assert free.schedule.pairs and free.costs.have_exchanges
+    assert max(capped.timeline.peaks) <= 1.75
+    with refused("conflicting-features"):
+        requested("zbv", pairs=True, offload="half")
+    with refused("bad-pair", kind=ScheduleError):
+        validate(with_recompute(free.schedule, {0: Kind.R}))
+
+
+def test_pictures_mark_pairs(capsys):
+    timeline = simulate(with_pairs(built("dualpipe-v", 4, 8), COSTS), COSTS)
+    drawn = DrawnRun(timeline)
+    assert len(drawn.pairs) == len(timeline.schedule.pairs) > 0
+    assert all(first.end == second.start for first, second in drawn.pairs)
+    from rich.console import Console
+
+    console = Console(width=200, force_terminal=True)
+    with console.capture() as seen:
+        console.print(TerminalTimeline(timeline))
+    assert "underlined: a pair" in seen.get() and "\x1b[4;" in seen.get()
