@@ -162,7 +162,11 @@ class _ReleasingWork(Work):
 
 
 def install() -> None:
-    """Replace the functions of torch.distributed that make groups or run collectives, and share one gloo device."""
+    """Make torch.distributed use gloo in place of NCCL, for the rest of the process.
+
+    Functions that make groups make gloo groups. Collectives release their tensors when they end (``_releasing``). All
+    gloo groups of this process share one gloo device.
+    """
     gloo: Any = distributed_c10d.ProcessGroupGloo
     gloo.__init__ = _on_one_device(gloo.__init__)
     makers = ("init_process_group", "new_group")

@@ -11,7 +11,8 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 
-# Numbers of extra slots between the forwards of consecutive chunks. The best of them makes the block's lifespans shortest.
+# Least numbers of slots that a chunk's forwards wait after those of the previous chunk. The best number gives the lowest
+# peak, and of those with an equal peak, the shortest block.
 _DELAYS = range(6)
 
 
@@ -74,9 +75,10 @@ def _list_schedule(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 def _block(placement: Placement, delay: int) -> Block:
-    """Return the block whose passes start as soon as their input is ready and a slot is free.
+    """Return the block whose passes start in the first slots after their input is ready that ``_Rhythm`` allows.
 
-    ``delay`` is the number of slots between the forwards of consecutive chunks.
+    Only the first forward of every later chunk waits longer: at least ``delay`` slots after the end of the previous
+    chunk's last forward.
     """
     p, chunks = placement.num_devices, placement.num_chunks
     interval = chunks * (SLOTS[Kind.F] + SLOTS[Kind.B])

@@ -98,7 +98,8 @@ def host_bytes(run: Run) -> float:
 def offloaded(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) -> Schedule:
     """Return the schedule with enough copies to the host and back to fit into ``room`` bytes per device.
 
-    ``room`` is the memory for activations. Raise an UnsupportedError if too many activations have to stay on a device.
+    ``room`` is the memory that is left for activations. Raise an UnsupportedError if no copies make a device's
+    activations fit into it.
     """
     request = Request.for_order(schedule, MemoryCap(room, True))
     shape = Shape(schedule.num_devices, None, schedule.num_microbatches)
@@ -106,7 +107,11 @@ def offloaded(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) ->
         return choose(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
     except MemoryCapError as error:
         why = ", ".join(error.obstacles) or "activations in use"
-        raise UnsupportedError("cap-unreachable", f"too much has to stay on a device ({why})") from error
+        raise UnsupportedError(
+            "cap-unreachable",
+            f"activations exceed a device's memory even with copies to the host (what keeps them there: {why}); take more "
+            "ranks, smaller microbatches or recomputation",
+        ) from error
 
 
 _STATISTICS = 3 * 4  # bytes per token: maximum, sum and label's logit

@@ -269,7 +269,10 @@ def _are_alike(weights: MicrobatchWeights) -> bool:
 
 
 def _relative_to_median(weights: MicrobatchWeights) -> MicrobatchWeights:
-    """Return the weights with times relative to the median microbatch, because measured costs are those of that one."""
+    """Return the weights with all times, those of single kinds too, divided by the median of ``time``.
+
+    Measured costs are those of the median microbatch. If the median is 0, nothing changes.
+    """
     middle = median(weights.time)
     if middle == 0:
         return weights

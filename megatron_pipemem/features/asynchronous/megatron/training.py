@@ -61,10 +61,10 @@ class _Stream:
     router_scale: torch.Tensor | None = None
 
     def drop(self, waits: bool) -> None:
-        """Drop all microbatches in flight and all weight versions but the newest.
+        """Drop all microbatches in flight and all weight versions but the newest, which gets number 0.
 
-        ``waits`` says whether the optimizer step of the last batch has been postponed. This step will make one more
-        version.
+        ``waits`` says whether the optimizer step of the last batch has been postponed. The newest version then gets
+        number -1, because this step will make version 0.
         """
         self.weights.keep_only_newest()
         self.weights.renumber(-self.weights.newest - waits)
