@@ -9,9 +9,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from megatron_pipemem.advise.consumers import BRIDGE
-from megatron_pipemem.advise.fields import flags_of, flags_of_model
+from megatron_pipemem.advise.fields import IMAGES, TOWER, flags_of, flags_of_model
 from megatron_pipemem.advise.reading import Context, Reading, read_flags
 from megatron_pipemem.config.hugging_face import known_model
+from megatron_pipemem.config.loading import typed
+from megatron_pipemem.config.model import Tower
 from megatron_pipemem.errors import ConfigError, UpstreamError
 from megatron_pipemem.launch.asking import answers
 
@@ -20,7 +22,6 @@ _CHILD = "megatron_pipemem.mcore.bridge_recipe"
 _SECONDS = 600
 _UNPRICED = {
     "experimental_attention_variant": "attention of another kind",
-    "vision_config": "a vision tower",
     "enable_hyper_connections": "hyper-connections",
     "linear_attention_freq": "linear attention",
 }
@@ -83,9 +84,24 @@ def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
     base = {} if tokens is None else {"vocab-size": tokens}
     if facts["model"] is not None:
         base |= flags_of_model(facts["model"], "")
-    flags = base | dict(flags_of(values, context.known))
+    flags = base | dict(flags_of(values, context.known)) | dict.fromkeys(facts.get("frozen", ()), True)
+    if flags.get("expert-model-parallel-size", 1) > 1:  # Megatron-Bridge does not cut experts by default
+        flags.setdefault("expert-tensor-parallel-size", 1)
+    _add_tower(flags, facts)
     match = re.search(r"_(\d+)gpu", facts["name"])
     devices = context.devices or (int(match[1]) if match else None)
     launcher = {} if devices is None else {"nproc-per-node": str(min(devices, context.cluster.devices_per_node))}
     found = read_flags(flags, launcher, f"{PREFIX}{facts['name']}", replace(context, devices=devices))
     return replace(found, consumer=BRIDGE)
+
+
+def _add_tower(flags: dict[str, Any], facts: Mapping[str, Any]) -> None:
+    """Put the vision tower and the images of a recipe among its ``flags``."""
+    if "images" in facts:
+        flags[IMAGES] = facts["images"]
+    if "tower" in facts:
+        try:
+            flags[TOWER] = typed(facts["tower"], Tower, prefix="tower.")
+        except ConfigError as error:
+            message = f"{facts['asked']} has a vision tower whose seconds and bytes are not known: {error}"
+            raise ConfigError("unsupported-model", message) from error

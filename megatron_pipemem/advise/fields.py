@@ -19,6 +19,8 @@ ENDS = {
     "decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
 }
 """Flag -> field of the layers in the first and the last stage."""
+TOWER, IMAGES = "vision-tower", "vision-images"
+"""Keys of a model's ``Tower`` and of its images (number, height, width) among its flags. Megatron has no such flags."""
 _RENAMED = {
     "num_moe_experts": "num-experts",
     VIRTUAL: "num-virtual-stages-per-pipeline-rank",
@@ -78,7 +80,8 @@ def flags_of_model(name: str, hint: str) -> dict[str, Any]:
         raise ConfigError("unknown-size", f"the sizes of {name} are not known here; {hint}")
     if model.activation == "geglu":  # costs the same, and Megatron's parser has no flag for it
         model = replace(model, activation="swiglu")
-    return {flag: value for flag, value in model_flags(model).items() if value is not None and value is not False}
+    flags = {flag: value for flag, value in model_flags(model).items() if value is not None and value is not False}
+    return flags if model.tower is None else flags | {TOWER: model.tower}
 
 
 def _layout(value: str | Sequence[str] | Sequence[Sequence[str]]) -> str:

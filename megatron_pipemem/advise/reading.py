@@ -7,15 +7,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from megatron_pipemem.advise.consumers import MEGATRON, Consumer
+from megatron_pipemem.advise.fields import IMAGES, TOWER
 from megatron_pipemem.advise.shell import UNKNOWN
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import LATENT, Model
+from megatron_pipemem.config.model import LATENT, Model, Tower
 from megatron_pipemem.config.runs import MOCK, Parallelism, Run, ScheduleChoice, Training
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.launch import cut_flags
@@ -57,12 +59,14 @@ class Context:
         cluster: the cluster for which the run is priced. Its number of nodes follows from the command.
         devices: number of devices of the whole run; ``None`` if the command gives it.
         vocabulary: number of tokens in the vocabulary; ``None`` if the command gives it.
+        images: number of images in a sequence, for a model with a vision tower; ``None`` if it is not known.
     """
 
     known: Mapping[str, Mapping[str, Any]]
     cluster: Cluster
     devices: int | None = None
     vocabulary: int | None = None
+    images: int | None = None
 
 
 def read_command(words: Sequence[str], context: Context) -> Reading:
@@ -97,7 +101,7 @@ def read_flags(given: Mapping[str, Any], launcher: Mapping[str, str], program: s
     """
     flags = _Flags(dict(given), context.known)
     assumed: list[str] = []
-    model = _model(flags, assumed, context.vocabulary)
+    model = replace(_model(flags, assumed, context.vocabulary), tower=_tower(flags, assumed, context.images))
     choice = _schedule(flags)
     cut, nodes, per_node = _parallelism(flags, launcher, context.devices, context.cluster, assumed)
     if choice.name == STOCK:
@@ -384,6 +388,25 @@ def _model(flags: _Flags, assumed: list[str], vocabulary: int | None) -> Model:
     shape |= _experts(flags, shape["layers"], pattern_flag is not None) | _mamba(flags, pattern)
     model = Model(**shape, vocabulary=1)
     return replace(model, vocabulary=vocabulary or _vocabulary(flags, model, assumed))
+
+
+def _tower(flags: _Flags, assumed: list[str], images: int | None) -> Tower | None:
+    """Return the vision tower of the command's model, with the images that the command or the user names."""
+    tower: Tower | None = flags.given.get(TOWER)
+    flags.asked |= {TOWER, IMAGES}
+    if tower is None:
+        return None
+    said = flags.given.get(IMAGES)
+    if said is not None:
+        count, *sides = said
+        fixed = tower.projection == 0  # its images are scaled to one size
+        patches = tower.patches if fixed else max(1, prod(side // tower.patch for side in sides))
+        tower = replace(tower, images=max(1, count), patches=patches)
+    if images is not None:
+        tower = replace(tower, images=images)
+    elif said is None:
+        assumed.append(f"{tower.images} image of {tower.patches:,} patches in a sequence; --images N changes it")
+    return tower
 
 
 def _experts(flags: _Flags, layers: int, is_hybrid: bool) -> dict[str, Any]:

@@ -53,6 +53,9 @@ def advise_command(
     vocabulary: Annotated[
         int | None, typer.Option(min=1, help="Tokens in the vocabulary, if the script does not give their number.")
     ] = None,
+    images: Annotated[
+        int | None, typer.Option(min=1, help="Images in a sequence, for a model with a vision tower.")
+    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -85,7 +88,7 @@ def advise_command(
         pipemem advise configs/runs/llama3-70b-64xh100.yaml --profile profile.json
     """
     check_output(write, (".yaml", ".yml"), "a run")
-    reading = _read(source, _variables(env or ()), cluster, gpus, vocabulary)
+    reading = _read(source, _variables(env or ()), cluster, gpus, vocabulary, images)
     pace = None if profile is None else pace_of(profile, reading.run)
     advice = advise(reading.run, pace, reading.consumer.families)
     if write is not None:
@@ -114,14 +117,19 @@ def _known() -> dict[str, dict[str, Any]]:
 
 
 def _read(
-    source: list[str], variables: dict[str, str], cluster: str, gpus: int | None, vocabulary: int | None
+    source: list[str],
+    variables: dict[str, str],
+    cluster: str,
+    gpus: int | None,
+    vocabulary: int | None,
+    images: int | None,
 ) -> Reading:
     path = Path(source[0])
     is_yaml = path.suffix in (".yaml", ".yml")
     if is_yaml and not (path.is_file() and is_settings(read_raw(path))):
         run = load(path, Run, source[1:])
         return Reading(run, run.script or "pretrain_gpt.py", ())
-    context = Context(_known(), load(cluster, Cluster), gpus, vocabulary)
+    context = Context(_known(), load(cluster, Cluster), gpus, vocabulary, images)
     if is_yaml:
         return read_settings(path, source[1:], context)
     if len(source) == 1 and source[0].startswith(PREFIX):

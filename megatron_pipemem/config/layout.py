@@ -74,8 +74,14 @@ def spread(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def even(model: Model, stages: int) -> tuple[int, ...]:
-    """Return the number of pieces of each stage, as even as possible. Multi-token prediction is on the last stage."""
-    *others, last = spread(model.layers, stages)
+    """Return the number of pieces of each stage, as even as possible. Multi-token prediction is on the last stage.
+
+    The first stage has the layers to which a vision tower adds.
+    """
+    counts = spread(model.layers, stages)
+    if counts[0] < model.least_first:
+        counts = (model.least_first, *spread(model.layers - model.least_first, stages - 1))
+    *others, last = counts
     return (*others, last + model.pieces - model.layers)
 
 

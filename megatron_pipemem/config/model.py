@@ -35,6 +35,48 @@ class Sublayer(StrEnum):
 
 
 @dataclass(frozen=True)
+class Tower(Limited):
+    """The vision encoder of a model, and the projection of its patches to tokens. Both are on the first stage.
+
+    The patches of an image attend to one another.
+    """
+
+    layers: Count
+    hidden: Count
+    heads: Count
+    ffn: Count
+    patch: Count  # side of a patch in pixels
+    kv_heads: Count | None = None  # default: heads
+    images: Count = 1  # per sequence
+    patches: Count = 1024  # per image
+    merge: Count = 4  # patches of a token
+    projection: CountOrZero | None = None  # width within the projection; default: of ``merge`` patches; 0: one matrix
+    frames: Count = 1  # of a patch
+    deepstack: CountOrZero = 0  # further projections, added to the output of as many first layers of the model
+    gated: bool = False  # activation of the FFN
+    shared: bool = False  # cut by tensor parallelism and computed by layers of Megatron; else every rank has all of it
+
+    def model(self) -> Model:
+        """Return the encoder's layers as a model whose sequences are images."""
+        return Model(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            ffn=self.ffn,
+            vocabulary=1,
+            sequence=self.patches,
+            activation="swiglu" if self.gated else "gelu",
+            position="rope",
+        )
+
+    @property
+    def joined(self) -> int:
+        """Channels of the patches of a token together; those of a patch if one matrix projects their mean."""
+        return self.hidden * (1 if self.projection == 0 else self.merge)
+
+
+@dataclass(frozen=True)
 class Model(Limited):
     """A decoder-only transformer, as in ``configs/models/NAME.yaml``. Widths are numbers of channels."""
 
@@ -79,6 +121,7 @@ class Model(Limited):
     mamba_head_dim: Count = 64
     mamba_groups: Count = 8  # number of groups; the heads of a group share the inputs to the state
     mamba_convolution: Count = 4  # width of the convolution in tokens
+    tower: Tower | None = None  # vision encoder
     source: str = ""  # where the shape comes from
 
     def __post_init__(self) -> None:
@@ -91,6 +134,8 @@ class Model(Limited):
         refuse_if(self.heads % self.key_heads, "does-not-divide", "kv_heads", groups)
         visits = f"is {self.experts_per_token}, of {self.experts} experts"
         refuse_if(0 < self.experts < self.experts_per_token, "bad-number", "experts_per_token", visits)
+        deep = f"adds to the first {self.least_first} layers of {self.layers}"
+        refuse_if(self.least_first > self.layers, "bad-number", "tower.deepstack", deep)
         self._check_patterns()
 
     def _check_patterns(self) -> None:
@@ -108,6 +153,11 @@ class Model(Limited):
         refuse_if(latent, "needs-option", "kv_lora_rank", "is needed by the pattern's latent attention, +")
         experts = Sublayer.EXPERTS in blocks and not self.experts
         refuse_if(experts, "needs-option", "experts", "is needed by the pattern's experts, E")
+
+    @property
+    def least_first(self) -> int:
+        """The least number of layers on the first stage: those to which the tower adds."""
+        return self.tower.deepstack if self.tower is not None else 0
 
     @property
     def key_heads(self) -> int:
@@ -205,6 +255,9 @@ Recompute = Literal["none", "selective", "full"]
 Recomputable = Literal["core_attn", "layernorm", "mlp", "activation", "mla_up_proj", "moe", "moe_act", "shared_experts"]
 """Modules that ``recompute: selective`` can name."""
 
+Trainable = Literal["language", "tower", "projection"]
+"""Parts of a model with a vision tower that a run may freeze."""
+
 Fp8 = Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"]
 """Recipes of 8-bit matrix products."""
 _SCALES = {"blockwise": 4 / 128, "mxfp8": 1 / 32}
@@ -238,6 +291,7 @@ class Execution(Limited):
     # the form in which inputs that sequence parallelism gathers are kept for W
     weight_inputs: Literal["sharded", "gathered"] = "sharded"
     early_weights: str = "auto"  # modules whose weight gradients are computed in I (see options.early_weights)
+    frozen: tuple[Trainable, ...] = ()  # parts without gradients
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -304,6 +358,8 @@ class Execution(Limited):
             shares.append(("tp", self.tp * self.cp, "tokens of the sequence (sequence_parallel)", model.sequence))
         if self.ep > 1:
             shares.append(("ep", self.ep, "experts", model.experts))
+        if model.tower is not None and model.tower.shared:
+            shares.append(("tp", self.tp, "heads of the vision tower", model.tower.heads))
         for key, ranks, shared, count in shares:
             refuse_if(count % ranks, "does-not-divide", key, f"{ranks} does not divide {count} {shared}")
         split = model.experts and self.tp > 1 and not self.sequence_parallel

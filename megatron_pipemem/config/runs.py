@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.model import Execution, Fp8, Model, Recomputable, Recompute
+from megatron_pipemem.config.model import Execution, Fp8, Model, Recomputable, Recompute, Trainable
 from megatron_pipemem.config.values import MOST_DEVICES, Amount, Count, CountOrZero, Devices, Limited, refuse_if
 from megatron_pipemem.errors import ConfigError, PipememError
 from megatron_pipemem.request import CAP, FILE_SUFFIX, SENT, WEIGHTS, ScheduleOptions
@@ -81,6 +81,13 @@ SCRIPTS = (Path(__file__).parents[1] / "scripts").resolve()
 
 REPORT = "report.json"
 """The name of a run's report in its output folder."""
+
+FREEZES: dict[Trainable, str] = {
+    "language": "freeze-language-model",
+    "tower": "freeze-vision-model",
+    "projection": "freeze-vision-projection",
+}
+"""Flags, named after Megatron-Bridge's settings, that freeze a part of a model with a vision tower."""
 
 STOCK_OVERLAPS = {"tp_overlap": "tp-comm-overlap", "ep_overlap": "overlap-moe-expert-parallel-comm"}
 """Fields of ``Execution``, with the flags that hide messages within layers. Only Megatron's own schedules allow these
@@ -242,6 +249,7 @@ class Run:
             **{name: choice.name == STOCK and bool(self.flags.get(flag)) for name, flag in STOCK_OVERLAPS.items()},
             weight_inputs=self._weight_inputs(),
             early_weights=choice.early_weights,
+            frozen=tuple(part for part, flag in FREEZES.items() if self.flags.get(flag)),
         )
 
     def _weight_inputs(self) -> Literal["sharded", "gathered"]:

@@ -77,6 +77,8 @@ def command(run: Run, nodes: Nodes | None = None) -> Command:
     Raise a ConfigError if a key of the configuration has no flag, or contradicts another key.
     """
     nodes = nodes or Nodes(count=min_nodes(run))
+    own = "is not part of pretrain_gpt.py; give the run's script, or start your own program"
+    refuse_if(run.model.tower is not None and run.script is None, "unsupported-model", "model.tower", own)
     start = [sys.executable, "-m", "megatron_pipemem.cli.ranks", *_rendezvous(run, nodes)]
     ours = ["-m", "megatron_pipemem", "run", *(["--cpu"] if run.on_cpu else [])]
     words = [*start, *ours, str(resolve_script(run)), *script_flags(run)]

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_pipemem.config.hugging_face import known_model
 from megatron_pipemem.config.model import Model
+from megatron_pipemem.config.runs import FREEZES
 from megatron_pipemem.launch.asking import MARK
 
 _SECTIONS = ("model", "ddp", "comm_overlap", "mixed_precision", "optimizer", "train")
@@ -41,7 +42,8 @@ def evaluated(recipe: Callable[[], Any]) -> dict[str, Any]:
     The entry ``name`` is the name of the recipe's function. ``model`` is the name on Hugging Face of a model
     with known sizes, and ``unknown`` that of a model without. ``vocabulary`` and ``tokenizer`` are the tokens and the
     name of its tokenizer, ``adapters`` the class of its parameter-efficient fine-tuning, and ``values`` the changed
-    settings.
+    settings. ``tower`` has the sizes of a vision tower that is not among the known models, ``images`` the number and
+    sides of a sequence's images, and ``frozen`` the parts of the model that are not trained.
     """
     config = recipe()
     values: dict[str, Any] = {}
@@ -57,7 +59,45 @@ def evaluated(recipe: Callable[[], Any]) -> dict[str, Any]:
         "tokenizer": getattr(tokenizer, "tokenizer_model", None),
         "adapters": None if peft is None else type(peft).__name__,
         "values": values,
+        **_vision(provider, getattr(config, "dataset", None)),
     }
+
+
+_SIZES = {
+    "layers": ("depth", "num_hidden_layers"),
+    "hidden": ("hidden_size",),
+    "heads": ("num_heads", "num_attention_heads"),
+    "kv_heads": ("num_key_value_heads",),
+    "ffn": ("intermediate_size",),
+}
+"""Fields of ``Tower``, and their names in configurations of Hugging Face."""
+
+
+def _vision(provider: object, dataset: object) -> dict[str, Any]:
+    """Return what a recipe says of images and of its vision tower; nothing for a language model."""
+    frozen = [flag for flag in FREEZES.values() if getattr(provider, flag.replace("-", "_"), False)]
+    sides = getattr(dataset, "image_size", None)
+    images = [getattr(dataset, "num_images", 1), *sides] if sides else None
+    found = {"frozen": frozen, "images": images, "tower": _tower(provider)}
+    return {name: value for name, value in found.items() if value}
+
+
+def _tower(provider: object) -> dict[str, Any] | None:
+    """Return the sizes of the tower of Megatron-Bridge's own provider. A size is left out if it is not said."""
+    vision = getattr(provider, "vision_config", None)
+    if vision is None:
+        return None
+    found: dict[str, Any] = {
+        field: next((size for name in names if (size := getattr(vision, name, None))), None)
+        for field, names in _SIZES.items()
+    }
+    side, merge = getattr(vision, "patch_size", None), getattr(vision, "spatial_merge_size", None)
+    if side and merge:
+        found |= {"patch": side, "frames": getattr(vision, "temporal_patch_size", None), "merge": merge**2}
+    found["deepstack"] = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    found["gated"] = getattr(vision, "hidden_act", "") == "silu"
+    found["shared"] = not getattr(provider, "use_hf_vision_model", True)
+    return {name: value for name, value in found.items() if value}
 
 
 def _changed(section: object) -> dict[str, Any]:

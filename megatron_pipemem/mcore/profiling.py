@@ -94,6 +94,11 @@ def _check(model: Model, execution: Execution, fake: bool) -> None:
             "cannot-profile",
             "8-bit products run in Transformer Engine's layers, and profiling builds local ones; give --formulas",
         )
+    if model.tower is not None:
+        raise UnsupportedError(
+            "cannot-profile",
+            "a vision tower belongs to its program, and profiling builds language models; give --formulas",
+        )
     if execution.cp > 1 and not (fake and (execution.attention == "flash" or is_active())):
         raise UnsupportedError(
             "cannot-profile",

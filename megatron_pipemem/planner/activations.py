@@ -17,6 +17,7 @@ from megatron_pipemem.config.model import Execution, Model, Sublayer, Summed
 from megatron_pipemem.planner.counts import Matrix, MatrixCut, early_modules, matrices
 
 _AHEAD = "next token's embedding"
+_ATTENDED = "attention's output"
 _SUM = 4  # bytes of a statistic, a softmax's sum, or a logit's exponential: always fp32
 
 
@@ -81,7 +82,7 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     heads, keys = (n * count * model.channels * e for count in (model.heads / tp, groups))
     output = n * model.qkv_width * e / (1 if model.key_heads < tp else tp)
     rotated = model.position == "rope"
-    yield Saved("attention's output", heads, "W")
+    yield Saved(_ATTENDED, heads, "W")
     yield from _unquantised_output(execution, heads)
     if rotated:
         yield _rotations(model, execution, model.channels)
@@ -170,7 +171,7 @@ def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     shards = _key_shards(execution)
     yield Saved("queries and keys", (1 + shards) * heads * model.latent_query_channels, "I", ("mla_up_proj",))
     yield Saved("values", shards * heads * model.v_head_dim, "I", ("mla_up_proj",))
-    yield Saved("attention's output", heads * model.v_head_dim, "W")
+    yield Saved(_ATTENDED, heads * model.v_head_dim, "W")
     yield from _unquantised_output(execution, heads * model.v_head_dim)
 
 
@@ -259,6 +260,8 @@ def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
     """Return the bytes that one layer keeps, with the run's recomputation."""
     kind = kind or model.kinds[0]
     tensors = layer_tensors(model, execution, kind)
+    if "language" in execution.frozen:
+        return Kept(sum(each.nbytes for each in _kept(tensors, execution)))
     after_input = sum(each.nbytes for each in tensors if each.needed == "W" and not each.early)
     after_input += _gradient_bytes(model, execution, kind) + gathered_bytes(model, execution, kind)
     return Kept(sum(each.nbytes for each in _kept(tensors, execution)), after_input)
@@ -275,7 +278,10 @@ def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
 def _kept(tensors: Sequence[Saved], execution: Execution) -> list[Saved]:
     if execution.recompute == "full":
         return [each for number, each in enumerate(tensors) if number == 0 or each.name == _AHEAD]
-    return [each for each in tensors if not execution.recomputes(*each.recompute)]
+    kept = [each for each in tensors if not execution.recomputes(*each.recompute)]
+    if "language" in execution.frozen:  # flash attention's backward reads its output too
+        kept = [each for each in kept if each.needed == "I" or each.name == _ATTENDED]
+    return kept
 
 
 def head_bytes(model: Model, execution: Execution) -> Kept:

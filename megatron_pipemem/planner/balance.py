@@ -208,7 +208,7 @@ class _Scale:
         """Return the least number of pieces of every stage."""
         # An empty middle stage only forwards its input, and stock Megatron may hang there.
         least = [int(0 < stage < self.stages - 1) for stage in range(self.stages)]
-        return [*least[:-1], least[-1] + self._stays]
+        return [self.run.model.least_first, *least[1:-1], least[-1] + self._stays]
 
     def _is_full(self, layers: tuple[int, ...]) -> bool:
         return all(map(ge, layers, self._least))

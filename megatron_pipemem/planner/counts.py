@@ -215,9 +215,24 @@ def head_flops(model: Model, execution: Execution) -> Passes:
     return Passes(product, product, product) * model.heads_of_output
 
 
+def projection_matrices(model: Model) -> list[Matrix]:
+    """Return the linear layers that project the vision tower's patches to tokens; of one projection."""
+    tower = model.tower
+    if tower is None:
+        return []
+    inner = tower.joined if tower.projection is None else tower.projection
+    if not inner:
+        return [Matrix(tower.joined, model.hidden, "none", bias=True)]
+    return [Matrix(tower.joined, inner, "columns", bias=True), Matrix(inner, model.hidden, "rows", bias=True)]
+
+
 def model_flops(model: Model) -> float:
     """Return the FLOPs of forward and backward of one whole sequence, without recomputation, as MFU counts them."""
     layers = sum(layer_flops(model, Execution(), kind).total for kind in model.all_kinds)
+    if (tower := model.tower) is not None:
+        projected = sum(each.products(1) for each in projection_matrices(model)) * (1 + tower.deepstack)
+        layers += tower.layers * tower.images * layer_flops(tower.model(), Execution()).total
+        layers += 6 * tower.images * tower.patches / tower.merge * projected
     return layers + 6 * model.sequence * model.hidden * model.vocabulary * model.heads_of_output
 
 

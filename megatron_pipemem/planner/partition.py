@@ -28,13 +28,14 @@ class Loads:
     """The seconds and bytes of layers, embedding and head that are divided among stages."""
 
     seconds: Sequence[float]  # per layer, forward and backward of one microbatch
-    first: float = 0.0  # seconds of the embedding, on the first stage
+    first: float = 0.0  # seconds of the embedding, and of a vision tower, on the first stage
     last: float = 0.0  # seconds of head and loss, on the last stage
     static: Sequence[float] = ()
     """Bytes of every layer that do not depend on the schedule: parameters, gradients, optimizer."""
     kept: Sequence[float] = ()  # per layer, bytes of activations of one microbatch
-    first_bytes: float = 0.0  # static bytes of the embedding
+    first_bytes: float = 0.0  # bytes of the embedding and of a vision tower
     last_bytes: float = 0.0  # static bytes of head and loss, and their activations of one microbatch
+    least_first: int = 0  # least number of layers on the first stage
     needed: Sequence[bool] = ()  # per layer, whether it is of the kind that every device needs, if there are enough
 
 
@@ -106,6 +107,7 @@ class _Measure:
         self._static = _sums(loads.static or [0.0] * layers)
         self._kept = _sums(loads.kept or [0.0] * layers)
         self._needed = _sums(loads.needed or [0.0] * layers)
+        self.least_first = loads.least_first
         # As in 1F1B, the number of microbatches that wait on a stage for their backward falls towards the end.
         self._in_flight = (stages - np.arange(stages)) / stages * placement.num_devices
         self._end_seconds, self._end_bytes = np.zeros(stages), np.zeros(stages)
@@ -126,8 +128,10 @@ class _Measure:
             np.where(valid, sums[None, :] - sums[:, None], np.inf) for sums in (self._seconds, self._static, self._kept)
         )
         has_needed = np.where(self._needed[None, :] > self._needed[:, None], seconds, np.inf)
+        tables = [(has_needed if at < with_needed else seconds) + end for at, end in enumerate(self._end_seconds)]
+        tables[0][:, : self.least_first] = np.inf  # the first stage begins with layer 0
         return (
-            [(has_needed if at < with_needed else seconds) + end for at, end in enumerate(self._end_seconds)],
+            tables,
             [static + kept * n + end for n, end in zip(self._in_flight, self._end_bytes, strict=True)],
         )
 
@@ -153,10 +157,11 @@ class _Measure:
         return (_of_stages(self._needed, counts) @ self._owners == 0).sum(axis=1)
 
     def slowest_stages(self, counts: np.ndarray) -> list[int]:
-        """Return the stages of the slowest device, except those without layers."""
+        """Return the stages of the slowest device, except those without layers to give away."""
         seconds = _of_stages(self._seconds, counts) + self._end_seconds
         slowest = np.bincount(self.devices, seconds, self.num_devices).argmax()
-        return [int(stage) for stage in np.flatnonzero(self.devices == slowest) if counts[stage]]
+        owned = np.flatnonzero(self.devices == slowest)
+        return [int(stage) for stage in owned if counts[stage] > (0 if stage else self.least_first)]
 
 
 def _move_layers(start: list[int], measure: _Measure) -> list[int]:

@@ -71,7 +71,26 @@ class Price(Summed):
     moved: float = 0.0  # bytes of them that offload moves each way
     parameters: int = 0  # on the rank
     experts: int = 0  # parameters of experts among them; fewer ranks share their optimizer
+    frozen: int = 0  # parameters among them without gradients
     cached: float = 0.0  # bytes of 8-bit copies of weights, by rows and by columns
+
+    @property
+    def trained(self) -> tuple[int, int]:
+        """Number of parameters with gradients, and of experts' parameters among them."""
+        return self.parameters - self.frozen, self.experts * (self.frozen < self.parameters)
+
+    def without_weights(self, execution: Execution) -> Price:
+        """Return the price of a part of the language model: without W, if the run freezes it."""
+        if "language" not in execution.frozen:
+            return self
+        trains, waits = self.seconds, self.communication
+        return replace(
+            self,
+            seconds=Passes(trains.forward, trains.input),
+            communication=Passes(waits.forward, waits.input),
+            kept=activations.Kept(self.kept.saved),
+            frozen=self.parameters,
+        )
 
 
 @dataclass(frozen=True)
@@ -126,7 +145,8 @@ def layer(
         again += 2 * max(0.0, dropped) / (cluster.memory_gb_per_s * 1e9)
     computing = products + Passes(moving, 2 * moving) + _quantising_seconds(model, execution, cluster, kind)
     computing = each_pass(operator.mul, computing, pace)
-    early = computing.weight * counts.early_share(model, execution, kind)
+    trains = "language" not in execution.frozen
+    early = computing.weight * counts.early_share(model, execution, kind) * trains
     computing += Passes(input=early, weight=-early)
     gathers = _shown_gathers(model, execution, cluster, kind, computing.weight)
     communication += Passes(weight=gathers)
@@ -140,7 +160,7 @@ def layer(
         parameters=counts.layer_parameters(model, execution, kind),
         experts=counts.expert_parameters(model, execution, kind),
         cached=_cached_bytes(model, execution, kind),
-    )
+    ).without_weights(execution)
 
 
 @lru_cache(maxsize=1024)
@@ -157,7 +177,7 @@ def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
         communication=Passes(messages),
         kept=activations.embedding_bytes(model, execution),
         parameters=counts.embedding_parameters(model, execution),
-    )
+    ).without_weights(execution)
 
 
 @lru_cache(maxsize=1024)
@@ -173,7 +193,7 @@ def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _A
     moving = 2 * depths * logit_bytes(model, execution) / (cluster.memory_gb_per_s * 1e9)
     messages = depths * all_reduce(between, execution.tp, cluster.link(execution.tp))
     computing = each_pass(operator.mul, flops * (1 / cluster.flops) + Passes(2 * moving, moving), pace)
-    if "head" in counts.early_modules(model, execution):
+    if "head" in counts.early_modules(model, execution) and "language" not in execution.frozen:
         computing = Passes(computing.forward, computing.input + computing.weight)
     sums = depths * 3 * all_reduce(execution.tokens(model) * _LOGIT, execution.tp, cluster.link(execution.tp))
     gathered = messages / 2 if execution.sequence_parallel else 0.0
@@ -183,7 +203,7 @@ def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _A
         communication=communication,
         kept=activations.head_bytes(model, execution),
         parameters=counts.head_parameters(model, execution),
-    )
+    ).without_weights(execution)
 
 
 def ahead(
@@ -204,7 +224,8 @@ def ahead(
     if not looks_up:
         return own
     lookup = replace(embedding(model, execution, cluster), parameters=0) * len(layers)
-    return own + lookup + Price(parameters=counts.embedding_parameters(model, execution))
+    copy = Price(parameters=counts.embedding_parameters(model, execution))
+    return own + lookup + copy.without_weights(execution)
 
 
 def last(model: Model, execution: Execution, cluster: Cluster) -> Price:

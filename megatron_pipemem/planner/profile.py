@@ -22,6 +22,7 @@ from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner import prices
 from megatron_pipemem.planner.activations import message_bytes
 from megatron_pipemem.planner.prices import MeasuredSlowdown, Price
+from megatron_pipemem.planner.tower import tower_price
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
@@ -178,7 +179,9 @@ def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profi
         source="formulas",
         device=speed(cluster),
         layers={kind: _priced(prices.layer(model, execution, cluster, kind)) for kind in dict.fromkeys(model.kinds)},
-        first=_priced(prices.embedding(model, execution, cluster)) + behind + batch,
+        first=_priced(prices.embedding(model, execution, cluster) + tower_price(model, execution, cluster))
+        + behind
+        + batch,
         middle=before + behind,
         last=_priced(prices.last(model, execution, cluster)) + before + batch,
         message_bytes=message,

@@ -31,10 +31,12 @@ from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.layout import needed_layers
 from megatron_pipemem.config.model import Execution, Model, Passes
 from megatron_pipemem.config.runs import Run
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner import prices
 from megatron_pipemem.planner.activations import Kept, layer_bytes, message_bytes
 from megatron_pipemem.planner.counts import model_flops
 from megatron_pipemem.planner.prices import MeasuredSlowdown, Price
+from megatron_pipemem.planner.tower import tower_price
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
@@ -131,9 +133,11 @@ class _Cut:
     def ends(self) -> tuple[Price, Price]:
         """Return the predictions for embedding and head, which are empty if all devices share them.
 
-        In a hybrid model, multi-token prediction is added to the head, because its pattern puts it on the last stage.
+        A vision tower is added to the embedding. In a hybrid model, multi-token prediction is added to the head,
+        because its pattern puts it on the last stage.
         """
         first, last = (Price(), Price()) if self.shared_ends else self.vocabulary()
+        first += tower_price(self.model, self.execution, self.cluster)
         return first, last + self.ahead() if self.model.pattern is not None else last
 
     def share(self, devices: int) -> list[Price]:
@@ -168,15 +172,17 @@ class _Cut:
         If a step may be rolled back, the state for that is included.
         """
         element, optimizer = self.execution.element, _OPTIMIZER[self.execution.precision]
-        held = part.parameters * (element + self.gradients * GRADIENT) + part.cached
+        gradients = (part.parameters - part.frozen) * self.gradients * GRADIENT
+        held = part.parameters * element + gradients + part.cached
         return held + (optimizer + _ROLLBACK * self.rolls_back) * self.updated(part)
 
     def updated(self, part: Price) -> float:
         """Return the number of a part's parameters that one rank's optimizer updates."""
+        trained, experts = part.trained
         if not self.distributed:
-            return part.parameters
-        of_experts = part.experts / max(1.0, self.execution.expert_replicas(self.replicas))
-        return (part.parameters - part.experts) / self.replicas + of_experts
+            return trained
+        of_experts = experts / max(1.0, self.execution.expert_replicas(self.replicas))
+        return (trained - experts) / self.replicas + of_experts
 
 
 def price(
@@ -190,10 +196,17 @@ def price(
 
     ``layers`` has the pieces (layers, or multi-token prediction) of each stage of one replica, by default from the
     planner's partition. With ``shared_ends``, every device holds an equal share of embedding and head, and the costs
-    leave out their seconds.
+    leave out their seconds. Raise an UnsupportedError if the first stage lacks layers to which a vision tower adds.
     """
     cut = replace(_cut(run, pace), shared_ends=shared_ends)
-    return _step(cut, placement, layers or balanced(cut, placement))
+    layers = layers or balanced(cut, placement)
+    if layers[0] < run.model.least_first:
+        raise UnsupportedError(
+            "too-few-layers",
+            f"the first stage has {layers[0]} layers, and the vision tower adds to the output of the first "
+            f"{run.model.least_first}, which have to be with it; give the first stage as many, or use fewer stages",
+        )
+    return _step(cut, placement, layers)
 
 
 def _cut(run: Run, pace: MeasuredSlowdown | None) -> _Cut:
@@ -277,9 +290,10 @@ def _loads(cut: _Cut, placement: Placement) -> tuple[Loads, bool]:
         last=last.seconds.total,
         static=[cut.static(part) for part in parts],
         kept=[part.kept.saved for part in parts],
-        first_bytes=cut.static(first),
+        first_bytes=cut.static(first) + first.kept.saved * placement.num_devices,
         last_bytes=cut.static(last) + last.kept.saved,
         needed=cut.needed,
+        least_first=cut.model.least_first,
     )
     return loads, stays
 
@@ -363,7 +377,7 @@ def _sums(cut: _Cut, device: list[Price], placement: Placement) -> float:
     """Return the seconds in which one rank sums its stages' gradients with those of their replicas on other ranks."""
     if placement.replicas == 1:
         return 0.0
-    nbytes = sum(part.parameters for part in device) * GRADIENT
+    nbytes = sum(part.trained[0] for part in device) * GRADIENT
     link = cut.cluster.link(placement.num_devices, cut.execution.tp * cut.execution.cp * cut.dp)
     return prices.all_reduce(nbytes, placement.replicas, link)
 
@@ -372,8 +386,8 @@ def _exposed(cut: _Cut, device: list[Price], replicas: int) -> float:
     """Return the seconds of one rank's data-parallel messages that no computing hides."""
     if cut.replicas == 1:
         return 0.0
-    experts = sum(part.experts for part in device)
-    others = sum(part.parameters for part in device) - experts
+    experts = sum(part.trained[1] for part in device)
+    others = sum(part.trained[0] for part in device) - experts
     of_experts = max(1, int(cut.execution.expert_replicas(cut.replicas)))
     link = cut.cluster.link(cut.replicas, cut.execution.tp)
     apart = cut.cluster.link(of_experts, cut.execution.expert_tp * cut.execution.ep)

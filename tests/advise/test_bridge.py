@@ -15,6 +15,7 @@ import packages
 from consumer_models import HIDDEN, INNER, LAYERS, VOCABULARY, configuration
 from lanes import nightly
 
+from megatron_pipemem.advise.advice import advise
 from megatron_pipemem.advise.bridge import evaluate, run_of
 from megatron_pipemem.advise.reading import Context
 from megatron_pipemem.config import layout
@@ -87,14 +88,37 @@ def test_a_recipe_of_a_user_has_the_sizes_that_megatron_bridge_reads(recipes):
     assert (cut.pp, cut.dp, cut.microbatches) == (2, 2, 4)
 
 
+def test_a_vision_tower_is_priced_with_the_images_of_the_recipe(recipes):
+    found = run_of(recipes["qwen25_vl_72b_sft_32gpu_h100_bf16_config"], Context(known_flags(), H100))
+    tower = found.run.model.tower
+    assert (tower.layers, tower.images, tower.patches, found.run.execution.frozen) == (32, 1, 1024, ())
+    assert "--images" in " ".join(found.assumed)
+    counts = advise(found.run).proposals["same memory"].step.layers
+    assert counts[0] < 20 and sum(counts) == 80
+
+
+def test_mock_images_and_frozen_parts_are_those_of_the_recipe(recipes):
+    facts = recipes["qwen3_vl_235b_a22b_pretrain_256gpu_h100_bf16_mock_config"]
+    found = run_of(facts, Context(known_flags(), H100, images=3))
+    tower = found.run.model.tower
+    assert (tower.images, tower.patches, found.run.execution.frozen) == (3, 256 * 256 // 16**2, ("language", "tower"))
+    assert "--images" not in " ".join(found.assumed)
+    assert found.run.parallelism.etp == 1  # Megatron-Bridge's default where experts are spread
+
+
+def test_a_tower_is_read_from_the_sizes_of_hugging_face(recipes):
+    sizes = {"layers": 2, "hidden": 16, "heads": 2, "ffn": 24, "patch": 4, "frames": 2, "merge": 4, "deepstack": 1}
+    facts = recipes[OWN] | {"tower": sizes}
+    tower = run(facts, devices=4).model.tower
+    assert (tower.layers, tower.deepstack, tower.shared) == (2, 1, False)
+    with refused("unsupported-model", "tower.patch"):
+        run(facts | {"tower": {name: size for name, size in sizes.items() if name != "patch"}}, devices=4)
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
         ("llama31_70b_peft_config", ("unsupported-model", "LoRA")),
-        (
-            "qwen3_vl_30b_a3b_pretrain_8gpu_h100_bf16_mock_config",
-            ("unsupported-model", "vision"),
-        ),
         ("llama31_405b_sft_confg", ("unknown-recipe", "bridge:llama31_405b_sft_config")),
     ],
 )

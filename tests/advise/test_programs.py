@@ -184,7 +184,7 @@ def test_nodes_that_generate_do_not_train(nemo):
     ("source", "override", "told"),
     [
         ("nemo", "policy.model_name=a/b", ("unknown-size", "a/b")),
-        ("nemo", "policy.model_name=Qwen/Qwen3-VL-8B-Instruct", ("unsupported-model", "vision")),
+        ("nemo", "policy.model_name=zai-org/GLM-4.6V", ("unsupported-model", "vision")),
         ("nemo", "policy.megatron_cfg.enabled=false", ("wrong-file",)),
         ("nemo", "policy.megatron_cfg.peft.enabled=true", ("unsupported-model", "adapters")),
         ("nemo", "policy.train_global_batch_size=many", ("bad-number", "many")),

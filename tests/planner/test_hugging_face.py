@@ -32,7 +32,8 @@ def test_a_shape_has_the_parameters_of_its_name(name):
         ("mistralai/Mistral-7B-Instruct-v0.3", 32),
         ("deepseek-ai/DeepSeek-V3-0324", 61),
         ("someone/deepseek-v3-5layer", None),
-        ("Qwen/Qwen3-VL-8B", None),
+        ("Qwen/Qwen3-VL-8B", 36),
+        ("Qwen/Qwen3.5-9B", None),
     ],
 )
 def test_names_with_the_same_shape(name, layers):
@@ -41,4 +42,5 @@ def test_names_with_the_same_shape(name, layers):
 
 
 def test_parts_without_a_price_are_named():
-    assert unpriced_part("Qwen/Qwen3-VL-8B-Instruct") == "a vision tower" and unpriced_part("Qwen/Qwen3-8B") is None
+    assert unpriced_part("zai-org/GLM-4.6V") == "a vision tower of another kind"
+    assert unpriced_part("Qwen/Qwen3-VL-8B-Instruct") is unpriced_part("Qwen/Qwen3-8B") is None
