@@ -92,10 +92,11 @@ def choices(
 ) -> list[ParetoPoint]:
     """Return the schedules to compare, sorted by peak: those of families, and the search's result under every cap.
 
-    Families are all synchronous ones with one replica, with up to ``max_chunks`` chunks. Orders are fitted to
-    ``costs``. ``priced`` returns the costs of a schedule for the comparison, if those differ (by the LM head, for
-    example). ``caps`` are in the unit of the memory of ``costs``. Caps that no schedule keeps are left out.
-    ``barriers`` lists numbers of vocabulary barriers, 0 for none. ``seconds`` is the time limit of one search.
+    Families are the synchronous ones with one replica that neither offload nor, by default, cut microbatches, with up
+    to ``max_chunks`` chunks. Orders are fitted to ``costs``. ``priced`` returns the costs of a schedule for the
+    comparison, if those differ (by the LM head, for example). ``caps`` are in the unit of the memory of ``costs``. Caps
+    that no schedule keeps are left out. ``barriers`` lists numbers of vocabulary barriers, 0 for none. ``seconds`` is
+    the time limit of one search.
     """
     costs = costs or Costs()
     costs.require_alike("the table of all schedules")

@@ -424,7 +424,7 @@ def pareto(
 
     With ``--vocab-parallel auto`` every schedule is listed three times: with the head on the last stage, and cut over
     all devices by either algorithm. Asynchronous families and families with two replicas of the weights are left out,
-    because they train differently or hold more weights.
+    because they train differently or hold more weights. So are families that offload or cut microbatches into slices.
 
     Examples:
         # see which schedules are worth choosing

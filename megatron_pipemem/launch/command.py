@@ -364,7 +364,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS, **settings)
 
     def error(self, message: str):
-        raise UnsupportedError("unknown-flag", f"{message}; pipemem run --help lists the --pipemem-* flags")
+        raise UnsupportedError(
+            "unknown-flag", f"{message}; pipemem run --help lists the --pipemem-* flags and their values"
+        )
 
 
 def plan_parser() -> Parser:

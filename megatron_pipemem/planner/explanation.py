@@ -57,7 +57,7 @@ def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Ca
     stages, slices = schedule.num_stages, schedule.slices
     if len(layers or (0,) * stages) != stages or any(len(each) != stages * slices for each in (memory or {}).values()):
         cut = f" of {slices} slices" * (slices > 1)
-        raise ValueError(f"layers or memory do not have one value for each of {stages} stages{cut}")
+        raise ValueError(f"layers or memory of last_step do not have one value for each of {stages} stages{cut}")
     iteration = recorded["iteration_seconds"]
     return Case(
         step,
@@ -110,7 +110,8 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
     if placement.num_devices != run.parallelism.pp or case.step.schedule.slices > 1:
         raise ConfigError(
             "other-model",
-            "is of another number of pipeline ranks, or of slices; give a report of this run without slices",
+            "is of a run with another number of pipeline ranks, or with slices; give the report of a run that has as many "
+            "pipeline ranks as this one, and no slices",
             file=path,
         )
     step = price(run, placement, layout.pieces_of(run, placement.model_stages))

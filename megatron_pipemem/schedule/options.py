@@ -108,7 +108,9 @@ def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> Non
     """Raise an UnsupportedError unless a search's seconds and effort are numbers >= 0, and its seed a whole number."""
     for name, value in (("seconds", seconds), ("effort", effort)):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-            raise UnsupportedError("bad-number", f"{name} of a search must be a number of at least 0, not {value!r}")
+            raise UnsupportedError(
+                "bad-number", f"{name} of a search must be a finite number of at least 0, not {value!r}"
+            )
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise UnsupportedError("bad-number", f"seed of a search must be a whole number, not {seed!r}")
 

@@ -1,7 +1,8 @@
-"""Choose the activations that leave a device, and the start times of their copies, for one channel to the host.
+"""Choose the activations that leave a device, and the start times of their copies, on one channel to and from the host.
 
 When the channel is free, the activation that is needed last leaves first. Activations return as late as the channel
-allows. An activation stays if its two copies do not fit between its forward and its backward.
+allows. An activation stays if its two copies do not fit between its forward and its backward. Copies in the two
+directions run one after the other, or at once if the channel is duplex.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ def _without_zeros(costs: Costs, placement: Placement, slices: int) -> Costs:
 def families_with_passes(
     num_devices: int, num_microbatches: int, costs: Costs, barriers: int, max_chunks: int | None = None
 ) -> list[Schedule]:
-    """Return the schedules of all synchronous families with vocabulary passes (see ``synchronous_schedules``).
+    """Return the ``synchronous_schedules`` with vocabulary passes.
 
     Schedules for which ``costs`` cannot give prices are left out.
     """
