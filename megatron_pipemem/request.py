@@ -500,6 +500,16 @@ class Request(ScheduleOptions):
         return self.searches or (self.family is not None and self.family.splits_backward)
 
     @property
+    def has_only_passes(self) -> bool:
+        """Return whether the schedule surely has no other actions than forwards and whole backwards of microbatches.
+
+        All microbatches are then equal, in one step at a time and on one replica of the model.
+        """
+        others = (self.may_split, self.may_offload, self.may_recompute, self.cuts_vocabulary, self.is_asynchronous)
+        unequal = (self.slices > 1, self.microbatch_costs is not None, self.overlap_steps, self.replicas > 1)
+        return not any((*others, *unequal))
+
+    @property
     def may_offload(self) -> bool:
         """Return whether the schedule may copy activations to the host."""
         if self.file is not None:

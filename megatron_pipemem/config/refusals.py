@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.conflicts import check_delays
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.stream import check_batch, updates_per_batch
 
 
@@ -22,6 +24,8 @@ class Refusals(NamedTuple):
     """The end of the sentence "... is not supported"."""
     sentences: Mapping[str, str]
     """The reason and the remedy, by attribute."""
+    only: Mapping[str, Callable[[Any], bool]] = MappingProxyType({})
+    """A function by attribute that says whether this feature refuses a value, if others refuse more values."""
 
 
 _FLAGS = {
@@ -62,20 +66,28 @@ def _flag(attribute: str) -> str:
     return _FLAGS.get(attribute, attribute.replace("_", "-"))
 
 
-def _refusals(feature: str, reasons: Mapping[str, str], otherwise: str = "") -> Refusals:
+def _refusals(
+    feature: str,
+    reasons: Mapping[str, str],
+    otherwise: str = "",
+    only: Mapping[str, Callable[[Any], bool]] = MappingProxyType({}),
+) -> Refusals:
     """Return the refusals of a feature. ``reasons`` maps each attribute to the reason.
 
     A remedy may follow the reason after a semicolon. Without one, the remedy is to drop the attribute's flag.
     ``otherwise`` is a second remedy for all attributes.
     """
     remedies = {name: "" if "; " in text else f"; drop --{_flag(name)}" for name, text in reasons.items()}
-    return Refusals(feature, {name: f"{text}{remedies[name]}{otherwise}" for name, text in reasons.items()})
+    sentences = {name: f"{text}{remedies[name]}{otherwise}" for name, text in reasons.items()}
+    return Refusals(feature, sentences, only)
 
 
 _SHARDED = (
     "weights that are cut over more ranks than tensor parallelism are gathered in the order of the stock schedule"
 )
 _NO_GRAPHS = "; pass --cuda-graph-impl none"
+GRAPHS_OF_LAYERS = "transformer_engine"
+"""The value of ``cuda_graph_impl`` with which Transformer Engine captures a graph per layer, microbatch and direction."""
 FSDP = (
     "FSDP gathers weights around every forward and backward, which a split backward breaks; use Megatron's "
     "DistributedDataParallel (drop --use-megatron-fsdp / --use-torch-fsdp2)"
@@ -87,7 +99,8 @@ SCHEDULES = _refusals(
         "use_torch_fsdp2": FSDP,
         "num_distributed_optimizer_instances": "the reductions of several distributed optimizers cannot start per chunk; pass "
         "--num-distributed-optimizer-instances 1",
-        "cuda_graph_impl": f"CUDA graphs freeze the order of one step{_NO_GRAPHS}",
+        "cuda_graph_impl": "Megatron's own graphs, and graphs of a whole step, follow the stock schedule; pass "
+        "--cuda-graph-impl none, or transformer_engine with a schedule of whole backwards",
         "overlap_moe_expert_parallel_comm": "combined 1F1B is another schedule",
         "defer_embedding_wgrad_compute": "the schedule decides when the weight gradient of the head runs",
         "fine_grained_activation_offloading": "fine-grained offload assumes the stock order of forwards and backwards; pass "
@@ -103,6 +116,15 @@ SCHEDULES = _refusals(
         # Of Megatron versions to come.
         "sequence_packing_scheduler": "packed batches have another number of microbatches than the plan of the step",
         "enable_mhc_connections": "stages would exchange several residual streams per token, and messages here have one",
+    },
+    only={"cuda_graph_impl": lambda impl: impl not in (None, "none", GRAPHS_OF_LAYERS)},
+)
+GRAPHS = _refusals(
+    " by a schedule with other actions than forwards and whole backwards",
+    {
+        "cuda_graph_impl": "Transformer Engine captures forwards and whole backwards only; take a schedule like 1f1b or "
+        "interleaved without offload, recomputation in the schedule, slices, a cut vocabulary and microbatch costs, or pass "
+        "--cuda-graph-impl none",
     },
 )
 REORDERED = _refusals(
@@ -292,13 +314,18 @@ def refuse(value_of: Callable[[str], Any], *wanted: Refusals) -> None:
     ``value_of`` returns the value of an attribute of Megatron's configuration, or ``None`` if the attribute does not
     exist.
     """
-    for feature, sentences in wanted:
+    for feature, sentences, only in wanted:
         for attribute, sentence in sentences.items():
             value = value_of(attribute)
-            if _REFUSED.get(attribute, bool)(value):
+            if only.get(attribute, _REFUSED.get(attribute, bool))(value):
                 raise UnsupportedError(
                     "unsupported-setting", f"{attribute} = {value!r} is not supported{feature}: {sentence}"
                 )
+
+
+def refuse_schedule(value_of: Callable[[str], Any], request: Request) -> None:
+    """Raise an UnsupportedError for settings that no schedule of this package has, or not the requested one."""
+    refuse(value_of, SCHEDULES, *(() if request.has_only_passes else (GRAPHS,)))
 
 
 def refuse_transformer_engine(value_of: Callable[[str], Any], splits: bool, recomputes: bool) -> None:

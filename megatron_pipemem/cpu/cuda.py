@@ -122,10 +122,28 @@ def _zero(*_: Any, **__: Any) -> int:
     return 0
 
 
+class _GraphSafeGenerator:
+    """The CPU's generator, with the states that only generators of CUDA have. A state is a generator of its own."""
+
+    def __init__(self, generator: torch.Generator):
+        self._generator = generator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def graphsafe_get_state(self) -> torch.Generator:
+        state = torch.Generator()
+        state.set_state(self._generator.get_state())
+        return state
+
+    def graphsafe_set_state(self, state: torch.Generator) -> None:
+        self._generator.set_state(state.get_state())
+
+
 class _Generators(Sequence[torch.Generator]):
     """A sequence of random generators with one entry per device, each the CPU's generator."""
 
-    def __init__(self, generator: torch.Generator, device: _Device):
+    def __init__(self, generator: _GraphSafeGenerator, device: _Device):
         self._generator = generator
         self._device = device
 
@@ -166,7 +184,7 @@ def _install_surface() -> None:
         "stream": device.use_stream,
         "is_current_stream_capturing": lambda: False,
         # random numbers
-        "default_generators": _Generators(generator, device),
+        "default_generators": _Generators(_GraphSafeGenerator(generator), device),
         "get_rng_state": lambda *_, **__: generator.get_state(),
         "set_rng_state": lambda state, *_, **__: generator.set_state(state),
         # Lambdas, because TorchDynamo's table of torch functions refuses one object under two names.

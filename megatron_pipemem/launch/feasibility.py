@@ -160,7 +160,7 @@ def _check_ours(run: Run, request: Request, schedule: Schedule | None) -> None:
             "needs-chunks",
             f"{name} has {file.placement.num_chunks} chunks per rank, not {chunks}; set chunks to the file's number",
         )
-    refusals.refuse(value_of, refusals.SCHEDULES)
+    refusals.refuse_schedule(value_of, request if schedule is None else replace(request, file=schedule))
     if file is None and schedule is not None and family(name).asynchronous:
         refusals.refuse_asynchronous(run, name)
     cut_flags.checked_placements(run.flags, name, run.schedule_options, run.parallelism.pp, run.model.layers, file)

@@ -13,7 +13,7 @@ from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.choose.model_cut import known_chunks
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.refusals import CPU, SCHEDULES, flag_values, refuse, refuse_overlapped
+from megatron_pipemem.config.refusals import CPU, flag_values, refuse, refuse_overlapped, refuse_schedule
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import UnsupportedError
@@ -143,7 +143,7 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
     file = request.file
     if file is not None:
         check_devices_of_file(file, p)
-    refuse(flag_values(flags), SCHEDULES)
+    refuse_schedule(flag_values(flags), request)
     if request.overlap_steps:
         refuse_overlapped(flag_values(flags), request.is_asynchronous)
     placements = cut_flags.checked_placements(flags, request.schedule, request.options, p, layers, file)

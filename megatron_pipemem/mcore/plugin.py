@@ -24,6 +24,7 @@ from megatron_pipemem.mcore.step.batches import StepShapes
 from megatron_pipemem.mcore.step.extension import Extension, LaunchOrders
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
 from megatron_pipemem.mcore.step.gradient_reductions import GradientReductions
+from megatron_pipemem.mcore.step.graphs import GraphOrder
 from megatron_pipemem.mcore.step.losses import Losses
 from megatron_pipemem.mcore.step.markers import Markers
 from megatron_pipemem.mcore.step.split_backward import SplitBackward
@@ -86,6 +87,7 @@ class _Enabled:
             *stages,
             *reductions,
             Losses(),
+            GraphOrder(),
             *recording,
             *last,
             Markers(),

@@ -15,11 +15,13 @@ from megatron_pipemem.config.refusals import (
     SCHEDULES,
     Refusals,
     refuse,
+    refuse_schedule,
     refuse_transformer_engine,
 )
 from megatron_pipemem.cpu import is_active
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.loop_arguments import keeps_checkpoints
+from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.placement import Placement
 
 _OLDEST = "2.8"
@@ -33,6 +35,11 @@ def _of(config) -> Callable[[str], object]:
 def check_config(config, *wanted: Refusals) -> None:
     """Raise an UnsupportedError if the configuration has an option that one of the tables ``wanted`` refuses."""
     refuse(_of(config), *wanted)
+
+
+def check_schedule(config, request: Request) -> None:
+    """Raise an UnsupportedError if the configuration has an option that the requested schedule refuses."""
+    refuse_schedule(_of(config), request)
 
 
 def check_sharing(config, schedule: str, placement: Placement) -> None:

@@ -53,6 +53,13 @@ FORWARD_STEP = Symbol(
 )
 BACKWARD_STEP = Symbol(_SCHEDULES, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
 
+GRAPH_ORDER = Symbol(
+    "megatron.core.transformer.cuda_graphs",
+    "convert_schedule_table_to_order",
+    ("num_warmup_microbatches", "num_model_chunks", "schedule_table"),
+)
+"""The order in which Transformer Engine captures and replays CUDA graphs of layers."""
+
 # Profiling with fake tensors tells how many tokens every expert gets, and has no data that tensors could share.
 DISPATCH = Symbol(
     "megatron.core.transformer.moe.token_dispatcher", "MoEAlltoAllTokenDispatcher.preprocess", ("routing_map",)

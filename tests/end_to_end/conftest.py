@@ -58,6 +58,8 @@ class Run:
     single_queues: list[list[bool]] = field(compare=False)
     # Tokens, and squares of the lengths, of every step's packed documents, on every rank.
     packed: list[list[tuple[float, float]]] = field(compare=False)
+    # Of CUDA graphs, on every rank.
+    replays: list[int] = field(compare=False)
     # Of the report.
     plans: list[dict] = field(compare=False)
     ranks: list[dict] = field(compare=False)
@@ -117,7 +119,7 @@ class Trainer:
         for rank, result in enumerate(seen):
             assert result["replaced"] == [], f"rank {rank} still has replaced symbols after disable()"
         report = seen[0]["report"] or {"losses": [], "grad_norms": [], "plans": [], "ranks": []}
-        of_every_rank = ("vocabulary_rows", "weights", "layers", "single_queues", "packed")
+        of_every_rank = ("vocabulary_rows", "weights", "layers", "single_queues", "packed", "replays")
         return Run(
             validation=next((r["validation"] for r in reversed(seen) if any(r["validation"])), []),
             predicted_peaks=[rank["predicted_peak_bytes"] for rank in report["ranks"]],

@@ -17,7 +17,9 @@ from megatron_pipemem.features.asynchronous.megatron.training import StageOptimi
 from megatron_pipemem.features.overlap_steps.megatron.steps import check_overlapped
 from megatron_pipemem.mcore import loop_arguments, refusals
 from megatron_pipemem.mcore.plugin import disable, enable
-from megatron_pipemem.mcore.refusals import check_chunks, check_config, check_model, check_sharing
+from megatron_pipemem.mcore.refusals import check_chunks, check_config, check_model, check_schedule, check_sharing
+from megatron_pipemem.mcore.step.graphs import GraphOrder
+from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 
@@ -52,6 +54,36 @@ def test_every_row_of_a_table_refuses_its_attribute_and_no_other(name):
     for attribute in TABLES[name].sentences:
         with refused("unsupported-setting", attribute, kind=UnsupportedError):
             check_config(SimpleNamespace(**{attribute: VALUES.get(attribute, True)}), TABLES[name])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "1f1b-v"])
+def test_graphs_of_layers_go_with_whole_backwards_alone(name):
+    graphs = SimpleNamespace(cuda_graph_impl="transformer_engine", cuda_graph_warmup_steps=3)
+    check_schedule(graphs, Request(name))
+    for other in (Request(name, recompute="full"), Request(name, microbatch_costs="tokens"), Request("v-half")):
+        with refused("unsupported-setting", "cuda_graph_impl", kind=UnsupportedError):
+            check_schedule(graphs, other)
+    with refused("unsupported-setting", "cuda_graph_impl", kind=UnsupportedError):
+        check_schedule(SimpleNamespace(cuda_graph_impl="full_iteration"), Request(name))
+
+
+def test_graphs_are_captured_in_the_order_of_a_step_with_as_many_microbatches():
+    order = GraphOrder()
+    ((_, captured),) = order.replacements()
+    with refused("needs-option", "--cuda-graph-warmup-steps", kind=UnsupportedError):
+        captured(None, 1, 1, [(0, 0)] * 4)
+    schedule = build_schedule("1f1b", num_devices=2, num_microbatches=3)
+    config = SimpleNamespace(cuda_graph_impl="transformer_engine")
+    order.prepare(
+        SimpleNamespace(
+            context=SimpleNamespace(config=config),
+            program=SimpleNamespace(schedule=schedule),
+            pipeline=SimpleNamespace(device=0),
+        )
+    )
+    assert captured(None, 1, 1, [(0, 0)] * 3) == [1, 1, -1, 1, -1, -1]
+    with refused("wrong-count", kind=UnsupportedError):
+        captured(None, 1, 1, [(0, 0)] * 4)
 
 
 def test_kernels_of_a_gpu_are_refused_on_cpu_ranks(monkeypatch):

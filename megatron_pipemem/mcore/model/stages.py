@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_capacity
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_pipemem.config.refusals import GRAPHS_OF_LAYERS
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.model.linear import logged_before
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
@@ -354,6 +355,9 @@ class ChunkStage:
             gradient = schedules.backward_step(input, output, output_gradient, self.step.config)
         if self.delayed:
             defer(self.delayed, current_queue() or ImmediateWeightGradients())
+        if gradient is not None and getattr(self.step.config, "cuda_graph_impl", None) == GRAPHS_OF_LAYERS:
+            # It lies in memory of a graph that the next backward may overwrite before the gradient has been sent.
+            return gradient.clone()
         return gradient
 
     def reduce_gradients(self) -> None:

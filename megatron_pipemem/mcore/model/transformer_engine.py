@@ -99,8 +99,10 @@ def uncountable(chunks: list[torch.nn.Module]) -> str | None:
     With fused accumulation, a module marks its weight to tell DDP that the gradient is in ``main_grad``. Versions
     before ``MARKS_THE_PARAMETER`` mark the saved weight instead of the parameter. A saved-tensor hook returns another
     object for the weight, so DDP would find neither mark nor gradient. Modules with delayed weight gradients are not
-    affected.
+    affected. Hooks do not see the tensors that a CUDA graph saves.
     """
+    if any(getattr(part, "cuda_graphs", None) for chunk in chunks for part in chunk.modules()):
+        return "activations in CUDA graphs cannot be counted; pass --cuda-graph-impl none for a run that counts bytes"
     if not any(_marks_what_it_saved(part) for chunk in chunks for part in chunk.modules()):
         return None
     if is_te_min_version(MARKS_THE_PARAMETER):

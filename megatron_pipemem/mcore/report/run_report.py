@@ -13,7 +13,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_pipemem.choose.knowledge import Choice
-from megatron_pipemem.config.refusals import OVERLAPPED, REORDERED, SCHEDULES, VOCABULARY
+from megatron_pipemem.config.refusals import GRAPHS, OVERLAPPED, REORDERED, SCHEDULES, VOCABULARY
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.mcore.refusals import check_config, check_model, check_sharing
 from megatron_pipemem.mcore.step.extension import WeightBytes, predict_weights
@@ -326,12 +326,17 @@ def count_layers(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> di
 def refused(config, num_devices: int) -> dict[str, str]:
     """Return the features that the run's configuration excludes, each with the reason, for ``pipemem explain``."""
     v = Placement.v_shape(num_devices)
+
+    def split() -> None:
+        check_config(config, GRAPHS)
+        check_model(config, splits=True, recomputes=False)
+
     checks: Mapping[str, Callable[[], None]] = {
         "schedules": lambda: check_config(config, SCHEDULES),
         "reordered": lambda: check_config(config, REORDERED),
         "v": lambda: check_sharing(config, v.name, v),
-        "split": lambda: check_model(config, splits=True, recomputes=False),
-        "vocabulary": lambda: check_config(config, VOCABULARY),
+        "split": split,
+        "vocabulary": lambda: check_config(config, VOCABULARY, GRAPHS),
         "overlap": lambda: check_config(config, OVERLAPPED),
     }
     found = {}

@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_pipemem.choose.knowledge import Shape
-from megatron_pipemem.config.refusals import REORDERED, SCHEDULES
+from megatron_pipemem.config.refusals import REORDERED
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agree
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
@@ -23,7 +23,7 @@ from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.model.whole_model import check_whole_model
 from megatron_pipemem.mcore.patching import Feature, Replacements
 from megatron_pipemem.mcore.programs import Programs
-from megatron_pipemem.mcore.refusals import check_chunks, check_config
+from megatron_pipemem.mcore.refusals import check_chunks, check_config, check_schedule
 from megatron_pipemem.mcore.step.extension import (
     Extension,
     FullMicrobatch,
@@ -140,7 +140,7 @@ class ForwardBackward(Feature):
 
     def _check(self, chunks: list[torch.nn.Module], iterators: list, config, group: dist.ProcessGroup) -> Placement:
         """Return the placement of the stages, or raise an UnsupportedError if our schedules do not run the model."""
-        check_config(config, SCHEDULES)
+        check_schedule(config, self.programs.request)
         placement = self.chunk_placement.placement(group.size(), len(chunks))
         if placement.num_chunks > 1 and self.programs.name != megatrons_own(placement.num_chunks):
             check_config(config, REORDERED)

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from te_stand_in import extension
+from te_stand_in import extension, graphs
 
 _ENVIRONMENT = {
     "NVTE_PROJECT_BUILDING": "1",  # imports without the core library
@@ -23,6 +23,7 @@ _ENVIRONMENT = {
 for name, value in _ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 sys.modules["transformer_engine_torch"] = extension.module()
+graphs.install()
 
 import transformer_engine.common  # noqa: E402
 

@@ -1,0 +1,196 @@
+"""CUDA graphs on the CPU: capture records PyTorch's operators, and replay runs them again on the same memory.
+
+A capture takes memory from its pool, and memory that is given back to the pool is used by later captures, as on a GPU. So a
+replay overwrites what an earlier graph left there, which is how a wrong order of replays shows. Before a replay, the memory of
+its results is filled with NaN. What a capture does to tensors outside of its pool is undone at its end, because a GPU computes
+nothing while it captures. Reading a value on the host raises, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+_ON_HOST = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
+_EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default, torch.ops.aten.empty_strided.default}
+_handles = itertools.count(1)
+
+
+class Pool:
+    """Memory that captures share. Free blocks are kept by size, and the one freed last is taken first."""
+
+    def __init__(self) -> None:
+        self.free: dict[int, list[np.ndarray]] = defaultdict(list)
+        self.reused = 0
+        """Blocks that a second tensor has taken."""
+        self.blocks: set[int] = set()
+        """Addresses of all blocks."""
+
+    def tensor_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the same format in this pool. When its storage ends, its block is free again."""
+        size = max(tensor.untyped_storage().nbytes(), 1)
+        free = self.free[size]
+        self.reused += bool(free)
+        block = free.pop() if free else np.zeros(size, dtype=np.uint8)
+        self.blocks.add(block.ctypes.data)
+        owner = np.frombuffer(block, dtype=np.uint8)
+        weakref.finalize(owner, free.append, block).atexit = False
+        return _formatted(torch.from_numpy(owner), tensor)
+
+    def in_use(self) -> set[int]:
+        """Return the addresses of blocks that hold a tensor."""
+        return self.blocks - {block.ctypes.data for blocks in self.free.values() for block in blocks}
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.blocks
+
+
+def _formatted(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if not like.untyped_storage().nbytes():
+        return torch.empty_like(like)
+    return memory.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def _weak_reference(address: int, shape: tuple[int, ...], typestr: str) -> torch.Tensor:
+    """Return a tensor at an address, which keeps no memory alive."""
+    form = np.dtype(typestr)
+    size = int(np.prod(shape)) * form.itemsize
+    memory = (ctypes.c_byte * size).from_address(address) if size else b""
+    return torch.from_numpy(np.frombuffer(memory, dtype=form).reshape(shape))
+
+
+def _alias(tensor: torch.Tensor, pool: Pool) -> torch.Tensor:
+    """Return a tensor on the same memory that keeps no block of the pool in use."""
+    if not pool.owns(tensor):
+        return tensor.detach()
+    storage = tensor.untyped_storage()
+    memory = torch.frombuffer((ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr()), dtype=torch.uint8)
+    return _formatted(memory, tensor)
+
+
+class _Capture(TorchDispatchMode):
+    def __init__(self, pool: Pool) -> None:
+        super().__init__()
+        self.pool = pool
+        self.calls: list[Callable[[], None]] = []
+        self.results: list[torch.Tensor] = []
+        self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._in_use = pool.in_use()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator in _ON_HOST:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {operator}")
+        arguments = (args, kwargs or {})
+        given: list[torch.Tensor] = []
+        tree_map_only(torch.Tensor, given.append, arguments)
+        written = operator._schema.is_mutable
+        if written:
+            self._keep(operator, arguments)
+        aliases = tree_map_only(torch.Tensor, lambda tensor: _alias(tensor, self.pool), arguments)
+        result = operator(*args, **(kwargs or {}))
+        storages = {tensor.untyped_storage().data_ptr() for tensor in given}
+        new: list[tuple[int, torch.Tensor]] = []
+
+        def placed(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.untyped_storage().data_ptr() in storages:
+                return tensor
+            mine = self.pool.tensor_like(tensor).copy_(tensor)
+            new.append((len(new), _alias(mine, self.pool)))
+            return mine
+
+        result = tree_map_only(torch.Tensor, placed, result)
+        if (new or written) and operator not in _EMPTY:
+            self.calls.append(partial(_again, operator, aliases, [alias for _, alias in new], storages))
+        # Memory of an earlier graph that this one gives back, and takes again, has values that it reads before.
+        self.results += [alias for _, alias in new if alias.untyped_storage().data_ptr() not in self._in_use]
+        return result
+
+    def _keep(self, operator: Any, arguments: tuple) -> None:
+        """Remember the values of tensors outside of the pool that the operator is about to write."""
+        args, kwargs = arguments
+        for position, described in enumerate(operator._schema.arguments):
+            if described.alias_info is None or not described.alias_info.is_write:
+                continue
+            value = kwargs.get(described.name, args[position] if position < len(args) else None)
+            tree_map_only(torch.Tensor, self._keep_tensor, value)
+
+    def _keep_tensor(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if not self.pool.owns(tensor) and storage.data_ptr() not in self.before:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self.before[storage.data_ptr()] = whole, whole.clone()
+
+
+def _again(operator: Any, aliases: tuple, results: list[torch.Tensor], known: set[int]) -> None:
+    args, kwargs = aliases
+    made: list[torch.Tensor] = []
+    tree_map_only(torch.Tensor, made.append, operator(*args, **kwargs))
+    fresh = [tensor for tensor in made if tensor.untyped_storage().data_ptr() not in known]
+    for kept, tensor in zip(results, fresh, strict=True):
+        kept.copy_(tensor)
+
+
+class CUDAGraph:
+    """Replaces ``torch.cuda.CUDAGraph``."""
+
+    pools: dict[Any, Pool] = {}
+    counts: Counter[str] = Counter()
+    """Captures and replays of all graphs of the process."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._capture: _Capture | None = None
+
+    def capture_begin(self, pool: Any = None, **_: Any) -> None:
+        self._capture = _Capture(self.pools.setdefault(pool or next(_handles), Pool()))
+        self._capture.__enter__()
+
+    def capture_end(self) -> None:
+        self._capture.__exit__(None, None, None)
+        for tensor, before in self._capture.before.values():
+            tensor.copy_(before)
+        self._capture.before.clear()
+        self.counts["captures"] += 1
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for tensor in self._capture.results:
+                if tensor.is_floating_point():
+                    tensor.fill_(torch.nan)
+            for call in self._capture.calls:
+                call()
+        self.counts["replays"] += 1
+
+    def reset(self) -> None:
+        self._capture = None
+
+    def register_generator_state(self, state: Any) -> None:
+        """Random numbers are drawn anew in every replay, from the generators of the CPU."""
+
+
+def _as_tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Replaces ``torch.as_tensor``: on a GPU, it takes the memory of whatever has a CUDA array interface."""
+    interface = None if isinstance(data, torch.Tensor) else getattr(data, "__cuda_array_interface__", None)
+    if interface is None:
+        return _AS_TENSOR(data, *args, **kwargs)
+    return _weak_reference(interface["data"][0], interface["shape"], interface["typestr"])
+
+
+_AS_TENSOR = torch.as_tensor
+
+
+def install() -> None:
+    """Replace CUDA graphs in PyTorch. Call it before Transformer Engine is imported."""
+    torch.cuda.CUDAGraph = torch.cuda.graphs.CUDAGraph = CUDAGraph
+    torch.as_tensor = _as_tensor
+    torch._C._host_emptyCache = lambda: None
+    torch._C._graph_pool_handle = torch.cuda.graph_pool_handle = lambda: (next(_handles), 0)
