@@ -213,9 +213,9 @@ def complete_schedules(incomplete: str) -> list[tuple[str, str]]:
 def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: bool = True) -> None:
     """Raise an ``UnsupportedError`` if a schedule of this size takes long to build, unless ``yes``."""
     if not yes:
-        counts = f"--devices {devices} and --microbatches {microbatches}"
+        counts = f"{devices} devices and {microbatches} microbatches"
         if chunks > MAX_CHUNKS:
-            counts = f"--devices {devices}, --microbatches {microbatches} and {chunks} chunks or slices"
+            counts = f"{devices} devices, {microbatches} microbatches and {chunks} chunks or slices"
         check_affordable(devices, microbatches, chunks, f"{counts} make", fitted)
 
 

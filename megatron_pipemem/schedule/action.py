@@ -343,12 +343,14 @@ class Action(NamedTuple):
             )
         if max(len(stage), len(microbatch or "")) > MOST_DIGITS:
             raise ScheduleFormatError(
-                "not-an-action", f"{shown(text)}: stage and microbatch have {MOST_DIGITS} digits at most; renumber it"
+                "not-an-action",
+                f"{shown(text)}: stage and microbatch have {MOST_DIGITS} digits at most; write smaller numbers",
             )
         if (microbatch is None) != (kind in WHOLE_STAGE):
             raise ScheduleFormatError(
                 "not-an-action",
-                f"{shown(text)}: {' and '.join(WHOLE_STAGE)} take no microbatch; every other kind needs one",
+                f"{shown(text)}: {' and '.join(WHOLE_STAGE)} take no microbatch, and every other kind needs one; add "
+                "or remove the number",
             )
         return cls(kind, int(stage)) if microbatch is None else cls(kind, int(stage), int(microbatch))
 

@@ -280,8 +280,8 @@ def lower_bound(
             which = "one" if costs.microbatch is None else "the largest"
             raise UnsupportedError(
                 "cap-unreachable",
-                f"device {device} needs at least {need:.4g} {unit_name} with this placement, for {which} microbatch on all "
-                f"its stages; raise the memory cap of {cap:.4g}",
+                f"device {device} needs at least {need:.4g} {unit_name} with this placement, for {which} microbatch on "
+                f"all its stages; raise the device's memory cap of {cap:.4g}",
             )
         room = loosened(min(cap / unit, step.most_held(device)))
         bounds.append(step.device_bound(device, int(room) if counts_stages else room))

@@ -120,7 +120,11 @@ class Costs:
             object.__setattr__(self, "memory", checked)
         if self.further is not None:
             if strange := [kind for kind in self.further if kind not in FURTHER]:
-                raise CostsError("unknown-key", f"further has {strange[0]}; give kinds that register_kind has added")
+                raise CostsError(
+                    "unknown-key",
+                    f"further has the kind {strange[0]}, which register_kind has not added; leave the kind out, or "
+                    "register it",
+                )
             own = {Kind(kind): checked_seconds(f"further.{kind}", each) for kind, each in self.further.items()}
             object.__setattr__(self, "further", own)
 
@@ -185,8 +189,9 @@ class Costs:
         if self.microbatch is not None:
             raise CostsError(
                 "costs-mismatch",
-                f"{who} needs costs whose microbatches are alike, and these have weights; leave the key microbatch "
-                "out, and plan each step with plan_step, or in a run with --pipemem-microbatch-costs",
+                f"{who} needs costs whose microbatches are alike, and these costs have weights of microbatches; leave "
+                "the key microbatch out, and plan each step with plan_step, or in a run with "
+                "--pipemem-microbatch-costs",
             )
 
     def seconds(self, placement: Placement, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
@@ -249,7 +254,9 @@ class Costs:
                 return self.p2p[(source, destination)]
             except KeyError:
                 raise CostsError(
-                    "missing-option", f"p2p has no cost for the link {source} -> {destination}; add it"
+                    "missing-option",
+                    f"p2p of the costs has no seconds for messages from device {source} to device {destination}; add "
+                    f"the key {source}-{destination}",
                 ) from None
         return self.p2p
 

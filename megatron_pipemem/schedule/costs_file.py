@@ -36,8 +36,10 @@ def costs_arguments(data: object) -> dict[str, Any]:
     ``Channel`` (or ``Channel.of_ratio``). Those classes check the values.
     """
     if not isinstance(data, dict) or set(data) - set(_KEYS):
-        unknown = f", not {shortened(sorted(set(data) - set(_KEYS))[0])}" if isinstance(data, dict) else ""
-        raise CostsError("unknown-key", f"costs must be one JSON object with the keys {', '.join(_KEYS)}{unknown}")
+        unknown = f"; leave {shortened(sorted(set(data) - set(_KEYS))[0])} out" if isinstance(data, dict) else ""
+        raise CostsError(
+            "unknown-key", f"costs must be one JSON object, and its possible keys are {', '.join(_KEYS)}{unknown}"
+        )
     costs: dict[str, Any] = {key: data[key] for key in (*_PRICES, "p2p") if key in data}
     if (parts := data.get("parts")) is not None:
         if given := sorted(data.keys() & {*_PASSES, "memory"}):
@@ -49,8 +51,8 @@ def costs_arguments(data: object) -> dict[str, Any]:
     elif "layers_per_stage" in data:
         raise CostsError(
             "conflicting-options",
-            "layers_per_stage cuts the layers of parts into stages, and the costs have no parts; leave it out, or give "
-            "parts",
+            "layers_per_stage cuts the layers of parts into stages, and the costs have no parts; leave "
+            "layers_per_stage out, or give parts",
         )
     if (memory := data.get("memory")) is not None:
         costs["memory"] = {_kind("memory", kind): values for kind, values in _object("memory", memory).items()}
@@ -85,7 +87,8 @@ def _of_parts(parts: dict[str, Any], cut: tuple[int, ...] | None) -> dict[str, A
             if not isinstance(kind, str) or kind not in known:
                 raise CostsError(
                     "unknown-key",
-                    f"parts.order has the kind {shortened(kind)}, and parts.{name} has no key of that name",
+                    f"parts.order has the kind {shortened(kind)}, and parts.{name} has no key of that name; add the "
+                    "key, or correct parts.order",
                 )
     read = {
         name: {kind: _part(f"parts.{name}.{kind}", known[kind]) for kind in set(kinds)}
@@ -210,8 +213,8 @@ class FileWeights(NamedTuple):
         if not self.one_for_all and iteration >= len(self.steps):
             raise CostsError(
                 "wrong-count",
-                f"{self.path} has weights of {len(self.steps)} training steps, and this is step {iteration + 1}; give weights "
-                "for every step, or one object for all",
+                f"{self.path} has weights of {len(self.steps)} training steps, and this is step {iteration + 1}; give "
+                "weights for every step, or one object for all steps",
             )
         weights = self.steps[0 if self.one_for_all else iteration]
         if len(weights) != num_microbatches:

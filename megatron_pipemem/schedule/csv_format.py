@@ -83,12 +83,15 @@ def read_header(text: str) -> tuple[Header, str]:
     if list(idle) != sorted(set(idle)) or (idle and (not devices or idle[-1] > max(devices))):
         raise ScheduleFormatError(
             "bad-header",
-            "idle must name devices without actions, in order, as in devices=0-1-2 idle=0-2; devices must be given too",
+            "idle must name devices without actions, each once and in rising order, as in devices=0-1-2 idle=0-2; "
+            "devices must be given too",
             line=first + 1,
         )
     missing = [name for name in ("update_every", "versions_kept") if getattr(header, name) is None]
     if missing and header[-3:] != (None, None, None):
-        raise ScheduleFormatError("bad-header", f"weight updates need {missing[0]} too; add it", line=first + 1)
+        raise ScheduleFormatError(
+            "bad-header", f"weight updates need {missing[0]} too; add {missing[0]}=1, for example", line=first + 1
+        )
     return header, "\n".join(lines)
 
 
@@ -105,8 +108,8 @@ def _parse(line: str, number: int) -> dict[str, Any]:
         ):
             raise ScheduleFormatError(
                 "bad-header",
-                f"{shown(word)} is not a setting; write name=number, as in replicas=2, with {MOST_DIGITS} digits at most "
-                f"(names: {', '.join(Header._fields)})",
+                f"{shown(word)} has an unknown name or a wrong value; write name=number, as in replicas=2, with "
+                f"{MOST_DIGITS} digits at most (names: {', '.join(Header._fields)})",
                 line=number,
             )
         settings[name] = tuple(map(int, numbers)) if name in _SEVERAL else int(value)

@@ -65,7 +65,8 @@ class MeasuredStep:
             found = [*map(len, self.spans)]
             raise ConfigError(
                 "wrong-count",
-                f"there are times of {found} actions per device, and the schedule has {counts}; give one per action",
+                f"the times are of {found} actions on the devices, and the schedule has {counts}; give one span per "
+                "action",
             )
         for device, spans in enumerate(self.spans):
             moments = [0, *(moment for span in spans for moment in span)]

@@ -314,7 +314,9 @@ def check_memory_actions(schedule: Schedule, places: Mapping[Action, tuple[int, 
             code, problem = "duplicate-action", f"stage {action.stage} has {again} as well; remove one of the two"
         elif action.kind is Kind.OFFLOAD and again is Kind.R:
             code = "useless-action"
-            problem = f"stage {action.stage} is recomputed and keeps nothing to move; remove this round trip, or its R"
+            problem = (
+                f"stage {action.stage} is recomputed and keeps nothing to copy; remove this copy, or the stage's R"
+            )
         elif (users := (Kind.I, Kind.B) if action.kind is Kind.OFFLOAD else action.kind.spec.prepares) and not any(
             action._replace(kind=Kind(user)) in places for user in users
         ):

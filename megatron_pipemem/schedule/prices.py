@@ -208,8 +208,8 @@ def per_slice(name: str, price: Price, placement: Placement, slices: int) -> tup
         cut = " (slices have prices of their own only in a pipeline with one replica of the model)"
     raise CostsError(
         "costs-mismatch",
-        f"{name} has {len(price)} values but the placement has {stages} stages; "
-        f"give one value per stage{cut}, or a single number for a device's whole share",
+        f"the costs have {len(price)} values for {name}, but the placement has {stages} stages; give one value per "
+        f"stage{cut}, or a single number for a device's whole share",
     )
 
 
@@ -218,8 +218,8 @@ def _check_cut(counts: Sequence[int], layers: int) -> None:
         cut = ", ".join(map(str, counts))
         raise CostsError(
             "costs-mismatch",
-            f"stages of {cut} layers do not add up to the {layers} layers of the costs; correct them, or profile the "
-            "model that runs",
+            f"stages of {cut} layers do not add up to the {layers} layers of the costs; correct the layers per stage, "
+            "or profile the model that runs",
         )
 
 
@@ -295,7 +295,8 @@ class Channel:
         if parts or len({len(price) if isinstance(price, tuple) else None for price in prices}) > 1:
             raise CostsError(
                 "costs-mismatch",
-                "an offload ratio needs F, I and W all as one number, or all with one per stage; give them in one form",
+                "an offload ratio needs F, I and W in one form; give one number for each of the three, or one per "
+                "stage for each",
             )
         sums = tuple(ratio / 2 * sum(each) for each in zip(*map(listed, prices), strict=True))
         return cls(sums if isinstance(costs.forward, tuple) else sums[0], duplex=duplex, switches=switches)
@@ -308,7 +309,8 @@ class Channel:
         if any(not 0 <= device < placement.num_devices for devices in self.switches for device in devices):
             raise CostsError(
                 "bad-switches",
-                f"switches {self.switches} name devices beyond 0 to {placement.num_devices - 1}; leave those out",
+                f"switches {self.switches} name a device that is not among the devices 0 to "
+                f"{placement.num_devices - 1}; leave it out",
             )
         reload = self.offload if self.reload is None else self.reload
         return {
@@ -358,7 +360,8 @@ class MicrobatchWeights:
         if strange := sorted(set(self.kinds) - WEIGHED):
             raise CostsError(
                 "unknown-key",
-                f"microbatch.kinds has {shortened(strange[0])}; give some of {', '.join(sorted(WEIGHED))}",
+                f"microbatch.kinds has {shortened(strange[0])}, which takes no weights; give some of "
+                f"{', '.join(sorted(WEIGHED))}",
             )
         kinds = {Kind(kind): _weights(f"kinds.{kind}", weights) for kind, weights in self.kinds.items()}
         object.__setattr__(self, "kinds", kinds)
@@ -367,8 +370,8 @@ class MicrobatchWeights:
             if len(weights) != len(self.time):
                 raise CostsError(
                     "wrong-count",
-                    f"microbatch.{name} has {len(weights)} weights and microbatch.time has {len(self.time)}; give one of "
-                    "each per microbatch",
+                    f"microbatch.{name} has {len(weights)} weights and microbatch.time has {len(self.time)}; give both "
+                    "one weight per microbatch",
                 )
 
     def __len__(self) -> int:
@@ -379,7 +382,8 @@ class MicrobatchWeights:
         if len(self) != num_microbatches:
             raise CostsError(
                 "wrong-count",
-                f"there are weights of {len(self)} microbatches for a step of {num_microbatches}; give one per microbatch",
+                f"the costs have weights of {len(self)} microbatches, and the step has {num_microbatches} "
+                "microbatches; give one weight per microbatch",
             )
 
     def seconds_of(self, kind: Kind) -> tuple[float, ...]:
@@ -401,7 +405,8 @@ class MicrobatchWeights:
         if sorted(order) != list(range(len(self))):
             raise CostsError(
                 "wrong-order",
-                f"order {shortened(list(order))} does not name every one of {len(self)} microbatches once",
+                f"order {shortened(list(order))} does not name each of {len(self)} microbatches once; give the numbers "
+                f"0 to {len(self) - 1} in an order",
             )
 
         def moved(weights: tuple[float, ...]) -> tuple[float, ...]:

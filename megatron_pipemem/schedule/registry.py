@@ -165,7 +165,8 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         if argument in options:
             raise UnsupportedError(
                 "has-own-flag",
-                f"{argument} is not an option of schedule {name!r} alone; give it by its own flag or argument",
+                f"{argument} is a setting of every schedule, and no option of {name!r}; give it by its own flag or "
+                "argument",
             )
 
 
@@ -257,7 +258,8 @@ def _load(entry: EntryPoint) -> Family:
     loaded = _import(where, entry.load, "repair or uninstall that package")
     if not isinstance(loaded, Family) or loaded.name != entry.name:
         raise UnsupportedError(
-            "family-declaration", f"{where} must lead to a Family named {entry.name!r}, not to {loaded!r}"
+            "family-declaration",
+            f"{where} must lead to a Family named {entry.name!r}, not to {loaded!r}; repair or uninstall that package",
         )
     return loaded
 

@@ -344,7 +344,8 @@ def _check_weight_versions(schedule: Schedule) -> None:
         if version > newest:
             problem = (
                 f"uses weight version {version}, but its stage has made version {newest} at most by then; update after "
-                f"fewer microbatches than {updates.every}, allow a longer delay than {updates.delay}, or move it back"
+                f"fewer microbatches than {updates.every}, allow a longer delay than {updates.delay}, or move the "
+                "action to a later position"
             )
         elif version <= newest - updates.kept:
             problem = (
@@ -369,7 +370,7 @@ def _check_memory(
     )
     limits = (
         (cap, on_device, "over the memory cap of", device_mend),
-        (host_budget, on_host, "in host memory, over its budget of", "offload less, or raise it"),
+        (host_budget, on_host, "in host memory, over the host memory budget of", "offload less, or raise the budget"),
     )
     for wanted, changes, over, mend in limits:
         if wanted is None:
@@ -380,10 +381,10 @@ def _check_memory(
             for position, held in enumerate(held_after(order, changes, weights, slices)):
                 if held > allowed:
                     if weights is not None:
-                        _check_alone(schedule, device, changes, weights, allowed, f"{noun} {over} {limit:.12g}", unit)
+                        _check_alone(schedule, device, changes, weights, allowed, f"{noun}, {over} {limit:.12g}", unit)
                     raise ScheduleError(
                         "over-cap",
-                        f"the device holds {held * unit:.12g} {noun} after it, {over} {limit:.12g}; {mend}",
+                        f"after this action the device holds {held * unit:.12g} {noun}, {over} {limit:.12g}; {mend}",
                         at=(device, position, order[position]),
                     )
 
