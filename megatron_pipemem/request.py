@@ -505,7 +505,22 @@ class Request(ScheduleOptions):
 
         All microbatches are then equal, in one step at a time and on one replica of the model.
         """
-        others = (self.may_split, self.may_offload, self.may_recompute, self.cuts_vocabulary, self.is_asynchronous)
+        return not self.may_split and self._has_equal_passes
+
+    @property
+    def may_be_captured(self) -> bool:
+        """Return whether the host surely does nothing between the passes of a training step that a graph cannot hold.
+
+        Each rank then has one stage, and nothing is measured.
+        """
+        placement = self.options.get("placement", self.family.placement) if self.family else None
+        linear = (self.file.placement.name if self.file else placement) == "linear"
+        measured = (self.report, self.trace, self.costs if self.costs == PROFILE else None)
+        return linear and self._has_equal_passes and not any(measured)
+
+    @property
+    def _has_equal_passes(self) -> bool:
+        others = (self.may_offload, self.may_recompute, self.cuts_vocabulary, self.is_asynchronous, self.searches)
         unequal = (self.slices > 1, self.microbatch_costs is not None, self.overlap_steps, self.replicas > 1)
         return not any((*others, *unequal))
 

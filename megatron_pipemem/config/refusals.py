@@ -47,6 +47,7 @@ _REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "attention_dropout": lambda share: float(share or 0) > 0,
     "context_parallel_size": lambda number: int(number or 1) > 1,
     "cuda_graph_impl": lambda impl: impl not in (None, "none"),
+    "cuda_graph_warmup_steps": lambda number: number is not None and int(number) == 0,
     "num_microbatches_with_partial_activation_checkpoints": lambda number: number is not None,
     "moe_router_load_balancing_type": lambda asked: any(kind in (asked or "") for kind in _UNCOUNTED),
     "num_distributed_optimizer_instances": lambda number: int(number or 1) > 1,
@@ -88,6 +89,8 @@ _SHARDED = (
 _NO_GRAPHS = "; pass --cuda-graph-impl none"
 GRAPHS_OF_LAYERS = "transformer_engine"
 """The value of ``cuda_graph_impl`` with which Transformer Engine captures a graph per layer, microbatch and direction."""
+GRAPH_OF_STEP = "full_iteration"
+"""The value of ``cuda_graph_impl`` with which Megatron captures forwards and backwards of a step in one graph."""
 FSDP = (
     "FSDP gathers weights around every forward and backward, which a split backward breaks; use Megatron's "
     "DistributedDataParallel (drop --use-megatron-fsdp / --use-torch-fsdp2)"
@@ -99,8 +102,10 @@ SCHEDULES = _refusals(
         "use_torch_fsdp2": FSDP,
         "num_distributed_optimizer_instances": "the reductions of several distributed optimizers cannot start per chunk; pass "
         "--num-distributed-optimizer-instances 1",
-        "cuda_graph_impl": "Megatron's own graphs, and graphs of a whole step, follow the stock schedule; pass "
-        "--cuda-graph-impl none, or transformer_engine with a schedule of whole backwards",
+        "cuda_graph_impl": "Megatron's own graphs of layers follow the stock schedule; pass --cuda-graph-impl none, or "
+        "transformer_engine with a schedule of whole backwards",
+        "cuda_graph_warmup_steps": "ranks agree on a schedule in the first step, before anything can be captured; pass "
+        "--cuda-graph-warmup-steps 1 or more",
         "overlap_moe_expert_parallel_comm": "combined 1F1B is another schedule",
         "defer_embedding_wgrad_compute": "the schedule decides when the weight gradient of the head runs",
         "fine_grained_activation_offloading": "fine-grained offload assumes the stock order of forwards and backwards; pass "
@@ -117,7 +122,7 @@ SCHEDULES = _refusals(
         "sequence_packing_scheduler": "packed batches have another number of microbatches than the plan of the step",
         "enable_mhc_connections": "stages would exchange several residual streams per token, and messages here have one",
     },
-    only={"cuda_graph_impl": lambda impl: impl not in (None, "none", GRAPHS_OF_LAYERS)},
+    only={"cuda_graph_impl": lambda impl: impl not in (None, "none", GRAPHS_OF_LAYERS, GRAPH_OF_STEP)},
 )
 GRAPHS = _refusals(
     " by a schedule with other actions than forwards and whole backwards",
@@ -126,6 +131,16 @@ GRAPHS = _refusals(
         "interleaved without offload, recomputation in the schedule, slices, a cut vocabulary and microbatch costs, or pass "
         "--cuda-graph-impl none",
     },
+    only={"cuda_graph_impl": lambda impl: impl == GRAPHS_OF_LAYERS},
+)
+WHOLE_STEP = _refusals(
+    " by a step in which the host acts between passes",
+    {
+        "cuda_graph_impl": "a step is captured whole only with one stage per rank; take 1f1b, gpipe or zb-h1 without offload, "
+        "recomputation in the schedule, slices, a cut vocabulary, microbatch costs, reports and profiles, or pass "
+        "--cuda-graph-impl none",
+    },
+    only={"cuda_graph_impl": lambda impl: impl == GRAPH_OF_STEP},
 )
 REORDERED = _refusals(
     " by a schedule that runs forwards in another order than Megatron's own",
@@ -325,7 +340,8 @@ def refuse(value_of: Callable[[str], Any], *wanted: Refusals) -> None:
 
 def refuse_schedule(value_of: Callable[[str], Any], request: Request) -> None:
     """Raise an UnsupportedError for settings that no schedule of this package has, or not the requested one."""
-    refuse(value_of, SCHEDULES, *(() if request.has_only_passes else (GRAPHS,)))
+    graphs = (request.has_only_passes, GRAPHS), (request.may_be_captured, WHOLE_STEP)
+    refuse(value_of, SCHEDULES, *(table for allowed, table in graphs if not allowed))
 
 
 def refuse_transformer_engine(value_of: Callable[[str], Any], splits: bool, recomputes: bool) -> None:

@@ -24,3 +24,15 @@ def test_layers_in_graphs_train_as_without(train_with_transformer_engine, assert
     run = train(schedule, *FLAGS, *GRAPHS)
     assert_same_training(run, train("stock", *FLAGS))
     assert run.replays == [REPLAYS] * 4
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_step_in_one_graph_trains_as_without(train_with_transformer_engine, schedule):
+    """Under emulation, the host waits for a replayed message at once: hence the order for one hardware queue."""
+    train = train_with_transformer_engine
+    flags = (*FLAGS, "--no-check-for-nan-in-loss-and-grad")
+    whole = ("--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "2")
+    run = train(schedule, *flags, *whole, "--pipemem-single-queue", report=None)
+    plain = train(schedule, *flags)
+    assert run.weights == plain.weights
+    assert run.replays == [2] * 4

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from emulate import emulated
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import unwrap_model
@@ -78,13 +79,15 @@ def run(case: dict) -> dict:
     - ``emulate``: arguments of ``emulate.emulated``, for runs without a pipeline.
     - ``as_on_gpus``: hosts seem to wait for first launches.
     - ``packed``: ends of the documents of every sequence, which the forward step counts as ``pretrain_gpt.py`` does.
+    - ``report``: ``None`` leaves it out.
     - ``clean``: with ``--pipemem-overlap-steps``, steps that must need no clipping before one does not wait for its norm.
 
     Returns what this rank has seen. ``replaced`` names the symbols of Megatron that are not the original ones afterwards.
     """
     _note_symbols()
     rows: list[int] = []
-    flags = enable_from_command_line([*case["flags"], "--pipemem-report", case["report"]])
+    reported = ["--pipemem-report", case["report"]] if case["report"] else []
+    flags = enable_from_command_line([*case["flags"], *reported])
     sys.argv = [str(ENTRY), *flags]
     validation: list[dict[str, float]] = []
     sabotage = SABOTAGE[case.get("sabotage") if dist.get_rank() == 1 else None]
@@ -121,6 +124,9 @@ def run(case: dict) -> dict:
         training.destroy_global_state()
         destroy_moe_metrics_tracker()  # it is as long as the first model was deep
         MTPLossLoggingHelper.tracker.clear()
+        FullCudaGraphWrapper(None).reset_cuda_graph()
+        for buffers in StaticBufferLoader.static_buffers.values():
+            buffers.clear()
         for backend in (
             "FLASH",
             "FUSED",
@@ -130,7 +136,7 @@ def run(case: dict) -> dict:
         gc.collect()
     dist.barrier()
     return {
-        "report": json.loads(Path(case["report"]).read_text()) if Path(case["report"]).is_file() else None,
+        "report": json.loads(Path(case["report"]).read_text()) if reported and Path(case["report"]).is_file() else None,
         "scalars": list(_Writer.scalars),
         "validation": validation,
         "vocabulary_rows": rows,

@@ -39,6 +39,7 @@ VALUES = {
     "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
     "moe_token_dispatcher_type": "flex",
     "cuda_graph_impl": "local",
+    "cuda_graph_warmup_steps": 0,
     "loss_scale": 128.0,
     "rampup_batch_size": ["4", "4", "100"],
     "step_batch_size_schedule": "0:4 100:8",
@@ -46,6 +47,7 @@ VALUES = {
     **dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), 2),
 }
 """Values that are refused, where ``True`` is none."""
+GRAPHS = {"GRAPHS": "transformer_engine", "WHOLE_STEP": "full_iteration"}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -53,7 +55,7 @@ def test_every_row_of_a_table_refuses_its_attribute_and_no_other(name):
     check_config(SimpleNamespace(moe_router_load_balancing_type="aux_loss", cuda_graph_impl="none"), TABLES[name])
     for attribute in TABLES[name].sentences:
         with refused("unsupported-setting", attribute, kind=UnsupportedError):
-            check_config(SimpleNamespace(**{attribute: VALUES.get(attribute, True)}), TABLES[name])
+            check_config(SimpleNamespace(**{attribute: GRAPHS.get(name, VALUES.get(attribute, True))}), TABLES[name])
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "1f1b-v"])
@@ -63,8 +65,20 @@ def test_graphs_of_layers_go_with_whole_backwards_alone(name):
     for other in (Request(name, recompute="full"), Request(name, microbatch_costs="tokens"), Request("v-half")):
         with refused("unsupported-setting", "cuda_graph_impl", kind=UnsupportedError):
             check_schedule(graphs, other)
-    with refused("unsupported-setting", "cuda_graph_impl", kind=UnsupportedError):
-        check_schedule(SimpleNamespace(cuda_graph_impl="full_iteration"), Request(name))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "zb-h2"])
+def test_a_step_is_captured_whole_with_one_stage_per_rank(name):
+    whole = SimpleNamespace(cuda_graph_impl="full_iteration")
+    check_schedule(whole, Request(name))
+    for other in (
+        Request(name, offload="full"),
+        Request(name, report="r.json"),
+        Request("auto"),
+        Request("interleaved"),
+    ):
+        with refused("unsupported-setting", "cuda_graph_impl", kind=UnsupportedError):
+            check_schedule(whole, other)
 
 
 def test_graphs_are_captured_in_the_order_of_a_step_with_as_many_microbatches():

@@ -252,7 +252,9 @@ class ForwardBackward(Feature):
                 pipeline,
                 step.message,
                 step.single_queue,
-                polls=DEPARTURES in host_queries(step.program, step.message),
+                # While a step is captured, the host may ask its device nothing.
+                polls=DEPARTURES in host_queries(step.program, step.message)
+                and not torch.cuda.is_current_stream_capturing(),
             ),
             features,
             ledger=step.observation.ledger,

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -93,8 +94,9 @@ class _Capture(TorchDispatchMode):
         arguments = (args, kwargs or {})
         given: list[torch.Tensor] = []
         tree_map_only(torch.Tensor, given.append, arguments)
-        written = operator._schema.is_mutable
-        if written:
+        if communicates := operator.namespace == "c10d":  # its schemas do not say what is written
+            tree_map_only(torch.Tensor, self._keep_tensor, arguments)
+        elif operator._schema.is_mutable:
             self._keep(operator, arguments)
         aliases = tree_map_only(torch.Tensor, lambda tensor: _alias(tensor, self.pool), arguments)
         result = operator(*args, **(kwargs or {}))
@@ -109,7 +111,7 @@ class _Capture(TorchDispatchMode):
             return mine
 
         result = tree_map_only(torch.Tensor, placed, result)
-        if (new or written) and operator not in _EMPTY:
+        if (new or communicates or operator._schema.is_mutable) and operator not in _EMPTY:
             self.calls.append(partial(_again, operator, aliases, [alias for _, alias in new], storages))
         # Memory of an earlier graph that this one gives back, and takes again, has values that it reads before.
         self.results += [alias for _, alias in new if alias.untyped_storage().data_ptr() not in self._in_use]
@@ -134,7 +136,12 @@ class _Capture(TorchDispatchMode):
 def _again(operator: Any, aliases: tuple, results: list[torch.Tensor], known: set[int]) -> None:
     args, kwargs = aliases
     made: list[torch.Tensor] = []
-    tree_map_only(torch.Tensor, made.append, operator(*args, **kwargs))
+    returned = operator(*args, **kwargs)
+    if operator.namespace == "c10d":
+        # On a GPU, messages wait for each other on streams. Here the host waits at once, which needs their order to be
+        # that of one hardware queue.
+        tree_map_only(torch.ScriptObject, lambda work: Work.unbox(work).wait(), returned)
+    tree_map_only(torch.Tensor, made.append, returned)
     fresh = [tensor for tensor in made if tensor.untyped_storage().data_ptr() not in known]
     for kept, tensor in zip(results, fresh, strict=True):
         kept.copy_(tensor)
