@@ -204,7 +204,11 @@ def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
     base = run if is_stock else without_overlap(run)
     for placement, found in orders(base, Limits({"schedule": [name]}), Counter()).items():
         for order in found:
-            if is_stock and (order.chunks or 1) > 1 and run.parallelism.microbatches % run.parallelism.pp:
+            chunked = (order.chunks or 1) > 1
+            if is_stock and chunked and run.parallelism.microbatches % run.parallelism.pp:
+                continue
+            # Without this package, Megatron-Bridge cannot build a Qwen3-VL in several chunks per rank.
+            if is_stock and chunked and run.model.least_first:
                 continue
             choice = replace(base.schedule, name=STOCK if is_stock else name)
             cut = replace(base.parallelism, chunks=order.chunks)

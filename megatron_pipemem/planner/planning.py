@@ -247,7 +247,8 @@ class _Planner:
                 step = (price if _slices(run) == 1 else sliced_step)(run, placement, pace=self._pace)
                 self._bound(run, step, found, None)
             for variant in variants() if varies and placement.replicas == 1 and run.parallelism.pp > 1 else ():
-                if self.limits.admits(variant=variant.name):
+                is_whole = run.model.tower is not None and variant.cuts_vocabulary
+                if self.limits.admits(variant=variant.name) and not is_whole:
                     self._bound(run, variant.prepare(run, placement, self._pace), found, variant)
         for base, makespan, peaks in asynchronous(run, self.limits, self._pace, self.rejected) if varies else ():
             self._wait(self._plan(base, None, OrderPrice(makespan, peaks)))

@@ -51,6 +51,8 @@ def why_not_sliced(run: Run) -> str | None:
         return "slices are not planned without a barrier between steps"
     if cut.pp == 1:
         return "slices are for several pipeline ranks"
+    if model.tower is not None:
+        return "a model with a vision tower runs whole sequences"
     if cut.cp > 1:
         return "slices are of no use with context parallelism, which cuts sequences too"
     if model.mtp_layers or any(

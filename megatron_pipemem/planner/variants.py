@@ -48,6 +48,7 @@ class Variant:
     frees_memory: bool = False
     """Whether the variant is only for orders that exceed the memory. Otherwise it holds at least as much as the order alone.
     In both cases it takes at least as long."""
+    cuts_vocabulary: bool = False  # which a model with a vision tower does not allow
 
 
 PLAIN = "plain"
@@ -128,6 +129,12 @@ def vocabulary_step(
 
     If microbatches are cut into slices, each slice has an equal part of these passes, and its own costs of layers.
     """
+    if run.model.tower is not None:
+        raise UnsupportedError(
+            "vocabulary-model",
+            "the embedding and head of a model with a vision tower cannot be cut over the pipeline; pass "
+            "--pipemem-vocab-parallel off",
+        )
     sliced = (run.schedule.slices or 1) > 1 and why_not_sliced(run) is None
     step = (sliced_step if sliced else price)(run, placement, layers, pace, shared_ends=True)
     p, execution = placement.num_devices, run.execution
@@ -176,6 +183,7 @@ for _algorithm, _barriers in BARRIERS_OF_ALGORITHM.items():
             f"vocabulary-{_algorithm}",
             choice=partial(replace, vocab_parallel=str(_algorithm)),
             prepare=partial(vocabulary_step, _barriers),
+            cuts_vocabulary=True,
             apply=partial(_cut_vocabulary, _barriers),
         )
     )

@@ -14,7 +14,11 @@ from megatron_pipemem.config.runs import FREEZES, Parallelism, Run, ScheduleChoi
 from megatron_pipemem.launch.command import command
 from megatron_pipemem.planner.balance import balance
 from megatron_pipemem.planner.counts import model_flops
+from megatron_pipemem.planner.memory import held
+from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.profile import from_formulas
+from megatron_pipemem.planner.slices import why_not_sliced
+from megatron_pipemem.planner.space import Limits
 from megatron_pipemem.planner.step import price
 from megatron_pipemem.planner.tower import tower_price
 from megatron_pipemem.schedule.placement import Placement
@@ -82,6 +86,15 @@ def test_what_is_frozen_has_no_weight_gradients():
     assert all(a < b for a, b in zip(step.saved, plain.saved, strict=True))
     assert step.static[1] == pytest.approx(step.weights[1]) and step.weights == plain.weights
     assert step.optimizer < plain.optimizer / 10
+
+
+def test_sequences_and_vocabulary_stay_whole():
+    asked = run("qwen3-vl-8b")
+    assert "whole sequences" in why_not_sliced(replace(asked, schedule=ScheduleChoice(name="auto", slices=2)))
+    with refused("vocabulary-model"):
+        held(replace(asked, schedule=ScheduleChoice(name="zb-h1", vocab_parallel="1")))
+    found = plan(asked, limits=Limits({"schedule": ["zb-h1"], "pp": [4], "tp": [4], "dp": [1]}))
+    assert found.plans and all("vocabulary" not in each.variant for each in found.plans)
 
 
 def test_our_own_script_trains_no_tower():
