@@ -318,7 +318,7 @@ def layout_command(
         # balance a run
         pipemem layout configs/runs/98b-40xa100.yaml
     """
-    run = _run_of(context, of, overrides or (), {
+    run = _run_of(of, overrides or (), {
         **_of_cut(context, of, cut),
         "parallelism.pp": devices,
         "parallelism.chunks": chunks,
@@ -337,7 +337,7 @@ def layout_command(
     if as_json:
         print_json(_layout_facts(run, found, of, knows_memory))
     else:
-        _print_layouts(run, found, of, knows_memory)
+        _print_layouts(run, found, knows_memory)
 
 
 def _is_run(of: str) -> bool:
@@ -358,9 +358,7 @@ def _of_cut(context: typer.Context, of: str, cut: _Cut) -> dict[str, Any]:
     return {elsewhere.get(name, f"parallelism.{name}"): value for name, value in asdict(cut).items()}
 
 
-def _run_of(
-    context: typer.Context, of: str, overrides: Iterable[str], changes: Mapping[str, Any], microbatches: int | None
-) -> Run:
+def _run_of(of: str, overrides: Iterable[str], changes: Mapping[str, Any], microbatches: int | None) -> Run:
     """Return the run that a run file or a model describes, together with the options."""
     is_run = _is_run(of)
     raw = read_raw(of) if is_run else {"model": of, "cluster": DEFAULT_CLUSTER}
@@ -439,7 +437,7 @@ def _layout_facts(run: Run, found: Balance, of: str, knows_memory: bool) -> dict
     }
 
 
-def _print_layouts(run: Run, found: Balance, of: str, knows_memory: bool) -> None:
+def _print_layouts(run: Run, found: Balance, knows_memory: bool) -> None:
     out = console()
     out.print(_ranks(run, found, knows_memory))
     columns = ("layout", "slowest ms", "above mean", "s/step", "of best", "most GiB")
