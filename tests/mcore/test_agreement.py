@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from refusals import refused
+from threads import outcomes
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import agreement
@@ -28,21 +29,12 @@ def together(monkeypatch):
         monkeypatch.setattr(agreement.dist, "is_initialized", lambda: True)
         monkeypatch.setattr(agreement.dist, "get_rank", lambda: local.rank)
         monkeypatch.setattr(agreement.dist, "broadcast_object_list", broadcast)
-        outcomes = [None] * size
 
         def act(rank):
             local.rank = rank
-            try:
-                outcomes[rank] = agreement.decided_by_rank_zero(lambda: function(rank))
-            except Exception as error:
-                outcomes[rank] = error
+            return agreement.decided_by_rank_zero(lambda: function(rank))
 
-        threads = [threading.Thread(target=act, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        return outcomes
+        return outcomes(size, act)
 
     return run
 

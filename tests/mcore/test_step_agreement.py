@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from threads import outcomes
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.mcore import agreement
@@ -69,21 +70,11 @@ def on_all_ranks(monkeypatch):
     def run(act) -> list:
         tensor = [_Line([pp * TP + tp for tp in range(TP)]) for pp in range(PP)]
         pipeline = [_Line([pp * TP + tp for pp in range(PP)]) for tp in range(TP)]
-        outcomes: list = [None] * (TP * PP)
 
-        def on(rank: int) -> None:
-            groups = [_Group(tensor[rank // TP], rank), _Group(pipeline[rank % TP], rank)]
-            try:
-                outcomes[rank] = act(rank, groups)
-            except Exception as error:
-                outcomes[rank] = error
+        def on(rank: int):
+            return act(rank, [_Group(tensor[rank // TP], rank), _Group(pipeline[rank % TP], rank)])
 
-        threads = [threading.Thread(target=on, args=(rank,)) for rank in range(TP * PP)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        return outcomes
+        return outcomes(TP * PP, on)
 
     return run
 
