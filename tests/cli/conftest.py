@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from commands import pipemem
+from typer.testing import Result
 
 from megatron_pipemem.cli import common as progress
-from megatron_pipemem.cli.app import app
 
 
 @pytest.fixture(autouse=True)
@@ -23,14 +23,9 @@ def no_progress(monkeypatch) -> None:
     monkeypatch.setattr(progress, "_FIRST_LINE_SECONDS", 1e6)
 
 
-@pytest.fixture
-def pipemem() -> Callable[..., Result]:
-    """``pipemem("simulate", "1f1b", "-p", 4)``: exit code, stdout and stderr of one call."""
-
-    def call(*arguments: object) -> Result:
-        return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="pipemem")
-
-    return call
+@pytest.fixture(name="pipemem")
+def run_pipemem() -> Callable[..., Result]:
+    return pipemem
 
 
 @pytest.fixture

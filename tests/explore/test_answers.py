@@ -9,9 +9,8 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
+from commands import pipemem
 
-from megatron_pipemem.cli.app import app
 from megatron_pipemem.cli.explore import schedule_groups
 from megatron_pipemem.explore.answers import CONTROLS, explore_data, explore_json
 from megatron_pipemem.explore.serving import _package
@@ -35,7 +34,7 @@ def test_the_command_beside_an_answer_prints_the_same_numbers(query):
     for told in answers:
         words = shlex.split(told["command"])
         assert words[0] == "pipemem"
-        printed = json.loads(CliRunner().invoke(app, [*words[1:], "--json"]).stdout)
+        printed = json.loads(pipemem(*words[1:], "--json").stdout)
         expected = (printed["makespan"], printed["bubble_rate"], printed["peak_activation"], printed["messages"])
         assert (told["makespan"], told["bubble"], told["peak"], told["messages"]) == pytest.approx(expected)
         assert told["chunks"] == printed["chunks"]

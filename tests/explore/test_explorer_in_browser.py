@@ -12,10 +12,9 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from commands import pipemem
 from lanes import nightly
-from typer.testing import CliRunner
 
-from megatron_pipemem.cli.app import app
 from megatron_pipemem.cli.explore import schedule_groups
 from megatron_pipemem.explore.answers import explore_data
 from megatron_pipemem.explore.serving import PYODIDE_VERSION, export
@@ -129,7 +128,7 @@ def test_picture_schedule_and_times_are_saved(opened, tmp_path):
             time.sleep(0.05)
         return tmp_path / name
 
-    assert CliRunner().invoke(app, ["check", str(saved("Schedule CSV", "zbv.csv"))]).exit_code == 0
+    assert pipemem("check", str(saved("Schedule CSV", "zbv.csv"))).exit_code == 0
     head, *lines = saved("Times CSV", "zbv-times.csv").read_text(encoding="utf-8").splitlines()
     assert head == "device,action,chunk,microbatch,start,end,held_after" and len(lines) == 4 * 6 * 2 * 3
     assert lines[0] == "0,0F0,0,0,0,0.5,0.125"

@@ -11,9 +11,8 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from commands import pipemem
 
-from megatron_pipemem.cli.app import app
 from megatron_pipemem.cli.explore import schedule_groups
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.explore.answers import explore_json
@@ -61,7 +60,7 @@ def test_the_command_serves_until_it_is_interrupted():
 
 
 def call(*words: object) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["explore", *map(str, words)])
+    done = pipemem("explore", *map(str, words))
     return done.exit_code, done.stderr
 
 

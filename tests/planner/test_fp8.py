@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from commands import pipemem
 from refusals import refused
-from typer.testing import CliRunner
 
-from megatron_pipemem.cli.app import app
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Execution, Model
@@ -83,5 +82,5 @@ def test_a_device_without_8_bit_products_is_refused(tmp_path):
     source.write_text(
         "model: llama3-8b\ncluster: a100-80g\nparallelism: {global_batch: 64}\nmegatron: {fp8-format: hybrid}\n"
     )
-    done = CliRunner().invoke(app, ["plan", str(source), "--search-seconds", "0"])
+    done = pipemem("plan", source, "--search-seconds", "0")
     assert done.exit_code == 2 and "cluster.fp8_tflops" in done.output

@@ -7,10 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from commands import pipemem
 from refusals import refused
-from typer.testing import CliRunner
 
-from megatron_pipemem.cli.app import app
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError
@@ -27,7 +26,7 @@ RANK = {
 
 
 def in_one_line(folder: Path) -> str:
-    done = CliRunner().invoke(app, ["report", str(folder)])
+    done = pipemem("report", folder)
     assert done.exit_code == 2 and done.stdout == "", done.output
     (line,) = done.stderr.splitlines()
     return line

@@ -6,9 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
+from commands import pipemem
 
-from megatron_pipemem.cli.app import app
 from megatron_pipemem.config.cluster import Link
 from megatron_pipemem.config.model import Execution
 from megatron_pipemem.config.runs import Parallelism
@@ -86,15 +85,15 @@ def test_the_command_says_what_the_overlap_is_worth(tmp_path):
         "parallelism: {global_batch: 16, tp: 4, pp: 2, dp: 1}\nmegatron: {tp-comm-overlap: true}\n"
     )
     more = ["--only", "tp=4", "--only", "pp=2", "--only", "recompute=none", "--search-seconds", "0", "--top", "1"]
-    text = CliRunner().invoke(app, ["plan", str(source), *more])
+    text = pipemem("plan", source, *more)
     assert text.exit_code == 0 and "stay with stock" in " ".join(text.stdout.split()), text.output
-    facts = json.loads(CliRunner().invoke(app, ["plan", str(source), *more, "--json"]).stdout)
+    facts = json.loads(pipemem("plan", source, *more, "--json").stdout)
     assert facts["plans"][0]["hides_messages"] and not facts["without_overlap"]["hides_messages"]
     assert facts["plans"][0]["seconds"] < facts["without_overlap"]["seconds"]
-    ours = CliRunner().invoke(app, ["plan", str(source), *more, "--only", "schedule=zb-h1"])
+    ours = pipemem("plan", source, *more, "--only", "schedule=zb-h1")
     assert "no listed plan keeps the overlap" in " ".join(ours.stdout.split()), ours.output
     source.write_text(source.read_text().replace("tp-comm-overlap", "sequence-parallel"))
-    assert json.loads(CliRunner().invoke(app, ["plan", str(source), *more, "--json"]).stdout)["without_overlap"] is None
+    assert json.loads(pipemem("plan", source, *more, "--json").stdout)["without_overlap"] is None
 
 
 def test_context_parallelism_is_chosen_where_it_is_left_open():

@@ -8,12 +8,11 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from commands import pipemem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
-from typer.testing import CliRunner
 
-from megatron_pipemem.cli.app import app
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import GIB, HostChannel
 from megatron_pipemem.config.loading import load
@@ -270,7 +269,7 @@ megatron: {lr: 1.0e-4}
 def test_limits_that_leave_nothing_are_refused_at_once(tmp_path, limit, words):
     source = tmp_path / "run.yaml"
     source.write_text(CONFIG)
-    refused = CliRunner().invoke(app, ["plan", str(source), "--only", limit])
+    refused = pipemem("plan", source, "--only", limit)
     assert refused.exit_code == 2 and words in refused.stderr
 
 
@@ -306,7 +305,7 @@ def test_the_command_writes_a_run_that_launches(tmp_path):
     source.write_text(CONFIG)
     limits = ["--only", "schedule=v-half,1f1b", "--only", "variant=plain", "--only", "pp=4", "--only", "tp=1"]
     command = ["plan", str(source), "--json", "--output", str(target), "--top", "3", "--memory", "8GiB", *limits]
-    done = CliRunner().invoke(app, command)
+    done = pipemem(*command)
     assert done.exit_code == 0, done.output
     answer = json.loads(done.stdout)
     best = answer["plans"][0]
@@ -316,7 +315,7 @@ def test_the_command_writes_a_run_that_launches(tmp_path):
     assert (run.schedule.name, run.parallelism.micro_batch) == (best["schedule"], best["micro_batch"])
     assert run.megatron["lr"] == 1e-4 and feasible(run) is None
     assert max(held(run).device) == pytest.approx(max(best["peak_bytes"]))
-    launched = CliRunner().invoke(app, ["launch", str(target), "--print", "--node-rank", "0", "--master-addr", "h"])
+    launched = pipemem("launch", target, "--print", "--node-rank", "0", "--master-addr", "h")
     assert launched.exit_code == 0 and f"--pipemem-schedule {best['schedule']}" in launched.stdout
 
 
@@ -324,7 +323,7 @@ def test_a_searched_order_is_written_beside_its_run(tmp_path):
     source, target = tmp_path / "run.yaml", tmp_path / "best.yaml"
     source.write_text(CONFIG)
     limits = ["--only", "schedule=1f1b,search", "--only", "pp=4", "--only", "tp=1", "--only", "micro_batch=1"]
-    done = CliRunner().invoke(app, ["plan", str(source), "--output", str(target), "--search-seconds", "1", *limits])
+    done = pipemem("plan", source, "--output", target, "--search-seconds", "1", *limits)
     assert done.exit_code == 0 and "binds" in done.output, done.output
     run = load(target, Run)
     assert run.schedule.name == str(tmp_path / "best.csv") and feasible(run) is None
@@ -335,7 +334,7 @@ def test_a_searched_order_is_written_beside_its_run(tmp_path):
 def test_where_nothing_fits_the_command_says_why(tmp_path):
     source = tmp_path / "run.yaml"
     source.write_text(CONFIG)
-    done = CliRunner().invoke(app, ["plan", str(source), "--memory", "100MiB"])
+    done = pipemem("plan", source, "--memory", "100MiB")
     assert done.exit_code == 2 and "parameters, gradients and optimizer alone exceed the memory" in done.output
 
 
@@ -370,7 +369,7 @@ def test_a_measured_profile_sets_the_pace(tmp_path):
     ]
     plans = []
     for more in ([], ["--profile", str(file)]):
-        done = CliRunner().invoke(app, ["plan", str(source), *limits, *more])
+        done = pipemem("plan", source, *limits, *more)
         assert done.exit_code == 0, done.output
         plans.append(json.loads(done.stdout)["plans"][0]["seconds"])
     assert 2 < plans[1] / plans[0] < 3
@@ -442,7 +441,5 @@ def test_plans_without_a_barrier_between_steps_are_ranked_by_their_period(tmp_pa
     source = tmp_path / "run.yaml"
     source.write_text(CONFIG)
     only = [f"--only={key}={','.join(map(str, values))}" for key, values in limits.items()]
-    done = CliRunner().invoke(
-        app, ["plan", str(source), "--set=schedule.overlap_steps=true", "--search-seconds", "0", *only]
-    )
+    done = pipemem("plan", str(source), "--set=schedule.overlap_steps=true", "--search-seconds", "0", *only)
     assert done.exit_code == 0 and "gain" in done.output and "none" in done.output, done.output

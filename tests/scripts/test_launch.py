@@ -11,10 +11,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from commands import pipemem
 from refusals import check_refusal, refused
-from typer.testing import CliRunner
 
-from megatron_pipemem.cli.app import app
 from megatron_pipemem.config.loading import SHIPPED, load
 from megatron_pipemem.config.model import Model
 from megatron_pipemem.config.runs import Run
@@ -43,10 +42,6 @@ def flags(run: Run) -> dict[str, list[str]]:
         else:
             found[list(found)[-1]].append(word)
     return found
-
-
-def pipemem(*arguments: object, env: dict[str, str] | None = None):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="pipemem", env=env)
 
 
 def test_every_shipped_run_is_feasible_and_has_a_command():

@@ -17,11 +17,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from patience import Patience
+from commands import pipemem
+from patience import Patience, runs
 from refusals import refused
-from typer.testing import CliRunner
 
-from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.launch.command import Command
 from megatron_pipemem.launch.grid.local import LocalRunner, _end_left_over
@@ -314,13 +313,6 @@ def starts(store: Store, index: int) -> list[int]:
     return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes as Linux shows them")
 def test_a_killed_grid_goes_on_where_it_was(store):
     """kill -9 in the middle of the third point, whose training goes on alone: it is ended and started again, and no other
@@ -333,12 +325,12 @@ def test_a_killed_grid_goes_on_where_it_was(store):
         first.send_signal(signal.SIGKILL)
         first.wait()
         (left,) = starts(store, killed)
-        assert alive(left) and store.results()[killed] is None
+        assert runs(left) and store.results()[killed] is None
         second = grid_process(store)
         assert second.wait() == 0
     finally:
         first.kill()
-    assert not alive(left)
+    assert not runs(left)
     assert len(starts(store, killed)) == 2
     assert [len(starts(store, index)) for index in (0, 1)] == [1, 2], "the failed point is tried again"
     assert [result.status for result in store.results()] == ["done", "failed", "done", "done", "infeasible"]
@@ -394,10 +386,6 @@ def test_a_left_over_that_ends_by_itself_is_no_error(store):
         _end_left_over(lock, store.place(0))
         ends.join()
         assert not try_lock(held), "it has taken the lock over"
-
-
-def pipemem(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="pipemem")
 
 
 def test_commands_are_printed_and_nothing_is_written(write_grid, tmp_path):

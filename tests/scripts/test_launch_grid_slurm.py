@@ -8,10 +8,9 @@ import shlex
 import subprocess
 from pathlib import Path
 
+from commands import pipemem
 from refusals import refused
-from typer.testing import CliRunner
 
-from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import slurm
 from megatron_pipemem.launch.grid.points import load_points
@@ -67,14 +66,14 @@ def test_without_slurm_it_says_so(store, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     folder = tmp_path / "not-begun"
     arguments = ["grid", str(tmp_path / "grid.yaml"), "--launcher", "slurm", "--output", str(folder)]
-    done = CliRunner().invoke(app, arguments)
+    done = pipemem(*arguments)
     assert "no sbatch" in f"{done.output}{done.exception}" and not folder.exists()
     with refused("not-installed", "sbatch", kind=UnsupportedError):
         slurm.submit_points(store, [0], 1, Options())
 
 
-def pipemem(*arguments: object) -> str:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="pipemem")
+def said(*arguments: object) -> str:
+    done = pipemem(*arguments)
     assert done.exit_code == 0, done.output
     return done.stdout
 
@@ -91,18 +90,18 @@ def test_printed_arrays_are_what_would_be_submitted(tmp_path, write_grid, monkey
     file = write_grid(points=cuts, set={"cluster.devices_per_node": 2, "cluster.nodes": 2})
     folder = tmp_path / "never"
     asked = ("grid", file, "--launcher", "slurm", "--output", folder, "--max-parallel", 3, "--sbatch=--partition=big")
-    printed = pipemem(*asked, "--print")
+    printed = said(*asked, "--print")
     assert not called.exists() and not folder.exists()
     two, one = commands(printed)
     assert {"--array=0%3", "--nodes=2", "--partition=big"} < set(two) and {"--array=2%3", "--nodes=1"} < set(one)
     assert two[-2:] == [str(SCRIPT), str(folder)]
     assert all(f"# {line}".rstrip() in printed.splitlines() for line in SCRIPT.read_text().splitlines())
     assert "# left out: parallelism.pp=3" in printed
-    told = json.loads(pipemem(*asked, "--print", "--json"))
+    told = json.loads(said(*asked, "--print", "--json"))
     assert [job["command"] for job in told["jobs"]] == [two, one] and told["script"] == str(SCRIPT)
     assert [job["points"] for job in told["jobs"]] == [[0], [2]] and list(told["left_out"]) == ["parallelism.pp=3"]
     monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm, too
-    assert commands(pipemem(*asked, "--print")) == [two, one]
+    assert commands(said(*asked, "--print")) == [two, one]
 
 
 def test_a_run_is_submitted_as_one_job(tmp_path, monkeypatch):
@@ -118,15 +117,15 @@ def test_a_run_is_submitted_as_one_job(tmp_path, monkeypatch):
         "--set",
         "training.cache=a b",
     )
-    printed = pipemem(*asked, "--print")
+    printed = said(*asked, "--print")
     assert not called.exists()
     (words,) = commands(printed)
     assert {"--nodes=8", "--gpus-per-node=8", "--time=1"} < set(words)
     assert words[words.index(str(batch_file)) :] == [
         *(str(batch_file), "--mpi=pmix", str(run), "--set", "training.cache=a b")
     ]
-    assert json.loads(pipemem(*asked, "--print", "--json")) == {"command": words, "script": str(batch_file)}
-    assert json.loads(pipemem(*asked, "--json")) == {"job": "41"}
+    assert json.loads(said(*asked, "--print", "--json")) == {"command": words, "script": str(batch_file)}
+    assert json.loads(said(*asked, "--json")) == {"job": "41"}
     assert called.read_text().split() == " ".join(["sbatch", "--parsable", *words[1:]]).split()
 
 

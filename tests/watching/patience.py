@@ -52,6 +52,14 @@ def processor_seconds(roots: tuple[int, ...]) -> float:
     return sum(taken for pid, taken in ticks.items() if is_ours(pid)) / os.sysconf("SC_CLK_TCK")
 
 
+def runs(pid: int) -> bool:
+    """Return whether there is such a process. One that its parent has not waited for has ended. Linux only."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 class Stuck(BaseException):
     """The error of a test that hangs."""
 

@@ -1,0 +1,14 @@
+"""Calls of ``pipemem`` within the process of the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from typer.testing import CliRunner, Result
+
+from megatron_pipemem.cli.app import app
+
+
+def pipemem(*arguments: object, env: Mapping[str, str] | None = None) -> Result:
+    """Return exit code, stdout and stderr, as of ``pipemem("simulate", "1f1b", "-p", 4)``."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="pipemem", env=env)
