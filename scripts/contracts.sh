@@ -7,23 +7,15 @@
 #
 # All other packages come from .venv. Further arguments go to contracts.py. The exit code is 1 if a contract is broken.
 set -euo pipefail
-here=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-./scripts/setup.sh
+scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+check=("$scripts/../.venv/bin/python" "$scripts/contracts.py")
+export OMP_NUM_THREADS=1
 
 wanted=${1-}
 if [ -n "$wanted" ] && [ "${wanted:0:1}" != - ]; then
     shift
-    folder=$(mktemp -d)
-    trap 'rm -rf "$folder"' EXIT
-    if tree=$(cd "$here" && realpath -e "$wanted" 2>/dev/null) && [ -d "$tree" ]; then
-        mkdir "$folder/tree"
-        tar -C "$tree" --exclude=.git --exclude=tests --exclude=docs -c . | tar -C "$folder/tree" -x
-        what=$folder/tree
-    else
-        what="megatron-core==$wanted"
-    fi
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder/packages" "$what"
-    export PYTHONPATH="$folder/packages${PYTHONPATH:+:$PYTHONPATH}"
+    [ -d "$wanted" ] || wanted="megatron-core==$wanted"
+    exec "$scripts/with.sh" "$wanted" "${check[@]}" "$@"
 fi
-OMP_NUM_THREADS=1 .venv/bin/python scripts/contracts.py "$@"
+"$scripts/setup.sh"
+"${check[@]}" "$@"
