@@ -20,6 +20,7 @@ from megatron_pipemem.config.refusals import (
 )
 from megatron_pipemem.cpu import is_active
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.inherited import inherited_faults, tell
 from megatron_pipemem.mcore.loop_arguments import keeps_checkpoints
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.placement import Placement
@@ -64,9 +65,11 @@ def check_sharing(config, schedule: str, placement: Placement) -> None:
 def check_model(config, splits: bool, recomputes: bool) -> None:
     """Raise an UnsupportedError if the model cannot be trained on this machine or with this kind of schedule.
 
-    ``splits`` is whether the schedule splits backwards into I and W, ``recomputes`` whether it recomputes activations.
-    Every rank calls this before the model is built.
+    Warn of faults of Megatron that its settings meet. ``splits`` is whether the schedule splits backwards into I and W,
+    ``recomputes`` whether it recomputes activations. Every rank calls this before the model is built.
     """
+    for fault in inherited_faults(_of(config)):
+        tell(fault)
     if is_active():
         refuse(_of(config), CPU)
     if getattr(config, "gradient_accumulation_fusion", False) and not layers._grad_accum_fusion_available:

@@ -1,0 +1,38 @@
+"""Megatron's own faults are told where a run has them, and nowhere else."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from megatron_pipemem.mcore import inherited
+
+TP = {"tensor_model_parallel_size": 2}
+SP = {**TP, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "number"),
+    [
+        ({}, 0),
+        (SP, 0),
+        ({"softmax_type": "learnable"}, 0),
+        ({"softmax_type": "learnable", **SP}, 1),
+        ({"mtp_num_layers": 1}, 0),
+        ({"mtp_num_layers": 1, "calculate_per_token_loss": True}, 1),
+        ({"experimental_attention_variant": "gated_delta_net", **TP}, 1),
+        ({"multi_latent_attention": True, **TP}, 1),
+        ({"multi_latent_attention": True, **SP}, 0),
+    ],
+)
+def test_a_fault_is_told_where_it_is(settings, number):
+    assert len(inherited.inherited_faults(settings.get)) == number
+
+
+def test_once(caplog):
+    inherited.tell.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        inherited.tell("some fault")
+        inherited.tell("some fault")
+    assert [record.message.endswith("some fault") for record in caplog.records] == [True]
