@@ -30,12 +30,17 @@ class Contract(NamedTuple):
 
     promise: str  # the property, as a sentence
     tests: tuple[str, ...]
+    option: str | None = None  # a field of Megatron's TransformerConfig, without which there is nothing to check
 
 
 _FAMILIES, _TRAINING = "tests/end_to_end/test_families.py", "tests/end_to_end"
 CONTRACTS = {
     "symbols": Contract(
         "every function that is replaced or used is there, with its parameters", ("tests/mcore/test_symbols.py",)
+    ),
+    "flags": Contract(
+        "every flag is judged in tests/mcore/megatron_flags.yaml",
+        ("tests/mcore/test_megatron_flags.py::test_every_flag_of_megatron_stands_in_the_table_once",),
     ),
     "linear": Contract(
         "a split backward on one chunk per rank (zb-h1) trains as stock, and its peak bytes are as predicted",
@@ -52,6 +57,16 @@ CONTRACTS = {
     "vocabulary": Contract(
         "embedding and head cut over the ranks (v-half, algorithm 2) train as stock to 1e-6",
         (f"{_TRAINING}/test_vocabulary.py::test_trains_as_stock[v-half-2]",),
+    ),
+    "streams": Contract(
+        "layers with several residual streams (mHC) train as stock, and their peak bytes are as predicted",
+        (f"{_TRAINING}/test_branches.py::TestResidualStreams",),
+        "enable_hyper_connections",
+    ),
+    "mixing": Contract(
+        "mixed hidden states of multi-token prediction train as stock, also recomputed",
+        (f"{_TRAINING}/test_branches.py::test_mixed_hidden_states_draw_the_same_again",),
+        "mtp_hsm",
     ),
 }
 
@@ -125,12 +140,19 @@ def main() -> int:
         ignore_missing_packages()
     log = asked.log.resolve()
     log.parent.mkdir(parents=True, exist_ok=True)
-    verdicts = Verdicts({name: CONTRACTS[name] for name in asked.only})
     os.chdir(ROOT)
     began = time.perf_counter()
     with log.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         import megatron.core
+        from megatron.core.transformer import TransformerConfig
 
+        verdicts = Verdicts(
+            {
+                name: CONTRACTS[name]
+                for name in asked.only
+                if hasattr(TransformerConfig, CONTRACTS[name].option or "num_layers")
+            }
+        )
         tests = [test for contract in verdicts.contracts.values() for test in contract.tests]
         pytest.main(["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", *tests], plugins=[verdicts])
     version = megatron.core.__version__.partition("+")[0]  # the rest is the commit of the repository around it

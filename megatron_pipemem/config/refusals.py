@@ -120,7 +120,7 @@ SCHEDULES = _refusals(
         "expert_gtp_weight_remat_size": _SHARDED,
         # Of Megatron versions to come.
         "sequence_packing_scheduler": "packed batches have another number of microbatches than the plan of the step",
-        "enable_mhc_connections": "stages would exchange several residual streams per token, and messages here have one",
+        "dynamic_context_parallel": "microbatches of one step would have other context-parallel groups each",
     },
     only={"cuda_graph_impl": lambda impl: impl not in (None, "none", GRAPHS_OF_LAYERS, GRAPH_OF_STEP)},
 )
@@ -158,6 +158,7 @@ LAYERWISE = _refusals(
         "is_inference_rng_tracker": "the tracker for inference keeps no streams",
         "overlap_moe_expert_parallel_comm": "combined 1F1B runs layers in pieces of two microbatches",
         "init_model_with_meta_device": "a model on the meta device draws its initial weights after it is built",
+        "mtp_hsm": "hidden states are mixed by a random stream that belongs to no layer",
         "gtp_weight_remat_size": _STREAMS,
         "expert_gtp_weight_remat_size": _STREAMS,
     },

@@ -142,6 +142,7 @@ def install(emulate_fused_gradients: bool) -> None:
     from megatron.core.datasets import utils as dataset_utils
     from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
     from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.tensor_parallel import inference_layers
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -160,6 +161,10 @@ def install(emulate_fused_gradients: bool) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         # The final norm of a HybridModel is not in its specification.
         hybrid_block.TENorm = WrappedTorchNorm
+        # ``main`` asks whether layers of multi-token prediction are of these classes, which are mocks here.
+        for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
+            if not isinstance(getattr(inference_layers, name, None), type):
+                setattr(inference_layers, name, type(name, (), {}))
     context_parallel.install()
     _install_adam()
     _install_writer()

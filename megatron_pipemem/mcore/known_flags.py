@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -12,7 +13,6 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -103,17 +103,17 @@ def known_flags() -> dict[str, dict[str, Any]]:
 def _megatrons_flags() -> dict[str, dict[str, Any]]:
     """Return the properties of Megatron's flags, from its parser if it is imported.
 
-    If it is not imported, they are from a cache file for this version of Megatron. If there is no file, a subprocess
-    imports Megatron, which takes seconds, and its answer is written to the file. The result is empty if Megatron is not
+    If it is not imported, they are from a cache file for this Megatron. If there is no file, a subprocess imports
+    Megatron, which takes seconds, and its answer is written to the file. The result is empty if Megatron is not
     installed or gives no answer.
     """
     if not is_installed():
         return {}
     if (arguments := sys.modules.get("megatron.training.arguments")) is not None:
         return described(arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    asked = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    asked = hashlib.sha256(b"".join(source.read_bytes() for source in (Path(__file__), *_sources()))).hexdigest()[:16]
     try:
-        path = default_folder() / f"flags-{_version('megatron-core')}-{asked}.json"
+        path = default_folder() / f"flags-{asked}.json"
         return read_json(path, "Megatron's flags")
     except ConfigError:  # not there yet, or cut short
         pass
@@ -129,11 +129,12 @@ def _megatrons_flags() -> dict[str, dict[str, Any]]:
     return known
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "0"
+def _sources() -> list[Path]:
+    """Return Megatron's files with most of its flags. Versions do not tell: ``dev`` calls itself 0.19.0."""
+    core, training = (importlib.util.find_spec(f"megatron.{name}") for name in ("core", "training"))
+    files = ((core, "transformer/transformer_config.py"), (training, "arguments.py"))
+    found = [Path(spec.origin).parent / file for spec, file in files if spec is not None and spec.origin is not None]
+    return [path for path in found if path.is_file()]
 
 
 def _reads(text: str, kind: str | None) -> bool:

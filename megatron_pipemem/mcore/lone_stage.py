@@ -25,7 +25,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
@@ -40,6 +39,7 @@ from megatron_pipemem.config.model import Execution, Model, Sublayer
 from megatron_pipemem.cpu.hybrid_layers import hybrid_stack_spec
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.command import model_flags
+from megatron_pipemem.mcore.compat import message_shapes
 from megatron_pipemem.mcore.model import linear
 from megatron_pipemem.mcore.model.linear import mark_early
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
@@ -266,14 +266,7 @@ def run_stage(stage: Any, model: Model, execution: Execution, position: int, mic
     """
     config = stage.config
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    (shape,) = schedules.get_tensor_shapes(
-        seq_length=model.sequence,
-        micro_batch_size=execution.micro_batch,
-        decoder_seq_length=None,
-        config=config,
-        tp_group=groups.tp,
-        cp_group=groups.cp,
-    )
+    (shape,) = message_shapes(model.sequence, execution.micro_batch, None, config, groups)
     observed = observe([stage])
     step = StepContext(
         config, _forward_step, microbatches, execution.cp, False, False, None, False,
@@ -284,7 +277,7 @@ def run_stage(stage: Any, model: Model, execution: Execution, position: int, mic
     runner = ChunkStage(step, stage, batch, 0, 1, position == LAST, placement, delayed_modules(stage))
     program = lower(_schedule(microbatches))
     # The part of a transport that a step without earlier and later stages uses.
-    messages: Any = _MadeUpMessages(tuple(shape), config.pipeline_dtype)
+    messages: Any = _MadeUpMessages(shape, config.pipeline_dtype)
     Executor(program, position, {position: runner}, messages, (), observed.ledger, observed.trace).run()
     count = sum(parameter.numel() for parameter in stage.parameters())
     return Observed(observed.counter.entries, observed.clock.actions(), count)

@@ -2,7 +2,7 @@
 
 Stock Megatron removes the padding between buckets when it joins the ranks' parts of a buffer. It then cuts the buffer
 at positions that still include the padding. So after a padded bucket, every parameter gets values of another one. A
-tied embedding has its own bucket, and overlapped reductions have many. Megatron fixed this after 0.19.2, in
+tied embedding has its own bucket, and overlapped reductions have many. ``main`` fixed this after 0.19.2, in
 https://github.com/NVIDIA/Megatron-LM/pull/5077.
 """
 
@@ -11,18 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import accumulate
 
-from megatron_pipemem.mcore.patching import Feature, Replacements, megatron_version
+from megatron_pipemem.mcore.compat import saves_padding
+from megatron_pipemem.mcore.patching import Feature, Replacements
 from megatron_pipemem.mcore.symbols import RESHARDABLE_STATE
-
-_AFFECTED = ("0.19.0", "0.19.1", "0.19.2")
 
 
 class ReshardableState(Feature):
     """Makes Megatron cut the optimizer's state at positions without padding, in the versions with the fault."""
 
     def replacements(self) -> Replacements:
-        release = megatron_version().partition("+")[0]  # without the commit that it was built from
-        return [(RESHARDABLE_STATE, _cut_without_padding)] if release in _AFFECTED else []
+        return [(RESHARDABLE_STATE, _cut_without_padding)] if saves_padding() else []
 
 
 def _cut_without_padding(original: Callable, optimizer, *args, **named):

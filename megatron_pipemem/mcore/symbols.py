@@ -204,7 +204,6 @@ USED = (
     Symbol(_SCHEDULES, "check_first_val_step", ("first_val_step", "forward_only")),
     Symbol(_SCHEDULES, "get_tensor_shapes", ("seq_length", "micro_batch_size", "config")),
     Symbol(_SCHEDULES, "forward_step_calc_loss", ("model", "output_tensor", "loss_func", "config", "vp_stage")),
-    Symbol(_SCHEDULES, "_build_default_pg_collection"),
     Symbol(_DDP, "DistributedDataParallel._make_backward_post_hook", ("param",)),
     Symbol(_RANDOM, "_get_all_rng_states"),
     Symbol(_RANDOM, "_set_all_rng_states"),

@@ -5,8 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_pipemem.mcore import optimizer_state
+from megatron_pipemem.mcore.compat import saves_padding
+from megatron_pipemem.mcore.symbols import RESHARDABLE_STATE
 
 
 def test_padding_of_the_buckets_before_is_left_out():
@@ -19,6 +22,10 @@ def test_padding_of_the_buckets_before_is_left_out():
 
 
 def test_a_megatron_that_does_it_itself_is_left_alone(monkeypatch):
-    for version, count in (("0.19.2+397a8e4", 1), ("0.19.2", 1), ("0.19.3", 0), ("0.20.0", 0)):
-        monkeypatch.setattr(optimizer_state, "megatron_version", lambda version=version: version)
-        assert len(optimizer_state.ReshardableState().replacements()) == count
+    def fixed(self, model_sharded_state_dict):
+        cumulative_padding_stripped = [0]
+        return cumulative_padding_stripped
+
+    assert len(optimizer_state.ReshardableState().replacements()) == saves_padding()
+    monkeypatch.setattr(DistributedOptimizer, RESHARDABLE_STATE.name.split(".")[1], fixed)
+    assert not saves_padding() and not optimizer_state.ReshardableState().replacements()

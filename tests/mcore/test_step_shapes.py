@@ -11,7 +11,7 @@ from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.step import batches
 from megatron_pipemem.mcore.step.batches import StepShapes
 from megatron_pipemem.mcore.step.extension import LaunchOrders, Step
-from megatron_pipemem.mcore.step.forward_backward import _same_tokens, _shape_of_tokens
+from megatron_pipemem.mcore.step.forward_backward import _message_shape, _same_tokens, _shape_of_tokens
 from megatron_pipemem.runtime.transport import MessageFormat, Pipeline
 from megatron_pipemem.schedule.placement import Placement
 
@@ -83,3 +83,19 @@ def test_where_calls_do_not_show_tokens_messages_tell_their_shapes(world, passed
         assert step.tokens is None and step.message.shapes is None and step.message.shape_of(0) is None
         assert len(asked) == times
         assert [int(next(step.iterators[0])["tokens"][0, 0]) for _ in range(3)] == drawn[-3:]
+
+
+@pytest.mark.parametrize(
+    ("fields", "channels"),
+    [
+        ({}, 8),
+        ({"enable_hyper_connections": False, "num_residual_streams": 4}, 8),
+        ({"enable_hyper_connections": True, "num_residual_streams": 3}, 24),  # dev
+        ({"enable_mhc_connections": True, "mhc_num_residual_streams": 2}, 16),  # main
+    ],
+)
+def test_messages_are_as_wide_as_all_residual_streams_together(fields, channels):
+    config = SimpleNamespace(hidden_size=8, sequence_parallel=True, variable_seq_lengths=False, **fields)
+    groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2), cp=SimpleNamespace(size=lambda: 4))
+    assert _message_shape(64, 2, None, config, groups, None) == (8, 2, channels)
+    assert _shape_of_tokens(config, groups)(2, 16) == (8, 2, channels)

@@ -9,7 +9,6 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
@@ -17,6 +16,7 @@ from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.config.refusals import REORDERED
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agree
+from megatron_pipemem.mcore.compat import message_channels, message_shapes
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, no_gradient_sync, routing_noted, watch_batches
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
@@ -282,7 +282,7 @@ def _process_groups(p2p_communicator, pg_collection) -> ProcessGroupCollection:
     if (p2p_communicator is None) != (pg_collection is None):
         raise ValueError("provide both p2p_communicator and pg_collection, or neither")
     if pg_collection is None:
-        return schedules._build_default_pg_collection()
+        return ProcessGroupCollection.use_mpu_process_groups()
     if not isinstance(pg_collection, ProcessGroupCollection):
         raise UnsupportedError(
             "unsupported-model",
@@ -293,21 +293,14 @@ def _process_groups(p2p_communicator, pg_collection) -> ProcessGroupCollection:
 
 
 def _message_shape(seq_length, micro_batch_size, decoder_seq_length, config, groups, adjust) -> tuple[int, ...] | None:
-    """Return the shape of every message, ``[s / (cp * tp), b, h]``; ``None`` if messages may differ.
+    """Return the shape of every message, ``[s / (cp * tp), b, channels]``; ``None`` if messages may differ.
 
     Without sequence parallelism, tp counts as 1.
     """
     if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):
         # After a stage of multi-token prediction that is not the last, messages have the outputs of all predicted tokens.
         return None
-    shapes = schedules.get_tensor_shapes(
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        decoder_seq_length=decoder_seq_length,
-        config=config,
-        tp_group=groups.tp,
-        cp_group=groups.cp,
-    )
+    shapes = message_shapes(seq_length, micro_batch_size, decoder_seq_length, config, groups)
     if adjust is not None:
         received, sent = adjust(shapes, shapes)
         if list(received) != list(sent):
@@ -324,14 +317,14 @@ def _message_shape(seq_length, micro_batch_size, decoder_seq_length, config, gro
 
 
 def _shape_of_tokens(config, groups) -> Callable[[int, int], tuple[int, ...]] | None:
-    """Return a function from the tokens' shape ``(b, s)`` to the shape of messages, ``[s / tp, b, h]``.
+    """Return a function from the tokens' shape ``(b, s)`` to the shape of messages, ``[s / tp, b, channels]``.
 
     Return ``None`` if messages do not follow from the tokens. Without sequence parallelism, tp counts as 1.
     """
     if getattr(config, "mtp_standalone", False):
         return None
     ranks = groups.tp.size() if config.sequence_parallel else 1
-    return lambda b, s: (s // ranks, b, config.hidden_size)
+    return lambda b, s: (s // ranks, b, message_channels(config))
 
 
 def _same_tokens(

@@ -35,6 +35,7 @@ from megatron_pipemem.features.vocabulary.runtime.shards import (
     WeightShard,
 )
 from megatron_pipemem.mcore.agreement import gather, tell
+from megatron_pipemem.mcore.compat import is_plain_head
 from megatron_pipemem.mcore.model.whole_model import layout_of
 from megatron_pipemem.mcore.programs import Programs
 from megatron_pipemem.mcore.refusals import check_config
@@ -284,15 +285,15 @@ class DepartingHead(torch.nn.Module):
 
     def forward(
         self,
-        input: torch.Tensor,
+        input_: torch.Tensor,
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, None]:
-        self.input = input
+        self.input = input_
         gathers = self.gathers_output if runtime_gather_output is None else runtime_gather_output
-        tokens = input.size(0) * (self.tp_group.size() if self.sequence_parallel else 1)
+        tokens = input_.size(0) * (self.tp_group.size() if self.sequence_parallel else 1)
         size = self._output_size if gathers else self._output_size_per_rank
-        return input.detach().new_full((), float("nan")).expand(tokens, input.size(1), size), None
+        return input_.detach().new_full((), float("nan")).expand(tokens, input_.size(1), size), None
 
     def losses_without_values(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Return losses of NaN, ``[b, s]``, in place of the model's cross entropy. The forward step must return them
@@ -455,10 +456,10 @@ def _check_ends(model: Any, first: Any, last: Any) -> None:
     if last is None:
         return
     head = getattr(last, "output_layer", None)
-    if type(head) is not tensor_parallel.ColumnParallelLinear:
+    if not is_plain_head(head):
         raise _uncuttable(
             f"the output layer of {type(last).__name__} is a {type(head).__name__}; only Megatron's ColumnParallelLinear can "
-            "be cut over the pipeline: use it (no fp8 output projection), or"
+            "be cut over the pipeline: use it (no fp8 output projection, no --cross-entropy-fusion-impl linear), or"
         )
     if getattr(head, "output_dtype", None) is not None:
         raise _uncuttable(

@@ -1,0 +1,57 @@
+"""Hide the differences between Megatron's releases and its branches ``main`` and ``dev``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear
+
+from megatron_pipemem.mcore.symbols import RESHARDABLE_STATE
+
+_STREAMS = {"enable_hyper_connections": "num_residual_streams", "enable_mhc_connections": "mhc_num_residual_streams"}
+"""The switch for several residual streams (mHC) on ``dev`` and on ``main``, with the field of their number."""
+
+
+def message_channels(config) -> int:
+    """Return the numbers per token that a stage sends: the hidden size, once for each residual stream."""
+    streams = (getattr(config, number) for switch, number in _STREAMS.items() if getattr(config, switch, False))
+    return config.hidden_size * next(streams, 1)
+
+
+def message_shapes(
+    seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, config, groups: ProcessGroupCollection
+) -> list[tuple[int, ...]]:
+    """Return the shape ``[s / (cp * tp), b, channels]`` of each tensor that a stage sends per microbatch.
+
+    Megatron's ``dev`` counts the streams only if it is asked for a rank of its own placement.
+    """
+    shapes = schedules.get_tensor_shapes(
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        config=config,
+        tp_group=groups.tp,
+        cp_group=groups.cp,
+    )
+    return [(*shape[:-1], message_channels(config)) for shape in shapes]
+
+
+def is_plain_head(head: Any) -> bool:
+    """Return whether an output layer computes logits as ``ColumnParallelLinear``, and not their loss.
+
+    ``dev`` has a subclass that does the one or the other, by the configuration.
+    """
+    if type(head).__name__ == "LinearCrossEntropyModule":
+        return not (head.config.cross_entropy_loss_fusion and head.config.cross_entropy_fusion_impl == "linear")
+    return type(head) is ColumnParallelLinear
+
+
+def saves_padding() -> bool:
+    """Return whether the optimizer's saved state is cut at positions that count the padding of buckets.
+
+    Versions do not tell: ``dev`` calls itself 0.19.0 at every commit.
+    """
+    return "cumulative_padding_stripped" not in inspect.getsource(RESHARDABLE_STATE.resolve())

@@ -1,0 +1,65 @@
+"""Options that only Megatron's branches ``main`` and ``dev`` have: ``scripts/contracts.sh`` runs these tests on them."""
+
+from __future__ import annotations
+
+import pytest
+from megatron.core.transformer import TransformerConfig
+
+UNTIED = "--untie-embeddings-and-output-weights"
+RECOMPUTE = ("--recompute-granularity", "selective", "--recompute-modules", "mhc")
+TP_AND_SP = (
+    *("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    *("--global-batch-size", "4"),
+)
+EVALUATION = ("--eval-iters", "1", "--eval-interval", "1")
+MULTI_TOKEN = ("--mtp-num-layers", "2", "--position-embedding-type", "rope", UNTIED)
+
+
+def of_branch(option: str, branch: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not hasattr(TransformerConfig, option), reason=f"only Megatron's {branch} has {option}")
+
+
+def equals_stock(train, assert_same, schedule: str, *flags: str, ours: tuple[str, ...] = ()) -> None:
+    run = train(schedule, *flags, *ours)
+    assert_same(run, train("stock", *flags))
+    assert run.predicted_peaks == run.counted_peaks
+
+
+STREAMS = (
+    *("--enable-hyper-connections", "--num-residual-streams", "3"),
+    # Megatron's command line gives the streams to models with experts only. Here no layer has any.
+    *("--disable-bias-linear", "--num-experts", "2", "--moe-layer-freq", "([0]*8)"),
+)
+
+
+@of_branch("enable_hyper_connections", "dev")
+class TestResidualStreams:
+    """mHC: stages exchange three streams per token."""
+
+    @pytest.mark.parametrize(
+        ("schedule", "flags"),
+        [
+            ("zb-h1", ()),
+            ("v-half", EVALUATION),
+            ("interleaved", ()),
+            ("zb-h1", RECOMPUTE),
+            ("v-half", ("--bf16", *RECOMPUTE)),
+            ("zb-h1", TP_AND_SP),
+            ("v-half", MULTI_TOKEN),
+        ],
+    )
+    def test_trains_as_stock(self, train, assert_same_training, schedule, flags):
+        equals_stock(train, assert_same_training, schedule, *STREAMS, *flags)
+
+    def test_offload_frees_what_is_predicted(self, train, assert_same_training):
+        equals_stock(train, assert_same_training, "zbv", *STREAMS, ours=("--pipemem-offload", "full"))
+
+    def test_a_cut_vocabulary_has_one_stream(self, train, assert_close_training):
+        equals_stock(train, assert_close_training, "v-half", *STREAMS, UNTIED, ours=("--pipemem-vocab-parallel", "2"))
+
+
+@of_branch("mtp_hsm", "main")
+@pytest.mark.parametrize("ours", [(), ("--pipemem-recompute", "full")])
+def test_mixed_hidden_states_draw_the_same_again(train, assert_same_training, ours):
+    """Multi-token prediction draws from a random stream of its own, which recomputation has to repeat."""
+    equals_stock(train, assert_same_training, "zb-h1", *MULTI_TOKEN, "--mtp-hsm", ours=ours)
