@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -37,6 +39,19 @@ def message_shapes(
         cp_group=groups.cp,
     )
     return [(*shape[:-1], message_channels(config)) for shape in shapes]
+
+
+def layers_with_streams(model: torch.nn.Module, config) -> tuple[torch.nn.Module, ...]:
+    """Return the layers that keep activations of the last microbatch after its backward, until the next forward."""
+    if not getattr(config, "enable_hyper_connections", False):
+        return ()
+    return tuple(part for part in model.modules() if type(part).__name__ == "HyperConnectionTransformerLayer")
+
+
+def release_activations(layers: Iterable[Any]) -> None:
+    """Drop what ``layers_with_streams`` keep, as other layers do at the end of their forward."""
+    for layer in layers:
+        layer.mlp_norm_manager = None
 
 
 def is_plain_head(head: Any) -> bool:

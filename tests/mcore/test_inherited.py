@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -24,10 +26,24 @@ SP = {**TP, "sequence_parallel": True}
         ({"experimental_attention_variant": "gated_delta_net", **TP}, 1),
         ({"multi_latent_attention": True, **TP}, 1),
         ({"multi_latent_attention": True, **SP}, 0),
+        ({"multi_latent_attention": True, "transformer_impl": "local", **SP}, 1),
     ],
 )
 def test_a_fault_is_told_where_it_is(settings, number):
     assert len(inherited.inherited_faults(settings.get)) == number
+
+
+@pytest.mark.parametrize(
+    ("module", "mended"),
+    [
+        ("transformer.dot_product_attention", "set_tensor_model_parallel_attributes"),  # pull request 7530
+        ("ssm.gated_delta_net.common", "average_gradients_across_tp_domain"),
+        ("transformer.multi_latent_attention", "copy_to_tensor_model_parallel_region"),  # pull request 6839
+    ],
+)
+def test_megatron_still_has_the_fault(module, mended):
+    spec = importlib.util.find_spec(f"megatron.core.{module}")
+    assert spec is None or mended not in Path(spec.origin).read_text()
 
 
 def test_once(caplog):

@@ -25,6 +25,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.config.refusals import GRAPHS_OF_LAYERS
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.compat import layers_with_streams, release_activations
 from megatron_pipemem.mcore.model.linear import logged_before
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.transformer_engine import defer
@@ -251,10 +252,12 @@ class ChunkStage:
     """Whether a forward has run in this step: the first one makes quantised weights, and is not always microbatch 0."""
     _set_input_tensor: Callable[[list], None] = field(init=False)
     _experts: tuple[torch.nn.Module, ...] = field(init=False)
+    _keeping: tuple[torch.nn.Module, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         has_experts = getattr(self.step.config, "num_moe_experts", None)
         self._experts = expert_layers(self.model) if has_experts else ()
+        self._keeping = layers_with_streams(self.model, self.step.config)
         self._set_input_tensor = get_attr_wrapped_model(self.model, "set_input_tensor")
 
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
@@ -308,6 +311,7 @@ class ChunkStage:
         self._has_run = True
         # The module would hold its input until its next forward.
         self._set_input_tensor([None])
+        release_activations(self._keeping)
         if result[0] is input:
             # A hybrid model's segment without layers. The output is given up and gets its gradient apart from the input.
             return input.clone(), result[1]
