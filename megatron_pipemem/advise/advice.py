@@ -192,7 +192,9 @@ def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
     placement = next((each for each, listed in found.items() if order in listed), None)
     if placement is None:
         raise UnsupportedError(
-            "does-not-fit", f"{name} does not take {run.parallelism.pp} pipeline ranks and {chunks or 1} chunks"
+            "does-not-fit",
+            f"the run's schedule {name} does not go with its {run.parallelism.pp} pipeline ranks, {chunks or 1} chunks "
+            "per rank, layers or flags for overlap; correct the one that is wrong",
         )
     layers = layout.pieces_of(run, placement.model_stages)
     return _way(run, order, placement, layers, pace)

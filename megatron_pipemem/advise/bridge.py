@@ -38,7 +38,7 @@ def evaluate(names: Sequence[str]) -> Iterator[dict[str, Any]]:
     try:
         yield from answers(["-m", _CHILD, *names], _SECONDS, "Megatron-Bridge")
     except UpstreamError as error:
-        hint = "pip install megatron-bridge" if error.code == "not-installed" else "a recipe may wait for a network"
+        hint = "pip install megatron-bridge" if error.code == "not-installed" else "the recipe may wait for a network"
         raise UpstreamError(error.code, f"{error}; {hint}") from error
 
 
@@ -67,17 +67,26 @@ def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
         hint = f"did you mean {PREFIX}{near[0]}?" if near else "see megatron.bridge.recipes"
         raise ConfigError("unknown-recipe", f"Megatron-Bridge has no recipe {asked}; {hint}")
     if "error" in facts:
-        raise ConfigError("cannot-evaluate", f"the recipe {asked} cannot be evaluated: {facts['error']}")
+        raise ConfigError(
+            "cannot-evaluate",
+            f"the recipe {asked} raises an error here: {facts['error']}; remove its cause, or give a launch script or "
+            "run file",
+        )
     if facts["unknown"] is not None:
         flags_of_model(facts["unknown"], "unset HF_HUB_OFFLINE to ask Hugging Face")
     values = facts["values"]
     for field, words in _UNPRICED.items():
         if values.get(field):
-            raise ConfigError("unsupported-model", f"{asked} has {words}, whose seconds and bytes are not known")
+            raise ConfigError(
+                "unsupported-model",
+                f"{asked} has {words}, whose seconds and bytes are not known; no schedules can be compared for this "
+                "model",
+            )
     if facts["adapters"] is not None:
         raise ConfigError(
             "unsupported-model",
-            f"{asked} trains adapters ({facts['adapters']}): frozen layers have no W, so a split backward gains little",
+            f"{asked} trains adapters ({facts['adapters']}): frozen layers have no W, so a split backward gains "
+            "little; stay with Megatron's own schedule",
         )
     alike = known_model(facts["tokenizer"] or "")
     tokens = facts["vocabulary"] or (alike and alike.vocabulary)

@@ -73,7 +73,10 @@ def flags_of_model(name: str, hint: str) -> dict[str, Any]:
         ConfigError: the shape is unknown (``unknown-size``), or the model cannot be priced (``unsupported-model``).
     """
     if (part := unpriced_part(name)) is not None:
-        raise ConfigError("unsupported-model", f"{name} has {part}, whose seconds and bytes are not known")
+        raise ConfigError(
+            "unsupported-model",
+            f"{name} has {part}, whose seconds and bytes are not known; no schedules can be compared for this model",
+        )
     model = known_model(name)
     if model is None:
         name = name.replace(UNKNOWN, "")

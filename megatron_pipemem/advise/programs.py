@@ -52,7 +52,10 @@ def read_settings(path: Path, overrides: Iterable[str], context: Context) -> Rea
         return _verl(settings, str(path), context)
     if not settings.get("policy.megatron_cfg.enabled", False):
         raise ConfigError(
-            "wrong-file", "does not train with Megatron: policy.megatron_cfg.enabled is not true", file=path
+            "wrong-file",
+            "does not train with Megatron, because policy.megatron_cfg.enabled is not true; give settings of a run "
+            "with Megatron",
+            file=path,
         )
     return _nemo_rl(settings, str(path), context)
 
@@ -107,7 +110,9 @@ class _Settings:
         if UNKNOWN in str(value):
             ask_for(str(value), key)
         if value is None:
-            raise ConfigError("unknown-size", "is missing, and the run's shape follows from it; give it", key=key)
+            raise ConfigError(
+                "unknown-size", f"is missing, and the run's shape follows from it; give {key}=NUMBER", key=key
+            )
         if not isinstance(value, int):
             raise ConfigError("bad-number", f"is {value!r}; give a whole number", key=key)
         return value
@@ -279,7 +284,9 @@ def _swift(given: Mapping[str, Any], launcher: Mapping[str, str], program: str, 
     own["seq_length"] = longest and longest + (answers or 0)
     if own["seq_length"] is None:
         raise ConfigError(
-            "unknown-size", "is missing, and the run's shape follows from it; give it", key="--max_length"
+            "unknown-size",
+            "is missing, and the length of sequences follows from it; add it to the command",
+            key="--max_length",
         )
     name = str(own.get("model", own.get("mcore_model", own.get("load"))))
     flags = flags_of_model(name, _UNSAID.format("--model="))
@@ -300,5 +307,6 @@ def _refuse_adapters(trains: object, program: str) -> None:
     if trains:
         raise ConfigError(
             "unsupported-model",
-            f"{program} trains adapters: frozen layers have no W, so a split backward gains little",
+            f"{program} trains adapters: frozen layers have no W, so a split backward gains little; stay with "
+            "Megatron's own schedule",
         )

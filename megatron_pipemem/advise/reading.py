@@ -175,7 +175,7 @@ def ask_for(text: str, key: str) -> NoReturn:
     variable = text.split(UNKNOWN)[1]
     raise ConfigError(
         "unknown-size",
-        f"needs a value that the script does not say; give --env {variable}=VALUE, or write the value into the script",
+        f"needs a value that the script does not give; give --env {variable}=VALUE, or write the value into the script",
         key=key,
     )
 
@@ -258,14 +258,15 @@ def _parallelism(
     if devices is None and per_node is None:
         raise ConfigError(
             "unknown-size",
-            "does not say how many devices it runs on; give --gpus N, or --pipemem-check=N",
+            "the command does not give the number of devices; give --gpus N, or --pipemem-check=N",
             key="devices",
         )
     devices = devices or (per_node or 1) * (nodes or 1)
     if nodes is None and devices < group and devices % group:
         raise ConfigError(
             "unknown-size",
-            f"starts {devices} processes on each node, and does not say how many nodes; give --gpus N, or --pipemem-check=N",
+            f"the command starts {devices} processes on each node, and does not give the number of nodes; give --gpus "
+            "N, or --pipemem-check=N",
             key="devices",
         )
     if devices % group:
@@ -283,8 +284,8 @@ def _parallelism(
     if nodes is None and (devices // pp) % (ep * (etp or tp)):
         raise ConfigError(
             "unknown-size",
-            f"starts {devices} processes on each node, which pp = {pp} and ep x etp = {ep} x {etp or tp} do not divide, and "
-            "does not say how many nodes; give --gpus N, or --pipemem-check=N",
+            f"the command starts {devices} processes on each node, which pp = {pp} and ep x etp = {ep} x {etp or tp} "
+            "do not divide, and does not give the number of nodes; give --gpus N, or --pipemem-check=N",
             key="devices",
         )
     cut = Parallelism(tp, pp, dp, cp, ep, None if etp == tp else etp, None, micro, batch, flags.on("sequence-parallel"))
@@ -495,7 +496,9 @@ def _vocabulary(flags: _Flags, model: Model, assumed: list[str]) -> int:
         assumed.append(f"a vocabulary of {_GPT2:,}, as GPT-2's tokenizer has")
         return _GPT2
     raise ConfigError(
-        "unknown-size", "is missing, and no known model has this shape; give it, or --vocabulary N", key="--vocab-size"
+        "unknown-size",
+        "is missing, and no known model has this shape; add it to the command, or give --vocabulary N",
+        key="--vocab-size",
     )
 
 

@@ -77,7 +77,8 @@ def training_command(text: str, variables: Mapping[str, str] | None = None, fold
     if not started:
         raise ConfigError(
             "no-command",
-            "starts no Python program; give the script that calls pretrain_gpt.py, or its command line after --",
+            "the script or command starts no Python program; give the script that calls pretrain_gpt.py, or its "
+            "command line after --",
         )
     chosen = max(started, key=lambda words: sum(word.startswith("--") or "=" in word for word in words))
     return [*_slurm_sizes(text), *chosen]
@@ -345,7 +346,7 @@ def _closing(text: str, place: int, opening: str, closing: str) -> int:
         depth += (text[end] == opening) - (text[end] == closing)
         if depth == 0:
             return end + 1
-    raise ConfigError("bad-syntax", f"has no {closing} for {text[place : place + 20]!r}")
+    raise ConfigError("bad-syntax", f"the command has no {closing} that closes {text[place : place + 20]!r}; add it")
 
 
 def _expansion_end(text: str, dollar: int) -> int:
@@ -458,7 +459,11 @@ class _Lexer:
     def _until(self, quote: str) -> str:
         end = self.text.find(quote, self.place + 1)
         if end < 0:
-            raise ConfigError("bad-syntax", f"has no second {quote} after {self.text[self.place : self.place + 20]!r}")
+            raise ConfigError(
+                "bad-syntax",
+                f"the command has no second {quote} after {self.text[self.place : self.place + 20]!r}; close the "
+                "quotes",
+            )
         found, self.place = self.text[self.place + 1 : end], end + 1
         return found
 
@@ -468,7 +473,10 @@ class _Lexer:
         plain = ""
         while self.text[self.place : self.place + 1] != '"':
             if self.place >= len(self.text):
-                raise ConfigError("bad-syntax", f'has no second " after {self.text[start : start + 20]!r}')
+                raise ConfigError(
+                    "bad-syntax",
+                    f'the command has no second " after {self.text[start : start + 20]!r}; close the quotes',
+                )
             here = self.text[self.place]
             if here == "\\":
                 following = self.text[self.place + 1 : self.place + 2]

@@ -63,8 +63,8 @@ def check_cut(cut: Cut, schedule: str, placement: Placement) -> None:
     if needed != cut.chunks:
         raise UnsupportedError(
             "needs-chunks",
-            f"schedule {schedule} runs {_counted(needed)} per pipeline rank, not {cut.chunks:g} as by {cut.words}; "
-            f"{cut.remedy(needed)}",
+            f"schedule {schedule} runs {_counted(needed)} per pipeline rank, not {cut.chunks:g}, which follows from "
+            f"{cut.words}; {cut.remedy(needed)}",
         )
 
 
@@ -88,8 +88,8 @@ def placements_of(
         except UnsupportedError as error:
             raise UnsupportedError(
                 "needs-chunks",
-                f"schedule {schedule} does not run {_counted(int(cut.chunks))} per pipeline rank, as by {cut.words} ({error}); "
-                f"{cut.remedy(known_chunks(usual))}",
+                f"schedule {schedule} does not run {_counted(int(cut.chunks))} per pipeline rank, which follows from "
+                f"{cut.words} ({error}); {cut.remedy(known_chunks(usual))}",
             ) from error
     placements = _placements(schedule, asked, num_devices)
     if cut is not None:

@@ -349,7 +349,8 @@ class Plans:
         """
         if not (self.kept or self._missed):
             raise UnsupportedError(
-                "cap-unreachable", "no schedule with these placements is known for these costs; give other placements"
+                "cap-unreachable",
+                "no schedule could be built for the given placements and costs; give other placements",
             )
         if not self.kept:
             raise self._refusal()

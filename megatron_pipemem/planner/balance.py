@@ -260,7 +260,8 @@ def _checked_request(run: Run) -> Request:
         if known.asynchronous or known.slices > 1:
             raise UnsupportedError(
                 "conflicting-features",
-                f"steps of {known.name} cannot be priced here; take the layout of 1f1b or of interleaved",
+                f"layouts are not compared under {known.name}, which is asynchronous or cuts sequences into slices; "
+                "take the layout of 1f1b or of interleaved",
             )
     return request
 

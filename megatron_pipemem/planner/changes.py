@@ -361,7 +361,8 @@ def _order(
     words = f"schedule {name}{chunks}{' in a V' if placement.name == 'v' else ''}"
     split = schedule.splits_backward and case.step.splits_fused
     note = (
-        "the run did not split its backward: the times of I and W are parts of it, and all that F keeps is taken to wait for W"
+        "the run did not split its backward: the times of I and W are parts of its time, and all bytes that F keeps "
+        "are assumed to wait for W"
         if split
         else ""
     )
@@ -386,7 +387,14 @@ def _offloads(case: Case, orders: list[tuple[Change, tuple[Schedule, Costs]]]) -
         timeline = choose(request, shape, Knowledge(costs)).timeline
         flags = f"{fastest.flags} --pipemem-offload auto --pipemem-memory-cap {case.cap}"
         note = "copies to the host and back are assumed to take as long as computing with the copied activations"
-        yield Change(OFFLOAD, f"{fastest.what}, its excess on the host", flags, timeline.makespan, timeline.peak, note)
+        yield Change(
+            OFFLOAD,
+            f"{fastest.what}, with the excess of its activations on the host",
+            flags,
+            timeline.makespan,
+            timeline.peak,
+            note,
+        )
 
 
 def _without(case: Case) -> Iterator[Change]:

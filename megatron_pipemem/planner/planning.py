@@ -114,12 +114,14 @@ def _priced(family: Family, run: Run, step: PlannedStep, per_batch: bool) -> Pri
 
 logger = logging.getLogger(__name__)
 
-TOO_MUCH_STATIC = "parameters, gradients and optimizer alone exceed the memory"
-TOO_MUCH_KEPT = "one microbatch's activations exceed the memory left"
-TOO_HIGH = "the schedule's peak exceeds the memory left"
-SLOWER = "slower than those listed, by a bound or by their time"
-WAITS = "cannot go without a barrier between steps"
-UNTRIED = "offload that takes long to plan: not tried, could be faster; narrow the choice by --only"
+TOO_MUCH_STATIC = "parameters, gradients and optimizer alone exceed the memory of a device"
+TOO_MUCH_KEPT = (
+    "one microbatch's activations exceed the memory that parameters, gradients and optimizer leave on a device"
+)
+TOO_HIGH = "the schedule's activations exceed the memory that parameters, gradients and optimizer leave on a device"
+SLOWER = "slower than the listed plans, by a lower bound or by simulated time"
+WAITS = "two replicas of the model need a barrier between steps, and the run has overlap_steps"
+UNTRIED = "offload that takes long to plan was not tried, and could be faster; narrow the choice by --only"
 _LARGEST_SEARCH = 60_000  # most passes of a step for which a search is tried
 _SEARCHES = 3
 _EFFORT = 20_000  # passes times chunks for which copies are planned while other ways are left
@@ -290,7 +292,7 @@ class _Planner:
                 else:
                     self._consider(group, group.variant, order)
             except PipememError:
-                self.rejected[f"{order.name} does not take so many pipeline ranks or microbatches"] += 1
+                self.rejected[f"{order.name} has no schedule for the number of pipeline ranks or microbatches"] += 1
 
     def _wait(self, made: Plan | None) -> None:
         if made is None:
@@ -332,7 +334,7 @@ class _Planner:
         """
         seconds, peaks = self._measured(group, order)
         if variant.frees_memory and self._fits(group, peaks):
-            self.rejected[f"{variant.name}: the order fits without"] += 1
+            self.rejected[f"{variant.name} is not needed, because the schedule fits into memory without it"] += 1
         elif not variant.frees_memory and not self._fits(group, peaks):
             self.rejected[TOO_HIGH] += 1
         else:

@@ -115,7 +115,7 @@ class Profile:
         if self.source != "measured":
             raise ConfigError(
                 "wrong-file",
-                f"its seconds are from {self.source} and were not measured; run `pipemem profile` on a device",
+                f"has seconds from {self.source}, which were not measured; run `pipemem profile` on a device",
             )
 
         def longer(part: Part, price: Price) -> Passes:
@@ -152,7 +152,11 @@ class Profile:
             apart = ("layers_per_stage", "offload_ratio")
             found = typed({key: value for key, value in fields.items() if key not in apart}, cls)
             if missing := set(found.model.kinds) - set(found.layers):
-                raise ConfigError("missing-option", f"lacks the model's layers of kind {min(missing)!r}", key="layers")
+                raise ConfigError(
+                    "missing-option",
+                    f"lacks the model's layers of kind {min(missing)!r}; profile the model again",
+                    key="layers",
+                )
             return found
         except ConfigError as error:
             within = "parts" if (error.key or "").partition(".")[0] in parts else "profile"

@@ -48,11 +48,11 @@ def why_not_sliced(run: Run) -> str | None:
     """Return the reason why a run cannot be cut into its slices, or not be priced with them; ``None`` if it can."""
     model, cut, slices = run.model, run.parallelism, run.schedule.slices or 1
     if run.schedule.overlap_steps:
-        return "slices are not planned without a barrier between steps"
+        return "slices need a barrier between steps, and the run has overlap_steps"
     if cut.pp == 1:
-        return "slices are for several pipeline ranks"
+        return "slices need several pipeline ranks"
     if model.tower is not None:
-        return "a model with a vision tower runs whole sequences"
+        return "slices need a model without a vision tower, which needs whole sequences"
     if cut.cp > 1:
         return "slices are of no use with context parallelism, which cuts sequences too"
     if model.mtp_layers or any(
@@ -60,7 +60,7 @@ def why_not_sliced(run: Run) -> str | None:
     ):
         return "slices are priced for plain attention alone, without latents, states and multi-token prediction"
     if run.schedule.slice_cut == TOKENS and model.sequence % (2 * slices * (cut.tp if cut.sequence_parallel else 1)):
-        return f"{slices} slices do not divide the tokens of a sequence"
+        return f"{slices} equal slices of a sequence would not have an even number of tokens on every rank"
     try:
         run_slices(run, slices)
     except UnsupportedError:

@@ -31,9 +31,9 @@ OUTCLASSED = {
     "gpipe": "1f1b is as fast and holds less",
     "looped-bfs": "interleaved is as fast and holds less",
     "dualpipe-v": "zbv is as fast and holds less",
-    "zb-auto": "the search starts from it",
-    "po-h": "the offload variant moves no more than memory asks for",
-    "po-f": "the offload variant moves no more than memory asks for",
+    "zb-auto": "the search for a better order starts from zb-auto",
+    "po-h": "the planner's offload copies only activations that do not fit into memory",
+    "po-f": "the planner's offload copies only activations that do not fit into memory",
     "chimera": "two replicas of the model take more memory than they save",
     "gems": "two replicas of the model take more memory than they save",
     "dualpipe": "two replicas of the model take more memory than they save",
@@ -62,7 +62,7 @@ class Limits:
     def __post_init__(self) -> None:
         for key in self.allowed:
             if key not in KEYS:
-                raise ConfigError("unknown-key", f"cannot be limited; {nearest(key, KEYS)}", key=key)
+                raise ConfigError("unknown-key", f"is no key that can be limited; {nearest(key, KEYS)}", key=key)
 
     def check(self, run: Run) -> None:
         """Raise a ConfigError for an allowed value that this run cannot have."""
@@ -166,7 +166,8 @@ def _impossible(run: Run) -> str | None:
             for each in (replace(execution, recompute="none"), execution)
         )
         if kept > everything * (1 - _LEAST_SAVED):
-            return f"recomputing {', '.join(execution.recompute_modules)} saves next to nothing here"
+            modules = ", ".join(execution.recompute_modules)
+            return f"recomputing {modules} saves less than {_LEAST_SAVED:.0%} of the layers' activations"
     return None
 
 
@@ -196,14 +197,14 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
             rejected[f"{each.name}: {OUTCLASSED[each.name]}"] += 1
             continue
         if pp < each.min_devices or (pp == 1 and each.name != "1f1b" and each.name not in named):
-            rejected["schedules for more pipeline ranks"] += 1
+            rejected["the schedule is for more pipeline ranks"] += 1
             continue
         for chunks in range(2, _MOST_CHUNKS + 1) if "chunks" in each.options else (None,):
             if not limits.admits(chunks=chunks or each.chunks):
                 continue
             placement = _placement(each.name, pp, chunks, slices)
             if placement is None:
-                rejected[f"{each.name} does not take so many pipeline ranks or chunks"] += 1
+                rejected[f"{each.name} has no schedule for the number of pipeline ranks or chunks"] += 1
             elif placement.model_stages > max(layers + 2, pp):
                 rejected["more stages than layers, embedding and head"] += 1
             else:

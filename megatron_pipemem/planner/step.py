@@ -203,8 +203,9 @@ def price(
     if layers[0] < run.model.least_first:
         raise UnsupportedError(
             "too-few-layers",
-            f"the first stage has {layers[0]} layers, and the vision tower adds to the output of the first "
-            f"{run.model.least_first}, which have to be with it; give the first stage as many, or use fewer stages",
+            f"the vision tower adds to the output of the model's first {run.model.least_first} layers, which must all "
+            f"be on the first stage, and that stage has {layers[0]} layers; give it at least {run.model.least_first}, "
+            "or use fewer stages",
         )
     return _step(cut, placement, layers)
 

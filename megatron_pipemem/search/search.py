@@ -245,7 +245,8 @@ def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int]
     if not found:
         stages = ", ".join(map(str, sorted({each.num_stages for each in placements})))
         raise CostsError(
-            "costs-mismatch", f"the costs fit no placement of {stages} stages: {problem}; give costs for one of these"
+            "costs-mismatch",
+            f"the costs fit no placement of {stages} stages: {problem}; give costs for one of these numbers of stages",
         )
     return tuple(found)
 

@@ -217,8 +217,8 @@ def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, second
         units = ("activation units", "bytes")
         raise UnsupportedError(
             "unit-mismatch",
-            f"the cap is in {units[cap.in_bytes]}, and the memory of the costs in {units[not cap.in_bytes]}; give both "
-            "in the same unit",
+            f"the memory cap is in {units[cap.in_bytes]}, and the memory of the costs in {units[not cap.in_bytes]}; "
+            "give both in the same unit",
         )
     weights = costs.microbatch or MicrobatchWeights((1.0,) * base.num_microbatches)
     search = _Search(base, replace(costs, microbatch=weights), weights, cap, started + seconds)

@@ -215,7 +215,7 @@ def test_what_is_refused_is_counted_by_reason():
     # tp 4 with dp 2 and 1; eight pipeline ranks for two layers; the rest recomputes attention, which flash never keeps.
     assert rejected["tp 4 does not divide 2 heads"] == 2 * 2
     assert rejected["more pipeline ranks than layers, embedding and head"] == 1
-    assert rejected["recomputing core_attn saves next to nothing here"] == 6
+    assert sum(count for reason, count in rejected.items() if "core_attn" in reason) == 6
 
 
 def test_more_memory_is_never_slower_and_the_least_is_said():

@@ -35,8 +35,8 @@ def head_on_last_stage(
         if len(layers) != placement.num_stages or not costs.are_single:
             raise UnsupportedError(
                 "costs-mismatch",
-                f"{len(layers)} numbers of layers for {placement.num_stages} stages: give one per stage, and costs as "
-                "single numbers, the price of a device's whole share",
+                f"layers per stage need one number for each of {placement.num_stages} stages, not {len(layers)}, and "
+                "costs as single numbers, each the price of a device's whole share; give both so",
             )
         if min(layers) < 0 or not sum(layers):
             raise UnsupportedError(
@@ -64,7 +64,8 @@ def redistribute(layers: int, placement: Placement, head: float) -> tuple[int, .
     if placement.replicas > 1:
         raise UnsupportedError(
             "unsupported-placement",
-            "layers are redistributed over the stages of one model copy; this placement has more",
+            "layers are redistributed over the stages of one replica of the model, and this placement has more "
+            "replicas; use a placement with one",
         )
     load = [0.0] * placement.num_devices
     load[placement.devices[-1]] += head
@@ -145,7 +146,8 @@ def choose_vocabulary(
     whole = sum(map(sum, (seconds[kind] for kind in (Kind.F, Kind.B))))
     if not whole:
         raise CostsError(
-            "no-time", "F, I and W of the layers take no time, so the head has no relative cost; give costs"
+            "no-time",
+            "F, I and W of the layers take no time, so the head has no cost relative to them; give costs above 0",
         )
     options: dict[str, VocabularyOption] = {}
 
