@@ -51,7 +51,7 @@ _PAIRS = (
 )
 _SLICES = (
     "a search for slices excludes one for the period of steps (option period, by default with "
-    "--pipemem-overlap-steps), offload, recomputation and vocabulary passes; drop either"
+    "--pipemem-overlap-steps), offload, recomputation and vocabulary passes; drop the slices, or the other feature"
 )
 
 CONFLICTS: Mapping[str, Mapping[str, str]] = {
@@ -69,7 +69,7 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
     },
     "pieces": {
         "whole vocabulary": "--pipemem-vocab-piece-tokens needs an LM head that is cut over the pipeline; pass "
-        "--pipemem-vocab-parallel 1, 2 or auto, or leave it out",
+        "--pipemem-vocab-parallel 1, 2 or auto, or leave --pipemem-vocab-piece-tokens out",
     },
     "vocabulary": {
         "offload": "offload and recomputation are not planned together with vocabulary passes; pass "

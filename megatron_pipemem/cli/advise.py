@@ -160,7 +160,9 @@ def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, 
         f"{name} {getattr(cut, name)}" for name in ("tp", "pp", "dp", "cp", "ep") if getattr(cut, name) > 1
     )
     batch = f"{cut.microbatches} microbatches of {cut.micro_batch} x {model.sequence:,} tokens"
-    over = f", {gibibytes(advice.excess)} GiB more than there is: compared without that limit" if advice.excess else ""
+    over = (
+        f", {gibibytes(advice.excess)} GiB more than a device has: compared without that limit" if advice.excess else ""
+    )
     lines = [
         ("the run", f"{model.layers} layers of {model.hidden:,} channels, {sizes}; {batch}; {run.precision}"),
         *[("assumed", sentence) for sentence in reading.assumed],

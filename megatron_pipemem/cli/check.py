@@ -167,7 +167,7 @@ def _cap(text: str | None) -> float | tuple[float, ...] | None:
     if cap is not None and cap.in_bytes:
         raise UnsupportedError(
             "unit-mismatch",
-            f"--memory-cap {text}: a table does not state bytes; give activation units, where 1 is 1F1B's peak",
+            f"--memory-cap {text}: the file of a schedule has no bytes; give activation units, where 1 is 1F1B's peak",
         )
     return None if cap is None else cap.amount
 

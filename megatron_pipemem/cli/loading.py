@@ -235,7 +235,8 @@ def load_schedule(
     if host_memory is not None and offload == OFF and recompute == "none":
         raise UnsupportedError(
             "needs-option",
-            f"--host-memory {host_memory} limits what --offload sends, and --offload is off; give it too",
+            f"--host-memory {host_memory} limits the bytes that --offload sends, and --offload is off; give --offload "
+            "too",
         )
     select = int(offload) if offload.isdecimal() else offload
     file = None

@@ -65,7 +65,7 @@ def check_runs_own(context: typer.Context, names: Collection[str]) -> None:
         if parameter.name in names and given is not None and given.name == "COMMANDLINE":
             raise UnsupportedError(
                 "conflicting-options",
-                f"{parameter.opts[0]} is set by the run; change it there, or give a model in place of the run",
+                f"{parameter.opts[0]} is set by the run; change the run, or give a model in place of the run",
             )
 
 

@@ -62,7 +62,9 @@ class _Loader(yaml.SafeLoader):
                 problem = "a key is not text; write it in quotes"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"duplicate key {key.value!r}; leave one out", key.start_mark
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -119,7 +121,9 @@ def _check_extent(text: str) -> None:
             size, anchor = 1, event.anchor
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in open_anchors:
-                raise YamlError(f"{_place(event.start_mark)}: *{event.anchor} stands within its own anchor")
+                raise YamlError(
+                    f"{_place(event.start_mark)}: *{event.anchor} stands within its own anchor; take it out"
+                )
             size, anchor = anchors.get(event.anchor, 1), None
         else:
             continue
@@ -159,13 +163,17 @@ def read_raw(path: str | Path) -> dict[str, Any]:
     try:
         loaded = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError("cannot-read", f"cannot be read: {error.strerror or error}", file=path) from error
+        raise ConfigError(
+            "cannot-read", f"cannot be read: {error.strerror or error}; give a file that can be read", file=path
+        ) from error
     except ValueError as error:  # also of text that is not UTF-8, and of a path with a null byte
         raise ConfigError("not-yaml", f"is not YAML: {error}", file=path) from error
     if loaded is None:  # an empty file
         return {}
     if not isinstance(loaded, dict):
-        raise ConfigError("wrong-file", "is not a mapping of keys to values", file=path)
+        raise ConfigError(
+            "wrong-file", "is not a mapping of keys to values; write lines of the form KEY: VALUE", file=path
+        )
     return loaded
 
 
@@ -263,7 +271,8 @@ def locate(name: str, kind: type, user: Path | None = None, key: str | None = No
         raise ConfigError("no-file", _absence(path), key=key, file=user)
     known = {path.stem for place in places for path in place.glob("*.yaml")}
     looked = ", ".join(dict.fromkeys(str(place) for place in places))
-    message = f"there is no {name!r}; {nearest(name, known)} (looked in {looked}; a path ends in .yaml)"
+    hint = nearest(name, known)
+    message = f"there is no {name!r} among the {folder}; {hint} (looked in {looked}; a path ends in .yaml)"
     raise ConfigError("no-file", message, key=key, file=user)
 
 
@@ -317,7 +326,12 @@ def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tup
         raise ConfigError("bad-type", f"is {shortened(base)}; give the name of a file", key=key, file=file)
     path = locate(base, kind, file, key, siblings=key == BASE)
     if path.resolve() in trail:
-        raise ConfigError("based-on-itself", f"{base!r} is based on itself", key=key, file=file)
+        raise ConfigError(
+            "based-on-itself",
+            f"{base!r} is based on itself, perhaps through other files; take one base out",
+            key=key,
+            file=file,
+        )
     resolved = _resolve(read_raw(path), kind, path, "", (*trail, path.resolve()))
     _build(kind, resolved, path, "", is_whole=False)  # so that an error names this file, and the key as it is here
     return resolved

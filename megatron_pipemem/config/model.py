@@ -130,11 +130,11 @@ class Model(Limited):
         refuse_if(not 0 <= rate < 1, "bad-number", "dropout", f"is {rate}; give a rate of at least 0 and below 1")
         divides = f"{self.heads} heads do not divide hidden {self.hidden}; give head_channels"
         refuse_if(width is None and self.hidden % self.heads, "does-not-divide", "heads", divides)
-        groups = f"{self.key_heads} kv_heads do not divide {self.heads} heads"
+        groups = f"{self.key_heads} kv_heads do not divide {self.heads} heads; change one of the two"
         refuse_if(self.heads % self.key_heads, "does-not-divide", "kv_heads", groups)
-        visits = f"is {self.experts_per_token}, of {self.experts} experts"
+        visits = f"is {self.experts_per_token}, and the model has {self.experts} experts; give at most that number"
         refuse_if(0 < self.experts < self.experts_per_token, "bad-number", "experts_per_token", visits)
-        deep = f"adds to the first {self.least_first} layers of {self.layers}"
+        deep = f"adds to the model's first {self.least_first} layers, and the model has {self.layers}; give a smaller number"
         refuse_if(self.least_first > self.layers, "bad-number", "tower.deepstack", deep)
         self._check_patterns()
 
@@ -150,9 +150,11 @@ class Model(Limited):
             refuse_if(bool(self.mtp_pattern) != bool(self.mtp_layers), "needs-option", "mtp_pattern", both)
         blocks = "".join(self.all_kinds)
         latent = Sublayer.LATENT_ATTENTION in blocks and self.kv_lora_rank is None
-        refuse_if(latent, "needs-option", "kv_lora_rank", "is needed by the pattern's latent attention, +")
+        refuse_if(
+            latent, "needs-option", "kv_lora_rank", "is missing, and the pattern has latent attention, +; give it"
+        )
         experts = Sublayer.EXPERTS in blocks and not self.experts
-        refuse_if(experts, "needs-option", "experts", "is needed by the pattern's experts, E")
+        refuse_if(experts, "needs-option", "experts", "is missing, and the pattern has experts, E; give their number")
 
     @property
     def least_first(self) -> int:
@@ -363,17 +365,17 @@ class Execution(Limited):
         for key, ranks, shared, count in shares:
             refuse_if(count % ranks, "does-not-divide", key, f"{ranks} does not divide {count} {shared}")
         split = model.experts and self.tp > 1 and not self.sequence_parallel
-        needed = "is needed where tensor-parallel ranks share experts"
+        needed = "must be true, because tensor-parallel ranks share experts"
         refuse_if(split, "needs-option", "sequence_parallel", needed)
         recipes = get_args(Fp8)
         refuse_if(self.fp8 not in recipes, "bad-choice", "fp8", f"is {self.fp8!r}; give one of {', '.join(recipes)}")
         plain = self.precision == "fp32" or self.implementation == "local"
-        layers = "needs Transformer Engine's layers and 16-bit activations"
+        layers = "needs implementation transformer_engine and a precision of 16 bits; set both, or leave fp8 out"
         refuse_if(self.fp8 != "none" and plain, "needs-option", "fp8", layers)
         projected = self.recomputes("mla_up_proj") and model.kv_lora_rank is None
-        latent = "has mla_up_proj, and the model has no latent attention"
+        latent = "has mla_up_proj, and the model has no latent attention; leave it out"
         refuse_if(projected, "needs-option", "recompute_modules", latent)
-        dense = f"is {self.ep}, but the model has no experts"
+        dense = f"is {self.ep}, but the model has no experts; give 1"
         refuse_if(self.ep > 1 and not model.experts, "needs-option", "ep", dense)
 
 

@@ -106,7 +106,7 @@ SCHEDULES = _refusals(
         "transformer_engine with a schedule of whole backwards",
         "cuda_graph_warmup_steps": "ranks agree on a schedule in the first step, before anything can be captured; pass "
         "--cuda-graph-warmup-steps 1 or more",
-        "overlap_moe_expert_parallel_comm": "combined 1F1B is another schedule",
+        "overlap_moe_expert_parallel_comm": "combined 1F1B is a schedule of Megatron's own",
         "defer_embedding_wgrad_compute": "the schedule decides when the weight gradient of the head runs",
         "fine_grained_activation_offloading": "fine-grained offload assumes the stock order of forwards and backwards; pass "
         "--pipemem-offload in place of --fine-grained-activation-offloading",

@@ -105,7 +105,7 @@ def converted(value: Any, hint: Any) -> Any:
         return origin(converted(each, arguments[0]) for each in value)
     if origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {
-            _named("a key in it", key, arguments[0]): _named(f"its key {key!r}", each, arguments[1])
+            _named("one of its keys", key, arguments[0]): _named(f"its key {key!r}", each, arguments[1])
             for key, each in value.items()
         }
     if _is_enumeration(hint) and value in set(hint):
@@ -119,7 +119,7 @@ def converted(value: Any, hint: Any) -> Any:
         try:
             return float(value)
         except OverflowError as error:
-            raise ValueError(f"is {shortened(value)}, which is too large") from error
+            raise ValueError(f"is {shortened(value)}, which is too large; give a smaller number") from error
     if hint is str and (number or isinstance(value, str)):
         return str(value)
     raise ValueError(f"is {shortened(value)}; give {_wanted(hint, origin, arguments)}")

@@ -31,7 +31,7 @@ def hanayo(num_devices: int, num_microbatches: int, waves: int | None = None, ch
     if chunks not in (None, 2 * waves):
         raise UnsupportedError(
             "conflicting-options",
-            f"hanayo: {waves} waves need {2 * waves} chunks, not {chunks!r}; leave one of them out",
+            f"hanayo: {waves} waves need {2 * waves} chunks, not {chunks!r}; leave waves or chunks out",
         )
     placement = Placement.wave(p, 2 * waves)
     if m <= p:

@@ -275,8 +275,8 @@ def _recompute_flags(choice: ScheduleChoice) -> Flags:
     if choice.recomputes_by_action:
         return {"pipemem-recompute": "selective"}
     alone = (
-        "has activation, which Megatron cannot recompute alone; name it together with the others of "
-        f"{', '.join(BY_ACTION)}, under any schedule but {STOCK}, or leave it out to launch"
+        "has activation, which Megatron cannot recompute alone; name activation together with the others of "
+        f"{', '.join(BY_ACTION)}, under any schedule but {STOCK}, or leave activation out to launch"
     )
     activation = "activation" in choice.recompute_modules
     refuse_if(activation, "unsupported-setting", "schedule.recompute_modules", alone)

@@ -236,8 +236,8 @@ def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placem
     if rest < others or min(counts) < 0:
         raise UnsupportedError(
             "too-few-layers",
-            f"{layers} layers are too few for {stages} stages, of which the first and last have {first} and {last}; take "
-            "fewer ranks, or a schedule with fewer chunks per rank",
+            f"{layers} layers are too few for {stages} stages if flags set the layers of the first or last pipeline "
+            "rank; take fewer ranks, a schedule with fewer chunks per rank, or other numbers for these flags",
         )
     why = (
         f"the ranks of {placement.name} hold other stages than Megatron's"

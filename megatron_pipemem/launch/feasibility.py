@@ -158,7 +158,8 @@ def _check_ours(run: Run, request: Request, schedule: Schedule | None) -> None:
     if file is not None and chunks not in (None, file.placement.num_chunks):
         raise UnsupportedError(
             "needs-chunks",
-            f"{name} has {file.placement.num_chunks} chunks per rank, not {chunks}; set chunks to the file's number",
+            f"{name} has {file.placement.num_chunks} chunks per rank, not {chunks}; set parallelism.chunks to the "
+            "file's number",
         )
     refusals.refuse_schedule(value_of, request if schedule is None else replace(request, file=schedule))
     if file is None and schedule is not None and family(name).asynchronous:
@@ -189,8 +190,8 @@ def _fits_in_memory(run: Run, request: Request) -> None:
         rank = found.device.index(most)
         raise UnsupportedError(
             "does-not-fit",
-            f"pipeline rank {rank} needs {most / GIB:.1f} GiB{_if_even(run, request, rank)} of {there / GIB:.1f} GiB; cut the "
-            "model further, recompute, or use a schedule with a lower peak",
+            f"pipeline rank {rank} needs {most / GIB:.1f} GiB{_if_even(run, request, rank)} of its device's "
+            f"{there / GIB:.1f} GiB; cut the model further, recompute, or use a schedule with a lower peak",
         )
     if (most := max(found.host)) > found.room:
         raise UnsupportedError(

@@ -132,7 +132,9 @@ def agreed_numbers(
     try:
         numbers = tell()
         if numbers is not None and len(numbers) != size:
-            raise UnsupportedError("wrong-count", f"there are {len(numbers)} {what} where {size} are needed")
+            raise UnsupportedError(
+                "wrong-count", f"this rank has {len(numbers)} {what}, and the step needs {size}; give as many"
+            )
     except Exception as error:  # the other ranks must hear of it, whatever it is
         failure = error
     # Maxima of the numbers and of the negated numbers give the greatest and the least. If these differ, ranks disagree.

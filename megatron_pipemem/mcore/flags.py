@@ -39,7 +39,8 @@ def add_planned_flags(file: str, arguments: Sequence[str]) -> list[str]:
         if missing and flag in given and flag not in _REPEATED:
             raise UnsupportedError(
                 "plan-differs",
-                f"{flag} is {_text(given[flag])} here and {_text(values)} in {file}; leave it out, or plan with it",
+                f"{flag} is {_text(given[flag])} here and {_text(values)} in {file}; leave the flag out, or plan with "
+                "it",
             )
         added += [word for each in missing for word in (flag, *each)]
     return [*arguments, *added]

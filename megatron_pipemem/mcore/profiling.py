@@ -108,7 +108,7 @@ def _check(model: Model, execution: Execution, fake: bool) -> None:
     if Sublayer.MAMBA in "".join(model.all_kinds) and (fake or find_spec("mamba_ssm") is None):
         raise UnsupportedError(
             "cannot-profile",
-            "Mamba layers run with the package mamba_ssm, on a GPU; profile there, or give --formulas",
+            "Mamba layers run with the package mamba_ssm, on a GPU; profile on a GPU, or give --formulas",
         )
 
 

@@ -110,8 +110,8 @@ def offloaded(schedule: Schedule, step: PlannedStep, room: tuple[float, ...]) ->
         why = ", ".join(error.obstacles) or "activations in use"
         raise UnsupportedError(
             "cap-unreachable",
-            f"activations exceed a device's memory even with copies to the host (what keeps them there: {why}); take more "
-            "ranks, smaller microbatches or recomputation",
+            "activations exceed a device's memory even with copies to the host, because some stay on the device "
+            f"({why}); take more ranks, smaller microbatches or recomputation",
         ) from error
 
 

@@ -18,6 +18,7 @@ from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.families.offload import uniform_repeating, with_prompt_weights
 from megatron_pipemem.features.offload.orders import OffloadPlan, plan_offload
+from megatron_pipemem.features.offload.transfers import NO_HOST_MEMORY, TOO_SHORT
 from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import COMPUTE, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
@@ -205,15 +206,15 @@ def test_reasons_are_told() -> None:
     schedule = build_schedule("1f1b", num_devices=4, num_microbatches=12)
     assert set(plan_offload(schedule, costs_of(0.5), "off").kept.values()) == {"not needed"}
     slow = plan_offload(schedule, costs_of(100.0))
-    assert slow.offloaded == () and set(slow.kept.values()) == {"lifespan too short"}
-    assert slow.binds == "lifespan too short (12 activations)", slow.kept
+    assert slow.offloaded == () and set(slow.kept.values()) == {TOO_SHORT}
+    assert slow.binds == f"{TOO_SHORT} (12 activations)", slow.kept
     poor = plan_offload(schedule, costs_of(0.5), host_budget=0.0)
-    assert "host memory" in poor.kept.values() and poor.timeline.host_peaks == (0,) * 4
+    assert NO_HOST_MEMORY in poor.kept.values() and poor.timeline.host_peaks == (0,) * 4
     crowded = plan_offload(schedule, costs_of(2.0), memory_cap=0.01)
     assert not crowded.keeps_cap and crowded.binds
     # Those that matter are of the device that exceeds its cap, not of the fullest.
     cramped = plan_offload(schedule, costs_of(100.0), memory_cap=[9.0, 9.0, 0.1, 9.0])
-    assert cramped.obstacles == {"lifespan too short": 12}
+    assert cramped.obstacles == {TOO_SHORT: 12}
 
 
 def test_stages_may_be_named() -> None:

@@ -236,7 +236,7 @@ def _rank_budget(nodes: Sequence[_Node], per_node: float | None) -> int:
             raise UnsupportedError(
                 "host-memory",
                 f"host {name} has {format_bytes(nbytes)} of memory available, less than --pipemem-host-memory "
-                f"{format_bytes(per_node)}; lower it",
+                f"{format_bytes(per_node)}; pass a lower value",
             )
     shares = [
         (DEFAULT_HOST_SHARE * available[name] if per_node is None else per_node) / count

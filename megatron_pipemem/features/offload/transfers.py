@@ -15,7 +15,11 @@ from typing import NamedTuple
 
 from megatron_pipemem.schedule.memory_cap import loosened
 
-TOO_SHORT, CHANNEL_FULL, NO_HOST_MEMORY = "lifespan too short", "channel full", "host memory"
+TOO_SHORT, CHANNEL_FULL, NO_HOST_MEMORY = (
+    "used again too soon for a copy",
+    "channel to the host full",
+    "host memory full",
+)
 NOT_NEEDED, RECOMPUTED = "not needed", "recomputed"
 """Reasons why activations stay on their device."""
 

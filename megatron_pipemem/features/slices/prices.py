@@ -45,7 +45,7 @@ def slice_tokens(
         equal = "equal " if cut == TOKENS else ""
         raise UnsupportedError(
             "slices-do-not-fit",
-            f"{wanted}, {equal}multiples of {multiple}; give another number of slices or of tokens"
+            f"{wanted} that are {equal}multiples of {multiple}; give another number of slices or of tokens"
             + (f", or cut by {FLOPS}" if cut == TOKENS and not rest and units >= slices else ""),
         )
     if cut == TOKENS:
@@ -91,8 +91,9 @@ def slice_costs(
     if placement.replicas > 1:
         raise UnsupportedError(
             "unsupported-placement",
-            f"{placement.replicas} replicas of the model run on {placement.num_devices} devices, but only a pipeline with one "
-            "replica can price slices differently; use no slices there, or give all slices the same price",
+            f"{placement.replicas} replicas of the model run on {placement.num_devices} devices, but only a pipeline "
+            "with one replica can price slices differently; use no slices with this placement, or give all slices the "
+            "same price",
         )
     whole = costs.seconds(placement)
     if slices == 1:

@@ -105,7 +105,9 @@ class PassRun:
             if self._at[device] < len(order):
                 action = order[self._at[device]]
                 raise ScheduleError(
-                    "unmet-need", "deadlocks; validate() shows why", at=(device, self._at[device], action)
+                    "unmet-need",
+                    "never runs, because the schedule has a deadlock; validate() shows it",
+                    at=(device, self._at[device], action),
                 )
         return tuple(map(tuple, self._lists))
 

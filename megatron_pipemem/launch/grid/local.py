@@ -116,7 +116,8 @@ def _on_this_node(store: Store, index: int) -> Command:
     if (nodes := min_nodes(run)) > 1:
         raise UnsupportedError(
             "does-not-fit",
-            f"the {run.parallelism.ranks} ranks of the point fill {nodes} nodes; --launcher slurm starts it",
+            f"the {run.parallelism.ranks} ranks of the point fill {nodes} nodes, and only this node is used; pass "
+            "--launcher slurm",
         )
     check_devices(run)
     check_data(run)

@@ -51,7 +51,7 @@ def save(saved_now: Callable[[], SavedVersions | None], original: Callable, iter
         try:
             _write(saved, iteration)
         except (OSError, RuntimeError) as error:  # of torch; the checkpoint itself is whole, and can be resumed without
-            logger.warning("%s; a run resumed here begins with the newest weights alone", error)
+            logger.warning("%s; a run that resumes from this checkpoint begins with the newest weights alone", error)
     return result
 
 

@@ -134,8 +134,8 @@ class StageOptimizer:
         if self._caught is None:
             raise UnsupportedError(
                 "enabled-too-late",
-                "this schedule steps the optimizer after every microbatch, but none was built since enable(); call enable() "
-                "before get_megatron_optimizer() is imported and called",
+                "this schedule steps the optimizer after every microbatch, but no optimizer was built since enable(); "
+                "call enable() before get_megatron_optimizer() is imported and called",
             )
 
     def release(self) -> None:

@@ -82,8 +82,8 @@ class OverlappedOptimizer:
         if self._caught is None:
             raise UnsupportedError(
                 "enabled-too-late",
-                "--pipemem-overlap-steps takes the optimizer's steps, but none was built since enable(); call enable() before "
-                "get_megatron_optimizer() is imported and called",
+                "--pipemem-overlap-steps takes the optimizer's steps, but no optimizer was built since enable(); call "
+                "enable() before get_megatron_optimizer() is imported and called",
             )
         return self._caught
 

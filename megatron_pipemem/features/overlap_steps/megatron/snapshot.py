@@ -131,8 +131,8 @@ def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, ...]:
         name = type(optimizer).__name__ if type(optimizer) not in _KNOWN else type(inner).__name__
         raise UnsupportedError(
             "no-rollback",
-            f"steps of {name} cannot be undone, because it keeps more than parameters and their state; drop "
-            "--pipemem-overlap-steps, or train with --optimizer adam or sgd on the device",
+            f"steps of the optimizer {name} cannot be undone, because it keeps more than parameters and their state; "
+            "drop --pipemem-overlap-steps, or train with --optimizer adam or sgd on the device",
         )
     return () if optimizer.is_stub_optimizer else (optimizer,)
 
