@@ -120,6 +120,7 @@ def numbers(name: str, found: object) -> Iterator[str]:
             "stall_seconds",
             "weight_versions",
             "replicas",
+            "pairs",
             "slices",
         )
         yield from (bytes_text(each).split()[0] for each in found.pop("peak_bytes", None) or ())
