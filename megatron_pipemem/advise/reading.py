@@ -392,7 +392,7 @@ def _model(flags: _Flags, assumed: list[str], vocabulary: int | None) -> Model:
 
 
 def _tower(flags: _Flags, assumed: list[str], images: int | None) -> Tower | None:
-    """Return the vision tower of the command's model, with the images that the command or the user names."""
+    """Return the vision tower of the command's model, or ``None``; with the images of the user, or else of the command."""
     tower: Tower | None = flags.given.get(TOWER)
     flags.asked |= {TOWER, IMAGES}
     if tower is None:

@@ -54,7 +54,7 @@ def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 
 
 def _with_pairs(chosen: Choice, request: Request, knowledge: Knowledge) -> Choice:
-    """Return the choice with pairs of forwards and backwards. Bounds of a search without pairs do not hold for it."""
+    """Return the choice with the pairs that make it faster. It loses its bound, which holds only without pairs."""
     from megatron_pipemem.features.pairs import orders
 
     costs = chosen.costs if chosen.costs.have_exchanges else orders.with_exchanges(chosen.costs)

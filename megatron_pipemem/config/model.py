@@ -72,7 +72,7 @@ class Tower(Limited):
 
     @property
     def joined(self) -> int:
-        """Channels of the patches of a token together; those of a patch if one matrix projects their mean."""
+        """Input channels of the projection: of all patches of a token, or of one patch if a matrix projects their mean."""
         return self.hidden * (1 if self.projection == 0 else self.merge)
 
 

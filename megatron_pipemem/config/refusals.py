@@ -340,7 +340,7 @@ def refuse(value_of: Callable[[str], Any], *wanted: Refusals) -> None:
 
 
 def refuse_schedule(value_of: Callable[[str], Any], request: Request) -> None:
-    """Raise an UnsupportedError for settings that no schedule of this package has, or not the requested one."""
+    """Raise an UnsupportedError for settings that every schedule of this package refuses, or the requested one does."""
     graphs = (request.has_only_passes, GRAPHS), (request.may_be_captured, WHOLE_STEP)
     refuse(value_of, SCHEDULES, *(table for allowed, table in graphs if not allowed))
 

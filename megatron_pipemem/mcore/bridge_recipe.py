@@ -74,7 +74,7 @@ _SIZES = {
 
 
 def _vision(provider: object, dataset: object) -> dict[str, Any]:
-    """Return what a recipe says of images and of its vision tower; nothing for a language model."""
+    """Return a recipe's images, vision tower and frozen parts; an empty dict for a language model."""
     frozen = [flag for flag in FREEZES.values() if getattr(provider, flag.replace("-", "_"), False)]
     sides = getattr(dataset, "image_size", None)
     images = [getattr(dataset, "num_images", 1), *sides] if sides else None
@@ -83,7 +83,7 @@ def _vision(provider: object, dataset: object) -> dict[str, Any]:
 
 
 def _tower(provider: object) -> dict[str, Any] | None:
-    """Return the sizes of the tower of Megatron-Bridge's own provider. A size is left out if it is not said."""
+    """Return the sizes of the tower of Megatron-Bridge's own provider. Sizes that are not given are left out."""
     vision = getattr(provider, "vision_config", None)
     if vision is None:
         return None

@@ -216,7 +216,7 @@ def head_flops(model: Model, execution: Execution) -> Passes:
 
 
 def projection_matrices(model: Model) -> list[Matrix]:
-    """Return the linear layers that project the vision tower's patches to tokens; of one projection."""
+    """Return the linear layers of one projection of a vision tower's patches to tokens; none without a tower."""
     tower = model.tower
     if tower is None:
         return []

@@ -80,7 +80,7 @@ class Price(Summed):
         return self.parameters - self.frozen, self.experts * (self.frozen < self.parameters)
 
     def without_weights(self, execution: Execution) -> Price:
-        """Return the price of a part of the language model: without W, if the run freezes it."""
+        """Return the price without W if the run freezes the language model. Call it for parts of that model only."""
         if "language" not in execution.frozen:
             return self
         trains, waits = self.seconds, self.communication

@@ -1,8 +1,8 @@
 """Predict the seconds and bytes of a vision tower and of its projections, which are part of the first stage.
 
 A tower of Megatron's layers is cut by tensor parallelism, and delays its weight gradients as other layers do. Other
-towers run as a whole on every tensor-parallel rank, and I computes their weight gradients. Either has whole images on
-every context-parallel rank. Attention is priced over all patches of an image, also where a model cuts it into windows.
+towers run as a whole on every tensor-parallel rank, and I computes their weight gradients. Both kinds have whole images
+on every context-parallel rank. Attention is priced over all patches of an image, also where a model cuts it into windows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _COLOURS = 3
 
 @lru_cache(maxsize=1024)
 def tower_price(model: Model, execution: Execution, cluster: Cluster) -> Price:
-    """Predict the seconds and bytes of a model's vision tower, patches and projections included; none without one."""
+    """Predict the seconds and bytes of a model's vision tower, patches and projections included.
+
+    All are 0 for a model without a tower.
+    """
     tower = model.tower
     if tower is None:
         return Price()
@@ -42,7 +45,7 @@ def tower_price(model: Model, execution: Execution, cluster: Cluster) -> Price:
 
 
 def _execution(tower: Tower, execution: Execution) -> Execution:
-    """Return the settings with which a microbatch's images pass the tower."""
+    """Return the settings of the tower's layers: the images of a microbatch in place of its sequences, cut by tp at most."""
     return replace(
         execution,
         micro_batch=execution.micro_batch * tower.images,
@@ -60,7 +63,7 @@ def _execution(tower: Tower, execution: Execution) -> Execution:
 
 
 def _patches(tower: Tower, own: Execution, cluster: Cluster) -> Price:
-    """Predict the linear layer that embeds patches. Pixels have no gradient."""
+    """Predict the seconds of the linear layer that embeds patches. Its I takes none, because pixels have no gradient."""
     matrix = Matrix(_COLOURS * tower.frames * tower.patch**2, tower.hidden, "none", bias=True)
     seconds = 2 * own.tokens(tower.model()) * matrix.products(1) / cluster.flops
     return Price(seconds=Passes(seconds, 0.0, seconds), parameters=matrix.parameters(1))

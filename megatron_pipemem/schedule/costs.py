@@ -141,7 +141,7 @@ class Costs:
 
     @property
     def have_exchanges(self) -> bool:
-        """Return whether any seconds are known in which the tokens of experts travel."""
+        """Return whether the costs have seconds in which the tokens of experts travel."""
         return any(getattr(self, name) != 0 for name, _ in _EXCHANGES)
 
     @property

@@ -379,7 +379,10 @@ class Dependencies:
         return waits, prices
 
     def _joined(self, waits: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
-        """Return the waits of all nodes, with those of each pair joined."""
+        """Return the waits of all nodes, where the first node of a pair waits for the needs of both.
+
+        The second node of a pair waits for nothing. Nodes that need the first one wait for the second one.
+        """
         if not self.pairs:
             return waits
         for first in self.pairs:

@@ -59,8 +59,8 @@ def check_affordable(devices: int, microbatches: int, chunks: int, subject: str,
     if size.is_large:
         raise UnsupportedError(
             "too-large",
-            f"{subject} {size}; take fewer devices or microbatches (a tenth of the microbatches shows nearly the "
-            "same), or continue with --yes",
+            f"{subject} {size}; take fewer devices, microbatches, chunks or slices (a tenth of the microbatches shows "
+            "nearly the same), or continue with --yes",
         )
 
 

@@ -23,32 +23,33 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 
 ASSUMED_SHARE = 0.4
-"""The share of F and I in which the tokens of experts travel, until it is known: 30 to 50 % in large models with many
-experts on several nodes."""
+"""The share of F and I in which the tokens of experts travel, for costs that do not have it. It is 30 to 50 % in large
+models with many experts on several nodes."""
 
 _BACKWARDS = (Kind.I, Kind.B)
 _PATIENCE = (1.0, 0.5, 0.0)
-"""The longest time for which an action waits for the other one of its pair, as shares of the seconds that it saves."""
+"""The longest time for which an action waits for the other one of its pair, as shares of the seconds that the pair saves. All
+of them are tried."""
 
 
 def with_exchanges(costs: Costs, share: float = ASSUMED_SHARE) -> Costs:
-    """Return the costs with the same share of every F and I in which the tokens of experts travel."""
+    """Return the costs with a time in which the tokens of experts travel: ``share`` of every F and I of layers."""
     forward, backward = (_share_of(price, share) for price in (costs.forward, costs.backward_input))
     return replace(costs, forward_exchange=forward, backward_exchange=backward)
 
 
 def _share_of(price: Price, share: float) -> Price:
-    """Return a share of the seconds of layers. Embedding and head have no experts."""
+    """Return a share of a price. Embedding and head of ``PartPrices`` get 0, because they have no experts."""
     if isinstance(price, PartPrices):
         return replace(price * share, first=0.0, middle=0.0, last=0.0)
     return tuple(each * share for each in price) if isinstance(price, Sequence) else price * share
 
 
 def with_pairs(schedule: Schedule, costs: Costs, keeps_cap: Callable[[Schedule], bool] = lambda _: True) -> Schedule:
-    """Return the schedule with the pairs that shorten its makespan most; unchanged if none do.
+    """Return the fastest of the schedule itself and those of six choices of its pairs for which ``keeps_cap`` is true.
 
-    In a pair the forward comes first. If it comes before a backward that came first so far, the device holds more, so
-    ``keeps_cap`` says whether a schedule keeps the memory cap.
+    In a pair the forward comes first. A forward that is moved before its neighbouring backward for this raises the
+    device's peak.
     """
     ways = ((patience, swaps) for patience in _PATIENCE for swaps in (True, False))
     found = [schedule, *filter(keeps_cap, (_greedy(schedule, costs, *way) for way in ways))]
@@ -58,7 +59,8 @@ def with_pairs(schedule: Schedule, costs: Costs, keeps_cap: Callable[[Schedule],
 def _greedy(schedule: Schedule, costs: Costs, patience: float, swaps: bool) -> Schedule:
     """Return the schedule with a pair wherever both actions can start together and end sooner than apart.
 
-    ``swaps`` allows pairs of a backward and the forward after it.
+    ``patience`` is the longest wait for the second action, as a share of the seconds that the pair saves. ``swaps`` allows
+    pairs of a backward and the forward after it, which then run in the other order.
     """
     found = Dependencies.of_schedule(schedule)
     prices = ActionPrices(schedule, costs)
@@ -119,7 +121,10 @@ def _greedy(schedule: Schedule, costs: Costs, patience: float, swaps: bool) -> S
 
 
 def _pair_of(first: Action, second: Action, swaps: bool) -> tuple[Action, Action] | None:
-    """Return the forward and the backward among two actions of different microbatches or stages; else ``None``."""
+    """Return two consecutive actions as forward and backward; ``None`` if they cannot be a pair.
+
+    They cannot if they are of the same stage and microbatch, of other kinds, or, without ``swaps``, in the other order.
+    """
     if first[1:] == second[1:]:
         return None
     if first.kind is Kind.F and second.kind in _BACKWARDS:

@@ -20,8 +20,8 @@ from megatron_pipemem.schedule.schedule import Schedule
 def signed_chunks(schedule: Schedule, device: int) -> list[float]:
     """Return a device's passes as Transformer Engine writes them: ``c + 1`` is a forward of chunk ``c``.
 
-    ``-(c + 1)`` is its backward or I, and ``-(c + 1.5)`` its W. The passes of one kind and chunk must run in ascending
-    order of microbatches.
+    ``-(c + 1)`` is its backward or I, and ``-(c + 1.5)`` its W. Call it only if the passes of one kind and
+    chunk run in ascending order of microbatches.
     """
     number = {stage: chunk + 1 for chunk, stage in enumerate(schedule.placement.stages[device])}
     signs = {Kind.F: 1, Kind.B: -1, Kind.I: -1, Kind.W: -1}
@@ -30,7 +30,7 @@ def signed_chunks(schedule: Schedule, device: int) -> list[float]:
 
 
 class GraphOrder(Extension):
-    """Replaces the order in which Megatron captures graphs by that of the last training step's schedule."""
+    """Replaces the order of Transformer Engine's graphs of layers by that of the last training step's schedule."""
 
     only_trains = True
 
