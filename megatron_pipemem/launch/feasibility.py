@@ -172,12 +172,6 @@ def _check_slices(run: Run, slices: int) -> None:
     fuses = run.model.position == "rope" and not run.on_cpu and not flags.get("no-rope-fusion")
     value_of = refusals.flag_values(flags | {"apply-rope-fusion": fuses})
     refusals.refuse(value_of, refusals.SLICED)
-    if run.implementation == "transformer_engine":
-        raise UnsupportedError(
-            "slices-attention",
-            "Transformer Engine's attention does not take keys and values of earlier sequence slices; pass "
-            "--transformer-impl local, or use a schedule without slices",
-        )
     run_slices(run, slices)
 
 

@@ -297,3 +297,39 @@ def test_context_parallel_ranks_train_as_stock(train_with_transformer_engine, as
         assert (
             0 <= predicted - counted < 64
         )  # the offsets of sequences, which the first microbatch makes for all layers
+
+
+BY_FLOPS = ("--pipemem-slice-cut", "flops")
+CUT_VOCABULARY = ("--pipemem-vocab-parallel", "1")
+TP2_LLAMA = (*DEFAULTS, *LLAMA, *TP2_SEQUENCE)
+# name -> schedule, number of slices, flags of ours, flags of stock too
+SLICED = {
+    "grouped queries, tensor parallel, recomputed": ("zb-h1", 2, ("--pipemem-recompute", "full"), TP2_LLAMA),
+    "latent attention, equal FLOPs": ("v-half", 4, BY_FLOPS, (*DEFAULTS, NO_BIAS, *LATENT, *TP2_SEQUENCE)),
+    "cut vocabulary": ("v-half", 2, CUT_VOCABULARY, LLAMA),
+    "tensor parallel, cut vocabulary": ("zb-h1", 2, CUT_VOCABULARY, TP2_LLAMA),
+    "learned positions, data parallel": ("seq1f1b", 4, (), LANES["dp2"]),
+    "recomputed by Megatron": ("slimpipe", 4, (), (*LLAMA, *RECOMPUTE)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", rest_nightly(SLICED, [next(iter(SLICED))], "the same parts with local layers in test_slices.py")
+)
+def test_slices_train_as_whole_sequences(train_with_transformer_engine, assert_close_training, name):
+    schedule, slices, ours, flags = SLICED[name]
+    run = train_with_transformer_engine(schedule, "--pipemem-option", f"slices={slices}", *ours, *flags)
+    assert_close_training(run, train_with_transformer_engine("stock", *flags))
+    if name != "recomputed by Megatron":  # which is never predicted to the byte
+        assert run.predicted_peaks == run.counted_peaks and min(run.counted_peaks) > 0
+
+
+def test_slices_of_flash_attention_train_as_whole_sequences(train_with_transformer_engine):
+    flags = (*FLASH, *LLAMA)
+    stock, run = (
+        train_with_transformer_engine(*each, *flags)
+        for each in (("stock",), ("v-half", "--pipemem-option", "slices=4"))
+    )
+    assert run.losses == pytest.approx(stock.losses, rel=2e-3)  # bf16, which flash attention needs
+    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=2e-2)
+    assert run.predicted_peaks == run.counted_peaks

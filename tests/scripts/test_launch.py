@@ -308,7 +308,6 @@ SLICED = ("schedule.name=seq1f1b", "schedule.options={slices: 4}")
         ([*SLICED, "schedule.slice_cut=flops", "schedule.options={slices: 65}"], "slices-do-not-fit", [65]),
         ([*SLICED, "megatron.window-size=8,0"], "unsupported-setting", ["--window-size"]),
         ([*SLICED, "model.dropout=0.1"], "unsupported-setting", ["--attention-dropout", 0]),
-        ([*SLICED, "megatron.transformer-impl=transformer_engine"], "slices-attention", []),
         ([*SLICED, "schedule.overlap_steps=true"], "conflicting-options", []),
         ([*SLICED, "schedule.microbatch_costs=tokens"], "conflicting-options", []),
         (["schedule.recompute=selective", "schedule.recompute_modules=[activation]"], "unsupported-setting", []),

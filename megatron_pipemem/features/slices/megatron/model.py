@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.attention import Attention
@@ -99,10 +100,12 @@ class SlicedModel:
             for attention in self._attention:
                 core = attention.core_attention
                 hook(core, self._show_earlier)
-                # The fused kernels know causal masks of as many queries as keys only.
-                softmax = core.scale_mask_softmax
-                stack.callback(setattr, softmax, "scaled_masked_softmax_fusion", softmax.scaled_masked_softmax_fusion)
-                softmax.scaled_masked_softmax_fusion = False
+                if isinstance(core, DotProductAttention):
+                    # The fused kernels know causal masks of as many queries as keys only.
+                    softmax = core.scale_mask_softmax
+                    fused = softmax.scaled_masked_softmax_fusion
+                    stack.callback(setattr, softmax, "scaled_masked_softmax_fusion", fused)
+                    softmax.scaled_masked_softmax_fusion = False
             yield
 
     @contextmanager
@@ -155,6 +158,9 @@ class SlicedModel:
         query, key, value, mask, *rest = arguments
         key = caches.of(core, "key").append(key, begin)
         value = caches.of(core, "value").append(value, begin)
+        if not isinstance(core, DotProductAttention):
+            # Transformer Engine ignores the mask, and aligns its own to the last query and the last key.
+            return (query, key, value, None, *rest), named | {"attn_mask_type": AttnMaskType.causal_bottom_right}
         if mask is None:
             positions = torch.arange(end, device=query.device)
             mask = positions > positions[begin:, None]  # [queries, keys]; True hides a key
@@ -167,20 +173,14 @@ class SlicedModel:
 def _check_attention(attention: Attention) -> None:
     """Raise an UnsupportedError if a layer's attention cannot run slice by slice.
 
-    It must be able to use the keys and values of earlier slices, and its mask must not need whole sequences.
+    It must be able to use the keys and values of earlier slices, and be causal.
     """
     core = attention.core_attention
-    if type(core) is not DotProductAttention:
+    if type(core) not in (DotProductAttention, TEDotProductAttention):
         raise UnsupportedError(
             "slices-attention",
             f"layer {attention.layer_number} attends by {type(core).__name__}, which does not take keys and values of earlier "
-            "sequence slices; pass --transformer-impl local, or take a schedule without slices",
-        )
-    if core.scale_mask_softmax.window_size is not None:
-        raise UnsupportedError(
-            "slices-attention",
-            f"layer {attention.layer_number} attends within a sliding window, which Megatron cuts for whole sequences only; "
-            "drop --window-size, or take a schedule without sequence slices",
+            "sequence slices; use dot-product attention of Megatron or Transformer Engine, or take a schedule without slices",
         )
     if attention.attn_mask_type is not AttnMaskType.causal:
         raise UnsupportedError(
