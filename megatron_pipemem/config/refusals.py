@@ -50,6 +50,9 @@ _REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "cuda_graph_warmup_steps": lambda number: number is not None and int(number) == 0,
     "num_microbatches_with_partial_activation_checkpoints": lambda number: number is not None,
     "moe_router_load_balancing_type": lambda asked: any(kind in (asked or "") for kind in _UNCOUNTED),
+    "moe_aux_loss_coeff": lambda shares: any(
+        map(float, shares if isinstance(shares, (list, tuple)) else [shares or 0])
+    ),
     "num_distributed_optimizer_instances": lambda number: int(number or 1) > 1,
     "moe_token_dispatcher_type": lambda dispatcher: dispatcher == "flex",
     "gtp_weight_remat_size": lambda number: int(number or 1) > 1,
@@ -264,18 +267,20 @@ ROLLED_BACK = _refusals(
         "save_tokens_per_expert_interval": _WRITTEN_EARLY,
     },
 )
+_BIAS = "balance experts by --moe-router-load-balancing-type none and --moe-router-enable-expert-bias"
 SLICED = _refusals(
     " in sequence slices",
     {
         "context_parallel_size": "every rank has a part of the sequence already; pass --context-parallel-size 1",
         "attention_dropout": "dropout masks are drawn for whole sequences, and slices would draw others; pass "
         "--attention-dropout 0",
-        "window_size": "Megatron cuts sliding windows for whole sequences only",
         "variable_seq_lengths": "all sequences are cut at the same places; drop --variable-seq-lengths, and pad the sequences",
         "mtp_num_layers": "the last tokens of a slice would have no tokens to predict from",
-        "num_moe_experts": "routers balance, and drop, the tokens of whole microbatches; train a model without experts",
+        "moe_aux_loss_coeff": f"it is a loss of whole microbatches; {_BIAS}",
+        "moe_z_loss_coeff": "it is a loss of whole microbatches",
+        "moe_expert_capacity_factor": "experts drop tokens of whole microbatches",
+        "moe_router_load_balancing_type": f"{' or '.join(_UNCOUNTED)} needs whole microbatches; {_BIAS}",
         "experimental_attention_variant": "it does not take the keys and values of earlier slices",
-        "apply_rope_fusion": "the fused kernel begins every sequence at position 0; pass --no-rope-fusion",
     },
     ", or take a schedule without sequence slices",
 )
@@ -354,6 +359,22 @@ def refuse_transformer_engine(value_of: Callable[[str], Any], splits: bool, reco
         raise UnsupportedError("fp8-delayed-scaling", _DELAYED_SCALING)
     if splits:
         refuse(value_of, SPLIT_BACKWARD)
+
+
+def refuse_sliced(value_of: Callable[[str], Any]) -> None:
+    """Raise an UnsupportedError for settings that sequence slices cannot have."""
+    refuse(value_of, SLICED)
+    if value_of("multi_latent_attention") and value_of("apply_rope_fusion"):
+        raise UnsupportedError(
+            "slices-attention",
+            "the fused rotary embeddings of latent attention begin every sequence slice at position 0; pass --no-rope-fusion, "
+            "or take a schedule without sequence slices",
+        )
+    if "sinkhorn" in (value_of("moe_router_load_balancing_type") or ""):
+        raise UnsupportedError(
+            "unsupported-setting",
+            f"sinkhorn needs whole microbatches; {_BIAS}, or take a schedule without sequence slices",
+        )
 
 
 def refuse_asynchronous(run: Run, name: str) -> None:

@@ -170,8 +170,7 @@ def _check_ours(run: Run, request: Request, schedule: Schedule | None) -> None:
 def _check_slices(run: Run, slices: int) -> None:
     flags = all_flags(run)
     fuses = run.model.position == "rope" and not run.on_cpu and not flags.get("no-rope-fusion")
-    value_of = refusals.flag_values(flags | {"apply-rope-fusion": fuses})
-    refusals.refuse(value_of, refusals.SLICED)
+    refusals.refuse_sliced(refusals.flag_values(flags | {"apply-rope-fusion": fuses}))
     run_slices(run, slices)
 
 

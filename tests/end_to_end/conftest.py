@@ -26,7 +26,7 @@ ITERATIONS = 2  # a wrong gradient shows in the second loss
 MODEL = """
 --num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --vocab-size 1000
 --attention-dropout 0 --hidden-dropout 0 --transformer-impl local --distributed-backend gloo --no-persist-layer-norm
---no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion --no-rope-fusion --seed 1234
+--no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion --seed 1234
 --tokenizer-type NullTokenizer --num-workers 0 --lr 1e-3 --lr-decay-style constant --log-interval 1
 --clip-grad 1000 --micro-batch-size 1 --eval-iters 0 --eval-interval 100
 """.split()
@@ -35,6 +35,7 @@ DEFAULTS = {
     "--global-batch-size": "6",
     "--train-iters": str(ITERATIONS),
     "--no-gradient-accumulation-fusion": None,
+    "--no-rope-fusion": None,
     "--split": "80,10,10",
 }
 

@@ -62,6 +62,7 @@ CASES = {
     ),
     "slimpipe": ("slimpipe", cut(4), ROPE),
     "interleaved": ("interleaved", cut(4), ROPE),
+    "sliding window": ("zb-h1", cut(4), (*ROPE, "--window-size", "20,0")),
     "searched": ("auto", ("--pipemem-option", "slices=2", *SEARCH), GROUPED),
     "v-half": ("v-half", cut(2), GROUPED),
     "zbv": ("zbv", cut(4), ROPE),
@@ -95,7 +96,15 @@ def differences(run, stock) -> dict:
 # Of two cases with the same flags and another schedule or another part of the model, one: that with the cut vocabulary too.
 NIGHTLY = {
     *("learned positions", "sequence parallel", "v-half, equal FLOPs", "v-half, evaluation"),
-    *("rope", "equal FLOPs", "recomputed in part", "recomputed by the model", "loss per token", "evaluation"),
+    *(
+        "rope",
+        "sliding window",
+        "equal FLOPs",
+        "recomputed in part",
+        "recomputed by the model",
+        "loss per token",
+        "evaluation",
+    ),
     *("v-half, offloaded", "v-half", "zbv", "v-half, tensor parallel", "one barrier of a cut vocabulary"),
     *("one microbatch, cut vocabulary", "two sequences a microbatch"),
 }

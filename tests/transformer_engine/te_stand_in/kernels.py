@@ -141,6 +141,21 @@ def _written(rows: torch.Tensor, like: torch.Tensor, out: torch.Tensor | None) -
     return output if out is None else out.copy_(output)
 
 
+def fused_rope_forward(t, freqs, starts, layout, interleaved, *_):
+    """Rotate ``t``, ``[s, b, h, d]``, by the angles ``freqs``, ``[s, 1, 1, d]``, of which token i gets the i-th."""
+    if interleaved or starts is not None:
+        raise NotImplementedError("no interleaved rotary embeddings and no starts on CPU ranks")
+    turned, angles = t[..., : freqs.size(-1)].float(), freqs[: t.size(0)]
+    one, two = turned.chunk(2, -1)
+    turned = turned * angles.cos() + torch.cat((-two, one), -1) * angles.sin()
+    return torch.cat((turned.to(t.dtype), t[..., freqs.size(-1) :]), -1)
+
+
+def fused_rope_backward(gradient, freqs, *how):
+    """Return the gradient of ``t``, which turns back."""
+    return fused_rope_forward(gradient, -freqs, *how)
+
+
 def multi_tensor_scale(chunk_size, overflow, tensor_lists, scale):
     """``tensor_lists[1] = tensor_lists[0] * scale``; infinities set ``overflow``."""
     for source, target in zip(*tensor_lists, strict=True):

@@ -84,11 +84,15 @@ class SlicedModel:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Register the hooks on the model, and turn fused masked softmax off, while the block runs.
+        """Register the hooks on the model, and turn off options that need whole sequences, while the block runs.
 
         The hooks have an effect only inside ``running``.
         """
         with ExitStack() as stack:
+
+            def change(owner: object, name: str, value: object) -> None:
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
 
             def hook(module: torch.nn.Module, before: Callable) -> None:
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -97,15 +101,16 @@ class SlicedModel:
             for module in self._model.modules():
                 if isinstance(module, RotaryEmbedding):
                     hook(module, self._move_positions)
+                elif getattr(module, "fuse_wgrad_accumulation", False):
+                    # With this cache, Transformer Engine overwrites gradients in the backward of the step's first forward,
+                    # and other slices run backward before it.
+                    change(module, "disable_parameter_transpose_cache", True)
             for attention in self._attention:
                 core = attention.core_attention
                 hook(core, self._show_earlier)
                 if isinstance(core, DotProductAttention):
                     # The fused kernels know causal masks of as many queries as keys only.
-                    softmax = core.scale_mask_softmax
-                    fused = softmax.scaled_masked_softmax_fusion
-                    stack.callback(setattr, softmax, "scaled_masked_softmax_fusion", fused)
-                    softmax.scaled_masked_softmax_fusion = False
+                    change(core.scale_mask_softmax, "scaled_masked_softmax_fusion", False)
             yield
 
     @contextmanager

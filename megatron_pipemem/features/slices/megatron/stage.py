@@ -9,13 +9,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from megatron_pipemem.config.refusals import SLICED
+from megatron_pipemem.config.refusals import refuse_sliced
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.features.slices.megatron.model import KeyValueCaches, SlicedModel, boundaries
 from megatron_pipemem.features.slices.prices import slice_tokens
 from megatron_pipemem.mcore.model.stages import ChunkStage, Tape
 from megatron_pipemem.mcore.model.whole_model import model_of
-from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.planner.counts import attention_share
 from megatron_pipemem.runtime.executor import StepFeature
@@ -166,7 +165,7 @@ class SequenceSlices(Extension):
         """
         if step.program.schedule.slices == 1:
             return
-        check_config(step.context.config, SLICED)
+        refuse_sliced(lambda attribute: getattr(step.context.config, attribute, None))
         if step.message_shape is None or step.tokens is None or step.message.shape is None:
             raise UnsupportedError(
                 "slices-forward-step",
