@@ -16,16 +16,21 @@ from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.launch.command import Flags, all_flags
 from megatron_pipemem.launch.feasibility import refusal
 from megatron_pipemem.planner.prices import MeasuredSlowdown
-from megatron_pipemem.planner.replay import measured, shortest
+from megatron_pipemem.planner.replay import Timing, family_schedule, measured, shortest
+from megatron_pipemem.planner.slices import sliced_step, why_not_sliced
 from megatron_pipemem.planner.space import Limits, Order, hides_messages, orders, without_overlap
 from megatron_pipemem.planner.step import PlannedStep, price
-from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.placement import Placement
 
 STOCKS = ("1f1b", "interleaved")
 """Megatron's own schedules."""
 OURS = ("zb-h1", "gis", "zbv", "v-half", "v-min")
 """Schedules that a run is compared under, those with the fewest changes to a run first."""
+SLICES, SHORTEST_SLICE, MICROBATCHES = (2, 4, 8), 4096, 4
+"""Numbers of sequence slices that are tried, the fewest tokens of a slice, and the number of microbatches per pipeline rank
+from which the bubble is too small for slices.
+"""
 SAME_MEMORY = 0.02
 """Fraction of a peak within which another peak counts as equal."""
 AS_FAST = 0.01
@@ -58,7 +63,12 @@ class Way:
             ("stock " if self.is_stock else "")
             + self.order.name
             + (f" v={self.order.chunks}" if self.order.chunks else "")
+            + (f" slices={self.slices}" if self.slices > 1 else "")
         )
+
+    @property
+    def slices(self) -> int:
+        return self.run.schedule.slices or 1
 
     @property
     def seconds(self) -> float:
@@ -84,7 +94,12 @@ class Way:
     def messages(self) -> int:
         """Number of messages of a step between pipeline ranks, forward and back."""
         devices = self.step.placement.devices
-        return 2 * self.run.parallelism.microbatches * sum(here != there for here, there in pairwise(devices))
+        return (
+            2
+            * self.run.parallelism.microbatches
+            * self.slices
+            * sum(here != there for here, there in pairwise(devices))
+        )
 
     @cached_property
     def refusal(self) -> PipememError | None:
@@ -116,7 +131,7 @@ class Advice:
         today: the run as it is.
         stock: the fastest of Megatron's own schedules with any chunks and the best layout; ``None`` if none fits into
             the memory, or the run can have none.
-        proposals: the best way of each kind, such as ``less memory``; at most three.
+        proposals: the best way of each kind, such as ``less memory``; at most four.
         refused: by code of a refusal, its message and the names of schedules that would be proposed without it.
         excess: bytes that the run needs by its prices in addition to the device's memory.
         verdict: the answer.
@@ -130,7 +145,12 @@ class Advice:
     verdict: Verdict
 
 
-def advise(run: Run, pace: MeasuredSlowdown | None = None, names: Collection[str] = (*STOCKS, *OURS)) -> Advice:
+def advise(
+    run: Run,
+    pace: MeasuredSlowdown | None = None,
+    names: Collection[str] = (*STOCKS, *OURS),
+    slices: bool = False,
+) -> Advice:
     """Return the schedules with which a run would be faster or smaller, at the same parallel sizes and microbatches.
 
     A run that does not fit its devices by these prices is compared as if they had the memory that it needs.
@@ -139,6 +159,7 @@ def advise(run: Run, pace: MeasuredSlowdown | None = None, names: Collection[str
         run: as it stands.
         pace: measured prices; ``None`` for those of the formulas.
         names: the schedules that the run's program can take.
+        slices: whether all sequences of the program have the same length, so that schedules may cut them into slices.
 
     Raises:
         UnsupportedError: the run has no pipeline (``no-pipeline``).
@@ -163,7 +184,8 @@ def advise(run: Run, pace: MeasuredSlowdown | None = None, names: Collection[str
     stocks = [way for name in STOCKS if name in names for way in _ways(run, name, pace)]
     stock = _first([way for way in stocks if way.peak <= max(memory, today.peak)], _seconds, refused)
     ours = [way for name in OURS if name in names for way in _ways(run, name, pace)]
-    proposals = dict(_proposals(today, ours, memory, refused))
+    sliced = list(_sliced(run, names, pace)) if slices else []
+    proposals = dict(_proposals(today, ours, sliced, memory, refused))
     overlap = not proposals and hides_messages(run) and _gains_without_overlap(run, ours, pace)
     return Advice(today, stock, proposals, refused, excess, _verdict(today, stock, proposals, overlap))
 
@@ -217,22 +239,43 @@ def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
             yield _way(replace(base, schedule=choice, parallelism=cut), order, placement, None, pace)
 
 
+def _sliced(run: Run, names: Collection[str], pace: MeasuredSlowdown | None) -> Iterator[Way]:
+    """Predict a run of few microbatches with one long sequence each under schedules that cut it into slices."""
+    # Transformer Engine copies keys and values of several sequences for each slice, which is not priced.
+    if run.parallelism.micro_batch > 1 or run.parallelism.microbatches >= MICROBATCHES * run.parallelism.pp:
+        return
+    for slices in SLICES:
+        cut = replace(run, schedule=replace(run.schedule, name=AUTO, slices=slices))
+        if run.model.sequence >= slices * SHORTEST_SLICE and why_not_sliced(cut) is None:
+            for name in (each for each in OURS if each in names):
+                yield from _ways(cut, name, pace)
+
+
 def _way(
     run: Run, order: Order, placement: Placement, layers: tuple[int, ...] | None, pace: MeasuredSlowdown | None
 ) -> Way:
-    step = price(run, placement, layers, pace)
+    slices = run.schedule.slices or 1
+    step = (price if slices == 1 else sliced_step)(run, placement, layers, pace)
     if layers is None:
         run = layout.with_cut(run, step.layers)
     cut = run.parallelism
-    found = measured(order.name, cut.pp, cut.microbatches, order.chunks, step.costs)
+    if slices == 1:
+        found = measured(order.name, cut.pp, cut.microbatches, order.chunks, step.costs)
+    else:
+        schedule = family_schedule(order.name, cut.pp, cut.microbatches, order.chunks, slices=slices)
+        found = Timing.simulated(schedule, step.costs).price
     return Way(run, order, run.schedule.name == STOCK, step, found.seconds, step.held(found.peaks))
 
 
 def _proposals(
-    today: Way, ways: Sequence[Way], memory: float, refused: dict[str, tuple[str, list[str]]]
+    today: Way,
+    ways: Sequence[Way],
+    sliced: Sequence[Way],
+    memory: float,
+    refused: dict[str, tuple[str, list[str]]],
 ) -> Iterator[tuple[str, Way]]:
     """Yield the best way of every kind, if it is faster than the run and the kinds before, or smaller."""
-    same = [way for way in ways if way.peak <= today.peak * (1 + SAME_MEMORY)]
+    same, short = ([way for way in each if way.peak <= today.peak * (1 + SAME_MEMORY)] for each in (ways, sliced))
     fast = [
         way
         for way in ways
@@ -241,11 +284,17 @@ def _proposals(
     smaller = ("less memory", fast, _peak)
     if today.peak > memory:
         smaller = ("fits", [way for way in ways if way.peak <= memory], _seconds)
-    chunked = ("same memory, chunks", same, _seconds)
+    chunked, cut = ("same memory, chunks", same, _seconds), ("same memory, slices", short, _seconds)
     fastest, proposed = today.seconds, []
-    for kind, fitting, key in (("same memory", [way for way in same if _is_linear(way)], _seconds), chunked, smaller):
-        way = _first(fitting, key, refused)
-        if way is None or way.order in proposed:
+    for kind, fitting, key in (
+        ("same memory", [way for way in same if _is_linear(way)], _seconds),
+        chunked,
+        cut,
+        smaller,
+    ):
+        # That slices are refused, a user who has not asked for them need not know.
+        way = _first(fitting, key, {} if kind == cut[0] else refused)
+        if way is None or (way.order in proposed and way.slices == 1):
             continue
         if kind == smaller[0] or way.seconds < fastest - AS_FAST * today.seconds:
             fastest = min(fastest, way.seconds)

@@ -25,12 +25,14 @@ class Consumer:
         where: the place of the call that enables a schedule, if no flag does.
         setting: spells a field of Megatron's configuration with its value; ``None`` if the program takes Megatron's flags.
         families: schedules that the program can run.
+        slices: whether its sequences can be cut into slices, which those of other lengths and packed ones cannot.
     """
 
     hook: tuple[str, ...] = ()
     where: str | None = None
     setting: Callable[[str, Any], list[str]] | None = None
     families: tuple[str, ...] = (*STOCKS, *OURS)
+    slices: bool = False
 
 
 def changes(consumer: Consumer, today: Run, way: Way) -> tuple[list[str], list[str]]:
@@ -93,7 +95,7 @@ def _swift(field: str, value: Any) -> list[str]:
     return [name] if value is None else [name, str(value).lower() if value is False else str(value)]
 
 
-MEGATRON = Consumer()
+MEGATRON = Consumer(slices=True)
 BRIDGE = Consumer(where="in the recipe", setting=_python)
 NEMO_RL = Consumer(
     where="at the beginning of NeMo-RL's MegatronPolicyWorker.__init__",

@@ -90,7 +90,7 @@ def advise_command(
     check_output(write, (".yaml", ".yml"), "a run")
     reading = _read(source, _variables(env or ()), cluster, gpus, vocabulary, images)
     pace = None if profile is None else pace_of(profile, reading.run)
-    advice = advise(reading.run, pace, reading.consumer.families)
+    advice = advise(reading.run, pace, reading.consumer.families, reading.consumer.slices)
     if write is not None:
         write_whole(write, write_yaml(settings_of(reading.run)))
     if as_json:
@@ -102,7 +102,8 @@ def advise_command(
 def advise_words(words: list[str], devices: int | None) -> None:
     """Print the advice for a command line ``words``: a training script and its flags, on ``devices`` devices."""
     reading = read_program(words, Context(_known(), load(_CLUSTER, Cluster), devices))
-    print_facts(console(), _lines(reading, advise(reading.run, names=reading.consumer.families), measured=False))
+    advice = advise(reading.run, names=reading.consumer.families, slices=reading.consumer.slices)
+    print_facts(console(), _lines(reading, advice, measured=False))
 
 
 def _known() -> dict[str, dict[str, Any]]:
@@ -256,6 +257,7 @@ def _way_facts(way: Way, reading: Reading, advice: Advice) -> dict[str, Any]:
     return {
         "schedule": way.order.name,
         "chunks": way.order.chunks,
+        "slices": way.slices,
         "stock": way.is_stock,
         "layers": list(way.step.layers),
         "seconds": way.seconds,

@@ -59,6 +59,24 @@ def test_prices_are_the_planners(name):
     assert (way.seconds, way.peaks) == (planned.seconds, planned.peaks)
 
 
+def test_few_microbatches_of_long_sequences_are_cut_into_slices():
+    cut = LLAMA.parallelism
+    sizes = replace(cut, micro_batch=1, global_batch=2 * cut.dp)
+    run = replace(LLAMA, model=replace(LLAMA.model, sequence=2**17), parallelism=sizes)
+    assert "same memory, slices" not in advise(run).proposals
+    advice = advise(run, slices=True)
+    way = advice.proposals["same memory, slices"]
+    assert way.slices > 1 and refusal(way.run) is None
+    assert way.peak <= advice.today.peak * (1 + SAME_MEMORY) and way.seconds < min(
+        each.seconds for each in advice.proposals.values() if each is not way
+    )
+    allowed = {key: [getattr(sizes, key)] for key in ("tp", "pp", "dp", "cp", "micro_batch")}
+    named = {"schedule": [way.order.name], "slices": [way.slices], "slice_cut": ["tokens"]}
+    limits = Limits({**allowed, **named, "recompute": [run.schedule.recompute], "variant": ["plain"]})
+    (planned,) = plan(run, memory=1e13, limits=limits, search_seconds=0).plans
+    assert (way.seconds, way.peaks) == (planned.seconds, planned.peaks)
+
+
 def test_changed_flags_lead_from_one_run_to_the_other():
     for way in advise(QWEN).proposals.values():
         added, gone = changed_flags(QWEN, way.run)
