@@ -324,7 +324,8 @@ SLICED = {
 
 
 @pytest.mark.parametrize(
-    "name", rest_nightly(SLICED, [next(iter(SLICED))], "the same parts with local layers in test_slices.py")
+    "name",
+    rest_nightly(SLICED, ["latent attention, equal FLOPs"], "latent attention; other parts with local layers"),
 )
 def test_slices_train_as_whole_sequences(train_with_transformer_engine, assert_close_training, name):
     schedule, slices, ours, flags = SLICED[name]
@@ -333,10 +334,13 @@ def test_slices_train_as_whole_sequences(train_with_transformer_engine, assert_c
     if name == "experts":  # routing differs between slices
         least, most = run.of_ranks("predicted_least_peak_bytes"), run.predicted_peaks
         assert all(low <= held <= high for low, held, high in zip(least, run.counted_peaks, most, strict=True))
+    elif "fused rotary embeddings" in name:  # Megatron keeps their angles; predicted are those of every microbatch
+        assert all(held <= most for held, most in zip(run.counted_peaks, run.predicted_peaks, strict=True))
     elif name != "recomputed by Megatron":  # which is never predicted to the byte
         assert run.predicted_peaks == run.counted_peaks and min(run.counted_peaks) > 0
 
 
+@nightly("unfused attention above, with the same mask")
 def test_slices_of_flash_attention_train_as_whole_sequences(train_with_transformer_engine):
     flags = (*FLASH, *LLAMA)
     stock, run = (
