@@ -268,6 +268,7 @@ ROLLED_BACK = _refusals(
     },
 )
 _BIAS = "balance experts by --moe-router-load-balancing-type none and --moe-router-enable-expert-bias"
+_WHOLE = (*_UNCOUNTED, "sinkhorn")
 SLICED = _refusals(
     " in sequence slices",
     {
@@ -279,10 +280,11 @@ SLICED = _refusals(
         "moe_aux_loss_coeff": f"it is a loss of whole microbatches; {_BIAS}",
         "moe_z_loss_coeff": "it is a loss of whole microbatches",
         "moe_expert_capacity_factor": "experts drop tokens of whole microbatches",
-        "moe_router_load_balancing_type": f"{' or '.join(_UNCOUNTED)} needs whole microbatches; {_BIAS}",
+        "moe_router_load_balancing_type": f"{' or '.join(_WHOLE)} needs whole microbatches; {_BIAS}",
         "experimental_attention_variant": "it does not take the keys and values of earlier slices",
     },
     ", or take a schedule without sequence slices",
+    only={"moe_router_load_balancing_type": lambda asked: any(kind in (asked or "") for kind in _WHOLE)},
 )
 PER_MICROBATCH = _refusals(
     " by a schedule that updates after every microbatch",
@@ -369,11 +371,6 @@ def refuse_sliced(value_of: Callable[[str], Any]) -> None:
             "slices-attention",
             "the fused rotary embeddings of latent attention begin every sequence slice at position 0; pass --no-rope-fusion, "
             "or take a schedule without sequence slices",
-        )
-    if "sinkhorn" in (value_of("moe_router_load_balancing_type") or ""):
-        raise UnsupportedError(
-            "unsupported-setting",
-            f"sinkhorn needs whole microbatches; {_BIAS}, or take a schedule without sequence slices",
         )
 
 
