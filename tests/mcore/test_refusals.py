@@ -31,6 +31,13 @@ def test_an_ordinary_configuration_passes():
     check_chunks([torch.nn.Linear(2, 2)], 1, "1f1b")
 
 
+def test_fused_rotary_embeddings_do_not_exclude_slices_but_those_of_latent_attention_do():
+    fused = {"apply_rope_fusion": True}
+    rows.refuse_sliced(fused.get)
+    with refused("slices-attention", kind=UnsupportedError):
+        rows.refuse_sliced({**fused, "multi_latent_attention": True}.get)
+
+
 TABLES = {name: each for name, each in vars(rows).items() if isinstance(each, rows.Refusals)}
 VALUES = {
     "rerun_mode": "validate_results",
