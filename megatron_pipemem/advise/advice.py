@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Literal
 
@@ -13,8 +13,11 @@ from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import GIB
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import Flags, all_flags
 from megatron_pipemem.launch.feasibility import refusal
+from megatron_pipemem.launch.start_layout import laid_out, layers_of
+from megatron_pipemem.planner.balance import as_cut, balance
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.replay import Timing, family_schedule, measured, shortest
 from megatron_pipemem.planner.slices import sliced_step, why_not_sliced
@@ -134,6 +137,8 @@ class Advice:
         proposals: the best way of each kind, such as ``less memory``; at most four.
         refused: by code of a refusal, its message and the names of schedules that would be proposed without it.
         excess: bytes that the run needs by its prices in addition to the device's memory.
+        fails: the reason why Megatron cannot cut the model as the run asks; ``None`` if it can. ``today`` then has a
+            layout with which the run starts.
         verdict: the answer.
     """
 
@@ -143,6 +148,7 @@ class Advice:
     refused: dict[str, tuple[str, list[str]]]
     excess: float
     verdict: Verdict
+    fails: str | None = None
 
 
 def advise(
@@ -170,6 +176,10 @@ def advise(
             "no-pipeline",
             "the run has one pipeline rank, and no schedule changes its step; pipemem plan ranks other parallel sizes",
         )
+    run = laid_out(run)
+    fails = why_not_cut(run)
+    if fails is not None:
+        run = layout.with_cut(run, balance(run, pace=pace).best.layers)
     today = as_it_stands(run, pace)
     if today.refusal is not None and today.refusal.code != "does-not-fit":
         raise today.refusal
@@ -187,7 +197,21 @@ def advise(
     sliced = list(_sliced(run, names, pace)) if slices else []
     proposals = dict(_proposals(today, ours, sliced, memory, refused))
     overlap = not proposals and hides_messages(run) and _gains_without_overlap(run, ours, pace)
-    return Advice(today, stock, proposals, refused, excess, _verdict(today, stock, proposals, overlap))
+    verdict = _verdict(today, stock, proposals, overlap)
+    if fails is not None and verdict in ("stay", "overlap"):
+        verdict = "layout"
+    return Advice(today, stock, proposals, refused, excess, verdict, fails)
+
+
+def why_not_cut(run: Run) -> str | None:
+    """Return why Megatron's own schedule cannot cut a GPT as the run's flags say; ``None`` if it can."""
+    p, chunks, layers = run.parallelism.pp, run.parallelism.chunks or 1, run.model.layers
+    if run.schedule.name != STOCK or run.model.pattern is not None or layout.pieces_of(run, p * chunks) is not None:
+        return None
+    flags = " and ".join(f"--{flag}" for flag in layout.FLAGS if cut_flags.given(run.flags, flag))
+    return (
+        cut_flags.why_not_even(run.flags, layers, p, chunks) or f"{flags} cannot divide {layers} layers among {p} ranks"
+    )
 
 
 def _verdict(today: Way, stock: Way | None, proposals: Mapping[str, Way], overlap: bool) -> Verdict:
@@ -206,19 +230,25 @@ def _gains_without_overlap(run: Run, ways: Sequence[Way], pace: MeasuredSlowdown
 
 
 def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
-    """Predict a run with its present schedule and its present layers per stage."""
+    """Predict a run with its present schedule and its present layers per stage.
+
+    ``auto`` stands for the order that a short search finds.
+    """
     chunks = run.parallelism.chunks
     name = run.schedule.name if run.schedule.name != STOCK else "1f1b" if (chunks or 1) == 1 else "interleaved"
     order = Order(name, chunks)
     found = orders(run, Limits({"schedule": [name], **({"chunks": [chunks]} if chunks else {})}), Counter())
     placement = next((each for each, listed in found.items() if order in listed), None)
-    if placement is None:
+    if placement is None and run.schedule.name == STOCK:
         raise UnsupportedError(
             "does-not-fit",
             f"the run's schedule {name} does not go with its {run.parallelism.pp} pipeline ranks, {chunks or 1} chunks "
             "per rank, layers or flags for overlap; correct the one that is wrong",
         )
-    layers = layout.pieces_of(run, placement.model_stages)
+    if placement is None:  # no family, or one whose passes are not those of whole microbatches
+        cut = as_cut(run, partial(layers_of, run), pace)
+        return Way(run, order, False, cut.step, cut.seconds - cut.step.outside, cut.held)
+    layers = layers_of(run, placement)
     return _way(run, order, placement, layers, pace)
 
 
@@ -235,8 +265,14 @@ def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
             if is_stock and chunked and run.model.least_first:
                 continue
             choice = replace(base.schedule, name=STOCK if is_stock else name)
+            if choice.name != run.schedule.name:
+                choice = replace(choice, options={})
             cut = replace(base.parallelism, chunks=order.chunks)
-            yield _way(replace(base, schedule=choice, parallelism=cut), order, placement, None, pace)
+            way = _way(replace(base, schedule=choice, parallelism=cut), order, placement, None, pace)
+            if is_stock and 0 in way.step.layers[1:-1]:  # Megatron's own schedule may hang at an empty middle stage
+                layers = balance(way.run, pace=pace).best.layers
+                way = _way(layout.with_cut(way.run, layers), order, placement, layers, pace)
+            yield way
 
 
 def _sliced(run: Run, names: Collection[str], pace: MeasuredSlowdown | None) -> Iterator[Way]:

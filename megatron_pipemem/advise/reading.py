@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -22,7 +23,7 @@ from megatron_pipemem.config.runs import MOCK, Parallelism, Run, ScheduleChoice,
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.request import flags_of
-from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.schedule.options import STOCK, parse_options
 
 _PER_NODE = ("nproc-per-node", "ntasks-per-node", "gpus-per-node", "actor-num-gpus-per-node")
 _NODES = ("nnodes", "nodes", "actor-num-nodes")
@@ -183,9 +184,11 @@ def ask_for(text: str, key: str) -> NoReturn:
 def named(words: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of a program's flags by name without dashes.
 
-    The value is ``True`` for a flag without a value, and a list for several values.
+    The value is ``True`` for a flag without a value, and a list for several values. Of flags of this package that may be
+    repeated, it is a list with the values of all occurrences.
     """
     found: dict[str, Any] = {}
+    repeated = {flag.name for flag in flags_of(ScheduleChoice).values() if flag.repeated}
     place = 0
     while place < len(words):
         word = words[place]
@@ -203,7 +206,11 @@ def named(words: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> dict[
                 break
             values.append(words[place])
             place += 1
-        found[word.lstrip("-")] = True if not values else values[0] if len(values) == 1 else values
+        name = word.lstrip("-")
+        if word in repeated:
+            found[name] = [*found.get(name, []), *values]
+        else:
+            found[name] = True if not values else values[0] if len(values) == 1 else values
     return found
 
 
@@ -312,9 +319,10 @@ def _schedule(flags: _Flags) -> ScheduleChoice:
         flags.asked.add("pipemem-schedule")
         said["name"] = schedule
     for key, flag in flags_of(ScheduleChoice).items():
-        if not flag.repeated and (value := flags.given.get(flag.name.lstrip("-"))) is not None:
+        if (value := flags.given.get(flag.name.lstrip("-"))) is not None:
             flags.asked.add(flag.name.lstrip("-"))
-            said[key] = flag.kind(value) if flag.kind is not None else value
+            read = partial(parse_options, flag.name) if flag.repeated else flag.kind
+            said[key] = value if read is None else read(value)
     return ScheduleChoice(**said)
 
 

@@ -69,9 +69,9 @@ def _with_pairs(chosen: Choice, request: Request, knowledge: Knowledge) -> Choic
     return replace(chosen, schedule=schedule, costs=costs, bound=None, search=None)
 
 
-def vocabulary_ways(
-    request: Request, chosen: Callable[[Request], Choice], refused: Callable[[int, PipememError], None]
-) -> dict[int, Choice]:
+def vocabulary_ways[T](
+    request: Request, chosen: Callable[[Request], T], refused: Callable[[int, PipememError], None]
+) -> dict[int, T]:
     """Return the choice for every number of vocabulary barriers: 0 (no vocabulary passes), 1 and 2 are the keys.
 
     ``chosen`` returns the choice for a request. If it raises a ScheduleError or UnsupportedError for 1 or 2 barriers,

@@ -169,6 +169,10 @@ def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, 
         *[("assumed", sentence) for sentence in reading.assumed],
         ("today", f"{today.name}: {today.seconds:.3g} s a step, {_held(today)}{over}"),
     ]
+    if advice.fails is not None:
+        lines.insert(
+            -1, ("fails", f"{advice.fails}, so Megatron stops at the start; it runs with {_addition(reading, today)}")
+        )
     if stock is not None and stock.gain(today) >= AS_FAST:
         lines.append(("tuned stock", _compared(stock, reading, advice)))
     lines += [(kind, _compared(way, reading, advice)) for kind, way in advice.proposals.items()]
@@ -221,9 +225,10 @@ def _answer(reading: Reading, advice: Advice) -> str:
         return "stay as you are: no schedule is 1 % faster in this memory, or as fast in less"
     if advice.verdict == "overlap":
         return "stay as you are: your overlap of messages within layers is worth more than any bubble here"
-    if stock is not None and advice.verdict in ("layout", "stock"):
+    if advice.verdict in ("layout", "stock"):
+        better = stock if stock is not None and stock.gain(today) >= AS_FAST else today
         what = "only change the layout" if advice.verdict == "layout" else "stay with Megatron's own schedule"
-        return f"{what}: add {_addition(reading, stock)}"
+        return f"{what}: add {_addition(reading, better)}"
     (kind, best), where = next(iter(advice.proposals.items())), reading.consumer.where
     ours, hint = max(way.gain(today) for way in advice.proposals.values()), ""
     if kind == "less memory":
@@ -244,6 +249,7 @@ def _facts(reading: Reading, advice: Advice) -> dict[str, Any]:
         "program": reading.program,
         "assumed": list(reading.assumed),
         "answer": advice.verdict,
+        "fails": advice.fails,
         "excess_bytes": advice.excess,
         "ways": {kind: way and _way_facts(way, reading, advice) for kind, way in ways.items()},
         "refused": {

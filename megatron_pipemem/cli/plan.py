@@ -33,6 +33,7 @@ from megatron_pipemem.config.runs import STOCK_OVERLAPS, Run
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.launch.cut_flags import GROUP_SIZE
+from megatron_pipemem.launch.start_layout import laid_out
 from megatron_pipemem.planner.balance import AS_GOOD, Balance, Layout, balance
 from megatron_pipemem.planner.explanation import pace_of
 from megatron_pipemem.planner.planning import plan
@@ -99,7 +100,7 @@ def plan_command(
         # use a measured profile, and write the best plan for launch
         pipemem plan run.yaml --profile profile.json --output best.yaml
     """
-    run = load(run_file, Run, overrides or ())
+    run = laid_out(load(run_file, Run, overrides or ()))
     check_output(output, (".yaml", ".yml"), "a run")
     check_seconds("--search-seconds", search_seconds)
     limits, nbytes = _limits(only or ()), None if memory is None else parse_bytes("--memory", memory)

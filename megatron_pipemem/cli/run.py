@@ -15,12 +15,10 @@ import typer
 from megatron_pipemem.cli.ranks import rank_guard, refused_together
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable
-from megatron_pipemem.launch.cut_flags import without_cut
 from megatron_pipemem.mcore import INSTALL, is_installed
 from megatron_pipemem.mcore.flags import add_virtual_stages, cpu_flags, take_flags
 from megatron_pipemem.mcore.run_log import show_log
 from megatron_pipemem.request import Request
-from megatron_pipemem.schedule.options import AUTO
 
 _OPTIONS = ("--cpu", "--verbose", "--help")
 CHECK = "--pipemem-check"
@@ -86,9 +84,7 @@ def _check(script: Path, arguments: list[str], devices: str) -> None:
 
     if devices and not devices.isdecimal():
         raise UnsupportedError("bad-number", f"{CHECK}={devices}: give the number of devices of the run")
-    request, _ = _checked(False, script, arguments)
-    if request is not None and request.layout == AUTO and not request.is_stock:
-        arguments = without_cut(arguments)
+    _checked(False, script, arguments)
     if os.environ.get("RANK", "0") == "0":
         advise_words([str(script), *arguments], int(devices or os.environ.get("WORLD_SIZE", "0")) or None)
 

@@ -15,12 +15,15 @@ from itertools import accumulate, groupby, pairwise
 
 from megatron_pipemem.config.model import Model, Sublayer
 from megatron_pipemem.config.runs import Run
+from megatron_pipemem.schedule.options import STOCK
 
 FLAG = "pipeline-model-parallel-layout"
 PATTERN_FLAGS = ("hybrid-layer-pattern", "hybrid-override-pattern")
 PATTERN = PATTERN_FLAGS[0]
 FIRST_OR_LAST = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
 FLAGS = (FLAG, *FIRST_OR_LAST)
+ACCOUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+"""Flags that count embedding and loss as a layer each."""
 SEGMENTS, FURTHER = "|", "/"
 
 
@@ -110,7 +113,9 @@ def with_cut(run: Run, counts: Sequence[int]) -> Run:
     """Return the run with flags that cut its model into these numbers of pieces. Earlier flags for the cut are
     removed.
     """
-    others = {key: value for key, value in run.megatron.items() if key.replace("_", "-") not in (*FLAGS, PATTERN)}
+    others = {
+        key: value for key, value in run.megatron.items() if key.replace("_", "-") not in (*FLAGS, *ACCOUNTED, PATTERN)
+    }
     return replace(run, megatron=others | flags(run.model, counts))
 
 
@@ -152,12 +157,13 @@ def _repeated(symbol: str, count: int) -> str:
 def pieces_of(run: Run, stages: int) -> tuple[int, ...] | None:
     """Return the number of pieces of each stage of a run, by its flags or in the default cut.
 
-    The result is ``None`` if flags give the layers of the first or last rank, or other numbers of stages or pieces. It
-    is also ``None`` if no flag cuts the model and the layers do not divide evenly.
+    The result is ``None`` if flags give other numbers of stages or pieces, or the layers of the first or last rank in
+    another placement than Megatron's. It is also ``None`` if the layers do not divide evenly.
     """
     given, model = run.flags, run.model
-    if any(given.get(key) is not None for key in FIRST_OR_LAST):
-        return None
+    if any(given.get(key) not in (None, False) for key in (*FIRST_OR_LAST, *ACCOUNTED)):
+        counts = _of_ranks(run, stages)
+        return None if counts is None else (*counts[:-1], counts[-1] + model.pieces - model.layers)
     if is_cut(str(given.get(PATTERN, ""))):
         counts = tuple(map(len, segments(str(given[PATTERN]))))
     elif given.get(FLAG) is not None:
@@ -165,6 +171,29 @@ def pieces_of(run: Run, stages: int) -> tuple[int, ...] | None:
     else:
         return uncut(model, stages)
     return counts if len(counts) == stages and sum(counts) == model.pieces else None
+
+
+def _of_ranks(run: Run, stages: int) -> tuple[int, ...] | None:
+    """Return the layers of every stage by the flags for the first and last rank, or for embedding and loss."""
+    p, given = run.parallelism.pp, run.flags
+    chunks = stages // p
+    if run.schedule.name != STOCK and chunks > 1:
+        return None
+    embedding, loss = (bool(given.get(key)) for key in ACCOUNTED)
+    ends = [given.get(key) for key in FIRST_OR_LAST]
+    left, others = run.model.layers + embedding + loss, p
+    of_rank: dict[int, int] = {}
+    for rank, count in zip((0, p - 1), ends, strict=True):
+        if count is not None:
+            of_rank[rank] = int(count)
+            left, others = left - int(count), others - 1
+    each, rest = divmod(left, others * chunks) if others else (0, left)
+    if rest or any(count % chunks for count in of_rank.values()):
+        return None
+    counts = [of_rank[stage % p] // chunks if stage % p in of_rank else each for stage in range(stages)]
+    counts[0] -= embedding
+    counts[-1] -= loss
+    return tuple(counts)
 
 
 def read(text: str) -> tuple[int, ...]:

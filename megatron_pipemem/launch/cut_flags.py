@@ -25,8 +25,7 @@ Flags = Mapping[str, Any]
 VIRTUAL_STAGES = "num-virtual-stages-per-pipeline-rank"
 LAYERS_PER_STAGE = "num-layers-per-virtual-pipeline-stage"
 CUTS = (VIRTUAL_STAGES, LAYERS_PER_STAGE, layout.FLAG, *layout.PATTERN_FLAGS)
-_ACCOUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
-REPLACED_BY_LAYOUT = (*CUTS, *layout.FIRST_OR_LAST, *_ACCOUNTED)
+REPLACED_BY_LAYOUT = (*CUTS, *layout.FIRST_OR_LAST, *layout.ACCOUNTED)
 """Flags that cut a model. A layout replaces them."""
 
 
@@ -141,12 +140,12 @@ def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
 
 def accounted(flags: Flags) -> int:
     """Return how many layers (0, 1 or 2) Megatron adds for embedding and loss when it cuts a model evenly."""
-    return sum(given(flags, name) for name in _ACCOUNTED)
+    return sum(given(flags, name) for name in layout.ACCOUNTED)
 
 
 def counted_layers(flags: Flags, layers: int) -> str:
     """Return a text for messages with the number of layers that Megatron cuts evenly."""
-    names = " and ".join(f"--{name}" for name in _ACCOUNTED if given(flags, name))
+    names = " and ".join(f"--{name}" for name in layout.ACCOUNTED if given(flags, name))
     return f"{layers} layers" + (f" with those that {names} adds" if names else "")
 
 
@@ -178,15 +177,26 @@ def checked_placements(
 
 def check_layers(flags: Flags, layers: int, num_devices: int, chunks: int) -> None:
     """Refuse layers that Megatron cannot share out evenly over the stages, if no flag cuts the model."""
-    _check_enough(flags, layers, num_devices, chunks)
-    stages = num_devices * chunks
-    if not _is_cut(flags) and (layers + accounted(flags)) % stages:
+    if (reason := why_not_even(flags, layers, num_devices, chunks)) is not None:
         raise UnsupportedError(
             "does-not-divide",
-            f"{counted_layers(flags, layers)} cannot be split evenly over {stages} stages ({num_devices} pipeline ranks x "
-            f"{chunks} chunks); give the layers of each stage, for example by --{layout.FLAG} "
-            f"'{_written(flags, layout.spread(layers, stages))}', or pass --pipemem-layout auto",
+            f"{reason}; give the layers of each stage, for example by --{layout.FLAG} "
+            f"'{_written(flags, layout.spread(layers, num_devices * chunks))}', or pass --pipemem-layout auto",
         )
+
+
+def why_not_even(flags: Flags, layers: int, num_devices: int, chunks: int) -> str | None:
+    """Return why Megatron cannot share out the layers evenly over the stages; ``None`` if it can, or if a flag cuts the
+    model. Refuse a model with fewer layers than stages.
+    """
+    _check_enough(flags, layers, num_devices, chunks)
+    stages = num_devices * chunks
+    if _is_cut(flags) or (layers + accounted(flags)) % stages == 0:
+        return None
+    return (
+        f"{counted_layers(flags, layers)} cannot be split evenly over {stages} stages ({num_devices} pipeline ranks x {chunks} "
+        "chunks)"
+    )
 
 
 def _check_enough(flags: Flags, layers: int, num_devices: int, chunks: int) -> None:
@@ -231,8 +241,8 @@ def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placem
     first, last = (None if each is None else each // chunks for each in of_ends)
     rest, others = total - (first or 0) - (last or 0), stages - 2 + of_ends.count(None)
     counts = [*([] if first is None else [first]), *layout.spread(rest, others), *([] if last is None else [last])]
-    counts[0] -= given(flags, _ACCOUNTED[0])
-    counts[-1] -= given(flags, _ACCOUNTED[1])
+    counts[0] -= given(flags, layout.ACCOUNTED[0])
+    counts[-1] -= given(flags, layout.ACCOUNTED[1])
     if rest < others or min(counts) < 0:
         raise UnsupportedError(
             "too-few-layers",

@@ -5,38 +5,44 @@ starts from several layouts: the partition's, the even one, and one with equally
 the rest on the last. The last two are also changed by moving layers away from the slowest rank. From the best start,
 pieces move to other stages as long as the simulated step gets shorter (``planner.layout_search``). A layout whose
 fullest rank fits its device is preferred. The moves count only if they gain more than ``AS_GOOD``.
+
+There are no moves with vocabulary passes, slices or asynchronous schedules: the best start is the result. For ``auto``,
+a short search finds an order for a model with equal stages, and the layout is for that order. All ranks of a run must
+find the same one, so the search ends after a number of trials and not after some seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 from math import inf
 from operator import ge
 
-from megatron_pipemem.choose.choice import choose
+from megatron_pipemem.choose.choice import choose, vocabulary_ways
 from megatron_pipemem.choose.knowledge import Knowledge, Shape
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError, UnsupportedError
-from megatron_pipemem.planner.memory import request_of, schedule_of
+from megatron_pipemem.planner.memory import request_of, schedule_of, sliced
+from megatron_pipemem.planner.planning import asynchronous_price
+from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.replay import OrderPrice, Replay, Timing, priced, shortest
+from megatron_pipemem.planner.slices import sliced_step
 from megatron_pipemem.planner.step import PlannedStep, loads_of, pieces_of, price, shared_out
 from megatron_pipemem.planner.variants import vocabulary_step
-from megatron_pipemem.request import Request
+from megatron_pipemem.request import Request, prices_of
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.display import tell
 from megatron_pipemem.schedule.options import AUTO
-from megatron_pipemem.schedule.registry import family
+from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import simulate
 
 AS_GOOD = 0.005
 """The least gain for which pieces are moved from the best start, as a fraction of a step."""
 _SIMULATED = 300  # steps, at most
+_EFFORT, _UNLIMITED = 0.1, 1e9  # of the search for the order of ``auto``, in seconds
 _TOLERANCE = 1e-9
 
 
@@ -85,34 +91,59 @@ class Balance:
         return self.even.seconds <= self.best.seconds * (1 + AS_GOOD)
 
 
-def balance(run: Run, given: str | None = None, room: float | None = None) -> Balance:
+def balance(
+    run: Run, given: str | None = None, room: float | None = None, pace: MeasuredSlowdown | None = None
+) -> Balance:
     """Return the best, the even and the given layout of a run under its schedule.
 
     ``given`` is a layout in Megatron's form that replaces the run's. ``room`` is the memory of a device in bytes, by
-    default the cluster's limit. A value of 0 means that the memory is unknown.
+    default the cluster's limit. A value of 0 means that the memory is unknown. If ``auto`` decides whether the vocabulary is
+    cut, the layouts are those of the way with the shortest step.
     """
     run.execution.check(run.model)
-    scale = _Scale(run, run.cluster.memory_bytes if room is None else room)
-    counts = _given(run, given, scale.placement.model_stages)
-    return Balance(
-        best=scale.layout("best", scale.best()),
-        even=scale.layout("even", layout.even(run.model, scale.placement.model_stages)),
-        given=None if counts is None else scale.layout("given", counts),
-    )
+    room = run.cluster.memory_bytes if room is None else room
+
+    def weighed(request: Request) -> Balance:
+        scale = _Scale(run, request, room, pace)
+        counts = _given(run, given, scale.placement.model_stages)
+        return Balance(
+            best=scale.layout("best", scale.best()),
+            even=scale.layout("even", layout.even(run.model, scale.placement.model_stages)),
+            given=None if counts is None else scale.layout("given", counts),
+        )
+
+    request = _request(run)
+    if request.vocab_parallel != AUTO:
+        return weighed(request)
+    ways = vocabulary_ways(request, weighed, lambda *_: None)
+    return min(ways.values(), key=lambda way: way.best.seconds)
+
+
+def as_cut(
+    run: Run, layers_of: Callable[[Placement], tuple[int, ...] | None], pace: MeasuredSlowdown | None = None
+) -> Layout:
+    """Return a run's layout with an uncut vocabulary: that by ``layers_of`` for its placement, or else the partition's."""
+    scale = _Scale(run, _request(run).decided(0), run.cluster.memory_bytes, pace)
+    return scale.layout("given", layers_of(scale.placement) or scale.partitioned)
 
 
 class _Scale:
     """Predicts the times and bytes of one run with different layouts."""
 
-    def __init__(self, run: Run, room: float) -> None:
-        self.run, self._room, cut = run, room, run.parallelism
-        self._request = request = _checked_request(run)
+    def __init__(self, run: Run, request: Request, room: float, pace: MeasuredSlowdown | None) -> None:
+        self.run, self._room, self._pace, cut = run, room, pace, run.parallelism
         self._barriers = request.barriers
         # A schedule file fixes the number of microbatches, and vocabulary passes are fitted to all of them.
         whole = request.file is not None or self._barriers
         self._count = cut.microbatches if whole else shortest(cut.pp, cut.microbatches)
+        self._further = cut.microbatches - self._count
+        if request.searches:
+            request = replace(request, file=_found(run, request, self._count))
+        self._request = request
         self._order = self._order_of(self._count)
-        self._replays = {} if self._barriers else {self._count: Replay(self._order)}
+        self._cut = run if self._order.slices == 1 else sliced(run, self._order.slices)
+        self._is_plain = not self._barriers and self._order.slices == 1 and not request.is_asynchronous
+        self._replays = {self._count: Replay(self._order)} if self._is_plain else {}
         self.placement = self._order.placement
         self.stages = self.placement.model_stages
         self._loads, self._stays = loads_of(run, self.placement, bool(self._barriers))
@@ -129,24 +160,32 @@ class _Scale:
     def layout(self, name: str, layers: tuple[int, ...]) -> Layout:
         """Return the layout with these layers per stage, and predict its times and bytes."""
         step = self._step(layers)
-        if self._barriers:
+        if self._request.is_asynchronous:
+            step, found = asynchronous_price(self.run, step)
+        elif self._barriers:
             shape = Shape(self.placement.num_devices, None, self._order.num_microbatches)
             whole = choose(replace(self._request, file=self._order), shape, Knowledge(step.costs)).schedule
-            timeline = simulate(whole, step.costs)
-            seconds, peaks = timeline.makespan, timeline.peaks
+            found = Timing.simulated(whole, step.costs).price
         else:
-            seconds, peaks = self._price(step.costs)
-        return Layout(name, layers, step, seconds + step.outside, step.held(peaks))
+            found = self._price(step)
+        return Layout(name, layers, step, found.seconds + step.outside, step.held(found.peaks))
 
-    def _price(self, costs: Costs) -> OrderPrice:
-        if self._request.file is not None:
-            return self._replay(self._count).timing(costs).price
-
+    def _price(self, step: PlannedStep) -> OrderPrice:
         def timing(count: int) -> Timing:
-            return self._replay(count).timing(costs)
+            if self._is_plain:
+                return self._replay(count).timing(step.costs)
+            return Timing.simulated(self._order_of(count), step.costs)
 
         cut = self.run.parallelism
-        return priced(timing, cut.pp, cut.microbatches)
+        if self._request.file is None:
+            return priced(timing, cut.pp, cut.microbatches)
+        seconds, peaks = timing(self._count).price
+        return OrderPrice(seconds + self._further * max(step.work), peaks)
+
+    @cached_property
+    def partitioned(self) -> tuple[int, ...]:
+        """The pieces of every stage by the planner's partition."""
+        return self._step(None).layers
 
     def best(self) -> tuple[int, ...]:
         """Search the layout with the shortest step that fits the memory, and return the pieces of its stages."""
@@ -155,7 +194,7 @@ class _Scale:
         cuts = dict.fromkeys((own.layers, *by_hand, *map(self._relieved, by_hand)))
         starts = [self.layout("", each) for each in cuts if self._lacking(each) <= self._lacking(own.layers)]
         start = _shortest([each for each in starts if self._is_full(each.layers)] or starts, self._room)
-        if self._barriers:  # vocabulary passes are fitted to every layout, which takes long
+        if not self._is_plain:
             return start.layers
         moved = self._moved(start, starts)
         return (moved if moved.seconds < start.seconds * (1 - AS_GOOD) else start).layers
@@ -185,8 +224,8 @@ class _Scale:
         """
         from megatron_pipemem.planner.layout_search import Bounds, descend  # not above: numpy is slow to load
 
-        replay, further = self._replay(self._count), self.run.parallelism.microbatches - self._count
-        bounds = Bounds(pieces_of(self.run), self.placement, further)
+        replay = self._replay(self._count)
+        bounds = Bounds(pieces_of(self.run), self.placement, self._further)
         most, lacking = max(self._room, *start.held) if self._room else inf, self._lacking(start.layers)
 
         @cache
@@ -197,7 +236,7 @@ class _Scale:
             bounds.add(chain)
             fits = most == inf or max(step.held(replay.peaks(step.costs))) <= most
             fits = fits and self._lacking(layers) <= lacking
-            return makespan + further * max(step.work) + step.outside if fits else inf
+            return makespan + self._further * max(step.work) + step.outside if fits else inf
 
         for each in others:
             seconds(each.layers)
@@ -223,8 +262,8 @@ class _Scale:
 
     def _step(self, layers: tuple[int, ...] | None) -> PlannedStep:
         if self._barriers:
-            return vocabulary_step(self._barriers, self.run, self.placement, layers=layers)
-        return price(self.run, self.placement, layers)
+            return vocabulary_step(self._barriers, self._cut, self.placement, self._pace, layers)
+        return (price if self._cut is self.run else sliced_step)(self._cut, self.placement, layers, self._pace)
 
 
 def _shortest(layouts: Sequence[Layout], room: float) -> Layout:
@@ -242,28 +281,31 @@ def _with_microbatches(run: Run, count: int) -> Run:
     return replace(run, parallelism=run.parallelism.with_microbatches(count))
 
 
-def _checked_request(run: Run) -> Request:
-    """Return the request of a run; raise an UnsupportedError if layouts cannot be compared under its schedule."""
+def _request(run: Run) -> Request:
+    """Return the request of a run for which layouts are compared: without offload and recomputation.
+
+    Raise an UnsupportedError if there is no pipeline.
+    """
     if run.parallelism.pp == 1:
         raise UnsupportedError(
             "no-pipeline",
             "one pipeline rank has no layers to share; give more, by --devices or, in a run, parallelism.pp",
         )
-    if AUTO in (run.schedule.name, run.schedule.vocab_parallel):
-        raise UnsupportedError(
-            "missing-option",
-            "layouts are compared under one schedule; name the schedule, and off, 1 or 2 for the vocabulary, in place of auto",
-        )
-    request = replace(request_of(run).without_offload(), recompute="none")  # the prices of layers include recomputation
-    if request.file is None:
-        known = family(request.schedule)
-        if known.asynchronous or known.slices > 1:
-            raise UnsupportedError(
-                "conflicting-features",
-                f"layouts are not compared under {known.name}, which is asynchronous or cuts sequences into slices; "
-                "take the layout of 1f1b or of interleaved",
-            )
-    return request
+    # The prices of layers include recomputation.
+    return replace(request_of(run).without_offload(), recompute="none")
+
+
+def _found(run: Run, request: Request, microbatches: int) -> Schedule:
+    """Return the order that ``auto`` finds for a step with that many microbatches, by the costs that the run begins with.
+
+    A memory cap in bytes is left out, because only the run counts bytes. So is one that no order keeps.
+    """
+    options = request.options | {"seconds": _UNLIMITED, "effort": min(_EFFORT, request.options.get("effort", _EFFORT))}
+    request = replace(request.decided(0), options=options)
+    uncapped, shape = replace(request, memory_cap=None), Shape(run.parallelism.pp, None, microbatches)
+    known = Knowledge(*prices_of(request.costs))
+    found = choose(uncapped if request.in_bytes else request, shape, known)
+    return (choose(uncapped, shape, known) if found.notes else found).schedule
 
 
 def _given(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:

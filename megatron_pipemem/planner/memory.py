@@ -95,7 +95,7 @@ def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
 
 def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, ...]) -> MemoryUse:
     schedule, microbatches = request.file, run.parallelism.microbatches
-    cut = run if schedule is None or schedule.slices == 1 else _sliced(run, schedule.slices)
+    cut = run if schedule is None or schedule.slices == 1 else sliced(run, schedule.slices)
     if request.barriers:
         step = vocabulary_step(request.barriers, cut, placement, layers=layers)
     elif request.offload != OFF or (schedule is not None and schedule.offloads):
@@ -120,7 +120,7 @@ def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, .
     return MemoryUse(device, host, step.host)
 
 
-def _sliced(run: Run, slices: int) -> Run:
+def sliced(run: Run, slices: int) -> Run:
     """Return the run with that many slices; the run unchanged if slices cannot be priced for it."""
     cut = replace(run, schedule=replace(run.schedule, name=AUTO, slices=slices))
     return cut if why_not_sliced(cut) is None else run

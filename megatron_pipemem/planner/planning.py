@@ -55,7 +55,7 @@ from megatron_pipemem.schedule.display import doing, rare_collection, tell
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import Family, build_schedule, families, family
+from megatron_pipemem.schedule.registry import build_schedule, families, family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.stream import family_window, steady, stream, updates_per_batch
 
@@ -85,31 +85,36 @@ def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, reject
         except UnsupportedError as error:
             rejected[f"{each.name}: {error}"] += 1
             continue
-        yield _priced(each, own, price(own, Placement.linear(p), pace=pace), per_batch)
+        step, found = asynchronous_price(own, price(own, Placement.linear(p), pace=pace))
+        group = Group(own, step, (), None, found.seconds + step.outside, 0.0)
+        yield Base(group, Order(each.name)), found.seconds, found.peaks
 
 
-def _priced(family: Family, run: Run, step: PlannedStep, per_batch: bool) -> Priced:
-    p, m = run.parallelism.pp, run.parallelism.microbatches
+def asynchronous_price(run: Run, step: PlannedStep) -> tuple[PlannedStep, OrderPrice]:
+    """Return a step of a run with an asynchronous schedule, with the bytes of all parameter versions, and its price.
+
+    ``step`` is the step with one version. The price is that of a step in the middle of the run.
+    """
+    name, p, m = run.schedule.name, run.parallelism.pp, run.parallelism.microbatches
     batch = min(m, 2 * p)
 
-    middle = family_window(family.name, p, batch, steady(p, batch))
+    middle = family_window(name, p, batch, steady(p, batch))
     timeline = middle.simulate(step.costs)
     seconds = timeline.makespan
     if run.delays_updates:
-        one = build_schedule(family.name, num_devices=p, num_microbatches=batch, update_every=batch)
+        one = build_schedule(name, num_devices=p, num_microbatches=batch, update_every=batch)
         seconds = stream(one, step.costs).period
     # In the middle of a step the busiest device never waits.
     makespan = seconds + (m - batch) * max(timeline.work) / batch
     more = tuple((versions - 1) * nbytes for versions, nbytes in zip(middle.versions_held, step.weights, strict=True))
     static = tuple(map(sum, zip(step.static, more, strict=True)))
-    if not per_batch:
+    if not updates_per_batch(name):
         execution, cluster = run.execution, run.cluster
         replicas = run.parallelism.dp * run.parallelism.cp
         link = cluster.link(replicas, execution.tp)
         gradients = max(step.weights) / execution.element * GRADIENT
         step = replace(step, optimizer=m * step.optimizer, reduction=m * all_reduce(gradients, replicas, link))
-    group = Group(run, replace(step, static=static), (), None, makespan + step.outside, 0.0)
-    return Base(group, Order(family.name)), makespan, timeline.peaks
+    return replace(step, static=static), OrderPrice(makespan, timeline.peaks)
 
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,12 @@ import pytest
 from measured_steps import as_measured
 
 from megatron_pipemem.advise.advice import AS_FAST, SAME_MEMORY, advise, as_it_stands, changed_flags
+from megatron_pipemem.config import layout
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.launch.command import all_flags
 from megatron_pipemem.launch.feasibility import refusal
+from megatron_pipemem.launch.start_layout import at_start
 from megatron_pipemem.planner.explanation import pace_of
 from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.space import Limits
@@ -99,6 +101,61 @@ def test_a_run_without_a_pipeline_has_no_schedule():
 def test_what_cannot_work_as_it_stands_is_said_first():
     with refused("does-not-divide"):
         advise(stock("llama3-70b-64xh100", global_batch=63))
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"name": "stock"},
+        {"name": "zb-h1"},
+        {"name": "auto", "options": {"placement": "linear"}},
+        {"name": "seq1f1b", "options": {"slices": 4}},
+    ],
+    ids=lambda choice: choice["name"],
+)
+def test_layout_auto_is_priced_as_computed(choice):
+    run = uneven(layers=30, pipemem_layout="auto", no_rope_fusion=True, transformer_impl="local")
+    run = replace(run, schedule=replace(run.schedule, **choice))
+    computed, today = at_start(run).best, advise(run).today
+    assert today.step.layers == computed.layers != layout.even(run.model, len(computed.layers))
+    assert today.seconds == pytest.approx(computed.seconds, rel=1e-9)
+    assert layout.FLAG in today.run.flags and "pipemem-layout" not in today.run.flags
+    assert refusal(run) is None
+
+
+def uneven(layers: int, **flags) -> Run:
+    """A run of few microbatches with this number of layers on four pipeline ranks."""
+    run = stock("llama3-70b-64xh100", pp=4, dp=1, global_batch=8)
+    cluster = replace(run.cluster, memory_gib=1000)
+    return replace(run, cluster=cluster, model=replace(run.model, layers=layers), megatron={**run.megatron, **flags})
+
+
+@pytest.mark.parametrize(
+    ("layers", "flags", "removed"),
+    [
+        (6, {}, ()),
+        (22, {"account-for-loss-in-pipeline-split": True}, ("account-for-loss-in-pipeline-split",)),
+        (24, {"decoder-last-pipeline-num-layers": 5}, ("decoder-last-pipeline-num-layers",)),
+    ],
+)
+def test_a_run_that_megatron_cannot_cut_gets_a_layout(layers, flags, removed):
+    run = uneven(layers, **flags)
+    advice = advise(run)
+    assert str(layers) in advice.fails and advice.verdict not in ("stay", "overlap")
+    added, gone = changed_flags(run, advice.today.run)
+    counts = layout.read(added[layout.FLAG])
+    assert sum(counts) == layers and min(counts[1:-1]) > 0 and tuple(gone) == removed
+
+
+def test_flags_for_the_ends_are_priced_as_they_cut():
+    def layers(total: int, chunks=None, **flags) -> tuple[int, ...]:
+        run = uneven(total, **flags)
+        return as_it_stands(replace(run, parallelism=replace(run.parallelism, chunks=chunks))).step.layers
+
+    assert layers(30, decoder_first_pipeline_num_layers=12, decoder_last_pipeline_num_layers=4) == (12, 7, 7, 4)
+    assert layers(30, 2, decoder_last_pipeline_num_layers=6) == (4, 4, 4, 3) * 2
+    accounted = {f"account_for_{each}_in_pipeline_split": True for each in ("embedding", "loss")}
+    assert layers(30, **accounted) == (7, 8, 8, 7)
 
 
 def test_refused_flags_are_named_with_the_schedules_that_they_keep_away():

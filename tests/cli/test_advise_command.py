@@ -112,11 +112,18 @@ def test_a_launch_checks_itself_and_leaves(pipemem, script, tmp_path, monkeypatc
     start = ("run", str(program), *model, *flags)
     shown = pipemem(*start, "--pipemem-check=16", "--vocab-size", "128256").stdout
     assert shown.splitlines()[-2:] == pipemem("advise", script, "--env", "NNODES=2").stdout.splitlines()[-2:]
+    uneven = ("--num-layers", "30", "--pipemem-schedule", "zb-h1", "--vocab-size", "128256", "--pipemem-check=16")
+    even, auto = (pipemem(*start, *uneven, *more).stdout for more in ((), ("--pipemem-layout", "auto")))
+    assert _seconds_today(auto) < 0.95 * _seconds_today(even)
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("RANK", "0")
     assert pipemem(*start, "--pipemem-check", "--vocab-size", "128256").stdout == shown
     monkeypatch.setenv("RANK", "3")
     assert pipemem(*start, "--pipemem-check", "--vocab-size", "128256").stdout == ""
+
+
+def _seconds_today(shown: str) -> float:
+    return float(shown.split("zb-h1: ")[1].split(" s a step")[0])
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,6 @@ def test_never_worse_than_the_even_split_and_without_an_empty_middle_stage(vocab
         ((RUNS / "tiny-cpu.yaml", "-p", 1), ("no-pipeline",)),
         ((RUNS / "tiny-cpu.yaml", "--tp", 2), ("conflicting-options", "--tp")),
         (("lama3-8b", "-p", 4), ("no-file", "'lama3-8b'", "'llama3-8b'")),
-        (("llama3-8b", "-p", 4, "--schedule", "auto"), ("missing-option", "auto")),
-        (("llama3-8b", "-p", 4, "--schedule", "pipedream"), ("conflicting-features", "pipedream", "1f1b")),
         (("llama3-8b", "-p", 4, "--beside", "Et|tL"), ("bad-layout", "'Et|tL'", 32)),
         (("llama3-8b", "-p", 4, "--vocab-parallel", "3"), ("bad-type", "schedule.vocab_parallel", "'3'")),
         (("llama3-8b", "-p", 4, "--tp", 5), ("does-not-divide", "tp", 5, 32)),

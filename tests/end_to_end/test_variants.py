@@ -173,18 +173,27 @@ def test_uneven_layout_of_a_mixture_of_experts(train, assert_same_training, sche
 
 
 @pytest.mark.parametrize(
-    ("flags", "cut"),
+    ("schedule", "flags", "cut"),
     [
-        (("--num-layers", "10", "--pipemem-layout", "auto"), "Ett|ttt|ttt|ttL"),
-        pytest.param(("--num-layers", "10"), "Ett|ttt|ttt|ttL", marks=nightly("a layout that is given")),
+        ("auto", ("--num-layers", "10", "--pipemem-layout", "auto"), "Ett|ttt|ttt|ttL"),
         pytest.param(
-            ("--decoder-first-pipeline-num-layers", "2"), "Ett|tt|tt|ttL", marks=nightly("a layout that is given")
+            "v-half",
+            ("--num-layers", "10", "--pipemem-layout", "auto"),
+            "Ett|ttt|ttt|ttL",
+            marks=nightly("the same flag with auto"),
+        ),
+        pytest.param("v-half", ("--num-layers", "10"), "Ett|ttt|ttt|ttL", marks=nightly("a layout that is given")),
+        pytest.param(
+            "v-half",
+            ("--decoder-first-pipeline-num-layers", "2"),
+            "Ett|tt|tt|ttL",
+            marks=nightly("a layout that is given"),
         ),
     ],
 )
-def test_layouts_that_a_run_makes_itself(train, assert_same_training, flags, cut):
+def test_layouts_that_a_run_makes_itself(train, assert_same_training, schedule, flags, cut):
     stock = train("stock", *(flags[:2] if flags[0] == "--num-layers" else ()), "--pipeline-model-parallel-layout", cut)
-    assert_same_training(train("v-half", *flags), stock)
+    assert_same_training(train(schedule, *flags), stock)
 
 
 OTHER_CHUNKS = "the same rule with other chunks"

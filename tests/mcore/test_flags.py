@@ -205,11 +205,16 @@ LAYERS = "--num-layers 30"
         ("v-half", f"{LAYERS} --decoder-first-pipeline-num-layers 2", 8),
         ("interleaved", f"{LAYERS} --num-virtual-stages-per-pipeline-rank=3", 12),
         ("v-half", "--hybrid-override-pattern M*-M*-M*-M*-|M*-M*-M*-M*-", 8),
+        ("auto", LAYERS, 8),
+        ("auto --pipemem-option placement=linear --pipemem-option seconds=0 --pipemem-memory-cap 0.8", LAYERS, 4),
+        ("zb-h1 --pipemem-vocab-parallel auto", LAYERS, 4),
+        ("pipedream-2bw", LAYERS, 4),
+        ("seq1f1b --pipemem-option slices=4", LAYERS, 4),
     ],
 )
 def test_layout_auto_replaces_the_cut(schedule, flags, stages, caplog):
-    given = flags.split()
-    settings, others = take_flags([*SIZES.split(), *given, "--pipemem-schedule", schedule, "--pipemem-layout", "auto"])
+    given, ours = flags.split(), f"--pipemem-schedule {schedule} --pipemem-layout auto"
+    settings, others = take_flags([*SIZES.split(), *given, *ours.split()])
     with caplog.at_level("INFO"):
         *rest, found = add_virtual_stages(settings, others)
     name, text = found.removeprefix("--").split("=")
@@ -224,8 +229,6 @@ def test_layout_auto_replaces_the_cut(schedule, flags, stages, caplog):
 @pytest.mark.parametrize(
     ("flags", "code"),
     [
-        ("--pipemem-schedule auto", "missing-option"),
-        ("--pipemem-schedule pipedream", "conflicting-features"),
         ("--pipemem-schedule stock --pipeline-model-parallel-size 1", "no-pipeline"),
         ("--pipemem-schedule stock --tensor-model-parallel-size 5", "does-not-divide"),
     ],
