@@ -19,6 +19,7 @@ from megatron_pipemem.conflicts import requested
 from megatron_pipemem.errors import PipememError, UnsupportedError, with_code
 from megatron_pipemem.report.page import page_data
 from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.display import rare_collection
 from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import family
@@ -57,6 +58,7 @@ _LONGEST = 8.0
 _SEARCH_SECONDS = 2
 
 
+@rare_collection()
 def explore_json(query: str) -> str:
     """Return the answer to a query string, as JSON."""
     return json.dumps(explore_data(dict(parse_qsl(query, keep_blank_values=True))), allow_nan=False)

@@ -16,6 +16,7 @@ from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -66,7 +67,7 @@ def _order(passes: list[Pass], num_units: int, slices: int) -> tuple[Action, ...
         if kind is Kind.W:
             place = split.get(stage, everything)[place]
         if place < num_units:
-            order.append((kind, stage, place if kind is Kind.F else mirrored(place, slices)))
+            order.append((kind, stage, place if slices == 1 or kind is Kind.F else mirrored(place, slices)))
     return tuple(map(Action._make, order))
 
 
@@ -261,10 +262,25 @@ def build(name: str, block: Block, num_microbatches: int, *, steady: bool = Fals
     peak = max(block.peaks())
     # Whole microbatches: a warm-up, a steady state longer than any wait of a pass for its input, and a cool-down.
     enough = -(-3 * (block.length // block.interval + 1) // slices)
-    timetable = repeat(block, slices * min(max(num_microbatches, -(-peak // slices)), enough))
-    timetable = reorder(timetable, block.placement, peak, steady=steady, slices=slices)
-    timetable = extend(timetable, slices * block.interval, num_microbatches - enough)
+    units = slices * min(max(num_microbatches, -(-peak // slices)), enough)
+    found = _reordered(block.placement, block.interval, tuple(block.starts.items()), units, peak, steady, slices)
+    timetable = extend([*found], slices * block.interval, num_microbatches - enough)
     return squeeze(name, timetable, block.placement, num_microbatches, slices)
+
+
+@lru_cache(maxsize=16)
+def _reordered(
+    placement: Placement,
+    interval: int,
+    starts: tuple[tuple[Pass, int], ...],
+    units: int,
+    peak: int,
+    steady: bool,
+    slices: int,
+) -> tuple[tuple[int, Pass], ...]:
+    """Return the reordered timetable of a block, which long steps of all lengths share."""
+    timetable = repeat(Block(placement, interval, dict(starts)), units)
+    return tuple(reorder(timetable, placement, peak, steady=steady, slices=slices))
 
 
 def _backwards(passes: Iterable[Pass]) -> dict[int, Pass]:

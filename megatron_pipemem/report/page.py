@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from html import escape
 from importlib.resources import files
 
@@ -61,7 +62,7 @@ def _data(run: DrawnRun, top: float, limit: float) -> dict[str, object]:
     lanes = run.host_transfers or ((),) * len(rows)
     shades = [(shade, ink(shade)) for shade in (run.colour(*pair) for pair in pairs)]
     shade_of = {pair: place for place, pair in enumerate(pairs)}
-    index = {box.action: place for place, box in enumerate(box for row in rows for box in row)}
+    index = {box: place for place, box in enumerate(map(id, (box for row in rows for box in row)))}
     return {
         "name": timeline.schedule.name,
         "title": run.headline,
@@ -90,13 +91,14 @@ def _data(run: DrawnRun, top: float, limit: float) -> dict[str, object]:
                 "end": [_short(box.end) for box in row],
                 "held": [_short(box.held) for box in row],
                 "pairs": [at for at, box in enumerate(row) if box.action in timeline.schedule.pairs],
-                "from": [index[source.action] if (source := run.awaited.get(box.action)) else -1 for box in row],
+                "from": [index[id(source)] if (source := run.awaited.get(box.action)) else -1 for box in row],
             }
             for row, lane in zip(rows, lanes, strict=True)
         ],
     }
 
 
+@lru_cache(maxsize=1 << 14)
 def _short(value: float) -> float:
     """Return a number that JSON writes with few characters: whole numbers without a point, others with nine digits."""
     return int(value) if value == int(value) else float(f"{value:.9g}")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.action import COMPUTE, VOCABULARY, Action, Kind
@@ -147,12 +148,16 @@ class DrawnRun:
         placement = schedule.placement
         chunk = {stage: index for stages in placement.stages for index, stage in enumerate(stages)}
 
-        def chunk_of(action: Action) -> int:
-            return 0 if action.kind in VOCABULARY else chunk[action.stage]
-
         return tuple(
             tuple(
-                Box(action, device, chunk_of(action), start - origin, end - origin, held)
+                Box(
+                    action,
+                    device,
+                    0 if action.kind in VOCABULARY else chunk[action.stage],
+                    start - origin,
+                    end - origin,
+                    held,
+                )
                 for action, (start, end), held in zip(order, spans, holds, strict=True)
                 if end > start or action.kind not in VOCABULARY
             )
@@ -191,9 +196,15 @@ class DrawnRun:
         )
 
     @property
+    def _waits(self) -> Dependencies:
+        """The waits of every action by itself, also of the two actions of a pair."""
+        schedule = self.timeline.schedule
+        return Dependencies.of_schedule(replace(schedule, pairs=frozenset()) if schedule.pairs else schedule)
+
+    @property
     def messages(self) -> Iterator[DrawnMessage]:
         """Every dependency between two devices, except on collectives, in the order of the consumers."""
-        found = Dependencies.of_schedule(replace(self.timeline.schedule, pairs=frozenset()))
+        found = self._waits
         by_action = {box.action: box for row in self.rows for box in row}
         for action, waits in zip(found.actions, found.graph.waits, strict=True):
             consumer = by_action.get(action)
@@ -208,11 +219,15 @@ class DrawnRun:
     @cached_property
     def awaited(self) -> dict[Action, Box]:
         """For each action that needs results of other devices, the box of the producer that ends last."""
+        found = self._waits
+        by_action = {box.action: box for row in self.rows for box in row}
+        boxes = list(map(by_action.get, found.actions))
         latest: dict[Action, Box] = {}
-        for producer, consumer in self.messages:
-            known = latest.get(consumer.action)
-            if known is None or producer.end > known.end:
-                latest[consumer.action] = producer
+        for action, box, waits in zip(found.actions, boxes, found.graph.waits, strict=True):
+            if waits and box is not None and action.kind not in VOCABULARY:
+                needed = [each for node, _ in waits if node != NEVER and (each := boxes[node]) is not None]
+                if needed:
+                    latest[action] = max(needed, key=attrgetter("end"))
         for first, second in self.pairs:  # the first action of a pair waits for the inputs of both
             sources = [latest[box.action] for box in (first, second) if box.action in latest]
             if sources:

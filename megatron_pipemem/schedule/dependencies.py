@@ -13,6 +13,7 @@ from functools import cached_property
 from heapq import heappop, heappush
 from itertools import chain
 from typing import Any, NamedTuple
+from weakref import ref
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import COLLECTIVES, EVERYWHERE, MEMORY, VOCABULARY, Action, Kind, Need, last_slice
@@ -334,13 +335,23 @@ class Dependencies:
 
     @classmethod
     def of_schedule(cls, schedule: Schedule, already: Container[Action] = ()) -> Dependencies:
-        """Return the dependencies of a schedule's orders. ``already`` has the actions that ran before them."""
+        """Return the dependencies of a schedule's orders. ``already`` has the actions that ran before them.
+
+        Those of the last two schedules are kept, because a schedule is usually proved, simulated and drawn in turn.
+        """
+        if not already:
+            for known, found in _latest:
+                if known() is schedule:
+                    return found
         placement, slices, barriers = schedule.placement, schedule.slices, schedule.vocabulary_barriers
 
         def needs(action: Action) -> tuple[Action, ...]:
             return dependencies(action, placement, (), slices, barriers)
 
-        return cls(schedule.orders, placement, needs, slices, already, schedule.pairs)
+        found = cls(schedule.orders, placement, needs, slices, already, schedule.pairs)
+        if not already:
+            _latest[:] = [*_latest[-1:], (ref(schedule, _forget), found)]
+        return found
 
     def _numbered(self) -> list[range]:
         """Return the nodes of every lane, and add a node for every collective to ``actions``."""
@@ -470,6 +481,13 @@ class Dependencies:
     def _runs(self, node: int) -> bool:
         lane = self.graph.lane_of[node]
         return node - self.lanes[lane].start < self.walk.reached[lane]
+
+
+_latest: list[tuple[ref[Schedule], Dependencies]] = []
+
+
+def _forget(gone: ref[Schedule]) -> None:
+    _latest[:] = [each for each in _latest if each[0] is not gone]
 
 
 def _moved(action: Action, microbatch: int) -> Action:

@@ -308,6 +308,9 @@ def check_memory_actions(schedule: Schedule, places: Mapping[Action, tuple[int, 
     Every recomputation must have a backward that uses it. A copy to the host must have its wait, its copy back and the
     wait for that. A stage with R keeps nothing to copy. The order on the device is checked elsewhere.
     """
+    specs = (kind.spec for kind in {action.kind for action in places})
+    if not any(spec.prepares or spec.followed_by for spec in specs):
+        return
     for action, (device, position) in places.items():
         again = schedule.recomputed.get(action.stage)
         if action.kind in RECOMPUTE and action.kind is not again:

@@ -275,6 +275,14 @@ def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[
         for microbatch in range(schedule.num_units):
             if replica != replica_of.get(microbatch // schedule.slices, 0):
                 continue
+            # Plain tuples are found too, and are made faster.
+            is_full, is_split = (Kind.B, stage, microbatch) in places, (Kind.W, stage, microbatch) in places
+            if (
+                is_full is not is_split
+                and (is_split or (Kind.I, stage, microbatch) not in places)
+                and (Kind.F, stage, microbatch) in places
+            ):
+                continue
             code = "missing-action"
             forward, inputs, weights, full = (Action(kind, stage, microbatch) for kind in PLAIN)
             if forward not in places:
@@ -313,14 +321,16 @@ def check_microbatch_order(schedule: Schedule) -> None:
     slices, rank = schedule.slices, range(schedule.num_units)
     backward_rank = [mirrored(unit, slices) for unit in rank]
     for device, order in enumerate(schedule.orders):
-        last: dict[tuple[Kind, int], tuple[int, Action]] = {}
+        last: dict[tuple[Kind, int], int] = {}
         for position, action in enumerate(order):
             kind, stage, microbatch = action
             if kind not in PLAIN:
                 continue
             ranks = rank if kind is Kind.F else backward_rank
             for part in (Kind.I, Kind.W) if kind is Kind.B else (kind,):
-                earlier, before = last.get((part, stage), (position, action))
+                earlier = last.get((part, stage), position)
+                last[part, stage] = position
+                before = order[earlier]
                 if ranks[before.microbatch] > ranks[microbatch]:
                     reversed_slices = "" if kind is Kind.F or slices == 1 else ", slices from the last to the first"
                     raise ScheduleError(
@@ -329,7 +339,6 @@ def check_microbatch_order(schedule: Schedule) -> None:
                         f"microbatch order{reversed_slices}; move it before {before}",
                         at=(device, position, action),
                     )
-                last[part, stage] = (position, action)
 
 
 def _check_weight_versions(schedule: Schedule) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import oracle
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from refusals import refused
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.dependencies import NEVER, Graph, Times, dependencies
+from megatron_pipemem.schedule.dependencies import NEVER, Dependencies, Graph, Times, dependencies
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 
@@ -27,6 +29,16 @@ def test_every_action_starts_as_soon_as_it_can() -> None:
     assert timeline.ideal == 7
     assert timeline.bubble_rate == pytest.approx(1 - 7 / 11)
     assert timeline.messages == 2
+
+
+def test_dependencies_of_the_last_schedules_are_kept_while_these_live() -> None:
+    first, *others = (Schedule.from_csv("0F0,0B0\n") for _ in range(3))
+    found = Dependencies.of_schedule(first)
+    assert Dependencies.of_schedule(first) is found and Dependencies.of_schedule(others[0]) is not found
+    assert Dependencies.of_schedule(first, already={SPLIT.orders[0][0]}) is not found
+    gone = ref(found)
+    del first, found
+    assert gone() is None
 
 
 def test_an_input_gradient_may_come_from_a_fused_or_a_split_backward() -> None:
