@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from megatron.core.extensions import transformer_engine
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -70,3 +71,8 @@ def saves_padding() -> bool:
     Versions do not tell: ``dev`` calls itself 0.19.0 at every commit.
     """
     return "cumulative_padding_stripped" not in inspect.getsource(RESHARDABLE_STATE.resolve())
+
+
+def counts_all_experts() -> bool:
+    """Return whether the gradient's norm has the grouped experts of all tensor-parallel ranks, which ``dev`` lacks."""
+    return hasattr(transformer_engine, "_set_expert_parameter_attributes")

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_pipemem.mcore.compat import counts_all_experts
+
 logger = logging.getLogger(__name__)
 
 _ISSUES = "https://github.com/NVIDIA/Megatron-LM/issues/"
@@ -40,6 +42,16 @@ _FAULTS: Sequence[tuple[Callable[[Callable[[str], Any]], object], str]] = (
         lambda of: of("experimental_attention_variant") == "gated_delta_net" and _cuts_without_sequences(of),
         "tensor-parallel ranks do not add up their gradients of a gated delta net's norm, and its weights drift apart; pass "
         f"--sequence-parallel ({_SPMD} 11)",
+    ),
+    (
+        lambda of: (
+            of("moe_grouped_gemm")
+            and (of("expert_model_parallel_size") or 1) > 1
+            and _cuts(of)
+            and not counts_all_experts()
+        ),
+        "the gradient norm has the experts of one tensor-parallel rank only, so gradients are clipped less "
+        "(https://github.com/NVIDIA/Megatron-LM/pull/5916)",
     ),
     (
         lambda of: (

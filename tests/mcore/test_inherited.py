@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pipemem.mcore import inherited
+from megatron_pipemem.mcore.compat import counts_all_experts
 
 TP = {"tensor_model_parallel_size": 2}
 SP = {**TP, "sequence_parallel": True}
@@ -24,6 +25,7 @@ SP = {**TP, "sequence_parallel": True}
         ({"mtp_num_layers": 1}, 0),
         ({"mtp_num_layers": 1, "calculate_per_token_loss": True}, 1),
         ({"experimental_attention_variant": "gated_delta_net", **TP}, 1),
+        ({"moe_grouped_gemm": True, "expert_model_parallel_size": 2, **SP}, int(not counts_all_experts())),
         ({"multi_latent_attention": True, **TP}, 1),
         ({"multi_latent_attention": True, **SP}, 0),
         ({"multi_latent_attention": True, "transformer_impl": "local", **SP}, 1),
