@@ -17,34 +17,41 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
-from megatron.training import get_args, pretrain
+from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, pretrain, training
 from megatron.training.argument_utils import (
     gpt_config_from_args,
     hybrid_config_from_args,
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 Batch = dict[str, torch.Tensor | None]
 
-_FIELDS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
+_ENDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+"""Where the documents of packed sequences end. Every stage needs these fields."""
+_FIELDS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask", *_ENDS)
 
 
 def get_batch(data: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
     """Return this rank's part of the next microbatch.
 
     Fields except the attention mask have the shape (microbatch size, tokens). A field is None if the stage does not use
-    it. On the first stage, the last stage and stages of multi-token prediction, tensor-parallel rank 0 reads the data
-    and sends them to its tensor-parallel group.
+    it. On stages that read data, tensor-parallel rank 0 reads them and sends them to its tensor-parallel group.
     """
     args = get_args()
-    predicts_further = _predicts_further(vp_stage)
-    if not (is_first_or_last_pipeline_stage(vp_stage) or predicts_further):
+    if not _reads_data(vp_stage):
         return dict.fromkeys(_FIELDS)
     batch: Batch = {}
     tp_rank = mpu.get_tensor_model_parallel_rank()
@@ -54,7 +61,7 @@ def get_batch(data: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
         batch = {name: sample[name].cuda(non_blocking=True) if name in sample else None for name in _FIELDS}
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=_is_packed(),
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -63,13 +70,25 @@ def get_batch(data: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=predicts_further,
+        mtp_on_this_rank=_predicts_further(vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
     )
-    batch.setdefault("cu_seqlens", None)  # no packed sequences
+    batch.setdefault("cu_seqlens", None)
+    batch = flatten_batch_for_packed_sequences(batch)
+    if batch.get("tokens") is None and batch.get("labels") is None:  # a stage between, of packed sequences
+        return batch
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+
+
+def _is_packed() -> bool:
+    """Return whether several documents share a sequence, and none attends to another."""
+    return get_args().sft or get_args().dataloader_inter_document_masking
+
+
+def _reads_data(vp_stage: int | None) -> bool:
+    return _is_packed() or is_first_or_last_pipeline_stage(vp_stage) or _predicts_further(vp_stage)
 
 
 def _layout() -> PipelineParallelLayerLayout | None:
@@ -115,14 +134,35 @@ def forward_step(data: Iterator[Batch] | None, model: GPTModel) -> tuple[torch.T
     output.
     """
     batch = get_batch(data, get_attr_wrapped_model(model, "vp_stage"))
+    packed = {} if batch.get("cu_seqlens") is None else {"packed_seq_params": _packed_params(batch)}
     output = model(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        **packed,
     )
     return output, partial(loss_func, batch["loss_mask"])  # type: ignore[arg-type]  # only the last stage calls it
+
+
+def _packed_params(batch: Batch) -> PackedSeqParams:
+    """Return where the documents of a packed microbatch end, and count their tokens for Megatron's log."""
+    ends, padded, longest = (batch.get(name) for name in _ENDS)
+    assert ends is not None and longest is not None, "packed data sets yield both"
+    training.update_seqlen_stats_from_cu_seqlens(ends[0])
+    padded = None if padded is None else padded[0]
+    used = ends[0] if padded is None else padded
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=used,
+        cu_seqlens_kv=used,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=int(longest.item()),
+        max_seqlen_kv=int(longest.item()),
+        tokens_per_sample=get_args().seq_length,
+    )
 
 
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple:
@@ -144,13 +184,14 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
         full_validation=args.full_validation,
+        context_parallel_size=args.context_parallel_size,
+        inter_document_masking=args.dataloader_inter_document_masking,
     )
 
     def reads_data() -> bool:
-        reads = is_first_or_last_pipeline_stage(vp_stage) or _predicts_further(vp_stage)
-        return mpu.get_tensor_model_parallel_rank() == 0 and reads
+        return mpu.get_tensor_model_parallel_rank() == 0 and _reads_data(vp_stage)
 
-    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    dataset = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(dataset, num_samples, reads_data, config).build()
 
 

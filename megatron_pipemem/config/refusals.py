@@ -350,6 +350,16 @@ def refuse_schedule(value_of: Callable[[str], Any], request: Request) -> None:
     """Raise an UnsupportedError for settings that every schedule of this package refuses, or the requested one does."""
     graphs = (request.has_only_passes, GRAPHS), (request.may_be_captured, WHOLE_STEP)
     refuse(value_of, SCHEDULES, *(table for allowed, table in graphs if not allowed))
+    if _is_packed(value_of) and int(value_of("micro_batch_size") or 1) > 1:
+        raise UnsupportedError(
+            "unsupported-setting",
+            "Megatron joins the packed sequences of a microbatch into one, and stages would receive it in the shape of "
+            "several; pass --micro-batch-size 1, and a longer --seq-length",
+        )
+
+
+def _is_packed(value_of: Callable[[str], Any]) -> bool:
+    return bool(value_of("sft") or value_of("dataloader_inter_document_masking"))
 
 
 def refuse_transformer_engine(value_of: Callable[[str], Any], splits: bool, recomputes: bool) -> None:
@@ -441,7 +451,7 @@ _JOINED: Sequence[tuple[Callable[[Callable[[str], Any]], object], str]] = (
         "with multi-token prediction the loop sums up its losses over all ranks after every step, to log them",
     ),
     (
-        lambda of: of("sft") or of("dataloader_inter_document_masking"),
+        _is_packed,
         "with packed sequences the loop counts their tokens over all ranks after every step, to log FLOPs",
     ),
 )

@@ -117,23 +117,6 @@ def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _build_attention(
-    self: Any,
-    *args: Any,
-    k_channels: int | None = None,
-    v_channels: int | None = None,
-    **kwargs: Any,
-) -> None:
-    """Build the local attention also if values have another width than keys, as in latent attention.
-
-    In Megatron only Transformer Engine can do this. The width of keys does not matter, because latent attention sets
-    the scale. The width of values is that of the output.
-    """
-    type(self).build_for_one_width(self, *args, **kwargs)
-    if v_channels is not None:
-        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-
-
 def install(emulate_fused_gradients: bool) -> None:
     """Import Megatron-Core, and replace its parts that cannot be used unchanged on the CPU."""
     if emulate_fused_gradients:
@@ -143,11 +126,10 @@ def install(emulate_fused_gradients: bool) -> None:
     from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.tensor_parallel import inference_layers
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from megatron_pipemem.cpu import context_parallel
+    from megatron_pipemem.cpu import attention
 
     # The wheel contains the compiled helpers but no Makefile.
     dataset_utils.compile_helpers = lambda: None
@@ -156,8 +138,6 @@ def install(emulate_fused_gradients: bool) -> None:
     WrappedTorchNorm.build_on_cuda = WrappedTorchNorm.__new__
     WrappedTorchNorm.__new__ = _build_norm
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
-    DotProductAttention.build_for_one_width = DotProductAttention.__init__
-    DotProductAttention.__init__ = _build_attention
     if importlib.util.find_spec("transformer_engine") is None:
         # The final norm of a HybridModel is not in its specification.
         hybrid_block.TENorm = WrappedTorchNorm
@@ -165,6 +145,6 @@ def install(emulate_fused_gradients: bool) -> None:
         for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
             if not isinstance(getattr(inference_layers, name, None), type):
                 setattr(inference_layers, name, type(name, (), {}))
-    context_parallel.install()
+    attention.install()
     _install_adam()
     _install_writer()

@@ -163,7 +163,8 @@ def _check_ours(run: Run, request: Request, schedule: Schedule | None) -> None:
             f"{name} has {file.placement.num_chunks} chunks per rank, not {chunks}; set parallelism.chunks to the "
             "file's number",
         )
-    refusals.refuse_schedule(value_of, request if schedule is None else replace(request, file=schedule))
+    chosen = request if schedule is None else replace(request, file=schedule)
+    refusals.refuse_schedule(refusals.flag_values(all_flags(run)), chosen)
     if file is None and schedule is not None and family(name).asynchronous:
         refusals.refuse_asynchronous(run, name)
     cut_flags.checked_placements(run.flags, name, run.schedule_options, run.parallelism.pp, run.model.layers, file)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from inspect import getdoc
 from pathlib import Path
 
 import packages
 import pytest
 import torch
 from ranks import ConductedRanks, Ranks
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from quickstart import ROUNDING
@@ -149,6 +156,36 @@ def text(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("text") / "asyncio"
     write_dataset(find_documents(Path(sysconfig.get_path("stdlib")) / path.name, ["*.py"]), path)
     return path
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[str]:
+    """Lines of asyncio's docstrings. Their lengths divide by 4, so that two context-parallel ranks need no padding."""
+    lines = [line for each in vars(asyncio).values() for line in (getdoc(each) or "").split("\n")]
+    return [line[: len(line) // 4 * 4] for line in lines if len(line) > 5]
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory, documents) -> tuple[str, ...]:
+    """Flags of Megatron's SFT data: every sample packs one to four documents, of which a token is a byte."""
+    folder = tmp_path_factory.mktemp("conversations")
+    letters = ["<unk>", "</s>", *sorted(ByteLevel.alphabet())]
+    bytes_alone = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, [], unk_token="<unk>"))
+    bytes_alone.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, unk_token="<unk>", eos_token="</s>")
+    fast.save_pretrained(folder)
+    samples = [documents[first : first + 1 + first % 4] for first in range(100)]
+    data = folder / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"messages": [_turn(each) for each in sample]}) for sample in samples))
+    return (
+        *("--sft", "--data-path", str(data), "--no-create-attention-mask-in-dataloader"),
+        *("--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(folder)),
+        *("--sft-tokenizer-prompt-format", "identity", "--eval-iters", "1"),
+    )
+
+
+def _turn(text: str) -> dict[str, str]:
+    return {"role": "system", "content": text}  # which begins a conversation
 
 
 @pytest.fixture(scope="session")

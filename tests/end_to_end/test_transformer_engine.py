@@ -36,6 +36,8 @@ GROUPED_EXPERTS = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-layer-freq", "[1,0,1,0,0,1,1,1]", "--moe-grouped-gemm"),
     *("--moe-aux-loss-coeff", "0.01", "--moe-router-load-balancing-type", "aux_loss"),
 )
+FLASH = ("--attention-backend", "flash", "--bf16", "--no-gradient-accumulation-fusion")
+CP2 = (*PP2, "--context-parallel-size", "2", "--cp-comm-type")
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 EIGHT = ("--global-batch-size", "8")  # dualpipe takes even numbers of at least two per stage
 
@@ -261,6 +263,19 @@ def test_four_tensor_parallel_ranks_train_as_stock(
     assert run.predicted_peaks == run.counted_peaks
 
 
+@nightly("two of the three at a time; test_packed.py")
+@pytest.mark.parametrize("layers", ["transformer_engine", "local"])
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_tensor_and_context_parallel_ranks_train_as_stock(
+    train_with_transformer_engine, assert_same_training, packed, schedule, layers
+):
+    flags = (*packed, *LLAMA, *TP2_SEQUENCE, *CP2, "p2p")
+    flags = (*flags, *FLASH) if layers == "transformer_engine" else (*flags, "--transformer-impl", layers)
+    run, stock = (train_with_transformer_engine(name, *flags, size=8) for name in (schedule, "stock"))
+    assert_same_training(run, stock)
+    assert run.packed == stock.packed
+
+
 # The most of 1F1B's bytes on four ranks. In units it is 1, 1, .75 and .5; the head makes the rest.
 SHARES = {"zb-h1": 1.05, "zbv": 1.05, "v-half": 0.8, "v-min": 0.55}
 
@@ -275,16 +290,11 @@ def test_schedules_hold_their_share_of_1f1bs_bytes(train_with_transformer_engine
     assert run.predicted_peaks == run.counted_peaks
 
 
-FLASH = ("--attention-backend", "flash", "--bf16", "--no-gradient-accumulation-fusion")
-CP2 = (*PP2, "--context-parallel-size", "2", "--cp-comm-type")
-
-
-# Over gloo the ring of keys and values (p2p) hangs at times, under stock's schedules too.
 @pytest.mark.parametrize(
     ("way", "schedule"),
     rest_nightly(
-        [("all_gather", "v-half"), ("all_gather", "interleaved"), ("a2a", "v-half"), ("a2a", "zb-h1")],
-        [("all_gather", "v-half"), ("a2a", "zb-h1")],
+        product(("all_gather", "a2a", "p2p"), ("v-half", "interleaved", "zb-h1")),
+        [("all_gather", "v-half"), ("a2a", "zb-h1"), ("p2p", "v-half")],
         "the same attention in another placement",
     ),
 )
@@ -350,3 +360,32 @@ def test_slices_of_flash_attention_train_as_whole_sequences(train_with_transform
     assert run.losses == pytest.approx(stock.losses, rel=2e-3)  # bf16, which flash attention needs
     assert run.grad_norms == pytest.approx(stock.grad_norms, rel=2e-2)
     assert run.predicted_peaks == run.counted_peaks
+
+
+@pytest.mark.parametrize(
+    ("way", "schedule"),
+    rest_nightly(
+        [*product((None, "p2p"), ("v-half", "interleaved", "zb-h1")), ("a2a", "zb-h1")],
+        [(None, "v-half"), ("p2p", "zb-h1")],
+        "the same documents in another placement",
+    ),
+)
+def test_packed_documents_train_as_stock(train_with_transformer_engine, assert_same_training, packed, way, schedule):
+    flags = (*packed, *FLASH, *LLAMA, *((*CP2, way) if way else ()))
+    run, stock = (train_with_transformer_engine(name, *flags) for name in (schedule, "stock"))
+    assert_same_training(run, stock)
+    assert run.packed == stock.packed
+    for predicted, counted in zip(run.predicted_peaks, run.counted_peaks, strict=True):
+        # With context parallelism every layer keeps where its documents end. Another microbatch has more of them.
+        assert 0 <= predicted - counted < (512 if way else 1)
+
+
+@nightly("the same bits as stock's")
+@pytest.mark.parametrize("way", ["p2p", "a2a"])
+def test_shared_documents_train_as_whole_ones(train_with_transformer_engine, packed, way):
+    """Within the rounding of bf16. Without per-token losses each rank would average over its own tokens."""
+    flags = (*packed, *FLASH, *LLAMA, "--calculate-per-token-loss")
+    run = train_with_transformer_engine("stock", *flags, *CP2, way)
+    whole = train_with_transformer_engine("stock", *flags, *PP2, ranks=2)
+    assert run.losses == pytest.approx(whole.losses, rel=5e-4)
+    assert run.grad_norms == pytest.approx(whole.grad_norms, rel=5e-3)

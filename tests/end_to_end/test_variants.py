@@ -194,20 +194,3 @@ def test_uneven_layout_of_a_mixture_of_experts(train, assert_same_training, sche
 def test_layouts_that_a_run_makes_itself(train, assert_same_training, schedule, flags, cut):
     stock = train("stock", *(flags[:2] if flags[0] == "--num-layers" else ()), "--pipeline-model-parallel-layout", cut)
     assert_same_training(train(schedule, *flags), stock)
-
-
-OTHER_CHUNKS = "the same rule with other chunks"
-
-
-@pytest.mark.parametrize(
-    ("schedule", "flags"),
-    [
-        ("v-half", ("--pipemem-recompute", "full")),
-        pytest.param("1f1b", (), marks=nightly(OTHER_CHUNKS)),
-        pytest.param("interleaved", ("--pipemem-recompute", "full"), marks=nightly(OTHER_CHUNKS)),
-        pytest.param("chimera", (), marks=nightly(OTHER_CHUNKS)),
-    ],
-)
-def test_flops_of_packed_documents_count_every_microbatch_once(train, schedule, flags):
-    run = train(schedule, *flags, packed=(10, 64))
-    assert run.packed == [[(6 * 64, 6 * (10**2 + 54**2))] * 2] * 4

@@ -78,7 +78,6 @@ def run(case: dict) -> dict:
     - ``sabotage``: one of ``SABOTAGE``, for rank 1.
     - ``emulate``: arguments of ``emulate.emulated``, for runs without a pipeline.
     - ``as_on_gpus``: hosts seem to wait for first launches.
-    - ``packed``: ends of the documents of every sequence, which the forward step counts as ``pretrain_gpt.py`` does.
     - ``report``: ``None`` leaves it out.
     - ``clean``: with ``--pipemem-overlap-steps``, steps that must need no clipping before one does not wait for its norm.
 
@@ -108,7 +107,10 @@ def run(case: dict) -> dict:
             emulation,
             _model_by_provider() if case.get("by_provider") else nullcontext(),
             _launching_as_on_gpus(single_queues) if case.get("as_on_gpus") else nullcontext(),
-            _packed(case["packed"], packed) if case.get("packed") else nullcontext(),
+            _noted_documents(packed),
+            _stand_in(
+                "datasets", SimpleNamespace(load_dataset=_load_lines)
+            ),  # of which Megatron's SFT data needs one function
         ):
             entry.main()
         weights += map(_digest, chunks)
@@ -173,23 +175,21 @@ def _model_by_provider() -> Iterator[None]:
 
 
 @contextmanager
-def _packed(ends: tuple[int, ...], noted: list[tuple[float, float]]) -> Iterator[None]:
-    """Let the forward step count the tokens of documents, and note what the loop computes FLOPs from."""
-    forward_step, consume = entry.forward_step, training.consume_seqlen_stats_in_iteration
-
-    def counting(data, model):
-        training.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, *ends]))
-        return forward_step(data, model)
+def _noted_documents(noted: list[tuple[float, float]]) -> Iterator[None]:
+    """Note what the loop computes FLOPs from, without the evaluation at the end of the case before."""
+    consume = training.consume_seqlen_stats_in_iteration
+    training._seqlen_stats_in_iteration, training._seqlen_stats_active = None, False
 
     def noting():
         noted.append(consume())
         return noted[-1]
 
-    with (
-        mock.patch.object(entry, "forward_step", counting),
-        mock.patch.object(training, "consume_seqlen_stats_in_iteration", noting),
-    ):
+    with mock.patch.object(training, "consume_seqlen_stats_in_iteration", noting):
         yield
+
+
+def _load_lines(kind: str, data_files: str, split: str) -> list[dict]:
+    return [json.loads(line) for line in Path(data_files).read_text().splitlines()]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 
 import pytest
 import yaml
@@ -242,6 +243,18 @@ def test_layout_auto_says_what_it_cannot_price(flags, code):
 def test_layout_auto_needs_a_command_line():
     with refused("unsupported-setting", "enable_from_command_line"):
         enable("v-half", layout="auto")
+
+
+@pytest.mark.parametrize("packed", ["--sft", "--dataloader-inter-document-masking"])
+def test_packed_sequences_of_several_to_a_microbatch_are_refused(packed):
+    for size in ("1", "2"):
+        words = [*SIZES.split(), *LAYERS.split(), packed, "--micro-batch-size", size, "--pipemem-schedule", "zb-h1"]
+        with (
+            refused("unsupported-setting", "--micro-batch-size", kind=UnsupportedError)
+            if size == "2"
+            else nullcontext()
+        ):
+            add_virtual_stages(*take_flags(words))
 
 
 def test_fewer_layers_than_stages_are_refused():

@@ -11,6 +11,7 @@ import os
 import sys
 
 import torch
+import torch.distributed
 
 from te_stand_in import extension, graphs
 
@@ -30,3 +31,19 @@ import transformer_engine.common  # noqa: E402
 transformer_engine.common.load_framework_extension = lambda framework: None
 # Transformer Engine's layers insist on it; nothing else of what runs here asks.
 torch.Tensor.is_cuda = property(lambda tensor: True)
+
+
+class _Message:
+    """A message on its way, for which the ring of context-parallel ranks waits twice: gloo would block, NCCL does not."""
+
+    def __init__(self, work: torch.distributed.Work):
+        self._work: torch.distributed.Work | None = work
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+_exchange = torch.distributed.batch_isend_irecv
+torch.distributed.batch_isend_irecv = lambda messages: [_Message(work) for work in _exchange(messages)]

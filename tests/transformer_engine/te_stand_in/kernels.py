@@ -195,3 +195,76 @@ def multi_tensor_adam(
         weight = weight - lr * update
         for target in (parameter, *master):
             target.copy_(weight)
+
+
+# Packed documents (``thd``) that context-parallel ranks share. ``cu_seqlens`` is where documents begin and end: in the whole
+# sequence for the first three functions, on one rank for the others.
+
+
+def thd_get_partitioned_indices(cu_seqlens, total_tokens, world_size, rank):
+    """Return the positions of a rank's tokens."""
+    return _held(cu_seqlens, world_size)[rank]
+
+
+def thd_cp_rank_order_to_sequence_order(x, cu_seqlens, cp_size, total_tokens):
+    """Return the tokens of all ranks, given rank after rank, in the order of the sequence."""
+    return x[torch.cat(_held(cu_seqlens, cp_size)).argsort()]
+
+
+def thd_sequence_order_to_cp_rank_order(x, cu_seqlens, cp_size, total_tokens):
+    """Return the tokens of a sequence rank after rank."""
+    return x[torch.cat(_held(cu_seqlens, cp_size))]
+
+
+def _held(cu_seqlens: torch.Tensor, size: int) -> list[torch.Tensor]:
+    from megatron_pipemem.cpu.attention import shares  # which imports Megatron, and so Transformer Engine
+
+    return shares(cu_seqlens.tolist(), size)
+
+
+def _half(cu_seqlens: torch.Tensor, second: int) -> torch.Tensor:
+    """Return the positions of the first or second halves of all documents."""
+    bounds = zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
+    halves = [(first, (first + last) // 2, last)[second : second + 2] for first, last in bounds]
+    return torch.cat([torch.arange(*half) for half in halves])
+
+
+def thd_read_half_tensor(tensor, cu_seqlens, half_idx):
+    """Return one half of every document, of a tensor ``[t, ...]``."""
+    return tensor[_half(cu_seqlens, half_idx)]
+
+
+def thd_read_second_half_lse(lse, cu_seqlens, lse_packed, second_half_lse_seqlen):
+    """Return the second half of every document, of logarithms of sums ``[h, t]``."""
+    assert lse_packed, "flash attention packs them"
+    return lse[:, _half(cu_seqlens, 1)]
+
+
+def thd_second_half_lse_correction(lse, lse_per_step, cu_seqlens, lse_packed):
+    """Add the sums of a step to those of the second halves; both are logarithms ``[h, t]``."""
+    assert lse_packed, "flash attention packs them"
+    second = _half(cu_seqlens, 1)
+    lse[:, second] = torch.logaddexp(lse[:, second], lse_per_step.to(lse.dtype))
+
+
+def thd_out_correction(out, out_per_step, old_lse, lse, lse_per_step, cu_seqlens, only_second_half, lse_packed):
+    """Weigh the output so far and that of a step by their shares of all sums, and add them in ``out``."""
+    assert lse_packed, "flash attention packs them"
+    place = _half(cu_seqlens, 1) if only_second_half else slice(None)
+    old, step = (torch.exp(each - lse[:, place]).t()[..., None] for each in (old_lse[:, place], lse_per_step))
+    out[place] = (out[place] * old + out_per_step * step).to(out.dtype)
+
+
+def thd_grad_correction(grad, grad_per_step, cu_seqlens, first_half, second_half):
+    """Copy, add, zero or leave (``none``) a gradient in both halves of every document.
+
+    Where a half is left or set to zero, the step has gradients of the other half only.
+    """
+    has_one = {"none", "zero"} & {first_half, second_half}
+    for number, change in enumerate((first_half, second_half)):
+        place = _half(cu_seqlens, number)
+        if change == "zero":
+            grad[place] = 0
+        elif change != "none":
+            step = grad_per_step if has_one else grad_per_step[place]
+            grad[place] = step if change == "copy" else grad[place] + step
