@@ -376,8 +376,8 @@ def test_packed_documents_train_as_stock(train_with_transformer_engine, assert_s
     assert_same_training(run, stock)
     assert run.packed == stock.packed
     for predicted, counted in zip(run.predicted_peaks, run.counted_peaks, strict=True):
-        # With context parallelism every layer keeps where its documents end. Another microbatch has more of them.
-        assert 0 <= predicted - counted < (512 if way else 1)
+        # With context parallelism every layer keeps where documents end, and a microbatch has more or fewer of them.
+        assert abs(predicted - counted) < (512 if way else 1)
 
 
 @nightly("the same bits as stock's")
