@@ -139,5 +139,5 @@ def install() -> None:
     """Let the local attention run with packed sequences, and with more than one context-parallel rank."""
     DotProductAttention.__init__ = _build(DotProductAttention.__init__)
     DotProductAttention.forward = _attend(DotProductAttention.forward)
-    if utils.tex is None:  # Megatron has found no Transformer Engine
+    if getattr(utils, "tex", None) is None:  # Megatron has found no Transformer Engine
         utils.tex = SimpleNamespace(thd_get_partitioned_indices=_own_indices)
