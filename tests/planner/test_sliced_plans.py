@@ -181,7 +181,7 @@ def test_a_plan_chooses_how_to_cut():
         ({"parallelism": replace(CUT, cp=2)}, "context parallelism"),
         ({"model": replace(GROUPED, mtp_layers=1)}, "plain attention"),
         ({"model": replace(GROUPED, kv_lora_rank=64)}, "plain attention"),
-        ({"model": replace(GROUPED, sequence=1026)}, "do not divide"),
+        ({"model": replace(GROUPED, sequence=1026)}, "4 equal slices"),
     ],
 )
 def test_what_is_not_cut_into_slices(changes: dict, why: str):
