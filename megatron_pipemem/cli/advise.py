@@ -222,9 +222,9 @@ def _answer(reading: Reading, advice: Advice) -> str:
     """Return text with the words that the user should add, or with the reason to stay as it is."""
     today, stock = advice.today, advice.stock
     if advice.verdict == "stay":
-        return "stay as you are: no schedule is 1 % faster in this memory, or as fast in less"
+        return "stay as you are: no schedule is 1 % faster in today's memory, or as fast in less memory"
     if advice.verdict == "overlap":
-        return "stay as you are: your overlap of messages within layers is worth more than any bubble here"
+        return "stay as you are: your overlap of messages within layers saves more time than another schedule would"
     if advice.verdict in ("layout", "stock"):
         better = stock if stock is not None and stock.gain(today) >= AS_FAST else today
         what = "only change the layout" if advice.verdict == "layout" else "stay with Megatron's own schedule"

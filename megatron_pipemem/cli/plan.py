@@ -205,7 +205,8 @@ def _table(plans: Sequence[Plan], today: Plan | None) -> FittingTable:
     if overlaps:
         columns.insert(-1, "gain")
     caption = (
-        "peak: everything on the fullest rank; of 1F1B: its activations, as a share of 1F1B's bytes for the same cut"
+        "peak: all memory of the fullest rank; of 1F1B: that rank's activations, as a share of 1F1B's bytes for the "
+        "same cut; binds: the largest loss of time"
     )
     table = FittingTable(columns, text=("schedule", "recompute", "binds"), caption=caption)
     for each in plans if today is None else (today, *plans):
@@ -466,7 +467,7 @@ def _verdict(run: Run, found: Balance, knows_memory: bool) -> str:
     else:
         text = f"takes {found.even.seconds / found.best.seconds - 1:.1%} longer"
     if knows_memory and max(found.best.held) <= room < max(found.even.held):
-        text += f", but does not fit into {gibibytes(room)} GiB"
+        text += f", but does not fit into the {gibibytes(room)} GiB of a device"
     if layout.uncut(run.model, stages) is None:
         text += (
             f"; Megatron needs a layout flag for it, because {stages} stages do not divide {run.model.layers} layers"

@@ -123,7 +123,7 @@ SCHEDULES = _refusals(
         "expert_gtp_weight_remat_size": _SHARDED,
         # Of Megatron versions to come.
         "sequence_packing_scheduler": "packed batches have another number of microbatches than the plan of the step",
-        "dynamic_context_parallel": "microbatches of one step would have other context-parallel groups each",
+        "dynamic_context_parallel": "every microbatch of a step would have context-parallel groups of its own",
     },
     only={"cuda_graph_impl": lambda impl: impl not in (None, "none", GRAPHS_OF_LAYERS, GRAPH_OF_STEP)},
 )

@@ -178,7 +178,7 @@ def gibibytes(nbytes: float) -> str:
 def _heading(plan: Plan) -> str:
     return (
         f"# Planned: {plan.seconds:.4g} s a step, {plan.mfu:.1%} MFU, bubble {plan.bubble_rate:.1%}, at most "
-        f"{gibibytes(plan.peak)} GiB a rank; binds: {plan.binds}.\n"
+        f"{gibibytes(plan.peak)} GiB a rank; largest loss: {plan.binds}.\n"
     )
 
 

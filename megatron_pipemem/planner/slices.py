@@ -52,7 +52,7 @@ def why_not_sliced(run: Run) -> str | None:
     if cut.pp == 1:
         return "slices need several pipeline ranks"
     if model.tower is not None:
-        return "slices need a model without a vision tower, which needs whole sequences"
+        return "slices need a model without a vision tower, because a tower needs whole sequences"
     if cut.cp > 1:
         return "slices are of no use with context parallelism, which cuts sequences too"
     if model.mtp_layers or any(

@@ -83,14 +83,12 @@ def lines(report: Mapping[str, Any]) -> list[str]:
             + ("" if seconds is None else f"; a step takes {seconds:.4g} s from its first pass to its last")
         )
     if ahead := _most(ranks, "steps_ahead"):
-        back, state = _most(ranks, "steps_taken_back"), "the state for taking a step back takes"
+        back, state = _most(ranks, "steps_taken_back"), "the copy for undoing a step takes"
         held = {
             "rollback_bytes": f"{state} {{}} of the device",
-            "waiting_gradient_bytes": "gradients that wait for their step take {} of the device",
+            "waiting_gradient_bytes": "gradients that wait for their optimizer step take {} of the device",
         }
-        found.append(
-            f"{ahead} of {report['steps']} steps did not wait for a gradient norm; {back} of them were taken back"
-        )
+        found.append(f"{ahead} of {report['steps']} steps did not wait for a gradient norm; {back} of them were undone")
         found += [
             sentence.format(f"{nbytes / _MIB:.4g} MiB") + " on the fullest rank"
             for key, sentence in held.items()
