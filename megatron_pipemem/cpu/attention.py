@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ def shares(ends: Sequence[int], size: int) -> list[torch.Tensor]:
     """
     if size == 1:
         return [torch.arange(ends[-1])]
-    odd = [last - first for first, last in zip(ends, ends[1:], strict=False) if (last - first) % (2 * size)]
+    odd = [last - first for first, last in pairwise(ends) if (last - first) % (2 * size)]
     if odd:
         raise UnsupportedError(
             "not-on-cpu",
@@ -37,9 +38,7 @@ def shares(ends: Sequence[int], size: int) -> list[torch.Tensor]:
             f"equal parts of every document; pad documents to a multiple of {2 * size} tokens, as --sft does, or pass "
             "--context-parallel-size 1",
         )
-    parts = [
-        torch.arange(first, last).chunk(2 * size) for first, last in zip(ends, ends[1:], strict=False) if last > first
-    ]
+    parts = [torch.arange(first, last).chunk(2 * size) for first, last in pairwise(ends) if last > first]
     return [torch.cat([each for of in parts for each in (of[rank], of[2 * size - 1 - rank])]) for rank in range(size)]
 
 
