@@ -269,6 +269,7 @@ ROLLED_BACK = _refusals(
 )
 _BIAS = "balance experts by --moe-router-load-balancing-type none and --moe-router-enable-expert-bias"
 _WHOLE = (*_UNCOUNTED, "sinkhorn")
+_PACKED = "a packed document may lie in two slices"
 SLICED = _refusals(
     " in sequence slices",
     {
@@ -282,6 +283,8 @@ SLICED = _refusals(
         "moe_expert_capacity_factor": "experts drop tokens of whole microbatches",
         "moe_router_load_balancing_type": f"{' or '.join(_WHOLE)} needs whole microbatches; {_BIAS}",
         "experimental_attention_variant": "it does not take the keys and values of earlier slices",
+        "sft": _PACKED,
+        "dataloader_inter_document_masking": _PACKED,
     },
     ", or take a schedule without sequence slices",
     only={"moe_router_load_balancing_type": lambda asked: any(kind in (asked or "") for kind in _WHOLE)},
