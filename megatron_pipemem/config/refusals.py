@@ -359,6 +359,16 @@ def refuse_schedule(value_of: Callable[[str], Any], request: Request) -> None:
             "Megatron joins the packed sequences of a microbatch into one, and stages would receive it in the shape of "
             "several; pass --micro-batch-size 1, and a longer --seq-length",
         )
+    if value_of("dataloader_inter_document_masking") and not value_of("sft") and _is_shared(value_of):
+        raise UnsupportedError(
+            "unsupported-setting",
+            "context-parallel ranks would get parts of every sequence, where attention and rotary positions expect parts of "
+            "every document; pass --sft, which pads documents, or --context-parallel-size 1",
+        )
+
+
+def _is_shared(value_of: Callable[[str], Any]) -> bool:
+    return _REFUSED["context_parallel_size"](value_of("context_parallel_size"))
 
 
 def _is_packed(value_of: Callable[[str], Any]) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd as rotate
 from refusals import refused
 
 from megatron_pipemem.cpu.attention import _mask, shares
@@ -20,3 +23,13 @@ def test_every_document_is_shared():
 def test_a_document_that_does_not_divide_is_refused():
     with refused("not-on-cpu", 6, 2, 4):
         shares([0, 8, 14], 2)
+
+
+def test_megatron_rotates_parts_of_documents():
+    """So pretraining data with packed documents, of which ranks get parts of sequences, are refused with two ranks."""
+    one, *two = (SimpleNamespace(size=lambda n=n: n, rank=lambda r=r: r) for n, r in ((1, 0), (2, 0), (2, 1)))
+    ends, tokens, angles = [0, 40, 64], torch.randn(64, 1, 8), torch.rand(40, 1, 1, 8)
+    whole = rotate(tokens, torch.tensor(ends), angles, cp_group=one)
+    for bounds, is_right in ((ends, True), ([0, 64], False)):
+        for group, own in zip(two, shares(bounds, 2), strict=True):
+            assert torch.equal(rotate(tokens[own], torch.tensor(ends), angles, cp_group=group), whole[own]) is is_right

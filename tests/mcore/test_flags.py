@@ -245,16 +245,20 @@ def test_layout_auto_needs_a_command_line():
         enable("v-half", layout="auto")
 
 
-@pytest.mark.parametrize("packed", ["--sft", "--dataloader-inter-document-masking"])
-def test_packed_sequences_of_several_to_a_microbatch_are_refused(packed):
-    for size in ("1", "2"):
-        words = [*SIZES.split(), *LAYERS.split(), packed, "--micro-batch-size", size, "--pipemem-schedule", "zb-h1"]
-        with (
-            refused("unsupported-setting", "--micro-batch-size", kind=UnsupportedError)
-            if size == "2"
-            else nullcontext()
-        ):
-            add_virtual_stages(*take_flags(words))
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        (("--sft",), None),
+        (("--sft", "--context-parallel-size", "2"), None),
+        (("--sft", "--micro-batch-size", "2"), "--micro-batch-size"),
+        (("--dataloader-inter-document-masking", "--micro-batch-size", "2"), "--micro-batch-size"),
+        (("--dataloader-inter-document-masking", "--context-parallel-size", "2"), "--context-parallel-size"),
+    ],
+)
+def test_packed_sequences_that_megatron_trains_wrongly_are_refused(flags, remedy):
+    words = [*SIZES.split(), *LAYERS.split(), *flags, "--pipemem-schedule", "zb-h1"]
+    with refused("unsupported-setting", remedy, kind=UnsupportedError) if remedy else nullcontext():
+        add_virtual_stages(*take_flags(words))
 
 
 def test_fewer_layers_than_stages_are_refused():
