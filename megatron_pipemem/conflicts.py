@@ -176,8 +176,8 @@ def check(request: Request) -> Request:
     if request.is_asynchronous and UPDATE_EVERY in options:
         raise UnsupportedError(
             "has-own-flag",
-            f"{UPDATE_EVERY} of schedule {name!r} is the number of microbatches of a step here; drop the option and "
-            "choose --global-batch-size",
+            f"{UPDATE_EVERY} of schedule {name!r} is the number of microbatches of a step in a run; drop the option "
+            "and choose --global-batch-size",
         )
     if request.file is None and not (request.searches or request.is_stock):
         family(name).chunks_per_device(options)  # refuses unknown options of the family

@@ -16,7 +16,7 @@ def check_exists(path: str | Path, kind: str) -> None:
     """Raise a ConfigError if there is no file or folder with this path. The message calls it ``kind``."""
     if not Path(path).exists():
         raise ConfigError(
-            "no-file", f"cannot read {kind} from {path}: there is no such file or folder; give the path of one"
+            "no-file", f"cannot read {kind} from {path}: there is no such file or folder; correct the path"
         )
 
 

@@ -69,8 +69,8 @@ def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
     if "error" in facts:
         raise ConfigError(
             "cannot-evaluate",
-            f"the recipe {asked} raises an error here: {facts['error']}; remove its cause, or give a launch script or "
-            "run file",
+            f"the recipe {asked} raises an error on this machine: {facts['error']}; remove its cause, or give a launch "
+            "script or run file",
         )
     if facts["unknown"] is not None:
         flags_of_model(facts["unknown"], "unset HF_HUB_OFFLINE to ask Hugging Face")

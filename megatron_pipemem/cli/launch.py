@@ -152,7 +152,8 @@ def slurm_options(launcher: str, sbatch: Sequence[str] | None, srun: Sequence[st
         if given and launcher != "slurm":
             raise UnsupportedError(
                 "conflicting-options",
-                f"{flag}={given[0]} is for --launcher slurm, not {launcher}; give both or neither",
+                f"{flag}={given[0]} is for --launcher slurm, not {launcher}; leave {flag} out, or pass --launcher "
+                "slurm",
             )
     return slurm.Options(sbatch or (), srun or ())
 

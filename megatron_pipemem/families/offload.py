@@ -69,8 +69,8 @@ def uniform_repeating(
     if placement != "v" or chunks != 2:
         raise UnsupportedError(
             "unsupported-placement",
-            f"there is no uniform repeating for placement {placement!r} with {chunks} chunks; use interleaved with any "
-            "number of chunks, or v with 2",
+            f"placement {placement!r} with {chunks} chunks has no order that repeats uniformly; use interleaved with "
+            "any number of chunks, or v with 2",
         )
     return next(with_prompt_weights(zbv(num_devices, num_microbatches), Costs()))
 

@@ -74,4 +74,4 @@ def inherited_faults(value_of: Callable[[str], Any]) -> list[str]:
 
 @functools.cache  # each chunk of the model asks
 def tell(fault: str) -> None:
-    logger.warning("Megatron has a fault here, under its own schedules too: %s", fault)
+    logger.warning("Megatron has a fault that this run meets, under its own schedules too: %s", fault)

@@ -110,8 +110,8 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
     if placement.num_devices != run.parallelism.pp or case.step.schedule.slices > 1:
         raise ConfigError(
             "other-model",
-            "is of a run with another number of pipeline ranks, or with slices; give the report of a run that has as many "
-            "pipeline ranks as this one, and no slices",
+            "is of a run with another number of pipeline ranks, or with slices; give the report of a run that has as "
+            "many pipeline ranks as the run to plan, and no slices",
             file=path,
         )
     step = price(run, placement, layout.pieces_of(run, placement.model_stages))

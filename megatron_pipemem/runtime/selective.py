@@ -168,8 +168,9 @@ class _Region:
             results = _listed(self._function(*arguments))
         if len(again) != len(self._saved):
             raise RuntimeError(
-                f"a part of the model saved {len(self._saved)} tensors for its backward, but {len(again)} when it ran again; "
-                "it is not deterministic, so recompute its stage fully (--pipemem-recompute full) or not at all"
+                f"a part of the model saved {len(self._saved)} tensors for its backward, but {len(again)} when it ran "
+                "again; the part is not deterministic, so recompute its stage fully (--pipemem-recompute full) or not "
+                "at all"
             )
         for saved, tensor in zip(self._saved, again, strict=True):
             _fill(saved, tensor, made)

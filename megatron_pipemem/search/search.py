@@ -99,7 +99,8 @@ def search_schedule(
     if num_devices < 1 or num_microbatches < 1:
         raise UnsupportedError(
             "bad-number",
-            f"a step needs at least 1 device and 1 microbatch, not {num_devices} and {num_microbatches}; raise them",
+            f"a step needs at least 1 device and 1 microbatch, not {num_devices} and {num_microbatches}; give at least "
+            "1 of each",
         )
     check_effort(seconds, effort, seed)
     caps = None if memory_cap is None else per_device(memory_cap, num_devices)

@@ -422,8 +422,9 @@ def _by_function(
         except Exception as error:
             raise UnsupportedError(
                 "cannot-weigh",
-                f"{name} fails for microbatch {number} of training step {iteration + 1}: {type(error).__name__}: {error}; it "
-                "is called with an item of the data iterator, and must return a time, or a time and a memory",
+                f"{name} fails for microbatch {number} of training step {iteration + 1}: {type(error).__name__}: "
+                f"{error}; the function is called with an item of the data iterator, and must return a time, or a time "
+                "and a memory",
             ) from error
         pairs.append(found if isinstance(found, tuple) and len(found) == 2 else (found, 1.0))
     try:

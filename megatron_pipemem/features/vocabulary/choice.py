@@ -36,7 +36,7 @@ def head_on_last_stage(
             raise UnsupportedError(
                 "costs-mismatch",
                 f"layers per stage need one number for each of {placement.num_stages} stages, not {len(layers)}, and "
-                "costs as single numbers, each the price of a device's whole share; give both so",
+                "costs as single numbers, each the price of a device's whole share; correct the numbers or the costs",
             )
         if min(layers) < 0 or not sum(layers):
             raise UnsupportedError(

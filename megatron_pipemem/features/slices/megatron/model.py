@@ -135,8 +135,8 @@ class SlicedModel:
             if passed.get(name) is not None:
                 raise UnsupportedError(
                     "slices-forward-step",
-                    f"the forward step passes {name} to the model, which cannot be cut into sequence slices; leave it out, or "
-                    "take a schedule without slices",
+                    f"the forward step passes {name} to the model, and {name} cannot be cut into sequence slices; "
+                    "leave it out, or take a schedule without slices",
                 )
         for name in _PER_TOKEN:
             tensor = passed.get(name)

@@ -197,8 +197,9 @@ class LastStage(ChunkStage):
             if head.losses is not None and output is not head.losses:
                 raise UnsupportedError(
                     "vocabulary-forward-step",
-                    "the forward step changes the model's token losses before it returns them, but with vocabulary parallelism "
-                    "they are not known yet; change them in the loss function, or pass --pipemem-vocab-parallel off",
+                    "the forward step changes the model's token losses before it returns them, but with vocabulary "
+                    "parallelism the losses are not known yet; change them in the loss function, or pass "
+                    "--pipemem-vocab-parallel off",
                 )
             self._awaiting[microbatch] = loss_function, output.dtype, head.further
             head.further = None
