@@ -19,6 +19,7 @@ from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Execution, Passes
 from megatron_pipemem.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
+from megatron_pipemem.features.offload.transfers import NO_HOST_MEMORY
 from megatron_pipemem.launch.cut_flags import check_experts
 from megatron_pipemem.launch.feasibility import feasible
 from megatron_pipemem.planner import variants as variants_module
@@ -194,7 +195,7 @@ def test_offload_that_does_not_suffice_says_what_is_in_the_way():
     found = plan(replace(RUN, cluster=cluster), limits=limits, search_seconds=0)
     assert not found.plans
     assert found.rejected.total() == 1
-    assert "what keeps them there: host memory" in next(iter(found.rejected))
+    assert NO_HOST_MEMORY in next(iter(found.rejected))
 
 
 def test_every_cut_of_the_devices_is_considered():
