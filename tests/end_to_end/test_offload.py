@@ -17,7 +17,10 @@ SELECTIVELY = ("--pipemem-recompute", "selective")
 SELECTIVE = ("--recompute-granularity", "selective")
 BF16 = ("--bf16", *SELECTIVE, *EVALUATION)
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
-TP2 = ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel")
+TP2 = (
+    *("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    *("--global-batch-size", "4"),
+)
 DP2 = (
     *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--overlap-grad-reduce"),
     *("--overlap-param-gather", "--ddp-bucket-size", "20000"),

@@ -6,7 +6,8 @@ import pytest
 from lanes import rest_nightly
 
 PP2 = ("--pipeline-model-parallel-size", "2")
-TP2 = (*PP2, "--tensor-model-parallel-size", "2")
+# Each microbatch takes hundreds of collectives; four fill a pipeline of two twice.
+TP2 = (*PP2, "--tensor-model-parallel-size", "2", "--global-batch-size", "4")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000")
 FUSION = ("+--no-gradient-accumulation-fusion",)
 VARIANTS = {

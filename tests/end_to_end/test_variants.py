@@ -61,7 +61,9 @@ def test_trains_as_stock(train, assert_same_training, variant, schedule):
         pytest.param("zb-h1", EVALUATION, marks=nightly("the same run below, which changes between the orders")),
         pytest.param("po-f", (), marks=nightly("the same run below, which changes between the orders")),
         ("1f1b", ("--pipemem-vocab-parallel", "2", UNTIED)),
-        ("pipedream-2bw", ("--train-iters", "4")),
+        pytest.param(
+            *("pipedream-2bw", ("--train-iters", "4")), marks=nightly("pipedream, whose weights change more often")
+        ),
         ("pipedream", ("--clip-grad", "0", UNTIED, "--train-iters", "4")),
     ],
 )

@@ -25,7 +25,7 @@ CASES = {
     "zb-h1-2": ("zb-h1", "2", (UNTIED,), ()),
     "bf16": ("1f1b", "2", ("--bf16",), ()),
     "tp2": ("v-half", "2", TP2, ()),
-    "tp2-sequence-parallel": ("1f1b", "1", (*TP2, "--sequence-parallel"), ()),
+    "tp2-sequence-parallel": ("1f1b", "1", (*TP2, "--sequence-parallel", "--global-batch-size", "4"), ()),
     "dp2-distributed-optimizer": ("zb-h1", "2", (*DISTRIBUTED, UNTIED), ()),
     "per-token-loss": ("1f1b", "2", ("--calculate-per-token-loss",), ()),
     "one-microbatch": ("v-half", "1", ("--global-batch-size", "1"), ()),
