@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from commands import pipemem
 from refusals import refused
-from typer.testing import CliRunner
 
-from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.launch.command import flag_parser
 from megatron_pipemem.mcore import known_flags as known_flags_module
@@ -49,7 +48,7 @@ def test_what_megatron_takes():
 def test_launch_and_grid_ask_but_for_a_script_of_the_users_own(tmp_path):
     def launch(*changes: str):
         sets = [word for change in ("megatron.my_flag=3", *changes) for word in ("--set", change)]
-        return CliRunner().invoke(app, ["launch", str(TINY), "--print", *sets])
+        return pipemem("launch", TINY, "--print", *sets)
 
     assert "Megatron has no flag --my-flag" in launch().stderr
     script = tmp_path / "mine.py"
@@ -57,4 +56,4 @@ def test_launch_and_grid_ask_but_for_a_script_of_the_users_own(tmp_path):
     assert "--my-flag 3" in launch(f"script={script}").stdout
     file = str(ROOT / "configs" / "grids" / "tiny-cpu.yaml")
     grid = ["grid", file, "--set", "megatron.my_flag=3", "--launcher", "print"]
-    assert "Megatron has no flag --my-flag" in CliRunner().invoke(app, grid).stderr
+    assert "Megatron has no flag --my-flag" in pipemem(*grid).stderr

@@ -6,13 +6,12 @@ import json
 
 import pytest
 from asked_programs import programs_of
+from commands import pipemem
 from refusals import refused
-from typer.testing import CliRunner
 
 from megatron_pipemem.choose import searching
 from megatron_pipemem.choose.knowledge import Shape
 from megatron_pipemem.choose.searching import ONE_BY_ONE
-from megatron_pipemem.cli.app import app
 from megatron_pipemem.conflicts import check
 from megatron_pipemem.errors import CostsError, ScheduleError, ScheduleFormatError, UnsupportedError
 from megatron_pipemem.mcore import programs as run_programs
@@ -160,11 +159,11 @@ def test_a_run_and_the_command_line_find_the_same_order(flags, settings, tmp_pat
     monkeypatch.setattr(run_programs, "microbatches_of_the_run", lambda: 12)
     file, cap = tmp_path / "auto.csv", "1.1" if "vocab_parallel" in settings else "0.5"
     asked = ["simulate", "auto", "-p", "4", "-m", "12", "--memory-cap", cap, *flags, "--json"]
-    told = CliRunner().invoke(app, asked)
+    told = pipemem(*asked)
     run = programs_of("auto", cap, **settings).plan(Shape(4, 2, 12), "start")
     assert json.loads(told.stdout)["makespan"] == run.timeline.makespan
     if not flags:
-        assert CliRunner().invoke(app, ["check", "auto", "--write", str(file), *asked[2:8]]).exit_code == 0
+        assert pipemem("check", "auto", "--write", file, *asked[2:8]).exit_code == 0
         assert Schedule.from_csv(file.read_text()).orders == run.schedule.orders
 
 

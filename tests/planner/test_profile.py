@@ -11,10 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from commands import pipemem
+from lanes import rest_nightly
 from refusals import refused
-from typer.testing import CliRunner
 
-from megatron_pipemem.cli.app import app
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Execution, Model
@@ -37,10 +37,6 @@ SMALL_GPT, SMALL_LLAMA = (
     replace(model, hidden=64, ffn=ffn, vocabulary=200, sequence=32) for model, ffn in ((GPT, None), (LLAMA, 176))
 )
 A100 = load("a100-80g", Cluster)
-
-
-def pipemem(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="pipemem")
 
 
 def test_stages_add_up_to_the_model():
@@ -288,9 +284,15 @@ CROSSED = {
 }
 
 
-@pytest.mark.parametrize(("model", "execution"), CROSSED.values(), ids=CROSSED)
-def test_formulas_agree_with_megatrons_modules(lane, model, execution):
+NIGHTLY = {"gpt cp2-scores", "experts ep2", "whole experts", "hybrid plain", "fine plain", "fine moe"}
+
+
+@pytest.mark.parametrize(
+    "name", rest_nightly(CROSSED, CROSSED.keys() - NIGHTLY, "the same parts of a layer in a model with more of them")
+)
+def test_formulas_agree_with_megatrons_modules(lane, name):
     """Within what statistics of norms differ between devices, a few bytes per token."""
+    model, execution = CROSSED[name]
     seen, formulas = lane(profiled, model, execution, A100), from_formulas(model, execution, A100)
     assert formulas.first.parameters == seen.first.parameters and formulas.last.parameters == seen.last.parameters
     assert formulas.message_bytes == seen.message_bytes
