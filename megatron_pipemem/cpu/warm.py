@@ -11,9 +11,11 @@ from megatron_pipemem.cpu import activate
 WHAT_RUNS_IMPORT = (
     "megatron.training.training",
     "megatron.core.datasets.gpt_dataset",
-    "megatron.core.tokenizers.text",
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text.models",
     "torch._dynamo",  # every optimizer imports it
     "megatron_pipemem.mcore.launch",
+    "megatron_pipemem.mcore.report.recording",
     "megatron_pipemem.report.figure",
 )
 

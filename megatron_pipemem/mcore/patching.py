@@ -164,10 +164,9 @@ def _rebind(pairs: Sequence[tuple[Callable, Callable]]) -> None:
     for path, module in list(sys.modules.items()):
         if path.partition(".")[0] in _HOLD_NOTHING or not isinstance(module, ModuleType):
             continue
-        named = list(vars(module).items())
-        if wanted_by_id.keys().isdisjoint([id(value) for _, value in named]):
+        if wanted_by_id.keys().isdisjoint(map(id, vars(module).values())):
             continue  # as nearly all: they are told apart without a step of the loop below for each of their names
-        for name, value in named:
+        for name, value in list(vars(module).items()):
             if id(value) in wanted_by_id:
                 while id(value) in wanted_by_id:
                     value = wanted_by_id[id(value)]

@@ -199,9 +199,13 @@ class ActivationLedger:
     def record(self, action: Action, host_bytes: int = 0) -> None:
         """Add an entry with the bytes that are held on the device, and with ``host_bytes``, after ``action``."""
         # Megatron's checkpoint without output empties storages that autograd keeps, and fills them again in the backward.
-        sizes = {key: _size(known) for key, known in self._held.items()}
-        self._held = {key: known for key, known in self._held.items() if sizes[key] is not None}
-        held = sum(filter(None, sizes.values()))
+        held, alive = 0, {}
+        for key, known in self._held.items():
+            storage = torch.UntypedStorage._new_with_weak_ptr(known.cdata)
+            if storage is not None:
+                held += storage.nbytes()
+                alive[key] = known
+        self._held = alive
         routing = self._routed, self._routable, self._evenly
         self.entries.append(LedgerEntry(action, held, host_bytes, *routing, self.tokens_of(action)))
         self._routed = self._routable = self._evenly = 0
@@ -258,12 +262,6 @@ def data_of(tensor: Any) -> tuple[torch.Tensor, ...]:
     parts = tensor.get_data_tensors() if is_quantised(tensor) else (tensor,)
     listed = (parts,) if isinstance(parts, torch.Tensor) else parts
     return tuple(part for part in listed if part is not None and part.untyped_storage().nbytes())
-
-
-def _size(storage: StorageWeakRef) -> int | None:
-    """Return the current bytes of a storage, or ``None`` if it was freed."""
-    found = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
-    return None if found is None else found.nbytes()
 
 
 def storage_key(tensor: torch.Tensor) -> int:
