@@ -50,6 +50,21 @@ def lane() -> Iterator[Callable[[str], object]]:
         yield lambda code: process.submit(_execute, code).result()
 
 
+@pytest.fixture
+def script(lane: Callable[[str], object]) -> Callable[..., None]:
+    """Run the ``main`` of a script where the CPU lane is active."""
+
+    def run(path: Path, *arguments: object) -> None:
+        lane(f"""
+import runpy, sys
+from unittest import mock
+with mock.patch.object(sys, "argv", {[str(path), *map(str, arguments)]}):
+    assert not runpy.run_path({str(path)!r})["main"]()
+""")
+
+    return run
+
+
 def _execute(code: str) -> object:
     import torch
 

@@ -41,57 +41,48 @@ assert before == (torch.empty, torch.Tensor.to, torch.cuda.Stream, torch.distrib
 """)
 
 
-def test_leaves_the_users_environment_alone_and_fused_weight_gradients_are_an_option(
-    python: Callable[[str], str],
+def test_leaves_alone_what_is_the_users_and_out_what_cannot_be_imported(
+    python: Callable[[str], str], tmp_path: Path
 ) -> None:
-    python("""
-        import os
+    """Fused weight gradients are an option. Importing Transformer Engine without a GPU ends in other errors than
+    Megatron expects.
+    """
+    (tmp_path / "transformer_engine.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")
+    python(f"""
+        import os, sys
+        sys.path.insert(0, {str(tmp_path)!r})
         os.environ["OMP_NUM_THREADS"] = "2"
         from megatron_pipemem.cpu import activate
         activate(emulate_fused_gradients=False)
         import torch
         assert torch.get_num_threads() == 2 and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-        from megatron.core.tensor_parallel import layers
-        assert not layers._grad_accum_fusion_available
-    """)
-
-
-def test_transformer_engine_is_left_out_where_it_is_installed(python: Callable[[str], str], tmp_path: Path) -> None:
-    """Importing it without a GPU ends in other errors than Megatron expects."""
-    (tmp_path / "transformer_engine.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")
-    python(f"""
-        import sys
-        sys.path.insert(0, {str(tmp_path)!r})
-        from megatron_pipemem.cpu import activate
-        activate()
         from megatron.core.extensions import transformer_engine
-        assert not transformer_engine.HAVE_TE
+        from megatron.core.tensor_parallel import layers
+        assert not layers._grad_accum_fusion_available and not transformer_engine.HAVE_TE
     """)
 
 
-def test_all_groups_share_one_network_thread(python: Callable[[str], str]) -> None:
-    threads = python("""
-        import os
-        from datetime import timedelta
-        from pathlib import Path
-        import torch
-        import torch.distributed as dist
-        from megatron_pipemem.cpu import activate
-        activate()
-        def made() -> None:
-            dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-            first, last = timedelta(seconds=33), timedelta(seconds=77)
-            for group in [dist.new_group([0], timeout=first, backend=backend) for backend in (None, "nccl", "gloo")]:
-                dist.barrier(group)
-                options = group._get_backend(torch.device("cpu")).options
-                assert options._timeout == first
-                dist.distributed_c10d._set_pg_timeout(last, group)  # as Megatron does after the first step
-                assert options._timeout == last
-        made()
-        dist.destroy_process_group()
-        made()
-        print([Path(f"/proc/self/task/{number}/comm").read_text().strip() for number in os.listdir("/proc/self/task")])
-    """)
+def test_all_groups_share_one_network_thread(lane: Callable[[str], object]) -> None:
+    threads = lane("""
+import os
+from datetime import timedelta
+from pathlib import Path
+import torch.distributed as dist
+def made() -> None:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    first, last = timedelta(seconds=33), timedelta(seconds=77)
+    for group in [dist.new_group([0], timeout=first, backend=backend) for backend in (None, "nccl", "gloo")]:
+        dist.barrier(group)
+        options = group._get_backend(torch.device("cpu")).options
+        assert options._timeout == first
+        dist.distributed_c10d._set_pg_timeout(last, group)  # as Megatron does after the first step
+        assert options._timeout == last
+made()
+dist.destroy_process_group()
+made()
+result = [Path(f"/proc/self/task/{number}/comm").read_text().strip() for number in os.listdir("/proc/self/task")]
+dist.destroy_process_group()
+""")
     assert threads.count("gloo_tcp_loop") == 1 and threads.count("pt_gloo_runloop") > 1
 
 

@@ -87,25 +87,16 @@ LLAMA = shlex.split("""
 """)
 
 
-def test_a_script_for_gpus_learns_text_at_once_and_its_log_can_be_read(torchrun, tmp_path) -> None:
+def test_a_script_for_gpus_learns_text_at_once_and_its_log_can_be_read(torchrun, script, tmp_path) -> None:
     report, text, data = tmp_path / "report.json", tmp_path / "text", tmp_path / "data" / "letters"
     text.mkdir()
     for number in range(20):
         (text / f"{number}.txt").write_text("abcd" * 200)
-    tool = REPOSITORY / "scripts" / "text_to_dataset.py"
-    subprocess.run([sys.executable, str(tool), str(text), str(data)], check=True)
+    script(REPOSITORY / "scripts" / "text_to_dataset.py", text, data)
     read = ("--train-data-path", f"{data}_train", "--valid-data-path", f"{data}_valid")
     read += ("--data-cache-path", str(tmp_path / "cache"))
     ours = ("--pipemem-schedule", "v-half", "--pipemem-report", str(report), "--pipemem-trace", str(tmp_path / "trace"))
-    done = torchrun(
-        2,
-        REPOSITORY / "scripts" / "pretrain_gpt.py",
-        *LLAMA,
-        *read,
-        "--data-cache-path",
-        str(tmp_path / "cache"),
-        *ours,
-    )
+    done = torchrun(2, REPOSITORY / "scripts" / "pretrain_gpt.py", *LLAMA, *read, *ours)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout
     losses = json.loads(report.read_text())["losses"]

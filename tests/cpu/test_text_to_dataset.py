@@ -48,15 +48,9 @@ result = {{part: [document.tolist() for document in IndexedDataset(prefix + part
     assert f"3 documents, {sum(map(len, documents['_train']))} tokens" in result.stdout
 
 
-def test_nothing_is_held_back_at_fraction_zero(lane: Callable[[str], object], tmp_path: Path) -> None:
+def test_nothing_is_held_back_at_fraction_zero(script: Callable[..., None], tmp_path: Path) -> None:
     write(tmp_path / "text", only="text")
-    command = [str(TOOL), str(tmp_path / "text"), str(tmp_path / "data"), "--valid-fraction", "0"]
-    lane(f"""
-import runpy, sys
-from unittest import mock
-with mock.patch.object(sys, "argv", {command}):
-    assert not runpy.run_path({str(TOOL)!r})["main"]()
-""")
+    script(TOOL, tmp_path / "text", tmp_path / "data", "--valid-fraction", 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data_train.bin", "data_train.idx", "text"]
 
 
