@@ -9,7 +9,7 @@ from pathlib import Path
 import launching
 import pytest
 from lanes import rest_nightly
-from patience import Patience
+from patience import Patience, runs
 
 from megatron_pipemem.cpu.ranks import end_ranks, start_ranks
 
@@ -41,15 +41,7 @@ def test_a_rank_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
         time.sleep(0.05)
     end_ranks([process])
     assert process.exitcode == -9
-    while _runs(int(log.read_text())):
+    while runs(int(log.read_text())):
         assert not patience.is_over
         time.sleep(0.05)
     end_ranks([process])  # nothing is left to end
-
-
-def _runs(pid: int) -> bool:
-    """Whether there is such a process, other than one that has ended and waits for whoever adopted it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

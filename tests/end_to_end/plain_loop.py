@@ -126,6 +126,17 @@ def inspection_step(data, model):
     return call(data, model, False), lambda output, non_loss_data: output
 
 
+def first_step(models: list, function) -> None:
+    imported_first()(
+        forward_step_func=function,
+        data_iterator=[batches(0) for _ in models],
+        model=models,
+        num_microbatches=MICROBATCHES,
+        seq_length=SEQUENCE,
+        micro_batch_size=2,
+    )
+
+
 def failing_step() -> str:
     """What every rank is told when the first one fails in its third forward, and its neighbours wait for it in vain."""
     calls = 0
@@ -147,14 +158,7 @@ def failing_step() -> str:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     models = megatron_pipemem.build_model_chunks(partial(build_chunk, make_config(2, False), False))
     try:
-        imported_first()(
-            forward_step_func=failing_forward_step,
-            data_iterator=[batches(0) for _ in models],
-            model=models,
-            num_microbatches=MICROBATCHES,
-            seq_length=SEQUENCE,
-            micro_batch_size=2,
-        )
+        first_step(models, failing_forward_step)
         told = "nothing"
     except Exception as error:
         told = " ".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])
@@ -173,14 +177,7 @@ def wrongly_cut(case: dict) -> str:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     try:
         models = megatron_pipemem.build_model_chunks(partial(build_chunk, make_config(case["counted"], False), False))
-        imported_first()(
-            forward_step_func=forward_step,
-            data_iterator=[batches(0) for _ in models],
-            model=models,
-            num_microbatches=MICROBATCHES,
-            seq_length=SEQUENCE,
-            micro_batch_size=2,
-        )
+        first_step(models, forward_step)
         return "nothing"
     except UnsupportedError as error:
         return str(error)

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from commands import pipemem
 from lanes import rest_nightly
-from typer.testing import CliRunner
 
 from megatron_pipemem.advise.shell import training_command
-from megatron_pipemem.cli.app import app
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "launch_before.sh"
 SMALLER = {
@@ -42,7 +41,7 @@ def smaller(words: list[str], layers: int) -> list[str]:
 @pytest.fixture(scope="module")
 def ways() -> dict[str, dict]:
     """The answers of ``pipemem advise`` for the script."""
-    found = CliRunner().invoke(app, ["advise", str(SCRIPT), "--json"])
+    found = pipemem("advise", SCRIPT, "--json")
     assert found.exit_code == 0, found.output
     return json.loads(found.stdout)["ways"]
 

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+import profiled_costs
 import pytest
 
+from megatron_pipemem.cpu.ranks import start_ranks
 from megatron_pipemem.schedule.action_prices import held_after
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 
-COUNT = """
-import json, sys
-from dataclasses import replace
-from pathlib import Path
-from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.runs import Run
-from megatron_pipemem.cpu import activate
-activate()
-from megatron_pipemem.mcore.profiling import profile
-run = load("tiny-cpu", Run)
-for cp in (1, 2):
-    found = profile(run.model, replace(run.execution, cp=cp), run.cluster, 1)
-    Path(sys.argv[1], f"{cp}.json").write_text(json.dumps(found.to_json()))
-"""
-
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory) -> dict[int, Costs]:
-    """Costs by the number of context-parallel ranks, from a process of its own, which sets Megatron up for the CPU."""
+    """Costs by the number of context-parallel ranks, from a process of its own."""
     folder = tmp_path_factory.mktemp("profiled")
-    done = subprocess.run([sys.executable, "-c", COUNT, str(folder)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    (process,) = start_ranks(profiled_costs.write, [(str(folder),)], [folder / "log"])
+    process.join()
+    assert process.exitcode == 0, (folder / "log").read_text()
     return {cp: Costs.from_json(folder / f"{cp}.json") for cp in (1, 2)}
 
 

@@ -1,0 +1,19 @@
+"""Costs of the run ``tiny-cpu``, counted with fake tensors in a process where Megatron is set up for the CPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+
+def write(folder: str) -> None:
+    """Write ``N.json`` for 1 and for 2 context-parallel ranks."""
+    from megatron_pipemem.config.loading import load
+    from megatron_pipemem.config.runs import Run
+    from megatron_pipemem.mcore.profiling import profile
+
+    run = load("tiny-cpu", Run)
+    for cp in (1, 2):
+        found = profile(run.model, replace(run.execution, cp=cp), run.cluster, 1)
+        Path(folder, f"{cp}.json").write_text(json.dumps(found.to_json()))
