@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 import pytest
+from lanes import rest_nightly
 from ranks import CaseFailed, Ranks
 
 ZBV = {"schedule": "zbv", "chunks": 2, "pp": 4, "clean": 0, "steps": 3, "clip": "never"}
@@ -27,7 +28,12 @@ def faulty(tmp_path_factory) -> Iterator[Ranks]:
     ranks.stop()
 
 
-@pytest.mark.parametrize("name", CASES)
+NORMS = {"NaN on one rank", "within the margin"}
+
+
+@pytest.mark.parametrize(
+    "name", rest_nightly(CASES, CASES.keys() - NORMS, "tests/mcore/test_overlapping.py, which judges such norms")
+)
 def test_trains_as_with_a_barrier(faulty, name):
     case = ZBV | CASES[name][0]
     for shown in faulty.run(case):

@@ -79,6 +79,7 @@ def test_megatrons_loop_shows_and_saves_the_same(train, tmp_path, clips):
         run(*flags, "--save", str(folder), "--save-interval", "6", "--tensorboard-dir", str(folder))
         for folder, flags in zip(folders, ((), ("--pipemem-overlap-steps",)), strict=True)
     )
+    assert min(overlapped.of_ranks("steps_ahead")) > 0
     assert overlapped.weights == synchronous.weights
     assert overlapped.grad_norms == synchronous.grad_norms
     assert overlapped.losses == synchronous.losses
