@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from debian import why_missing
+from patience import runs
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 
@@ -120,7 +121,7 @@ class MiniSlurm:
                 pid = int(file.read_text())
                 os.kill(pid, signal.SIGTERM)
                 with contextlib.suppress(TimeoutError):
-                    self.until(lambda pid=pid: not _alive(pid), f"process {pid} has ended", 10)
+                    self.until(lambda pid=pid: not runs(pid), f"process {pid} has ended", 10)
 
     def call(self, *words: str, cwd: Path | None = None) -> str:
         """What a command prints; it must succeed."""
@@ -196,11 +197,3 @@ def _open_files(pid: int) -> set[str]:
         return {os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")}
     except OSError:
         return set()
-
-
-def _alive(pid: int) -> bool:
-    """A process whose parent has not yet noticed its end counts as ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
