@@ -89,7 +89,7 @@ def test_correct_and_within_its_peak(name: str, p: int) -> None:
 @given(data=st.data())
 def test_correct_for_any_devices_and_microbatches(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([each.name for each in families()]))
-    p = data.draw(st.integers(1, 32))
+    p = data.draw(st.integers(1, 24))
     m = data.draw(st.integers(1, 4 * p + 1))
     schedule = build_or_reject(name, p, m)
     if name in OFFLOADING:
