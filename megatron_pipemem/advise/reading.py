@@ -256,6 +256,8 @@ def _parallelism(
         for kind in ("tensor-model", "pipeline-model", "context", "expert-model")
     )
     micro = flags.number("micro-batch-size") or 1
+    # With a known number of devices, the launcher's unknown values do not matter.
+    launcher = {name: text for name, text in launcher.items() if devices is None or UNKNOWN not in text}
     per_node = next((found for name in _PER_NODE if (found := _whole(launcher.get(name)))), None)
     per_node = per_node or flags.number("actor-num-gpus-per-node")
     nodes = next((found for name in _NODES if (found := _whole(launcher.get(name)))), None) or flags.number(
@@ -374,7 +376,8 @@ def _model(flags: _Flags, assumed: list[str], vocabulary: int | None) -> Model:
         4 * hidden if activation != "swiglu" else int(4 * hidden * 2 / 3 / 64) * 64
     )
     rope = flags.on("use-rotary-position-embeddings")
-    position = "rope" if rope else str(flags.get("position-embedding-type"))
+    asked = str(flags.get("position-embedding-type"))  # read in any case, because scripts give both flags
+    position = "rope" if rope else asked
     grouped = flags.on("group-query-attention")
     key_heads = flags.number("num-query-groups")
     rates = [flags.real(name, 0.0) for name in ("attention-dropout", "hidden-dropout")]

@@ -21,10 +21,14 @@ UNKNOWN = "\0"
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _BRACED = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=+?])(.*))?\Z", re.DOTALL)
 _SIMPLE = re.compile(r"[A-Za-z_]\w*|[\d@*#?]")
+_BACKTICKS = re.compile(r"`([^`\n]*)`")
+_OUTPUT = re.compile(rf"{UNKNOWN}\$\(.*\){UNKNOWN}", re.DOTALL)
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _SLURM = re.compile(r"^#SBATCH\s+(-N|--nodes|--gpus-per-node|--ntasks-per-node)[=\s]\s*(\d+)\b", re.MULTILINE)
 _KEYWORDS = {"then", "do", "{", "}", "function", "time", "exec"}
 _DECLARES = {"export", "local", "declare", "readonly", "typeset"}
+_STARTS_NOTHING = {"echo", "printf", "eval", "source", "."}
+"""Commands that start no program themselves. Scripts print the training command before they run it."""
 _SHELLS = {"sh", "bash", "zsh"}
 _BREAKS = " \t\r\n;&|<>()"
 _MOST_DEPTH = 5
@@ -117,7 +121,7 @@ class _Reader:
         if self.depth == _MOST_DEPTH:
             return
         self.depth += 1
-        for statement in _Lexer(text).statements():
+        for statement in _Lexer(_BACKTICKS.sub(r"$(\1)", text)).statements():
             self._statement(statement)
         self.depth -= 1
 
@@ -173,6 +177,9 @@ class _Reader:
             self._source(command[1])
         elif name == "eval":
             self.read(" ".join(command[1:]))
+        if name in _STARTS_NOTHING:
+            return
+        self._read_scripts(command)
         inner = [
             command[place + 2]
             for place, word in enumerate(command[:-2])
@@ -183,6 +190,17 @@ class _Reader:
         if not inner:
             self.commands.append(command)
 
+    def _read_scripts(self, command: list[str]) -> None:
+        """Read the script that a command like ``bash train.sh 8B 4`` runs, with its arguments, if the file exists."""
+        for place, word in enumerate(command[:-1]):
+            path = (self.folder or Path()) / command[place + 1]
+            if PurePosixPath(word).name in _SHELLS and UNKNOWN not in str(path) and path.is_file():
+                before, arguments = self.values, command[place + 2 :]
+                numbered = {str(number): [text] for number, text in enumerate(arguments, start=1)}
+                self.values = before | numbered | {"@": arguments, "*": arguments, "#": [str(len(arguments))]}
+                self.read(path.read_text(encoding="utf-8", errors="replace"))
+                self.values = before
+
     def _assign(self, name: str, longer: bool, words: list[str], joined: bool = False) -> None:
         known = name in self.values
         if name in self.given or (self._runs() is None and (longer or known)):
@@ -191,7 +209,8 @@ class _Reader:
             words = ["".join(self.values.get(name, [])) + words[0]]
         elif longer:
             words = self.values.get(name, []) + words
-        self.values[name] = words
+        # The output of a command is unknown, and a user can give it as the value of the variable.
+        self.values[name] = [f"{UNKNOWN}{name}{UNKNOWN}" if _OUTPUT.fullmatch(word) else word for word in words]
 
     def _source(self, name: str) -> None:
         """Read a sourced file, relative to the script's folder, if it exists.
@@ -251,7 +270,7 @@ class _Reader:
             end = _expansion_end(text, dollar)
             whole = text[dollar:end]
             value = [whole] if len(whole) == 1 else self._value(whole)
-            if part.quoted and not whole.endswith("[@]}"):
+            if part.quoted and not whole.endswith(("[@]}", "$@")):
                 yield [" ".join(value)]
             elif part.quoted:
                 yield value

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("megatron.training")
 
 from megatron_pipemem.advise.reading import Context, Reading, read_command
+from megatron_pipemem.advise.shell import UNKNOWN
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Model
@@ -69,6 +70,18 @@ def read(flags: str = "", start: str = START, **settings) -> Reading:
 def test_sizes_follow_from_the_launcher():
     cut = read("--pipeline-model-parallel-size 4 --global-batch-size 64 --vocab-size 99").run.parallelism
     assert (cut.pp, cut.dp, cut.microbatches) == (4, 4, 16)
+
+
+def test_flags_that_say_the_same_twice_are_both_read():
+    run = read("--vocab-size 99 --use-rotary-position-embeddings --position-embedding-type rope").run
+    assert run.model.position == "rope" and "position-embedding-type" not in run.flags
+
+
+def test_with_a_number_of_devices_the_launcher_may_be_unknown():
+    start = f"torchrun --nproc_per_node {UNKNOWN}GPUS{UNKNOWN} --nnodes {UNKNOWN}N{UNKNOWN} pretrain_gpt.py"
+    assert read("--vocab-size 99", start, devices=32).run.parallelism.ranks == 32
+    with refused("unknown-size", "GPUS"):
+        read("--vocab-size 99", start)
 
 
 def test_interleaved_stages_of_all_three_flags():

@@ -89,6 +89,26 @@ def test_an_unknown_value_keeps_the_name_of_its_variable():
     assert words[3] == f"{UNKNOWN}TP{UNKNOWN}" and UNKNOWN in words[5]
 
 
+def test_a_command_s_output_is_asked_for_by_its_variable():
+    words = training_command(
+        "GPUS=`python -c 'print(8)'`\nA=$(ls)\ntorchrun --nproc_per_node $GPUS --x $A train.py --lr 1"
+    )
+    assert words[2:5] == [f"{UNKNOWN}GPUS{UNKNOWN}", "--x", f"{UNKNOWN}A{UNKNOWN}"]
+
+
+def test_a_script_is_read_with_its_arguments(tmp_path: Path):
+    (tmp_path / "train.sh").write_text(
+        'SIZE=$1\nif [ $SIZE = 8B ]; then L=36; else L=2; fi\npython t.py --layers $L "$@"\n'
+    )
+    words = training_command("bash train.sh 8B '--name=a b'", folder=tmp_path)
+    assert words == ["python", "t.py", "--layers", "36", "8B", "--name=a b"]
+
+
+def test_the_command_that_runs_counts_and_not_the_one_that_is_shown():
+    text = """ARGS="--freq '([0]*3+[1]*5)'"\ncmd="python t.py $ARGS"\necho $cmd\neval $cmd 2>&1"""
+    assert training_command(text)[:4] == ["python", "t.py", "--freq", "([0]*3+[1]*5)"]
+
+
 def test_an_undecided_test_takes_the_first_branch_and_keeps_what_is_known():
     text = "A=1\nif [ $ASKED = 1 ]; then A=2; B=2; C+=(--c); else B=3; fi\ntorchrun a.py --a $A --b $B ${C[@]}"
     assert training_command(text)[3:6:2] == ["1", "2"]
