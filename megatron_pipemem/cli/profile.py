@@ -194,7 +194,7 @@ def _print(found: Profile, ratios: dict[str, float], name: object) -> None:
     table = FittingTable(columns, text=("part",), title=f"{name}: per microbatch and rank, {found.source}")
     rows: list[tuple[str, Part]] = [
         *((f"layer {kind}", layer) for kind, layer in found.layers.items()),
-        ("embedding", found.first - found.middle),
+        ("embedding" + ", vision tower" * (found.model.tower is not None), found.first - found.middle),
         ("head, loss" + ", prediction ahead" * (found.model.mtp_layers > 0), found.last - found.middle),
     ]
     for label, part in rows:

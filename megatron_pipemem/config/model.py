@@ -54,7 +54,7 @@ class Tower(Limited):
     frames: Count = 1  # of a patch
     deepstack: CountOrZero = 0  # further projections, added to the output of as many first layers of the model
     gated: bool = False  # activation of the FFN
-    shared: bool = False  # cut by tensor parallelism and computed by layers of Megatron; else every rank has all of it
+    shared: bool = False  # cut by tensor parallelism, as layers of Megatron; otherwise every rank has all of it
 
     def model(self) -> Model:
         """Return the encoder's layers as a model whose sequences are images."""

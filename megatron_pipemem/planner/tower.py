@@ -1,8 +1,9 @@
 """Predict the seconds and bytes of a vision tower and of its projections, which are part of the first stage.
 
-A tower of Megatron's layers is cut by tensor parallelism, and delays its weight gradients as other layers do. Other
-towers run as a whole on every tensor-parallel rank, and I computes their weight gradients. Both kinds have whole images
-on every context-parallel rank. Attention is priced over all patches of an image, also where a model cuts it into windows.
+A tower of Megatron's layers is cut by tensor parallelism, and others run as a whole on every tensor-parallel rank.
+Every context-parallel rank has whole images. I computes the tower's weight gradients: its layers have a configuration
+of their own, which does not delay them, and no stage waits for I of the first. Attention is priced over all patches of
+an image, also where a model cuts it into windows.
 """
 
 from __future__ import annotations
@@ -38,8 +39,6 @@ def tower_price(model: Model, execution: Execution, cluster: Cluster) -> Price:
             frozen=encoder.parameters,
         )
     whole = encoder + _projections(model, tower, own, cluster, "projection" in execution.frozen)
-    if tower.shared:
-        return whole
     seconds = whole.seconds
     return replace(whole, seconds=Passes(seconds.forward, seconds.input + seconds.weight), kept=Kept(whole.kept.saved))
 
