@@ -7,6 +7,7 @@ import call_shapes
 import mbridge_program
 import megatron_bridge_program
 import torch.distributed as dist
+import vision_program
 from megatron.core import parallel_state, tensor_parallel
 
 import megatron_pipemem
@@ -16,6 +17,7 @@ PROGRAMS = {
     "mbridge": mbridge_program.train,
     "megatron-bridge": megatron_bridge_program.train,
     "bridge-loop": bridge_loop_program.train,
+    "vision": vision_program.train,
     **dict.fromkeys(call_shapes.SHAPES, call_shapes.train),
 }
 
@@ -36,7 +38,7 @@ def run(case: dict) -> dict:
     try:
         return PROGRAMS[case["program"]](case)
     except UnsupportedError as error:
-        return {"told": str(error)}
+        return {"told": str(error), "code": error.code}
     finally:
         megatron_pipemem.disable()
         parallel_state.destroy_model_parallel()

@@ -132,6 +132,57 @@ def test_statements_that_advise_prints_for_a_recipe_train(run, models):
         assert bridge_loop(run, "finetune", models["llama-80"], statements, steps=2) == stock, statements
 
 
+BOTH = ("freeze_language_model", "freeze_vision_model")
+VISION = {"tied": False, "deepstack": 1, "frozen": (), "ranks": 4}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "case"),
+    rest_nightly(
+        [
+            ("zb-h1", {}),
+            ("v-half", {}),
+            ("zb-h1", {"deepstack": 2}),
+            ("zb-h1", {"tied": True}),
+            ("zb-h1", {"frozen": BOTH}),
+            ("v-half", {"frozen": BOTH}),
+            ("zbv", {"settings": {"offload": "full"}}),
+            ("zb-h1", {"settings": {"recompute": "full"}}),
+            ("gis", {}),
+            ("interleaved", {}),
+        ],
+        [("zb-h1", {}), ("v-half", {})],
+        "the same model with another schedule, or test_consumers with a language model",
+    ),
+)
+def test_a_vision_language_model_trains_as_under_stock(run, schedule, case):
+    """Qwen3-VL of Megatron-Bridge: losses, weights and gradients to the bit, with a microbatch without an image.
+
+    Stock cannot build it with several chunks, because its provider keeps the chunk's number to itself.
+    """
+    model = VISION | case
+    settings = model.pop("settings", {})
+    stock = run("vision", **model)
+    assert len(set(stock["losses"])) == 16
+    trained = [gradient for name, (_, gradient) in stock["weights"].items() if "vision_model" in name]
+    assert trained and ("zeros" not in trained)
+    chunks = None if schedule == "zb-h1" else 2
+    ours = run("vision", **model, schedule=schedule, chunks=chunks, settings=settings)
+    assert ours == stock
+
+
+@pytest.mark.parametrize(
+    ("schedule", "settings", "code"),
+    [
+        ("zb-h1", {"vocab_parallel": 1}, "vocabulary-model"),
+        ("seq1f1b", {"options": {"slices": 2}}, "slices-model"),
+    ],
+)
+@nightly("planner/test_tower.py, which refuses both before ranks start")
+def test_a_vision_language_model_stays_whole(run, schedule, settings, code):
+    assert run("vision", **VISION, schedule=schedule, settings=settings)["code"] == code
+
+
 @pytest.mark.parametrize(
     ("program", "schedule"),
     rest_nightly(

@@ -79,9 +79,20 @@ def test_an_error_inside_a_chunk_leaves_no_rank_behind(as_rank):
 
 def test_round_robin_placements_need_no_answers():
     chunks = ChunkPlacement(lambda p, v: Placement.interleaved(p, v), is_round_robin=True)
-    assert chunks.replacements() == []
+    assert [symbol.of_program for symbol, _ in chunks.replacements()] == [True]
     with chunks.chunk(1):  # needs no process groups either
         pass
+
+
+def test_a_chunk_without_its_number_is_the_one_that_is_being_built():
+    chunks = ChunkPlacement(lambda p, v: Placement.interleaved(p, v), is_round_robin=True)
+    config = SimpleNamespace(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
+    tower = SimpleNamespace(pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=1)
+    ask = partial(chunks._layers_of_stage, lambda config, vp_stage=None, pp_rank=None: (vp_stage, pp_rank))
+    assert (ask(config), ask(config, 0, 3)) == ((None, None), (0, 3))
+    with chunks._building(1):
+        assert (ask(config), ask(config, pp_rank=2), ask(config, 0)) == ((1, None), (1, 2), (0, None))
+        assert ask(tower) == (None, None)
 
 
 def test_the_stand_in_group_knows_rank_and_size_and_cannot_communicate():

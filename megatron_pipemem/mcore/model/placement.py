@@ -100,6 +100,7 @@ class ChunkPlacement(Feature):
     _found: dict[tuple[int, int | None], Placement] = field(default_factory=dict)
     _rank_now: int | None = None
     _num_chunks: int | None = None
+    _built_now: int | None = None  # the chunk that is being built
 
     def placement(self, num_devices: int, num_chunks: int | None = None) -> Placement:
         """Return the placement on that many devices, or raise an UnsupportedError if Megatron cannot build it.
@@ -139,6 +140,14 @@ class ChunkPlacement(Feature):
         return round_robin_rank(self.placement(group.size()), group.rank(), chunk)
 
     @contextmanager
+    def _building(self, chunk: int) -> Iterator[None]:
+        self._built_now = chunk
+        try:
+            yield
+        finally:
+            self._built_now = None
+
+    @contextmanager
     def _as_rank(self, rank: int) -> Iterator[None]:
         outer = self._rank_now
         self._rank_now = rank
@@ -148,26 +157,23 @@ class ChunkPlacement(Feature):
             self._rank_now = outer
 
     def replacements(self) -> Replacements:
-        """Return the functions of Megatron to replace; none for round robin with an uncut vocabulary."""
+        """Return the functions to replace; none of Megatron for round robin with an uncut vocabulary."""
         ranks: Replacements = [
             (RANK, lambda original: original() if self._rank_now is None else self._rank_now),
             (IS_FIRST, self._predicate),
             (IS_LAST, self._predicate),
             (TIED_GRADIENTS, self._tied_gradients),
             (SELECT_SEGMENT, _select_segment),
-            *(
-                (symbol, self._layers_of_stage)
-                for symbol in (LAYER_OFFSET, NUM_LAYERS, LAYOUT_OFFSET, LAYOUT_NUM_LAYERS)
-            ),
         ]
-        building: Replacements = [
-            (BUILD_STAGES, self._build_stages),
-            (GET_MODEL, self._get_model),
-            (PROVIDE_CHUNKS, self._provide_chunks),
-        ]
+        provided: Replacements = [(PROVIDE_CHUNKS, self._provide_chunks)]
+        building: Replacements = [(BUILD_STAGES, self._build_stages), (GET_MODEL, self._get_model), *provided]
         if self.is_round_robin:
-            return [] if self.cut is None else building
-        return [*ranks, *building]
+            return provided if self.cut is None else building
+        return [*ranks, *self._counting(), *building]
+
+    def _counting(self) -> Replacements:
+        """Return the functions to replace that count layers."""
+        return [(each, self._layers_of_stage) for each in (LAYER_OFFSET, NUM_LAYERS, LAYOUT_OFFSET, LAYOUT_NUM_LAYERS)]
 
     def for_model(self, num_devices: int, vp_size: int | None) -> Placement:
         """Return the placement for a model with ``vp_size`` virtual stages per rank, and use it from now on.
@@ -194,7 +200,7 @@ class ChunkPlacement(Feature):
         placement = self.for_model(p, vp_size)
         chunks = []
         for chunk, stage in enumerate(placement.stages[device]):
-            with self.chunk(chunk):
+            with self.chunk(chunk), self._building(chunk):
                 chunks.append(
                     build(
                         pre_process=placement.previous_stage(stage) is None,
@@ -203,6 +209,7 @@ class ChunkPlacement(Feature):
                         pg_collection=groups_of_chunk(pg_collection, placement, chunk),
                     )
                 )
+            _tell_chunk(chunks[-1], chunk)
             if not placement.is_round_robin:
                 self.settle_chunk(chunks[-1], chunk)
         check_sharing(get_model_config(chunks[0]), self.name, placement)
@@ -224,15 +231,18 @@ class ChunkPlacement(Feature):
     def _layers_of_stage(self, original: Callable[..., int], model, *args, **kwargs) -> int:
         """Return the number of layers, or the first layer, of a chunk when Megatron asks, also outside of the chunk.
 
-        ``original`` counts the layers for a round-robin rank, so the real rank is replaced by that of the chunk.
+        ``original`` counts the layers for a round-robin rank, so the real rank is replaced by that of the chunk. If a
+        program builds a chunk without its number, it is that of the chunk that is being built.
         """
-        if self.is_in_chunk:
-            return original(model, *args, **kwargs)
         asked = inspect.signature(original).bind(model, *args, **kwargs)
+        if asked.arguments.get("vp_stage") is None and _has_chunks(model):
+            asked.arguments["vp_stage"] = self._built_now
+        if self.is_in_chunk or self.is_round_robin:
+            return original(*asked.args, **asked.kwargs)
         size, chunk = model.pipeline_model_parallel_size, asked.arguments.get("vp_stage")
         rank = asked.arguments.get("pp_rank")
         if size == 1 or chunk is None:
-            return original(model, *args, **kwargs)
+            return original(*asked.args, **asked.kwargs)
         if rank is None:
             rank = parallel_state.get_pipeline_model_parallel_rank()
         if not isinstance(rank, DealtRank):
@@ -301,20 +311,39 @@ class ChunkPlacement(Feature):
         """Build the chunks of a provider of Megatron-Bridge. ``original`` tells the ends of the model by the real ranks."""
         vp_size = model_provider.virtual_pipeline_model_parallel_size
         placement = self.for_model(pg_collection.pp.size(), vp_size)
-        if placement.is_round_robin and self.cut is None:
+        if placement.is_round_robin and self.cut is None and (vp_size or 1) == 1:
             return original(model_provider, model_type, pg_collection=pg_collection)
 
         def provide(pg_collection: ProcessGroupCollection, **chunk: Any) -> torch.nn.Module:
             model_provider._pg_collection = pg_collection  # from which it takes the groups of a chunk
             return model_provider.provide(**chunk)
 
-        built = self.build_chunks(provide, pg_collection, vp_size)
+        patches = PatchSet()
+        if placement.is_round_robin:
+            patches.install(self._counting())
+        try:
+            built = self.build_chunks(provide, pg_collection, vp_size)
+        finally:
+            patches.remove()
         model_provider._pg_collection = pg_collection
         finished = SimpleNamespace(
             virtual_pipeline_model_parallel_size=vp_size,
             provide=lambda *, vp_stage=None, **_: built[vp_stage or 0] if placement.replicas == 1 else _Chunks(built),
         )
         return original(finished, model_type, pg_collection=pg_collection)
+
+
+def _has_chunks(model: Any) -> bool:
+    """Return whether a configuration or layout cuts a model into several chunks per rank. A vision tower is not cut."""
+    sizes = (getattr(model, f"{kind}pipeline_model_parallel_size", None) or 1 for kind in ("virtual_", ""))
+    return all(size > 1 for size in sizes)
+
+
+def _tell_chunk(module: Any, chunk: int) -> None:
+    """Give the number of a chunk to those of its modules that were built without it."""
+    for part in module.modules():
+        if getattr(part, "vp_stage", chunk) is None and _has_chunks(part.config):
+            part.vp_stage = chunk
 
 
 class _Chunks(list):

@@ -156,6 +156,18 @@ def fused_rope_backward(gradient, freqs, *how):
     return fused_rope_forward(gradient, -freqs, *how)
 
 
+def convert_thd_to_bshd(tensor, cu_seqlens, batch_size, max_seqlen):
+    """Return sequences, one after the other in ``[t, h, d]``, as ``[b, s, h, d]``, with zeros behind the shorter ones."""
+    pieces = tensor.tensor_split(cu_seqlens[1:-1].long())
+    padded = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)
+    return torch.nn.functional.pad(padded, (0, 0, 0, 0, 0, max_seqlen - padded.size(1)))
+
+
+def convert_bshd_to_thd(tensor, cu_seqlens, num_tokens):
+    """Return sequences ``[b, s, h, d]`` one after the other, ``[t, h, d]``, without what pads them."""
+    return torch.cat([row[:length] for row, length in zip(tensor, cu_seqlens.diff().tolist(), strict=True)])
+
+
 def multi_tensor_scale(chunk_size, overflow, tensor_lists, scale):
     """``tensor_lists[1] = tensor_lists[0] * scale``; infinities set ``overflow``."""
     for source, target in zip(*tensor_lists, strict=True):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_pg_rank
 
@@ -449,6 +450,8 @@ def _check_ends(model: Any, first: Any, last: Any) -> None:
             "multi-token prediction looks up tokens of other context-parallel ranks, which a cut embedding does not get; "
             "pass --context-parallel-size 1, or --pipemem-vocab-parallel off",
         )
+    if not isinstance(model, LanguageModule):  # on all ranks, as none may wait for one that is refused
+        raise _uncuttable(f"a {type(model).__name__} is more than a language model;")
     if first is not None and type(getattr(first, "embedding", None)) is not LanguageModelEmbedding:
         raise _uncuttable(
             f"{type(first).__name__} has no LanguageModelEmbedding whose rows could be cut over the pipeline;"

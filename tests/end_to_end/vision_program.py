@@ -1,0 +1,160 @@
+"""Megatron-Bridge builds and trains a small Qwen3-VL: a tower, its projections, and a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import sha256
+
+import consumer_models
+import torch
+import torch.distributed as dist
+from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.utils import unwrap_model
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+
+DDP = DistributedDataParallelConfig()
+HIDDEN, LAYERS, VOCABULARY, SEQUENCE = 32, 8, 64, 24
+IMAGE, START = 60, 61
+"""Tokens that an image replaces, and the token before it."""
+PATCH = 4
+GRIDS = ((4, 4), (2, 6), (), (4, 2))
+"""Patches of the image of every microbatch, of which four become a token; one has no image."""
+STEPS = 2
+
+
+def train(case: dict) -> dict:
+    """Train a few steps; return the losses, and for every weight by name a hash of its values and of its last gradient."""
+    provider = Qwen3VLModelProvider(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=48,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=8,
+        vocab_size=VOCABULARY,
+        seq_length=SEQUENCE,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        share_embeddings_and_output_weights=case["tied"],
+        mrope_section=[2, 1, 1],
+        vision_config=Qwen3VLVisionConfig(
+            depth=2,
+            hidden_size=16,
+            num_heads=2,
+            intermediate_size=24,
+            patch_size=PATCH,
+            out_hidden_size=HIDDEN,
+            num_position_embeddings=36,
+            deepstack_visual_indexes=[0] * case["deepstack"],
+        ),
+        image_token_id=IMAGE,
+        vision_start_token_id=START,
+        deallocate_pipeline_outputs=True,
+        **dict.fromkeys(case["frozen"], True),
+    )
+    provider.apply_overrides_and_finalize(
+        dtype=torch.float32,
+        overrides={
+            "pipeline_model_parallel_size": dist.get_world_size(),
+            "virtual_pipeline_model_parallel_size": case["chunks"],
+            "pipeline_dtype": torch.float32,
+            "attention_backend": AttnBackend.unfused,
+            "bias_activation_fusion": False,
+            **dict.fromkeys(consumer_models.FUSED, False),
+        },
+    )
+    models = provider.provide_distributed_model(DDP, fp16=False, bf16=False)
+    _initialise(models)
+    losses = []
+    for step in range(STEPS):
+        for model in models:
+            model.zero_grad_buffer()
+        provider.finalize_model_grads_func = finalize_model_grads
+        syncs = [model.no_sync for model in models]
+        provider.no_sync_func = syncs if len(models) > 1 else syncs[0]
+        iterators = [_microbatches(step, bool(case["frozen"])) for _ in models]
+        seen = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=iterators if len(models) > 1 else iterators[0],
+            model=models,
+            num_microbatches=len(GRIDS) * 2,
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        losses += [each["loss"].item().hex() for each in seen]
+        with torch.no_grad():
+            for _, parameter in _named(models):
+                if parameter.requires_grad:
+                    parameter -= 0.1 * parameter.main_grad
+    weights = {
+        name: (_hash(each), _hash(each.main_grad) if each.requires_grad else "") for name, each in _named(models)
+    }
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (losses, weights))
+    return {
+        "losses": next(found for found, _ in gathered if found),
+        "weights": {name: value for _, own in gathered for name, value in sorted(own.items())},
+    }
+
+
+def _named(models: list) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield every parameter with its layer's number in the model."""
+    for model in models:
+        whole = unwrap_model(model)
+        first = {
+            f"language_model.decoder.layers.{at}.": layer.layer_number for at, layer in enumerate(whole.decoder.layers)
+        }
+        for name, parameter in whole.named_parameters():
+            local = next((prefix for prefix in first if name.startswith(prefix)), None)
+            yield (name if local is None else f"layer {first[local]}: {name.removeprefix(local)}"), parameter
+
+
+def _initialise(models: list) -> None:
+    """Give every weight values that depend on its name alone."""
+    with torch.no_grad():
+        for name, parameter in _named(models):
+            generator = torch.Generator().manual_seed(int(sha256(_shared(name).encode()).hexdigest()[:8], 16))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1 + ("norm" in name))
+
+
+def _shared(name: str) -> str:
+    return name.replace("output_layer", "embedding.word_embeddings")
+
+
+def _hash(values: torch.Tensor) -> str:
+    if not values.any():
+        return "zeros"
+    return sha256(values.detach().numpy().tobytes()).hexdigest()
+
+
+def _microbatches(step: int, frozen: bool) -> Iterator[dict[str, torch.Tensor]]:
+    for index, grid in enumerate(GRIDS * 2):
+        grid = grid or (2, 2) * frozen  # without an image, nothing would be trained
+        generator = torch.Generator().manual_seed(100 * step + index)
+        tokens = torch.randint(START - 2, (1, SEQUENCE + 1), generator=generator)
+        batch = {"tokens": tokens}
+        if grid:
+            patches = grid[0] * grid[1]
+            tokens[0, 2], tokens[0, 3 : 3 + patches // 4] = START, IMAGE
+            batch["pixel_values"] = torch.randn(patches, 3 * 2 * PATCH**2, generator=generator)
+            batch["image_grid_thw"] = torch.tensor([[1, *grid]])
+        yield batch
+
+
+def _forward_step(data: Iterator[dict], model: torch.nn.Module):
+    batch = dict(next(data))
+    tokens = batch.pop("tokens")
+    output = model(input_ids=tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous(), **batch)
+
+    def mean(losses: torch.Tensor):
+        loss = losses.float().mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    return output, mean
