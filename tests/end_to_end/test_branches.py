@@ -45,7 +45,6 @@ class TestResidualStreams:
             ("zb-h1", RECOMPUTE),
             ("v-half", ("--bf16", *RECOMPUTE)),
             ("zb-h1", TP_AND_SP),
-            ("v-half", MULTI_TOKEN),
         ],
     )
     def test_trains_as_stock(self, train, assert_same_training, schedule, flags):
