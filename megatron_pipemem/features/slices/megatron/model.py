@@ -36,11 +36,12 @@ _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 class KeyValueCaches:
     """The keys and values of one sequence in all layers of a chunk.
 
-    ``hold`` is called with each tensor that is kept here.
+    ``hold`` is called with each tensor that is kept here. ``leave_out`` is called with each that Megatron keeps.
     """
 
     tokens: int
     hold: Callable[[torch.Tensor], object]
+    leave_out: Callable[[torch.Tensor], object]
     _caches: dict[tuple[torch.nn.Module, str], KeyValueCache] = field(default_factory=dict)
 
     def of(self, layer: torch.nn.Module, name: str) -> KeyValueCache:
@@ -101,6 +102,7 @@ class SlicedModel:
             for module in self._model.modules():
                 if isinstance(module, RotaryEmbedding):
                     hook(module, self._move_positions)
+                    stack.callback(module.register_forward_hook(self._leave_out_angles).remove)
                 elif getattr(module, "fuse_wgrad_accumulation", False):
                     # With this cache, Transformer Engine overwrites gradients in the backward of the step's first forward,
                     # and other slices run backward before it.
@@ -155,6 +157,12 @@ class SlicedModel:
         if self._part is None:
             return None
         return arguments, named | {"offset": named.get("offset", 0) + self._part.begin}
+
+    def _leave_out_angles(self, module: torch.nn.Module, arguments: tuple, output: object) -> None:
+        """Do not count the angles of rotary embeddings, which fused kernels save: Megatron keeps them between steps."""
+        angles = output[0] if isinstance(output, tuple) else output  # yarn also returns a scale
+        if self._part is not None and isinstance(angles, torch.Tensor):
+            self._part.caches.leave_out(angles)
 
     def _show_earlier(self, core: torch.nn.Module, arguments: tuple, named: dict):
         if self._part is None:

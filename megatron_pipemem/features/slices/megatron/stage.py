@@ -56,7 +56,7 @@ class SlicedStage(ChunkStage):
         number, part = divmod(microbatch, len(self.bounds))
         if part == 0:
             data = None if self.data_iterator is None else Tape(self.data_iterator)
-            self._open[number] = _OpenSequence(KeyValueCaches(self.bounds[-1][1], self.hold), data)
+            self._open[number] = _OpenSequence(KeyValueCaches(self.bounds[-1][1], self.hold, self._leave_out), data)
         output = super().forward(microbatch, input, will_recompute)
         if self.step.forward_only and part == len(self.bounds) - 1:
             del self._open[number]
@@ -107,6 +107,10 @@ class SlicedStage(ChunkStage):
             )
         self.hold(gradient)
         sequence.gradients = gradient.split([end - begin for begin, end in self.bounds], dim=1)
+
+    def _leave_out(self, tensor: torch.Tensor) -> None:
+        for counter in self.counters:
+            counter.exclude([tensor])
 
     def _data(self, microbatch: int) -> Iterator | None:
         number, part = divmod(microbatch, len(self.bounds))
