@@ -458,7 +458,7 @@ class _Standing:
             self._console.print(line, soft_wrap=True, markup=False)
 
     def hear(self, queue: str) -> None:
-        """Show the state of Slurm's queue, given as text."""
+        """Show ``queue``, a sentence about Slurm's queue, as it is, in the line of progress."""
         self._queue = queue
         self._show(self._line())
 

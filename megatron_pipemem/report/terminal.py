@@ -139,9 +139,10 @@ _MAX_CELL = 4
 class TerminalTimeline:
     """A timeline that rich prints within the console's width.
 
-    A letter gives the kind of an action: upper case for the first chunk, lower case for later ones. Dashes continue an
-    action, and blanks are idle time. If the timeline is too long for the width, each column has the letter of its
-    longest action.
+    A letter gives the kind of an action: upper case for the first chunk, lower case for later ones. The number of its
+    microbatch follows if there is room, then dashes until the action ends. Blanks are idle time. If the timeline is too
+    long for the width, a column covers several actions. It has the letter of the action that takes the largest part of
+    it, or is blank if more of it is idle time.
     """
 
     timeline: Timeline

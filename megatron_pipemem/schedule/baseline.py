@@ -1,4 +1,6 @@
-"""Predict the peak bytes of 1F1B for the same model, of which memory shares such as "60 % of 1F1B" are fractions.
+"""Predict the peak bytes of 1F1B for the same model.
+
+A memory share such as "60 % of 1F1B" is the peak of a schedule divided by this number.
 
 If the costs have prices of layers, embedding and head, the stages of 1F1B are priced from these. If the costs are
 those of another placement's stages, neighbouring stages are added up to the stages of 1F1B.

@@ -368,7 +368,10 @@ class _Step:
         return _most(shares, cap, whole)
 
     def _in_turn(self, stages: Sequence[int], seconds: Callable[[Chain, int], float]) -> tuple[list[Share], bool]:
-        """Return the shares of all microbatches on these stages, and whether ``together`` joined no slices."""
+        """Return the shares that ``together`` makes of every microbatch on every one of these stages.
+
+        The second value is True if each share is a single slice, so that no slices were joined.
+        """
         shares = [share for step in self._steps for s in stages for share in together(step, s, seconds)]
         return shares, len(shares) == len(self._chains) * len(stages)
 

@@ -153,8 +153,8 @@ def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
 def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
     """Return a greedy order by a random rule; ``None`` if it exceeds the caps.
 
-    The urgency of a pass is a weighted sum of its microbatch's age, the microbatch's remaining passes, and for W a
-    delay. The weights are random, because no fixed weights are best for all costs.
+    The urgency of a pass is a weighted sum of its microbatch's number, the microbatch's remaining passes, and for W a
+    delay. A smaller sum is more urgent. The weights are random, because no fixed weights are best for all costs.
     """
     units, stages, longest = problem.units, problem.num_stages, max(problem.ticks)
     age, way, put_off = 2 ** rng.uniform(0, 3) / problem.slices, rng.uniform(0.2, 0.8), rng.uniform(0.2, 1.0)
@@ -168,7 +168,10 @@ def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
 
 
 def _depths(problem: Problem) -> list[float]:
-    """Return the urgency of every pass class: later passes of a microbatch run first, W only if nothing else can."""
+    """Return the urgency of every pass class, where a smaller number is more urgent.
+
+    Later passes of a microbatch run first, and W only if nothing else can.
+    """
     stages, longest = problem.num_stages, max(problem.ticks)
     depths: list[float] = []
     for stage in range(stages):

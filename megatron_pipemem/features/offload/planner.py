@@ -419,7 +419,8 @@ class Planner:
     def _with_fewer(self, part: _Part, stages: frozenset[int], factor: float, best: _TripGroup) -> _TripGroup:
         """Return the best plan of a part with caps: find how many of the longest-lived activations must leave.
 
-        It moves more and more activations until the caps hold, and then bisects their number.
+        It moves more and more activations until the caps hold, and then bisects their number. ``factor`` multiplies the
+        seconds of the copies. The result is ``best`` if no plan is better than that.
         """
         items = self._items(part, stages, factor)
         too_few, enough = 0, None

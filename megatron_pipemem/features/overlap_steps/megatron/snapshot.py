@@ -138,7 +138,7 @@ def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, ...]:
 
 
 def _parameters(parts: Sequence[MegatronOptimizer]) -> Iterator[tuple[dict, torch.Tensor]]:
-    """Yield ``(state, parameter)`` for every parameter. ``state`` is its optimizer's ``state`` dictionary."""
+    """Yield ``(state, parameter)`` for every parameter. ``state`` is the optimizer's whole ``state``, by parameter."""
     for part in parts:
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:

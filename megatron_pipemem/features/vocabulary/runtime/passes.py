@@ -1,8 +1,8 @@
 """Run the vocabulary passes of a program on one rank, and keep their tensors between passes.
 
-The program says when to start each collective. The pass that uses the result waits for it. Labels, and all tensors from
-the head's input to its gradient, have the layout of the head, ``[s, b]``. Tokens have the layout of the batch, ``[b,
-s]``.
+The program says when to start each collective. The pass that uses the result waits for it. The tokens and labels of
+``Batch`` have the layout ``[b, s]``. All tensors from the head's input to that input's gradient have the layout
+``[s, b]``, and ``Batch.labels_of`` returns labels in it.
 """
 
 from __future__ import annotations
