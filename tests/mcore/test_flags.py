@@ -269,7 +269,7 @@ def test_fewer_layers_than_stages_are_refused():
     settings, others = take_flags(
         [*words, "9", "--decoder-last-pipeline-num-layers", "6", "--pipemem-schedule", "v-half"]
     )
-    with refused("too-few-layers", 9, 8, 3, kind=UnsupportedError):
+    with refused("too-few-layers", 9, 8, kind=UnsupportedError):
         add_virtual_stages(settings, others)
 
 
