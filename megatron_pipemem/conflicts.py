@@ -9,7 +9,7 @@ from typing import Any
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.request import FILE_SUFFIX, PROFILE, Request, algorithm_of, prices_of
 from megatron_pipemem.schedule.costs_file import read_microbatch_costs
-from megatron_pipemem.schedule.options import AUTO, TOKENS, check_effort, searched_placements, slice_counts
+from megatron_pipemem.schedule.options import AUTO, LAYERWISE, TOKENS, check_effort, searched_placements, slice_counts
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import check_options, family, register_module
 from megatron_pipemem.schedule.schedule_file import schedule_of_file
@@ -34,6 +34,7 @@ FEATURES: Mapping[str, Callable[[Request], bool]] = {
     "searched slices": lambda request: max(request.slice_counts) > 1,
     "slices": lambda request: request.slices > 1,
     "pairs": lambda request: request.pairs,
+    "layerwise": lambda request: request.random == LAYERWISE,
 }
 """Functions that return whether a request wants a feature, by the name of the feature."""
 
@@ -110,6 +111,10 @@ CONFLICTS: Mapping[str, Mapping[str, str]] = {
         "overlap": _PAIRS.format("steps without a barrier", "drop --pipemem-overlap-steps"),
         "weights": _PAIRS.format("microbatches with costs of their own", "drop --pipemem-microbatch-costs"),
         "slices": _PAIRS.format("sequence slices", "use a schedule without slices"),
+        "layerwise": _PAIRS.format("random numbers per layer", "pass --pipemem-random stock"),
+        "profile": _PAIRS.format(
+            "measured costs, which are those of single passes", "pass --pipemem-costs unit or a file"
+        ),
     },
 }
 """The features that each feature excludes, with a message that has the reason and the remedy."""

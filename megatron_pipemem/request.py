@@ -521,7 +521,13 @@ class Request(ScheduleOptions):
     @property
     def _has_equal_passes(self) -> bool:
         others = (self.may_offload, self.may_recompute, self.cuts_vocabulary, self.is_asynchronous, self.searches)
-        unequal = (self.slices > 1, self.microbatch_costs is not None, self.overlap_steps, self.replicas > 1)
+        unequal = (
+            self.slices > 1,
+            self.microbatch_costs is not None,
+            self.overlap_steps,
+            self.replicas > 1,
+            self.pairs,
+        )
         return not any((*others, *unequal))
 
     @property

@@ -97,6 +97,7 @@ WORDS = {
     "searched slices": "several numbers of `slices`",
     "slices": "sequence slices",
     "pairs": "`--overlap-moe-expert-parallel-comm`",
+    "layerwise": "`--pipemem-random layerwise`",
 }
 """Names of features in the documents' list of refused combinations."""
 SLICES = (1, 2, 4, 8)

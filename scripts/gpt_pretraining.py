@@ -129,13 +129,19 @@ def loss_func(
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens])}
 
 
-def forward_step(data: Iterator[Batch] | None, model: GPTModel) -> tuple[torch.Tensor, partial]:
+def forward_step(
+    data: Iterator[Batch] | None, model: GPTModel, return_schedule_plan: bool = False
+) -> tuple[torch.Tensor, partial]:
     """Run the forward of one stage. Return its output, and a function that computes the loss from the last stage's
     output.
+
+    With ``return_schedule_plan``, return the plan of the forward in place of its output. Megatron asks for it with
+    ``--overlap-moe-expert-parallel-comm``.
     """
     batch = get_batch(data, get_attr_wrapped_model(model, "vp_stage"))
     packed = {} if batch.get("cu_seqlens") is None else {"packed_seq_params": _packed_params(batch)}
-    output = model(
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(
         batch["tokens"],
         batch["position_ids"],
         batch["attention_mask"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 
 from megatron_pipemem.choose.knowledge import Choice, Knowledge, Shape
 from megatron_pipemem.conflicts import check_conflicts
@@ -17,9 +18,10 @@ from megatron_pipemem.request import Request
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import build_schedule, family
+from megatron_pipemem.schedule.registry import build_schedule, family, synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file, check_microbatches_of_file
+from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.schedule.vocabulary import BARRIERS
 
@@ -64,7 +66,15 @@ def _with_pairs(chosen: Choice, request: Request, knowledge: Knowledge) -> Choic
     def keeps_cap(schedule: Schedule) -> bool:
         return not (limited and any(knowledge.excess(request, schedule, counted)))
 
-    schedule = orders.with_pairs(chosen.schedule, costs, keeps_cap)
+    alone = [chosen.schedule]
+    if request.searches:
+        # The search does not know pairs, and orders that are slower without them may have more room for them.
+        given = chosen.schedule
+        size, placement = (given.num_devices, given.num_microbatches), given.placement
+        known = (synchronous_schedules(*size, each, placement.num_chunks) for each in (costs, Costs()))
+        alone += (each for each in chain(*known) if each.placement == placement and orders.may_pair(each))
+    paired = (orders.with_pairs(each, costs, keeps_cap) for each in filter(keeps_cap, alone))
+    schedule = min(paired, key=lambda each: simulate(each, costs).makespan, default=chosen.schedule)
     validate(schedule, microbatch_order=request.file is None)
     return replace(chosen, schedule=schedule, costs=costs, bound=None, search=None)
 

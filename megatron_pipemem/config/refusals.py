@@ -58,6 +58,8 @@ _REFUSED: Mapping[str, Callable[[Any], bool]] = {
     "gtp_weight_remat_size": lambda number: int(number or 1) > 1,
     "expert_gtp_weight_remat_size": lambda number: int(number or 1) > 1,
     "rerun_mode": lambda mode: mode not in (None, "disabled"),
+    "recompute_granularity": lambda asked: asked == "full",
+    "recompute_modules": lambda modules: "moe" in (modules or ()),
     "optimizer": lambda name: name not in (None, "adam", "sgd"),
     "grad_norm_skip_threshold": lambda threshold: threshold is not None and math.isfinite(float(threshold)),
 }
@@ -109,7 +111,6 @@ SCHEDULES = _refusals(
         "transformer_engine with a schedule of whole backwards",
         "cuda_graph_warmup_steps": "ranks agree on a schedule in the first step, before anything can be captured; pass "
         "--cuda-graph-warmup-steps 1 or more",
-        "overlap_moe_expert_parallel_comm": "combined 1F1B is a schedule of Megatron's own",
         "defer_embedding_wgrad_compute": "the schedule decides when the weight gradient of the head runs",
         "fine_grained_activation_offloading": "fine-grained offload assumes the stock order of forwards and backwards; pass "
         "--pipemem-offload in place of --fine-grained-activation-offloading",
@@ -165,6 +166,25 @@ LAYERWISE = _refusals(
         "gtp_weight_remat_size": _STREAMS,
         "expert_gtp_weight_remat_size": _STREAMS,
     },
+)
+UNPAIRED = _refusals(
+    " by a run that was enabled without it",
+    {
+        "overlap_moe_expert_parallel_comm": "pass it on the command line, or call enable(..., pairs=True) before the model is "
+        "built",
+    },
+)
+_IN_PIECES = "a layer whose pieces alternate with those of another microbatch"
+PAIRS = _refusals(
+    " with --overlap-moe-expert-parallel-comm",
+    {
+        "recompute_granularity": f"{_IN_PIECES} cannot run again as a whole; pass --recompute-granularity selective, or none",
+        "recompute_modules": f"{_IN_PIECES} cannot run its experts again; leave moe out of --recompute-modules",
+        "moe_shared_expert_overlap": "shared experts cannot compute within the exchange of a layer in pieces",
+        "mtp_num_layers": "layers of multi-token prediction do not run in pieces here",
+        "ep_overlap_early_attn_memory_release": "attention runs backward at the end of a layer's pieces here",
+    },
+    ", or drop --overlap-moe-expert-parallel-comm",
 )
 VOCABULARY = _refusals(
     " with vocabulary parallelism",
@@ -351,8 +371,13 @@ def refuse(value_of: Callable[[str], Any], *wanted: Refusals) -> None:
 
 def refuse_schedule(value_of: Callable[[str], Any], request: Request) -> None:
     """Raise an UnsupportedError for settings that every schedule of this package refuses, or the requested one does."""
-    graphs = (request.has_only_passes, GRAPHS), (request.may_be_captured, WHOLE_STEP)
-    refuse(value_of, SCHEDULES, *(table for allowed, table in graphs if not allowed))
+    tables = (
+        (request.has_only_passes, GRAPHS),
+        (request.may_be_captured, WHOLE_STEP),
+        (request.pairs, UNPAIRED),
+        (not request.pairs, PAIRS),
+    )
+    refuse(value_of, SCHEDULES, *(table for allowed, table in tables if not allowed))
     if _is_packed(value_of) and int(value_of("micro_batch_size") or 1) > 1:
         raise UnsupportedError(
             "unsupported-setting",

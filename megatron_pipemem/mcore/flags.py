@@ -70,6 +70,7 @@ def _text(values: Sequence[Sequence[str]]) -> str:
 logger = logging.getLogger(__name__)
 
 _LAYERS = "transformer-impl"
+_OVERLAP, _DELAY = "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"
 _PROMPT_SECONDS = 0.5
 _NEAR = 0.85
 """Similarity above which a flag without our prefix counts as a misspelt one of ours. Flags of Megatron are below 0.7."""
@@ -98,6 +99,9 @@ def take_flags(arguments: list[str]) -> tuple[Request | None, list[str]]:
     for name, value in given.items():
         if flags[name].repeated:
             given[name] = parse_options(flags[name].name, value)
+    if given["schedule"] != STOCK and _OVERLAP in others:
+        # Megatron takes the flag for placements of its own schedule only, so the model gets it when it is built.
+        given["pairs"], others = True, [each for each in others if each not in (_OVERLAP, _DELAY)]
     return requested(**given), others
 
 

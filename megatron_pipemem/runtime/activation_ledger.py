@@ -126,6 +126,7 @@ class ActivationLedger:
         self._batch: dict[int, StorageWeakRef] = {}
         self._held: dict[int, StorageWeakRef] = {}
         self._routed = self._routable = self._evenly = 0
+        self._freed_later: dict[int, tuple[StorageWeakRef, int]] = {}
         self._leave_out(permanent)
 
     def continued(self, permanent: Iterable[torch.Tensor]) -> ActivationLedger:
@@ -196,6 +197,15 @@ class ActivationLedger:
             yield
 
     @_counting
+    def free_later(self) -> None:
+        """Count all that is freed from now on until the next ``record`` as held in that record.
+
+        A forward and a backward may run together. The bytes that the backward frees belong to its own record.
+        """
+        sizes = {key: (known, _size(known)) for key, known in self._held.items()}
+        self._freed_later = {key: (known, size) for key, (known, size) in sizes.items() if size}
+
+    @_counting
     def record(self, action: Action, host_bytes: int = 0) -> None:
         """Add an entry with the bytes that are held on the device, and with ``host_bytes``, after ``action``."""
         # Megatron's checkpoint without output empties storages that autograd keeps, and fills them again in the backward.
@@ -206,6 +216,8 @@ class ActivationLedger:
                 held += storage.nbytes()
                 alive[key] = known
         self._held = alive
+        held += sum(size - (_size(known) or 0) for known, size in self._freed_later.values())
+        self._freed_later = {}
         routing = self._routed, self._routable, self._evenly
         self.entries.append(LedgerEntry(action, held, host_bytes, *routing, self.tokens_of(action)))
         self._routed = self._routable = self._evenly = 0
@@ -262,6 +274,12 @@ def data_of(tensor: Any) -> tuple[torch.Tensor, ...]:
     parts = tensor.get_data_tensors() if is_quantised(tensor) else (tensor,)
     listed = (parts,) if isinstance(parts, torch.Tensor) else parts
     return tuple(part for part in listed if part is not None and part.untyped_storage().nbytes())
+
+
+def _size(storage: StorageWeakRef) -> int | None:
+    """Return the current bytes of a storage, or ``None`` if it was freed."""
+    found = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+    return None if found is None else found.nbytes()
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -252,6 +252,22 @@ class StageRunner(Protocol):
         """Start to sum the stage's gradients over data-parallel ranks. Called when all passes have added to them."""
 
 
+BackwardArguments = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+"""Input, output and gradient of the output, as ``StageRunner.backward`` takes them after the microbatch."""
+
+
+class PairRunner(StageRunner, Protocol):
+    """A stage that can run a forward together with a backward of any stage of this rank."""
+
+    def run_pair(
+        self, microbatch: int, input: torch.Tensor | None, other: PairRunner, arguments: BackwardArguments
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output of this stage's forward, and the gradient of the input of the backward of ``other``."""
+
+    def defer_weight_gradients(self) -> None:
+        """Put the weight gradients that layers keep after a backward into the queue of ``collecting``."""
+
+
 class StepFeature(Protocol):
     """Adds a feature's handlers of actions to the executor of one step.
 
@@ -300,6 +316,7 @@ class Executor:
     An executor lives for one step, so an exception leaves no state for the next step.
 
     Attributes:
+        instructions: the actions of this device, in order.
         handlers: the function that performs each kind of action.
         handed_inputs: inputs that a stage of this device has made, by the stage and microbatch that take them.
         handed_gradients: gradients of outputs that a stage of this device has made, by the stage and microbatch that
@@ -326,7 +343,7 @@ class Executor:
         self.ledger = ledger
         self._trace = trace
         settled = settle(program, device)
-        self._instructions = settled.instructions
+        self.instructions = settled.instructions
         self._has_backward = settled.has_backward
         self._is_profiled = False
         self._done = 0
@@ -367,13 +384,13 @@ class Executor:
         self._is_profiled = torch.autograd._profiler_enabled()
         position = begin = self._done
         try:
-            for position, each in enumerate(self._instructions[begin:until], begin):  # noqa: B007 - for the note
+            for position, each in enumerate(self.instructions[begin:until], begin):  # noqa: B007 - for the note
                 handlers[each.action.kind](each)
                 if ledger is not None:
                     ledger.record(each.action, self.host_bytes())
         except Exception as error:
             error.add_note(
-                f"device {self._device} failed at position {position}, action {self._instructions[position].action}, "
+                f"device {self._device} failed at position {position}, action {self.instructions[position].action}, "
                 f"of schedule {self._program.schedule.name}"
             )
             raise
@@ -426,14 +443,7 @@ class Executor:
 
     def _forward(self, each: Instruction) -> None:
         key = each.key
-        stage = self._stages[key[0]]
-        input = None
-        if each.receive is not None:
-            input = self._received(each)
-        elif each.from_here:
-            input = self.handed_inputs.pop(key)
-        if input is not None:
-            input.requires_grad_(self._has_backward and input.is_floating_point())
+        stage, input = self._stages[key[0]], self._input_of(each)
         recomputed = each.again is Kind.R
         if recomputed:
             with self.measured(each.action), torch.no_grad():
@@ -441,14 +451,58 @@ class Executor:
             self._inputs[key] = input
         else:
             output = self._run_stage(each, stage.forward, input)
+        self._pass_on(each, output)
+
+    def _input_of(self, each: Instruction) -> torch.Tensor | None:
+        """Wait for the input of a forward, and return it; ``None`` on the stage that reads the data."""
+        input = None
+        if each.receive is not None:
+            input = self._received(each)
+        elif each.from_here:
+            input = self.handed_inputs.pop(each.key)
+        if input is not None:
+            input.requires_grad_(self._has_backward and input.is_floating_point())
+        return input
+
+    def _pass_on(self, each: Instruction, output: torch.Tensor) -> None:
+        """Give the output of a forward to the next stage, and drop its data here if that is elsewhere."""
         if each.send is not None:
             self._put_out(each.send, output.detach())
         elif each.to_here is not None:
             self.handed_inputs[each.to_here] = self._held(output.detach())
         else:
             return
-        if self._has_backward and not recomputed:
-            stage.release_output(output)
+        if self._has_backward and each.again is not Kind.R:
+            self._stages[each.key[0]].release_output(output)
+
+    def run_pair(self, forward: Instruction, backward: Instruction) -> Callable[[], None]:
+        """Run a forward and a backward together. The backward's stage is a ``PairRunner``.
+
+        Return a function that gives the gradient of the backward's input to the previous stage. It belongs to the
+        backward, whose bytes are counted apart from those of the forward.
+        """
+        runner, key = cast(PairRunner, self._stages[forward.key[0]]), backward.key
+        other = cast(PairRunner, self._stages[key[0]])
+        input, gradient = self._input_of(forward), self._gradient_of(backward)
+        if self.ledger is not None:
+            self.ledger.free_later()
+        arguments = [(self._inputs.pop(key), self._outputs.pop(key), gradient)]
+        gradients: list[torch.Tensor | None] = []
+
+        def together(microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
+            output, gradient = runner.run_pair(microbatch, input, other, arguments.pop())
+            gradients.append(gradient)
+            return output
+
+        self._pass_on(forward, self._run_stage(forward, together, input))
+
+        def finish() -> None:
+            with self.measured(backward.action), collecting(self.queues.get(key)):
+                other.defer_weight_gradients()
+            self._hold_queued(backward)
+            self._pass_back(backward, gradients.pop())
+
+        return finish
 
     def _received(self, each: Instruction) -> torch.Tensor:
         assert each.receive is not None
@@ -497,28 +551,33 @@ class Executor:
 
     def _backward(self, each: Instruction) -> None:
         key = each.key
-        output_gradient = None
-        if each.receive is not None:
-            output_gradient = self._received(each)
-        elif each.from_here:
-            output_gradient = self.handed_gradients.pop(key)
+        output_gradient = self._gradient_of(each)
         backward = self._stages[key[0]].backward
         input, output = self._inputs.pop(key), self._outputs.pop(key)
-        if each.split:
-            queue = self.queues[key]
-            with self.measured(each.action), collecting(queue):
-                gradient = backward(key[1], input, output, output_gradient)
-            if self.ledger is not None:
-                for tensor in queue.tensors():
-                    self.ledger.hold(tensor)
-        else:
-            with self.measured(each.action):
-                gradient = backward(key[1], input, output, output_gradient)
+        with self.measured(each.action), collecting(self.queues[key]) if each.split else _NOTHING:
+            gradient = backward(key[1], input, output, output_gradient)
+        self._hold_queued(each)
+        self._pass_back(each, gradient)
+
+    def _gradient_of(self, each: Instruction) -> torch.Tensor | None:
+        """Wait for the gradient of a stage's output, and return it; ``None`` for a loss."""
+        if each.receive is not None:
+            return self._received(each)
+        return self.handed_gradients.pop(each.key) if each.from_here else None
+
+    def _hold_queued(self, each: Instruction) -> None:
+        """Count the tensors that a backward has left for its W."""
+        if each.split and self.ledger is not None:
+            for tensor in self.queues[each.key].tensors():
+                self.ledger.hold(tensor)
+
+    def _pass_back(self, each: Instruction, gradient: torch.Tensor | None) -> None:
+        """Give the gradient of a backward's input to the previous stage."""
         if each.send is None and each.to_here is None:
             return
         if gradient is None:
             raise RuntimeError(
-                f"stage {key[0]} gave no gradient for its input; a stage that detaches or ignores its input cannot come "
+                f"stage {each.key[0]} gave no gradient for its input; a stage that detaches or ignores its input cannot come "
                 "after another stage"
             )
         if each.send is not None:

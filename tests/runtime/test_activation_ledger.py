@@ -255,3 +255,16 @@ def test_a_ledger_notes_the_tokens_of_every_action():
     ledger.record(Action(Kind.F, 0, 1))
     ledger.record(Action(Kind.REDUCE_GRAD, 0, None))
     assert [entry.tokens for entry in ledger.entries] == [(2, 4), (0, 0)]
+
+
+def test_what_the_backward_of_a_pair_frees_counts_until_its_own_record():
+    ledger, earlier = ActivationLedger(), torch.ones(10)
+    ledger.hold(earlier)
+    ledger.record(Action(Kind.F, 0, 0))
+    ledger.free_later()
+    later = torch.ones(3)
+    ledger.hold(later)
+    del earlier
+    ledger.record(Action(Kind.F, 0, 1))
+    ledger.record(Action(Kind.I, 0, 0))
+    assert [entry.bytes for entry in ledger.entries] == [40, 52, 12]

@@ -45,6 +45,12 @@ def _share_of(price: Price, share: float) -> Price:
     return tuple(each * share for each in price) if isinstance(price, Sequence) else price * share
 
 
+def may_pair(schedule: Schedule) -> bool:
+    """Return whether the actions of a schedule may run in pairs."""
+    others = schedule.recomputed, schedule.offloads, schedule.vocabulary_barriers, schedule.updates
+    return schedule.slices == 1 and not any(others)
+
+
 def with_pairs(schedule: Schedule, costs: Costs, keeps_cap: Callable[[Schedule], bool] = lambda _: True) -> Schedule:
     """Return the fastest of the schedule itself and those of six choices of its pairs for which ``keeps_cap`` is true.
 

@@ -289,23 +289,7 @@ class ChunkStage:
         # Every rank counts a microbatch once, in the first of its stages that Megatron sees.
         counting = counted_before() if self.chunk % self.num_chunks else _NOTHING
         with self.as_chunk(), regions, counting:
-            result = schedules.forward_step(
-                self._forward_step(microbatch),
-                data,
-                self.model,
-                step.num_microbatches,
-                input,
-                loss_data,
-                step.config,
-                step.cp_group_size,
-                collect_non_loss_data=step.collect_non_loss_data,
-                is_first_microbatch=schedules.check_first_val_step(
-                    step.first_val_step, step.forward_only, not self._has_run
-                ),
-                current_microbatch=arrived,
-                vp_stage=self.chunk if self.num_chunks > 1 else None,
-                is_last_stage=self._computes_loss(microbatch),
-            )
+            result = self._megatrons_forward(microbatch, arrived, input, data, loss_data)
         if not self._has_run:
             self._leave_out_weights()
         self._has_run = True
@@ -316,6 +300,34 @@ class ChunkStage:
             # A hybrid model's segment without layers. The output is given up and gets its gradient apart from the input.
             return input.clone(), result[1]
         return result
+
+    def _megatrons_forward(
+        self, microbatch: int, arrived: int, input: torch.Tensor | None, data: Iterator | None, loss_data: list
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        step = self.step
+        return schedules.forward_step(
+            self._forward_step(microbatch),
+            data,
+            self.model,
+            step.num_microbatches,
+            input,
+            loss_data,
+            step.config,
+            step.cp_group_size,
+            collect_non_loss_data=step.collect_non_loss_data,
+            is_first_microbatch=self._is_first,
+            current_microbatch=arrived,
+            vp_stage=self._virtual_stage,
+            is_last_stage=self._computes_loss(microbatch),
+        )
+
+    @property
+    def _is_first(self) -> bool | None:
+        return schedules.check_first_val_step(self.step.first_val_step, self.step.forward_only, not self._has_run)
+
+    @property
+    def _virtual_stage(self) -> int | None:
+        return self.chunk if self.num_chunks > 1 else None
 
     def _leave_out_weights(self) -> None:
         """Exclude from the counters the quantised weights that Transformer Engine makes in the first forward.
@@ -357,12 +369,16 @@ class ChunkStage:
         """Backpropagate a microbatch, with Megatron's own backward step (``StageRunner.backward``)."""
         with self.as_chunk():
             gradient = schedules.backward_step(input, output, output_gradient, self.step.config)
-        if self.delayed:
-            defer(self.delayed, current_queue() or ImmediateWeightGradients())
+        self.defer_weight_gradients()
         if gradient is not None and getattr(self.step.config, "cuda_graph_impl", None) == GRAPHS_OF_LAYERS:
             # It lies in memory of a graph that the next backward may overwrite before the gradient has been sent.
             return gradient.clone()
         return gradient
+
+    def defer_weight_gradients(self) -> None:
+        """Queue the weight gradients that Transformer Engine's modules keep; without a queue, compute them."""
+        if self.delayed:
+            defer(self.delayed, current_queue() or ImmediateWeightGradients())
 
     def reduce_gradients(self) -> None:
         ddp_config = getattr(self.model, "ddp_config", None)

@@ -1,0 +1,32 @@
+"""Forwards and backwards in pairs train as the plain order does, and as Megatron's own overlap does."""
+
+from __future__ import annotations
+
+import pytest
+from lanes import rest_nightly
+from test_experts import ALL_TO_ALL, LOSSES, SHARED
+
+OVERLAP = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
+FLAGS = (*ALL_TO_ALL, *SHARED, *LOSSES, "--bf16")
+SCHEDULES = ("v-half", "zb-h1", "1f1b", "zbv", "dualpipe-v", "auto", "looped-bfs", "gis")
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    rest_nightly(SCHEDULES, ("v-half", "zb-h1"), "the same actions in another order (tests/schedule/test_pairs)"),
+)
+def test_trains_as_the_plain_order(train, assert_same_training, schedule):
+    run = train(schedule, *FLAGS, *OVERLAP)
+    assert_same_training(run, train("stock", *FLAGS))
+    for rank in run.ranks:
+        least, most, counted = (rank[f"{name}_peak_bytes"] for name in ("predicted_least", "predicted", "counted"))
+        assert least <= counted <= most
+
+
+def test_trains_as_megatrons_own_overlap(train, assert_same_training):
+    flags = (*FLAGS, "--num-virtual-stages-per-pipeline-rank", "2", OVERLAP[0])
+    assert_same_training(train("interleaved", *flags), train("stock", *flags))
+
+
+def test_two_replicas_train_as_the_plain_order(train, assert_close_training):
+    assert_close_training(train("dualpipe", *FLAGS, *OVERLAP), train("dualpipe", *FLAGS))

@@ -1,0 +1,56 @@
+"""What turns pairs on, and models and programs that cannot run in pieces."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from refusals import refused
+
+from megatron_pipemem.features.pairs.megatron import PairedSteps, check_model
+from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
+
+OVERLAP, SIZES = "--overlap-moe-expert-parallel-comm", ("--pipeline-model-parallel-size", "2", "--num-layers", "8")
+MODEL = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall", "bf16": True, "fp16": False}
+
+
+def test_megatrons_flag_asks_for_pairs_and_goes_no_further():
+    request, others = take_flags(["--pipemem-schedule", "zb-h1", OVERLAP, "--delay-wgrad-compute", *SIZES])
+    assert request.pairs and others == [*SIZES]
+    request, others = take_flags(["--pipemem-schedule", "stock", OVERLAP, *SIZES])
+    assert not request.pairs and OVERLAP in others
+    request, others = take_flags(["--pipemem-schedule", "zb-h1", OVERLAP, *SIZES, "--recompute-granularity", "full"])
+    with refused("unsupported-setting", "recompute_granularity"):
+        add_virtual_stages(request, others)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("expert_model_parallel_size", 1),
+        ("moe_token_dispatcher_type", "allgather"),
+        ("bf16", False),
+        ("recompute_granularity", "full"),
+        ("recompute_modules", ["core_attn", "moe"]),
+        ("moe_shared_expert_overlap", True),
+        ("mtp_num_layers", 1),
+    ],
+)
+def test_models_that_cannot_run_in_pieces_are_refused_before_they_are_built(name, value):
+    check_model(SimpleNamespace(**MODEL, recompute_granularity="selective", recompute_modules=["core_attn"]))
+    with refused("unsupported-setting", OVERLAP):
+        check_model(SimpleNamespace(**{**MODEL, name: value}))
+
+
+def test_the_forward_step_must_return_a_plan():
+    def forward_step(data, model):
+        return model(data)
+
+    def with_plan(data, model, return_schedule_plan=False):
+        return model(data)
+
+    for function, says in ((forward_step, ("pairs-forward-step",)), (with_plan, ("unsupported-model", "Linear"))):
+        step = SimpleNamespace(context=SimpleNamespace(forward_step_func=function), chunks=[torch.nn.Linear(1, 1)])
+        with refused(*says):
+            PairedSteps().prepare(step)
