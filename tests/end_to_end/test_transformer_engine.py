@@ -167,6 +167,15 @@ def test_other_models_train_as_stock(train_with_transformer_engine, assert_same_
         assert run.predicted_peaks == run.counted_peaks
 
 
+@pytest.mark.parametrize("schedule", rest_nightly(("v-half", "1f1b"), ("v-half",), "v-half, whose backwards are split"))
+def test_layers_in_pieces_train_as_whole_ones(train_with_transformer_engine, assert_same_training, schedule):
+    """The pieces leave weight gradients to W, or compute them in the backward."""
+    train = train_with_transformer_engine
+    flags = (*(each for each in MODELS["grouped-experts-ep2"] if each != "--moe-shared-expert-overlap"), "--bf16")
+    run = train(schedule, *flags, "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
+    assert_same_training(run, train("stock", *flags))
+
+
 @pytest.mark.parametrize(
     "flags",
     [

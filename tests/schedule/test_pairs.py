@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -95,13 +97,18 @@ def test_any_pairs_that_wait_in_a_circle_are_refused_and_no_others(name, size, d
             validate(chosen)
 
 
-def test_how_many_forwards_pair():
-    """With the costs of a large model: most where the order has slack, none where every action is awaited."""
-    shares = {}
-    for name in ("dualpipe", "dualpipe-v", "interleaved", "zbv", "v-half", "zb-h1"):
-        found = with_pairs(built(name, 8, 32), COSTS)
-        shares[name] = round(len(found.pairs) / sum(a.kind is Kind.F for order in found.orders for a in order), 2)
-    assert shares == {"dualpipe": 0.7, "dualpipe-v": 0.69, "interleaved": 0.75, "zbv": 0.45, "v-half": 0, "zb-h1": 0}
+def test_documented_gains():
+    """The page's table without pairs, and with 40 % in exchanges."""
+    page = (Path(__file__).parents[2] / "docs" / "experts.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \|([^\n]+)\|$", page, re.MULTILINE)
+    costs = with_exchanges(Costs(), 0.4)
+    for name, cells in rows:
+        peak, without, _, _, _, with_40, _ = map(float, cells.split("|"))
+        alone = build_schedule(name, num_devices=8, num_microbatches=32, costs=costs)
+        found = [simulate(each, costs) for each in (alone, with_pairs(alone, costs))]
+        assert [round(each.makespan, 1) for each in found] == [without, with_40], name
+        assert found[1].peak == pytest.approx(peak, abs=0.006)
+    assert len(rows) == 7
 
 
 def test_a_pair_takes_between_the_longer_action_and_the_sum():
@@ -148,6 +155,17 @@ def test_a_choice_with_pairs_keeps_the_cap_and_assumes_exchanges_until_they_are_
         validate(with_recompute(free.schedule, {0: Kind.R}))
 
 
+def test_auto_looks_for_orders_with_room_for_pairs():
+    """The order that is best without pairs has none here."""
+    shape, options = Shape(4, None, 12), {"seconds": 0.2, "placement": "v"}
+    alone, found = (
+        choose(requested("auto", memory_cap=1.2, options=options, pairs=pairs), shape, Knowledge(COSTS))
+        for pairs in (False, True)
+    )
+    assert found.schedule.pairs and found.timeline.peak <= 1.2
+    assert found.timeline.makespan < simulate(with_pairs(alone.schedule, COSTS), COSTS).makespan
+
+
 def test_pictures_mark_pairs(capsys):
     timeline = simulate(with_pairs(built("dualpipe-v", 4, 8), COSTS), COSTS)
     drawn = DrawnRun(timeline)
@@ -159,3 +177,29 @@ def test_pictures_mark_pairs(capsys):
     with console.capture() as seen:
         console.print(TerminalTimeline(timeline))
     assert "underlined: a pair" in seen.get() and "\x1b[4;" in seen.get()
+
+
+def pieces(forward: float, backward: float, share: float, attention: float, layers: int) -> float:
+    """Seconds of a pair in Megatron's order of pieces (``TransformerLayerSchedulePlan.run``), on two streams."""
+    free = {"compute": 0.0, "exchange": 0.0}
+    ready = {"F": 0.0, "B": 0.0}
+    seconds = {
+        (of, piece): whole * part / layers
+        for of, whole in (("F", forward), ("B", backward))
+        for piece, part in (
+            ("exchange", share / 2), ("attention", (1 - share) * attention), ("experts", (1 - share) * (1 - attention)),
+        )
+    }  # fmt: skip
+    order = "B exchange, F attention, B experts, F exchange, B exchange, F experts, F exchange, B attention"
+    for of, piece in layers * [each.split() for each in order.split(", ")]:
+        stream = "exchange" if piece == "exchange" else "compute"
+        free[stream] = ready[of] = max(free[stream], ready[of]) + seconds[of, piece]
+    return max(ready.values())
+
+
+@given(st.floats(0, 0.6), st.floats(0.3, 0.6), st.floats(1, 2), st.integers(1, 8))
+def test_the_price_of_a_pair_is_that_of_megatrons_order_of_pieces(share, attention, backward, layers):
+    schedule = Schedule.from_csv("0F0,(0F1;0I0)OVERLAP_F_B,0W0,0I1,0W1\n")
+    costs = with_exchanges(Costs(1, backward, 1), share)
+    (spans,) = simulate(schedule, costs).spans
+    assert 1 - 1e-9 <= pieces(1, backward, share, attention, layers) / (spans[2][1] - spans[1][0]) <= 1.2
