@@ -10,7 +10,8 @@ from commands import pipemem
 
 from megatron_pipemem.config.cluster import Link
 from megatron_pipemem.config.model import Execution
-from megatron_pipemem.config.runs import Parallelism
+from megatron_pipemem.config.runs import Parallelism, ScheduleChoice
+from megatron_pipemem.planner.memory import request_of
 from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.prices import layer
 from megatron_pipemem.planner.space import Limits
@@ -75,6 +76,11 @@ def test_pairs_of_microbatches_need_chunks_and_experts_on_several_ranks():
         replace(run, parallelism=Parallelism(global_batch=32)), limits=Limits(limits), top=200, search_seconds=0
     )
     assert not any(each.hides_messages for each in alone.plans)
+
+
+def test_a_run_of_our_schedules_with_the_flag_runs_in_pairs():
+    run = replace(RUN, megatron={EP: True}, schedule=ScheduleChoice("v-half"))
+    assert request_of(run).pairs and not request_of(replace(run, schedule=ScheduleChoice("stock"))).pairs
 
 
 def test_the_command_says_what_the_overlap_is_worth(tmp_path):

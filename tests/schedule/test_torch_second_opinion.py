@@ -13,12 +13,15 @@ from random_schedules import EXECUTED, random_schedules
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.features.pairs.orders import with_exchanges, with_pairs
 from megatron_pipemem.schedule.action import MESSAGES, RECEIVES, Action, Kind
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.csv_format import write_table
 from megatron_pipemem.schedule.lowering import lower, lower_paired
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
+from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate, validate_program
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
@@ -236,3 +239,20 @@ def test_we_run_nothing_that_adds_gradients_in_another_order():
 def test_interleaved_on_the_grid_of_torch(chunks, num_microbatches, num_devices):
     """torch's own tests skip the counts that devices do not divide."""
     judge(build_schedule("interleaved", num_devices=num_devices, num_microbatches=num_microbatches, chunks=chunks))
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 10), (4, 8), (8, 20)])
+def test_torchs_own_dualpipe_v_is_valid_with_its_pairs_and_ours_has_as_many(tmp_path, p, m):
+    """What torch pairs with a forward may run as one action. Our choice of pairs makes a step that is as short."""
+    stages = [SimpleNamespace(stage_index=stage, num_stages=2 * p, group_rank=0, group_size=p, is_first=not stage,
+                              is_last=bool(stage), has_backward=True, group=None, device="cpu", submod=None,
+                              stage_index_to_group_rank={}) for stage in (0, 2 * p - 1)]  # fmt: skip
+    schedules.ScheduleDualPipeV(stages, n_microbatches=m, loss_fn=max)._dump_csv(
+        str(tmp_path / "v.csv"), "compute_only"
+    )
+    theirs = Schedule.from_csv((tmp_path / "v.csv").read_text(), dialect="torch")
+    validate_program(lower(theirs))
+    costs = with_exchanges(Costs(), 0.4)
+    ours = with_pairs(build_schedule("dualpipe-v", num_devices=p, num_microbatches=m), costs)
+    assert len(ours.pairs) >= len(theirs.pairs) > m
+    assert simulate(ours, costs).makespan <= simulate(theirs, costs).makespan

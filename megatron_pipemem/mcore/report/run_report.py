@@ -13,7 +13,7 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_pipemem.choose.knowledge import Choice
-from megatron_pipemem.config.refusals import GRAPHS, OVERLAPPED, REORDERED, SCHEDULES, VOCABULARY
+from megatron_pipemem.config.refusals import GRAPHS, OVERLAPPED, REORDERED, SCHEDULES, UNPAIRED, VOCABULARY
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.mcore.refusals import check_config, check_model, check_sharing
 from megatron_pipemem.mcore.step.extension import WeightBytes, predict_weights
@@ -332,7 +332,7 @@ def refused(config, num_devices: int) -> dict[str, str]:
         check_model(config, splits=True, recomputes=False)
 
     checks: Mapping[str, Callable[[], None]] = {
-        "schedules": lambda: check_config(config, SCHEDULES),
+        "schedules": lambda: check_config(config, SCHEDULES, UNPAIRED),
         "reordered": lambda: check_config(config, REORDERED),
         "v": lambda: check_sharing(config, v.name, v),
         "split": split,
