@@ -24,9 +24,10 @@ def test_trains_as_the_plain_order(train, assert_same_training, schedule):
 
 
 def test_trains_as_megatrons_own_overlap(train, assert_same_training):
-    flags = (*FLAGS, "--num-virtual-stages-per-pipeline-rank", "2", OVERLAP[0])
+    flags = (*FLAGS, "--num-virtual-stages-per-pipeline-rank", "2", "--global-batch-size", "8", OVERLAP[0])
     assert_same_training(train("interleaved", *flags), train("stock", *flags))
 
 
 def test_two_replicas_train_as_the_plain_order(train, assert_close_training):
-    assert_close_training(train("dualpipe", *FLAGS, *OVERLAP), train("dualpipe", *FLAGS))
+    flags = (*ALL_TO_ALL, *SHARED, "--bf16", "--global-batch-size", "8")
+    assert_close_training(train("dualpipe", *flags, *OVERLAP), train("dualpipe", *flags))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel.utils import set_streams
+from megatron.core.pipeline_parallel.utils import ScheduleNode, set_streams
 from megatron.core.utils import unwrap_model
 
 from megatron_pipemem.config.refusals import PAIRS
@@ -174,6 +174,6 @@ class PlanStage(ChunkStage):
         plan, loss = self.step.forward_step_func(*arguments, **named)
         for layer in range(plan.num_layers()):
             for piece in vars(plan.get_layer(layer)).values():
-                if hasattr(piece, "delay_wgrad_compute"):
+                if isinstance(piece, ScheduleNode):
                     piece.delay_wgrad_compute = False
         return plan, loss
