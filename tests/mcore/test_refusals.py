@@ -45,6 +45,8 @@ VALUES = {
     "grad_norm_skip_threshold": 10.0,
     "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
     "moe_token_dispatcher_type": "flex",
+    "recompute_granularity": "full",
+    "recompute_modules": ["core_attn", "moe"],
     "cuda_graph_impl": "local",
     "cuda_graph_warmup_steps": 0,
     "loss_scale": 128.0,
