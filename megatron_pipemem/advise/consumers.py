@@ -109,4 +109,9 @@ VERL = Consumer(
     _hydra("actor_rollout_ref.actor.megatron", [VIRTUAL], "override_transformer_config"),
     (*STOCKS, "zb-h1", "gis"),  # its names of weights follow from ranks
 )
-SWIFT = Consumer(("--external_plugins", "my_pipemem.py"), "in my_pipemem.py", _swift)
+SWIFT = Consumer(
+    ("--external_plugins", "my_pipemem.py"),
+    "in my_pipemem.py",
+    _swift,
+    (*STOCKS, "zb-h1", "gis"),  # mcore-bridge builds the chunks itself, for Megatron's own placement
+)
