@@ -41,7 +41,7 @@ class LedgerEntry:
     routed: int = 0  # tokens that the action sent to experts, one per visit of an expert
     routable: int = 0  # the largest number that a capacity factor allows; 0 without one
     evenly: int = 0  # the number if all experts got equally many
-    tokens: tuple[int, int] = (0, 0)  # ``(b, s)`` of the microbatch, if microbatches differ
+    tokens: tuple[int, int] = (0, 0)  # number of sequences and their length, if microbatches differ
 
 
 class _Size(NamedTuple):
@@ -55,13 +55,17 @@ class _Size(NamedTuple):
 def bytes_per_action(
     entries: Sequence[LedgerEntry], num_stages: int, most: bool = True, on_host: bool = False, slices: int = 1
 ) -> dict[Kind, tuple[int, ...]]:
-    """Return the bytes by which each kind of action changes the rank's memory, one value per stage and slice.
+    """Return the bytes that each kind of action adds to the rank's memory, one value per stage and slice.
 
-    The values of a stage's slices follow each other, and stages of other ranks get 0. ``entries`` are those of one
-    step. If microbatches differ, the values are those of the largest, or of the smallest with ``most=False``. The
-    largest is the one that gives most tokens to experts, then the one with most tokens. With a capacity factor, the
-    largest is extrapolated to the tokens that the factor allows, if microbatches differ in tokens of experts.
-    ``on_host`` counts bytes on the host. With several ``slices``, the microbatch numbers of actions count slices.
+    An action that frees more bytes than it takes has a negative value. The values of a stage's slices follow each
+    other. ``num_stages`` counts the stages of all ranks, and stages of other ranks get 0. ``entries`` are those of one
+    step, in order.
+
+    If microbatches differ, the values are those of the largest, or of the smallest with ``most=False``. The largest is
+    the one that gives most tokens to experts, then the one with most tokens. With a capacity factor, the largest is
+    extrapolated to the tokens that the factor allows, if microbatches differ in tokens of experts. ``on_host`` returns
+    bytes on the host. ``slices`` is their number per microbatch. With several, the microbatch numbers of actions count
+    slices.
     """
     held = [entry.host_bytes if on_host else entry.bytes for entry in entries]
     forwards = {
@@ -87,7 +91,10 @@ def bytes_per_action(
 
 
 def predict_peak_bytes(actions: Sequence[Action], changes: Mapping[Kind, Sequence[int]], slices: int = 1) -> int:
-    """Return the peak bytes of a rank that runs these actions. ``changes`` is the result of ``bytes_per_action``."""
+    """Return the peak bytes of a rank that runs these actions in order, and holds none before the first.
+
+    ``changes`` is the result of ``bytes_per_action``, with the same ``slices``.
+    """
     return int(max(held_after(actions, changes, slices=slices), default=0))
 
 
@@ -114,7 +121,8 @@ class ActivationLedger:
     """Counts the activation bytes that one rank holds during a step.
 
     ``permanent`` are tensors that are not activations: parameters, gradient buffers, module buffers. ``tokens`` has
-    ``(b, s)`` of every microbatch, if microbatches differ. ``failure`` is the error that ended the count, or ``None``.
+    ``(b, s)`` of every microbatch, its number of sequences and their length, if microbatches differ. ``failure`` is the
+    error that ended the count, or ``None``.
     """
 
     def __init__(self, permanent: Iterable[torch.Tensor] = (), tokens: Sequence[tuple[int, int]] | None = None):
@@ -130,7 +138,10 @@ class ActivationLedger:
         self._leave_out(permanent)
 
     def continued(self, permanent: Iterable[torch.Tensor]) -> ActivationLedger:
-        """Return the ledger of the next step, which starts with the tensors that this ledger still counts."""
+        """Return a new ledger for the next step. It has no entries, and starts with the tensors still counted here.
+
+        ``permanent`` are the tensors of the next step that are not activations.
+        """
         following = ActivationLedger(permanent)
         following._batch = {key: batch for key, batch in self._batch.items() if not batch.expired()}
         following._held = self._held
@@ -207,7 +218,10 @@ class ActivationLedger:
 
     @_counting
     def record(self, action: Action, host_bytes: int = 0) -> None:
-        """Add an entry with the bytes that are held on the device, and with ``host_bytes``, after ``action``."""
+        """Add an entry for ``action``, which has just run, with the bytes that the device holds now.
+
+        ``host_bytes`` are the bytes of activations that the host holds now.
+        """
         # Megatron's checkpoint without output empties storages that autograd keeps, and fills them again in the backward.
         held, alive = 0, {}
         for key, known in self._held.items():
@@ -223,7 +237,10 @@ class ActivationLedger:
         self._routed = self._routable = self._evenly = 0
 
     def tokens_of(self, action: Action) -> tuple[int, int]:
-        """Return ``(b, s)`` of the action's microbatch; ``(0, 0)`` if microbatches are equal or there is none."""
+        """Return the number of sequences of the action's microbatch, and their length.
+
+        Return ``(0, 0)`` if all microbatches are equal, or if the action has no microbatch.
+        """
         return (0, 0) if self.tokens is None or action.microbatch is None else self.tokens[action.microbatch]
 
     @property
@@ -314,7 +331,7 @@ class BytesByTokens:
         self._changes: dict[tuple[Kind, int], dict[Tokens, int]] = {}
 
     def learn(self, entries: Sequence[LedgerEntry]) -> None:
-        """Add the microbatch sizes and bytes of a step's ledger entries."""
+        """Add the microbatch sizes and bytes of a step's ledger entries, which are in the order of the actions."""
         held = [0, *(entry.host_bytes if self._on_host else entry.bytes for entry in entries)]
         for entry, (before, after) in zip(entries, pairwise(held), strict=True):
             changes = self._changes.setdefault(entry.action[:2], {})
@@ -322,13 +339,17 @@ class BytesByTokens:
                 changes.clear()
 
     def peak(self, actions: Sequence[Action], tokens_of: Callable[[Action], Tokens]) -> int:
-        """Return the predicted peak bytes of a rank. ``tokens_of`` returns the ``(b, s)`` of an action's microbatch."""
+        """Return the predicted peak bytes of a rank that runs these actions in order.
+
+        ``tokens_of`` returns the ``(b, s)`` of an action's microbatch.
+        """
         return max(accumulate(self._change(action, tokens_of(action)) for action in actions), default=0)
 
     def _teach(self, entry: LedgerEntry, change: int) -> bool:
-        """Fit the polynomial of an action's kind and stage to ``change``, the bytes that the action took or freed.
+        """Fit the polynomial of an action's kind and stage to the bytes of one more action.
 
-        Return whether that determined one more coefficient.
+        ``change`` is the number of bytes that the action added, negative if it freed more. Return whether the action
+        determined one more coefficient.
         """
         rows = self._rows.setdefault(entry.action[:2], {})
         row = [Fraction(each) for each in (*_terms(*entry.tokens), change)]

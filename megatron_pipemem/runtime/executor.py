@@ -72,7 +72,7 @@ class RankProgram:
 
 @lru_cache(maxsize=32)  # a run has few programs: training, evaluation, and their versions before a new plan
 def settle(program: Program, device: int) -> RankProgram:
-    """Return a device's instructions, and for each received message the sent messages that it lets the device free.
+    """Return a device's instructions, with their ``settles``. Nothing is sent, received or freed here.
 
     The cache compares programs by identity.
     """
@@ -91,25 +91,28 @@ def settle(program: Program, device: int) -> RankProgram:
 class _Answer:
     """Names this device's messages that a peer has used before it sends one message to this device.
 
-    ``number`` is the position of the peer's message on its edge. ``of_edge`` has, for each message of this edge, this
-    device's messages that the peer has used since its previous message.
+    ``number`` is the position of the peer's message among all that the peer sends to this device, from 0. ``of_edge``
+    has an entry for each of these messages, in order: this device's messages that the peer has used since the one
+    before. All answers of a peer share ``of_edge``.
     """
 
     number: int
     of_edge: list[tuple[Action, ...]]
 
     def take(self) -> list[tuple[Action, ...]]:
-        """Return this device's messages used before the peer's message, except those already returned."""
+        """Return this device's messages that the peer has used before its message, and remove them from ``of_edge``.
+
+        So a later call returns only the messages that no earlier call has returned.
+        """
         taken = self.of_edge[: self.number + 1]
         self.of_edge[: self.number + 1] = [()] * len(taken)
         return taken
 
 
 def _answers(program: Program, device: int) -> dict[Action, _Answer]:
-    """For each message to this device, find this device's messages that the sender had used before.
+    """Return, for each receive of this device, this device's messages that the sender had used before.
 
-    When the message arrives, the memory of those messages can be freed without asking the backend whether they were
-    sent.
+    When the receive ends, the memory of those messages can be freed without asking the backend whether they were sent.
     """
     placement, found = program.placement, dict[Action, _Answer]()
     neighbours = (
@@ -225,7 +228,10 @@ class StageRunner(Protocol):
         """
 
     def recompute(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
-        """Run the forward of this microbatch again, with the same data and random numbers, and report no loss."""
+        """Run the forward of this microbatch again, with the same data and random numbers, and return its output.
+
+        Report no loss.
+        """
 
     def release_output(self, output: torch.Tensor) -> None:
         """Drop an output's data, but keep its graph for the backward. The executor keeps data to send or hand on."""
@@ -262,10 +268,14 @@ class PairRunner(StageRunner, Protocol):
     def run_pair(
         self, microbatch: int, input: torch.Tensor | None, other: PairRunner, arguments: BackwardArguments
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output of this stage's forward, and the gradient of the input of the backward of ``other``."""
+        """Run a forward of this stage together with a backward of the stage ``other``.
+
+        ``microbatch`` and ``input`` are those of the forward, and ``arguments`` those of the backward. Return the
+        output of the forward, then the gradient of the backward's input.
+        """
 
     def defer_weight_gradients(self) -> None:
-        """Put the weight gradients that layers keep after a backward into the queue of ``collecting``."""
+        """Put the weight gradients that this stage's layers keep after a backward into the queue of ``collecting``."""
 
 
 class StepFeature(Protocol):
@@ -302,7 +312,7 @@ class InFlight:
     arrived: dict[Action, torch.Tensor] = field(default_factory=dict)  # received but unused, by their receive
 
     def renumbered(self, by: int) -> InFlight:
-        """Return a copy in which every microbatch number is larger by ``by``."""
+        """Return a copy in which every microbatch number is larger by ``by``. The tensors are the same."""
         return InFlight(
             {(stage, microbatch + by): tensor for (stage, microbatch), tensor in self.inputs.items()},
             {(stage, microbatch + by): tensor for (stage, microbatch), tensor in self.outputs.items()},
@@ -423,7 +433,10 @@ class Executor:
             self._transport.arrived(left.arrived)
 
     def in_flight(self) -> InFlight:
-        """Wait for all posted receives. Return the tensors of forwards without a backward, and the unused messages."""
+        """Wait for all posted receives. Return the tensors of forwards without a backward, and the unused messages.
+
+        This executor gives them up. The next step's executor takes them with ``take_in``.
+        """
         left = InFlight(self._inputs, self._outputs, self._transport.take_in())
         self._inputs, self._outputs = {}, {}
         return left
@@ -465,7 +478,10 @@ class Executor:
         return input
 
     def _pass_on(self, each: Instruction, output: torch.Tensor) -> None:
-        """Give the output of a forward to the next stage, and drop its data here if that is elsewhere."""
+        """Keep the output of a forward for its send, or for the next stage on this device. Nothing is sent here.
+
+        The stage may then drop its own output's data, unless the forward runs again or the program has no backward.
+        """
         if each.send is not None:
             self._put_out(each.send, output.detach())
         elif each.to_here is not None:
@@ -478,8 +494,9 @@ class Executor:
     def run_pair(self, forward: Instruction, backward: Instruction) -> Callable[[], None]:
         """Run a forward and a backward together. The backward's stage is a ``PairRunner``.
 
-        Return a function that gives the gradient of the backward's input to the previous stage. It belongs to the
-        backward, whose bytes are counted apart from those of the forward.
+        Return a function to call as the backward's action, because the ledger counts the two actions apart. It puts the
+        weight gradients into the backward's queue, and keeps the gradient of the backward's input for the previous
+        stage.
         """
         runner, key = cast(PairRunner, self._stages[forward.key[0]]), backward.key
         other = cast(PairRunner, self._stages[key[0]])
@@ -527,7 +544,10 @@ class Executor:
         forward: Callable[[int, torch.Tensor | None], torch.Tensor],
         input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run the forward of a stage, and keep its input and output if the program has backwards."""
+        """Run the forward of a stage with ``forward``, and return its output.
+
+        Keep its input and output if the program has backwards.
+        """
         key, selective = each.key, each.again is Kind.RS
         queue = None
         if each.split:
@@ -566,13 +586,16 @@ class Executor:
         return self.handed_gradients.pop(each.key) if each.from_here else None
 
     def _hold_queued(self, each: Instruction) -> None:
-        """Count the tensors that a backward has left for its W."""
+        """Let the ledger count the tensors that a backward has left for its W."""
         if each.split and self.ledger is not None:
             for tensor in self.queues[each.key].tensors():
                 self.ledger.hold(tensor)
 
     def _pass_back(self, each: Instruction, gradient: torch.Tensor | None) -> None:
-        """Give the gradient of a backward's input to the previous stage."""
+        """Keep the gradient of a backward's input for its send, or for the previous stage on this device.
+
+        Nothing is sent here.
+        """
         if each.send is None and each.to_here is None:
             return
         if gradient is None:

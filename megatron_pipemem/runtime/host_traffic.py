@@ -24,7 +24,7 @@ class Stall:
 
 @dataclass(frozen=True)
 class OffloadStatistics:
-    """Bytes of the copies of a step, peak bytes, and waiting times, since the step began."""
+    """The bytes that one rank has copied since the step began, its peak bytes, and its waiting times."""
 
     bytes_out: int  # moved to the host
     bytes_in: int  # moved back

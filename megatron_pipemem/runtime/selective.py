@@ -68,7 +68,10 @@ class Recorder:
             region.run_again(self._load, self._made)
 
     def run(self, function: Callable, replay: Replay, arguments: tuple) -> object:
-        """Run a region, and record its inputs and results. ``replay`` repeats its random numbers in a second run."""
+        """Run a region now, record its inputs and results, and return its output.
+
+        ``replay`` repeats its random numbers in a second run.
+        """
         region = _Region(function, replay, [self._input(each) for each in arguments])
         with saved_as_is(), saved_tensors_hooks(region.save, _filled):
             output = function(*arguments)
@@ -106,7 +109,8 @@ def region(function: Callable, replay: Callable[[], Replay]) -> Callable:
     """Wrap ``function`` so that it runs as a region while a forward is recorded, and as it is at other times.
 
     ``function`` must give the same result for the same tensors. All its arguments are positional, and it returns a
-    tensor or a tuple. ``replay`` is called when a region begins, and keeps the state of the random number generators.
+    tensor or a tuple. ``replay`` is called when a region begins. It saves the state of the random number generators,
+    and returns the ``Replay`` for a second run.
     """
 
     def run(*arguments):

@@ -65,7 +65,7 @@ class Trace:
         return _Measured(action, self._now, self._times)
 
     def actions(self) -> list[TracedAction]:
-        """Return the measured actions. Call this after the last action of the step."""
+        """Return the measured actions, in the order in which they ended. Call this after the step's last action."""
         if self._read is None:
             if self._on_cuda and self._times:
                 self._times[-1][2].synchronize()
@@ -94,7 +94,8 @@ _NOISE = 0.02  # share of a device's seconds per microbatch; shorter times, as o
 class Stopwatch:
     """Collects the durations of one rank's actions over several steps.
 
-    With several ``slices``, the microbatch numbers of actions count slices.
+    ``slices`` is their number per microbatch. With several, the microbatch numbers of actions count slices. ``steps``
+    is the number of steps since the last ``reset``.
     """
 
     slices: int = 1
@@ -133,9 +134,10 @@ def costs_from(
 ) -> Costs:
     """Return the costs in seconds that the median times of actions give, one value per stage and slice.
 
-    The values of a stage's slices follow each other. ``before`` are the present costs. They replace missing times of F,
-    I and W, and give the proportion of I and W in a fused B. Their memory is not taken over. ``links`` has the seconds
-    of a slice's message between two devices, and other messages cost nothing.
+    The values of a stage's slices follow each other. ``before`` are the present costs, and do not change. They replace
+    missing times of F, I and W, and give the proportion of I and W in a fused B. Their memory is not taken over.
+    ``links`` has the seconds of a slice's message by (source, destination) of devices. Messages that are not in
+    ``links`` cost nothing. ``slices`` is their number per microbatch.
     """
     known = before.seconds(placement, slices)
     prices: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
@@ -196,6 +198,7 @@ def drift(planned: Costs, measured: Costs, placement: Placement, slices: int = 1
     """Return a sentence about the F, I or W whose seconds differ most from the plan; ``None`` if none differs enough.
 
     Enough is over 20 % of the planned time, and over 2 % of the busiest device's measured seconds per microbatch.
+    ``slices`` is their number per microbatch.
     """
     old, new = planned.seconds(placement, slices), measured.seconds(placement, slices)
     noise = _NOISE * max(

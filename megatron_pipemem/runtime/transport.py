@@ -55,9 +55,10 @@ def new_groups(
 
     ``wanted`` has the global ranks of every group, and must be the same on all ranks of ``parent``. torch requires that
     every rank takes part in the creation of every group, in the same order. So the ranks first exchange ``wanted``. A
-    rank gets the groups that it wants, in order; those without this rank are ``GroupMember.NON_GROUP_MEMBER``. NCCL
+    rank gets the groups that it wants, in order. Groups without this rank are ``GroupMember.NON_GROUP_MEMBER``. NCCL
     groups run on streams of high priority and keep the parent's limits on thread blocks
-    (``--nccl-communicator-config-path``).
+    (``--nccl-communicator-config-path``). ``description`` is the name that torch's logs give to each group. ``backend``
+    replaces the backend of the default group.
 
     With ``messages``, NCCL may use ``MESSAGE_CTAS`` thread blocks if the parent sets no limit. With ``messages`` and a
     default group that is bound to no device, NCCL groups with the same position in ``wanted`` of all parents are one
@@ -82,7 +83,10 @@ def new_groups(
 
 
 def _joined(everyones: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """Return the union of the groups at each position of the ranks' lists, as sorted ranks."""
+    """Return the union of the groups at each position of the ranks' lists, as sorted global ranks.
+
+    ``everyones`` has one list of groups per rank of the job.
+    """
     return [sorted({rank for each in same for rank in each}) for same in zip_longest(*everyones, fillvalue=())]
 
 
@@ -133,7 +137,7 @@ def edges(placement: Placement) -> list[Edge]:
 
 
 def colour(directed: Iterable[Edge]) -> dict[Edge, int]:
-    """Number the edges so that two edges with the same number have no device in common.
+    """Return a number for each edge, from 0. Two edges with the same number have no device in common.
 
     Each edge gets the smallest number that is unused at both of its devices. A line, or a circle of an even number of
     devices, takes 4 numbers, and a circle of an odd number takes 6.
@@ -152,8 +156,8 @@ def connect(placement: Placement, group: dist.ProcessGroup, device: torch.device
     """Open the channels of one pipeline. Every rank of the job must call this at the same time.
 
     A backend opens a connection at its first message, and blocks until the other end does the same. So all connections
-    are opened here, in the same order on every rank. The ranks of ``group`` are the devices, in order. ``device`` is
-    the device of a first message, and decides the backend.
+    are opened here, in the same order on every rank. The ranks of ``group`` are the pipeline's devices, in order.
+    ``device`` is the torch device that holds this rank's first messages, and decides the backend.
     """
     ranks = dist.get_process_group_ranks(group)
     colours = colour(edges(placement))
@@ -385,10 +389,11 @@ _ROUND_TRIPS = 5
 
 
 def measure_links(pipeline: Pipeline, message: MessageFormat) -> dict[Edge, float]:
-    """Return the seconds of a message, in both directions, between this rank and neighbours with higher numbers.
+    """Measure the seconds of a message between this rank and its neighbours, by (source, destination).
 
-    The time is half a round trip in an idle pipeline. Every rank of the pipeline must call this at the same time,
-    between steps. The shapes of messages must be known.
+    A rank returns only edges to and from neighbours with higher device numbers, so the ranks' results do not overlap.
+    Both directions have the same value, half a round trip in an idle pipeline. Every rank of the pipeline must call
+    this at the same time, between steps. The shapes of messages must be known.
     """
     assert message.typical is not None, "the cost of messages of unknown shape is unknown"
     payload = torch.zeros(message.typical, dtype=message.dtype, device=message.device)
