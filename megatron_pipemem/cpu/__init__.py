@@ -45,8 +45,8 @@ def activate(*, emulate_fused_gradients: bool = True, verbose: bool = False) -> 
     """Make CUDA-only Megatron-Core run on this process's CPU. A second call changes nothing.
 
     It cannot be undone, so call it only in processes that train on CPU. ``emulate_fused_gradients`` emulates Apex's
-    ``fused_weight_gradient_mlp_cuda`` for Megatron's default ``--gradient-accumulation-fusion``. ``verbose`` shows warnings
-    about missing GPU packages.
+    ``fused_weight_gradient_mlp_cuda`` for Megatron's default ``--gradient-accumulation-fusion``. ``verbose`` shows
+    warnings about missing GPU packages.
     """
     global _active
     if _active:
@@ -82,7 +82,7 @@ def ignore_missing_packages() -> None:
 
 
 def missing_packages() -> str | None:
-    """Return one line that names the GPU packages that cannot be imported here; ``None`` if all can."""
+    """Return a line for the log that names the GPU packages that are not installed; ``None`` if all are."""
     missing = [name for name in ("apex", "transformer_engine") if importlib.util.find_spec(name) is None]
     if not missing:
         return None

@@ -24,9 +24,9 @@ from megatron_pipemem.errors import UnsupportedError
 def shares(ends: Sequence[int], size: int) -> list[torch.Tensor]:
     """Return, for each of ``size`` context-parallel ranks, the positions of its tokens in the whole sequence.
 
-    Document i is from ``ends[i]`` to ``ends[i + 1]``. Each has 2 ``size`` equal parts, of which rank r has r and
-    2 ``size`` - 1 - r, so that all ranks have equally much causal attention. Raise an UnsupportedError if a document
-    does not divide.
+    ``ends`` begins with 0. Document i has the positions from ``ends[i]`` up to, but without, ``ends[i + 1]``. Each
+    document has 2 ``size`` equal parts, of which rank r has parts r and 2 ``size`` - 1 - r, so that all ranks have
+    equally much causal attention. Raise an UnsupportedError if a document does not divide.
     """
     if size == 1:
         return [torch.arange(ends[-1])]
@@ -43,7 +43,11 @@ def shares(ends: Sequence[int], size: int) -> list[torch.Tensor]:
 
 
 class _Gather(torch.autograd.Function):
-    """Gather a tensor ``[s / cp, ...]`` of every rank into ``[s, ...]`` in the order of the sequence."""
+    """Gather the tensor ``[s / cp, ...]`` of every context-parallel rank into ``[s, ...]``, in the sequence's order.
+
+    ``own`` is the tensor of this rank, and ``held`` the result of ``shares``. The backward sums the ranks' gradients
+    and returns those of this rank's tokens.
+    """
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, held: list[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
@@ -60,9 +64,9 @@ class _Gather(torch.autograd.Function):
 
 
 def _mask(ends: Sequence[int], own: torch.Tensor) -> torch.Tensor:
-    """Return the causal mask ``[1, 1, queries, s]`` of tokens at the positions ``own``; True hides a key.
+    """Return the causal mask ``[1, 1, queries, s]`` of this rank's queries, at the positions ``own``. True hides a key.
 
-    Hidden are later keys, and keys of earlier documents.
+    Hidden are later keys, and keys of earlier documents. ``ends`` is that of ``shares``.
     """
     keys, starts = torch.arange(ends[-1]), torch.tensor(ends[:-1])
     document = torch.searchsorted(torch.tensor(ends[1:]), own, right=True)
@@ -130,7 +134,11 @@ def _attend(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _own_indices(ends: torch.Tensor, num_tokens: int, size: int, rank: int) -> torch.Tensor:
-    """Return the positions of a rank's tokens, as ``thd_get_partitioned_indices`` of Transformer Engine's extension."""
+    """Return the positions of a rank's tokens in the whole sequence.
+
+    This replaces ``thd_get_partitioned_indices`` of Transformer Engine's extension. ``size`` and ``rank`` are those of
+    context parallelism. ``num_tokens`` is unused, because ``ends`` ends with it.
+    """
     return shares(ends.tolist(), size)[rank]
 
 

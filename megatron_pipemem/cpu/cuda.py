@@ -84,7 +84,7 @@ class _Device:
 
     @property
     def count(self) -> int:
-        """The number of local ranks, read at every call, because processes may be forked after `_install_surface`."""
+        """The number of ranks on this machine, read at every use, because processes may be forked after `install`."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
     def set_index(self, device: Any) -> None:
@@ -236,7 +236,7 @@ _METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tenso
 
 
 def _is_cuda(device: Any) -> bool:
-    """Return whether ``device`` names a CUDA device: an index, ``"cuda[:i]"`` or a `torch.device`."""
+    """Return whether ``device`` names a CUDA device: an index, ``"cuda[:i]"`` or a `torch.device` of CUDA."""
     if isinstance(device, str):
         return device.partition(":")[0] == "cuda"
     if isinstance(device, torch.device):
@@ -267,7 +267,7 @@ def _to(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _type(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Tensor.type`` to return names like ``torch.cuda.FloatTensor``.
+    """Wrap ``Tensor.type`` to return names like ``torch.cuda.FloatTensor``, and to accept them for a conversion.
 
     Megatron's optimizers sort parameters by these names.
     """

@@ -82,7 +82,10 @@ def _releasing(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lend(values: Sequence[Any], lent: list[torch.Tensor]) -> list[Any]:
-    """Return the values with a new tensor object for every dense tensor, also in lists, and add these to ``lent``."""
+    """Return a list of the values, with a new tensor object for every dense tensor, also in nested lists and tuples.
+
+    Add the new tensor objects to ``lent``. They share the storages of the old ones.
+    """
     found = []
     for value in values:
         if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided:
@@ -95,7 +98,10 @@ def _lend(values: Sequence[Any], lent: list[torch.Tensor]) -> list[Any]:
 
 
 def _await_release(lent: list[torch.Tensor]) -> None:
-    """Wait until gloo has released these tensors, at most one second, because a caller may keep one."""
+    """Wait until gloo has released these tensors, at most one second, and empty the list.
+
+    Tensors that are not released by then go to ``_keep``, because a caller may hold one.
+    """
     patience = time.monotonic() + _RELEASE_SECONDS
     while lent:
         # References in Python: the list and the argument of the call. In C++: the Python object.
@@ -156,7 +162,7 @@ class _ReleasingWork(Work):
         return super().get_future() if self._work is None else self._shared().get_future()
 
     def _shared(self) -> Any:
-        """Return the work of gloo, whose tensors callers may keep, so that ``wait`` does not wait for their release."""
+        """Return gloo's work, for a caller that may keep its tensors. A later ``wait`` does not await their release."""
         _keep(self._lent)
         return self._work
 

@@ -1,8 +1,8 @@
-"""Start ranks on this machine quickly, by forking a process that has imported Megatron.
+"""Start and kill the ranks of a run on this machine.
 
-The import of Megatron takes ten seconds of a core, and with torchrun every rank of every run repeats it. The fork
-server of `multiprocessing` imports it once. The server neither trains nor starts threads, and every run still gets new
-processes.
+By default, ranks are forks of a process that has imported Megatron. The import takes ten seconds of a core, and with
+torchrun every rank of every run repeats it. The fork server of `multiprocessing` imports it once. The server neither
+trains nor starts threads, and every run still gets new processes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ def start_ranks(
 ) -> list[BaseProcess]:
     """Start one process per rank, with the environment variables of torchrun, and append its output to its log.
 
-    ``target`` must be a function of a module, not of a script. Forked ranks have Megatron imported and `cpu.activate`
-    called. Without ``forked``, ranks are new interpreters. Each process leads its own session, so `end_ranks` also ends
-    the processes that it started.
+    Return the running processes, in the order of ranks. ``arguments`` and ``logs`` have one entry per rank: the
+    arguments of ``target``, and the file of the log. ``target`` must be a function of a module, not of a script. Forked
+    ranks have Megatron imported and `cpu.activate` called. Without ``forked``, ranks are new interpreters. Each process
+    leads its own session, so `end_ranks` also ends the processes that it started.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

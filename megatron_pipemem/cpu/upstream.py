@@ -35,7 +35,7 @@ class FusedAdam(torch.optim.Adam):
                 group["step"] = int(state.pop("step"))
 
     def _states(self) -> Iterator[tuple[dict, dict]]:
-        """Yield (group, state) of each parameter that the optimizer has a state for."""
+        """Yield the parameter group and the state of each parameter that has a state."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if self.state.get(parameter):
@@ -118,7 +118,10 @@ def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 
 
 def install(emulate_fused_gradients: bool) -> None:
-    """Import Megatron-Core, and replace its parts that cannot be used unchanged on the CPU."""
+    """Import Megatron-Core, and replace its parts that cannot be used unchanged on the CPU.
+
+    ``emulate_fused_gradients`` is the argument of `cpu.activate`.
+    """
     if emulate_fused_gradients:
         sys.modules.setdefault("fused_weight_gradient_mlp_cuda", _fused_gradients())
 
