@@ -30,7 +30,7 @@ from megatron_pipemem.search.result import ResultCache
 
 
 class Control(NamedTuple):
-    """A number on the page: a slider, with a field for numbers beyond its ends."""
+    """A number on the page: a slider from ``least`` to ``most``, with a field for numbers beyond these ends."""
 
     key: str
     label: str
@@ -60,7 +60,7 @@ _SEARCH_SECONDS = 2
 
 @rare_collection()
 def explore_json(query: str) -> str:
-    """Return the answer to a query string, as JSON."""
+    """Return the result of ``explore_data`` for a URL's query string, as JSON."""
     return json.dumps(explore_data(dict(parse_qsl(query, keep_blank_values=True))), allow_nan=False)
 
 
@@ -92,7 +92,7 @@ def explore_data(query: Mapping[str, str]) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The numbers of a query."""
+    """The numbers of a query. ``passes`` has the costs of F, I and W, and ``message`` the cost of a message."""
 
     devices: int
     microbatches: int
@@ -117,7 +117,10 @@ def _read(query: Mapping[str, str]) -> _Asked:
 
 
 def _number(text: str, control: Control) -> float | None:
-    """Return the number of a control, or its default if the text is empty."""
+    """Return the number that a user gave to a control, or the control's default if the text is empty.
+
+    A text without a number, or with one that the control cannot have, raises an UnsupportedError.
+    """
     if not text.strip():
         return control.default
     try:
@@ -132,7 +135,7 @@ def _number(text: str, control: Control) -> float | None:
 
 
 def _timeline(name: str, asked: _Asked) -> Timeline:
-    """Return the simulation of a schedule. Only families that are fitted to costs are built again for other costs."""
+    """Return the simulation of the schedule of this name. Only families fitted to costs are built anew for others."""
     own = name != AUTO and "costs" not in family(name).options
     schedule = _schedule(name, asked.devices, asked.microbatches, asked.chunks, asked.cap, None if own else asked.costs)
     return simulate(schedule, asked.costs)
@@ -162,14 +165,17 @@ def _schedule(
 
 
 def _options(name: str, chunks: int) -> dict[str, int]:
-    """Return the options of a schedule. Most families have a fixed number of chunks, and ``chunks`` does not apply."""
+    """Return the options of the schedule of this name.
+
+    ``chunks`` is among them only if the family has a choice. Most families have a fixed number of chunks.
+    """
     if name == AUTO:
         return {"chunks": chunks, "seconds": _SEARCH_SECONDS}
     return {"chunks": chunks} if "chunks" in family(name).options else {}
 
 
 def summary_of(name: str) -> str:
-    """Return a sentence about a schedule."""
+    """Return the sentence that describes the schedule family of this name."""
     return "The fastest order that a search finds." if name == AUTO else family(name).summary
 
 
@@ -189,7 +195,7 @@ def _facts(name: str, timeline: Timeline, asked: _Asked) -> dict[str, object]:
 
 
 def _command(name: str, asked: _Asked) -> str:
-    """Return the command that prints the same numbers."""
+    """Return the ``pipemem simulate`` command that prints the numbers of this schedule on the page."""
     words = ["pipemem", "simulate", name, "-p", f"{asked.devices}", "-m", f"{asked.microbatches}"]
     for option, number in _options(name, asked.chunks).items():
         words += ["--chunks", f"{number}"] if option == "chunks" else ["-o", f"{option}={number}"]

@@ -35,7 +35,10 @@ Groups = Mapping[str, Sequence[str]]
 
 
 def explorer_page(groups: Groups, pyodide: str | None = None) -> str:
-    """Return the page. It asks its server, or Pyodide from a folder's URL, which may be relative to the page."""
+    """Return the page as HTML. It asks its server, or computes in the browser if ``pyodide`` is given.
+
+    ``pyodide`` is the URL of the folder with Pyodide, and may be relative to the page.
+    """
     engine: dict[str, object] = {"defaults": NAMES, "controls": [each._asdict() for each in CONTROLS]}
     if pyodide is not None:
         # Offload is planned with numpy, which Pyodide's own package lacks.
@@ -51,7 +54,11 @@ def explorer_page(groups: Groups, pyodide: str | None = None) -> str:
 
 
 def export(folder: Path, groups: Groups, pyodide: Path | None) -> Path:
-    """Write the page into a folder, with a copy of Pyodide's package or the address of the public one."""
+    """Write a page that computes in the browser into a folder, and return the file of the page.
+
+    ``pyodide`` is the local folder of Pyodide's package, which is copied. With ``None``, the page loads Pyodide from
+    its public address.
+    """
     if pyodide is None:
         return write_whole(folder / "index.html", explorer_page(groups, PYODIDE_URL))
     if missing := [name for name in _OF_PYODIDE if not (pyodide / name).is_file()]:
