@@ -89,7 +89,10 @@ def gather[T](contribution: T, group: dist.ProcessGroup | None = None) -> list[T
 
 
 def agree(digest: str, group: dist.ProcessGroup) -> None:
-    """Raise an UnsupportedError if the ranks of the pipeline have different hashes of their next program."""
+    """Raise an UnsupportedError if the ranks of the pipeline have different hashes of their next program.
+
+    ``digest`` is the hash of this rank's program. Every rank of ``group``, the pipeline, calls this at the same time.
+    """
     digests = gather(digest, group)
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
@@ -113,7 +116,7 @@ _UNKNOWN, _KNOWN, _FAILED = range(3)
 def groups_of_copy(groups: ProcessGroupCollection, pipeline: dist.ProcessGroup) -> Groups:
     """Return the tensor-, context- and pipeline-parallel groups of this rank that have more than one rank.
 
-    If a value is broadcast along these groups, one after another, it reaches all ranks of a copy of the model.
+    If a value is broadcast along these groups, in this order, it reaches all ranks of a copy of the model.
     """
     return [group for group in (groups.tp, groups.cp, pipeline) if group.size() > 1]
 
@@ -121,12 +124,12 @@ def groups_of_copy(groups: ProcessGroupCollection, pipeline: dist.ProcessGroup) 
 def agreed_numbers(
     what: str, tell: Callable[[], Sequence[float] | None], size: int, groups: Groups
 ) -> tuple[float, ...]:
-    """Return on every rank of the groups the ``size`` numbers that at least one of them knows.
+    """Return on every rank of the groups the ``size`` numbers that at least one of the ranks knows.
 
-    Every rank of the groups calls this at the same time. ``tell`` returns the numbers of this rank, or ``None`` if it
-    does not know them. ``what`` names the numbers in messages, as in "weights of microbatches". Every rank raises an
-    UnsupportedError if no rank knows the numbers, or two ranks disagree. If ``tell`` fails or returns another count of
-    numbers on a rank, that rank raises its own error, and every other rank an UnsupportedError.
+    Every rank of the groups calls this at the same time. ``tell`` returns the numbers of this rank, or ``None`` if this
+    rank does not know them. ``what`` names the numbers in messages, as in "weights of microbatches". Every rank raises
+    an UnsupportedError if no rank knows the numbers, or two ranks disagree. If ``tell`` fails or returns another count
+    of numbers on a rank, that rank raises its own error, and every other rank an UnsupportedError.
     """
     numbers, failure = None, None
     try:
@@ -166,17 +169,20 @@ def agreed_numbers(
 
 
 def largest_numbers(numbers: Sequence[float], group: dist.ProcessGroup) -> tuple[float, ...]:
-    """Return on every rank of a group the elementwise maximum of the ranks' ``numbers``."""
+    """Return on every rank of a group the elementwise maximum of the ranks' ``numbers``.
+
+    Every rank of the group calls this at the same time, with equally many numbers.
+    """
     largest = torch.tensor(numbers, dtype=torch.float64).to(torch.cuda.current_device())
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return tuple(largest.tolist())
 
 
 def decided_by_first[T](decide: Callable[[], T], groups: Groups) -> T:
-    """Run ``decide`` on the first rank of the groups only, and return its result on every rank of the groups.
+    """Run ``decide`` on the rank that is first in all groups, and return its result on every rank of the groups.
 
     Every rank of the groups calls this at the same time. The result is sent pickled. A PipememError of ``decide`` is
-    raised on every rank, and any other error on the first rank only.
+    raised on every rank, and any other error only on the rank that ran it.
     """
     payload: list[Any] = [None]
     if all(group.rank() == 0 for group in groups):

@@ -22,7 +22,8 @@ from megatron_pipemem.schedule.memory_cap import MemoryCap
 def best_layout(request: Request, arguments: Sequence[str]) -> tuple[list[str], str]:
     """Return a command line with the layout whose step is the fastest that ``balance`` finds, and a line for the log.
 
-    The layout replaces all flags that cut the model. Raise a PipememError without a pipeline, or without the model's sizes.
+    ``arguments`` are Megatron's, without our flags. In the result, the layout replaces all flags that cut the model.
+    Raise a PipememError without a pipeline, or without the model's sizes.
     """
     known = known_flags()
     given = named(arguments, known)

@@ -19,7 +19,7 @@ _STREAMS = {"enable_hyper_connections": "num_residual_streams", "enable_mhc_conn
 
 
 def message_channels(config) -> int:
-    """Return the numbers per token that a stage sends: the hidden size, once for each residual stream."""
+    """Return the elements per token in a message between stages: the hidden size times the number of streams."""
     streams = (getattr(config, number) for switch, number in _STREAMS.items() if getattr(config, switch, False))
     return config.hidden_size * next(streams, 1)
 
@@ -29,7 +29,8 @@ def message_shapes(
 ) -> list[tuple[int, ...]]:
     """Return the shape ``[s / (cp * tp), b, channels]`` of each tensor that a stage sends per microbatch.
 
-    Megatron's ``dev`` counts the streams only if it is asked for a rank of its own placement.
+    Without sequence parallelism, tp counts as 1. ``channels`` is ``message_channels(config)``, because Megatron's
+    ``dev`` counts the streams only if it is asked for a rank of its own placement.
     """
     shapes = schedules.get_tensor_shapes(
         seq_length=seq_length,
@@ -43,14 +44,14 @@ def message_shapes(
 
 
 def layers_with_streams(model: torch.nn.Module, config) -> tuple[torch.nn.Module, ...]:
-    """Return the layers that keep activations of the last microbatch after its backward, until the next forward."""
+    """Return the layers of a chunk that keep activations of a microbatch after its backward, until the next forward."""
     if not getattr(config, "enable_hyper_connections", False):
         return ()
     return tuple(part for part in model.modules() if type(part).__name__ == "HyperConnectionTransformerLayer")
 
 
 def release_activations(layers: Iterable[Any]) -> None:
-    """Drop what ``layers_with_streams`` keep, as other layers do at the end of their forward."""
+    """Drop the activations that these layers (``layers_with_streams``) keep, as other layers do when a forward ends."""
     for layer in layers:
         layer.mlp_norm_manager = None
 
@@ -74,5 +75,8 @@ def saves_padding() -> bool:
 
 
 def counts_all_experts() -> bool:
-    """Return whether the gradient's norm has the grouped experts of all tensor-parallel ranks, which ``dev`` lacks."""
+    """Return whether Megatron's gradient norm counts the grouped experts of all tensor-parallel ranks.
+
+    On ``dev``, it counts those of one rank only.
+    """
     return hasattr(transformer_engine, "_set_expert_parameter_attributes")

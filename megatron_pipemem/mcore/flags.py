@@ -28,8 +28,7 @@ _REPEATED = ("--pipemem-option", "--pipemem-offload-option")  # each occurrence 
 
 
 def add_planned_flags(file: str, arguments: Sequence[str]) -> list[str]:
-    """Add to a command line the flags of a plan file that it lacks: model, parallelism, layout, schedule, precision.
-
+    """Return a command line with the plan file's flags that it lacks: model, parallelism, layout, schedule, precision.
     Raise an UnsupportedError if a flag has another value than in the plan, because the plan is valid for its own values
     only.
     """
@@ -47,8 +46,7 @@ def add_planned_flags(file: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _by_flag(words: Sequence[str]) -> dict[str, list[list[str]]]:
-    """Return the words after each flag, one list per occurrence.
-
+    """Return the words after each flag, by the flag with its ``--``, one list per occurrence.
     For example, ``--a 1 2 --a 3`` gives ``{"--a": [["1", "2"], ["3"]]}``.
     """
     found: dict[str, list[list[str]]] = {}
@@ -119,7 +117,7 @@ _ELSEWHERE = ("yaml-cfg", "use-checkpoint-args")
 
 
 def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
-    """Add the flag for the schedule's model chunks per rank, unless the user's flags cut the model into stages.
+    """Return the command line with the flag for the schedule's model chunks per rank, unless its flags cut the model.
 
     A hybrid model gets its layer pattern cut into stages instead, and a model that Megatron cannot cut evenly gets a
     layout. With layout ``auto``, ``best_layout`` cuts the model. Raise an UnsupportedError without a pipeline, or if
@@ -182,8 +180,9 @@ def _tell(line: str, *values: object) -> None:
 def cpu_flags(arguments: list[str]) -> list[str]:
     """Return the flags that a Megatron command line lacks for a run on CPU ranks, and log them.
 
-    They override another ``--transformer-impl`` than ``local``. Without ``--micro-batch-size``, which Megatron's
-    training requires, the command line is another program's and gets no flags.
+    The caller appends them. The last occurrence of a flag counts, so they override any ``--transformer-impl`` but
+    ``local``. Without ``--micro-batch-size``, which Megatron's training requires, the command line is another program's
+    and gets no flags.
 
     Raises:
         UnsupportedError: a flag asks for a kernel that only a GPU has.
@@ -216,7 +215,10 @@ def _check_cap(request: Request, shape: Shape) -> None:
 
 
 def _microbatches(flags: dict[str, str | bool], num_devices: int) -> int:
-    """Return the number of microbatches of every step by the batch sizes of the flags; 0 if the number is unknown."""
+    """Return the number of microbatches of one pipeline per step, by the batch sizes of the flags; 0 if it is unknown.
+
+    ``num_devices`` is the number of pipeline ranks.
+    """
     if any(cut_flags.given(flags, name) for name in ("rampup-batch-size", "step-batch-size-schedule")):
         return 0
     ranks = (

@@ -155,7 +155,7 @@ FIRST, MIDDLE, LAST = range(3)
 
 @dataclass(frozen=True)
 class Observed:
-    """The bytes, times and number of parameters of a stage that has run."""
+    """The bytes, the times in seconds and the number of parameters of a stage that has run."""
 
     entries: list[LedgerEntry]  # bytes held after every action
     actions: list[TracedAction]  # the times of passes, if they ran
@@ -259,7 +259,7 @@ def build_stage(
 
 
 def run_stage(stage: Any, model: Model, execution: Execution, position: int, microbatches: int) -> Observed:
-    """Run F, I and W of several microbatches through a stage, and return the bytes and times of all actions.
+    """Run F, I and W of ``microbatches`` microbatches through a stage, and return the bytes and times of all actions.
 
     Each F except the first runs before the I and W of the previous microbatch. The result has the first microbatch too:
     callers leave its times out, and take bytes by ``changes``.
@@ -287,6 +287,7 @@ def _evenly(preprocess: Callable, dispatcher, routing_map: torch.Tensor) -> np.n
     """Assign the same number of tokens to every expert, up to the remainder of the division.
 
     It replaces Megatron's own count, because fake tensors have no values and the shapes of later tensors depend on it.
+    It sets the sizes in ``dispatcher``, and returns the number of tokens of each expert of this rank.
     """
     preprocess(dispatcher, routing_map)
     visits, experts = dispatcher.num_out_tokens, dispatcher.num_experts
@@ -319,6 +320,7 @@ def _schedule(microbatches: int) -> Schedule:
 def changes(entries: Sequence[LedgerEntry]) -> dict[Kind, int]:
     """Return the bytes by which each kind of action changes a stage's activation memory in the middle of a step.
 
+    Kinds that free memory have negative bytes.
     F and its messages are taken from a microbatch that starts while the previous one is held. Other kinds are taken
     from a microbatch that ends while the next one is held. So tensors that microbatches share, or that remain after
     them, do not count.

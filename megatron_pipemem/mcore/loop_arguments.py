@@ -80,7 +80,7 @@ def keeps_checkpoints() -> bool:
 
 
 def scalar_interval() -> int | None:
-    """Return every how many iterations the loop writes to TensorBoard or W&B; ``None`` if it does not."""
+    """Return the iterations from one write to TensorBoard or W&B to the next; ``None`` if the loop uses neither."""
     arguments = _arguments()
     if not any(getattr(arguments, name, None) for name in ("tensorboard_dir", "wandb_project")):
         return None

@@ -35,7 +35,10 @@ def _cut_without_padding(original: Callable, optimizer, *args, **named):
 
 
 def places_without_padding(buffer) -> dict:
-    """Return ``(begin, end, bucket)`` of each parameter in a gradient buffer, counted as if no bucket had padding."""
+    """Return ``(begin, end, bucket)`` of each parameter in a gradient buffer, by parameter.
+
+    ``begin`` and ``end`` are positions in elements, counted as if no bucket had padding. ``bucket`` is an index.
+    """
     padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
     before = list(accumulate(padding, initial=0))
     return {

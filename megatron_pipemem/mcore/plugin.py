@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def programs_for(request: Request) -> Programs:
-    """Return an empty store of the step programs of a run, which plans with the costs that the request names."""
+    """Return an empty store of the step programs of a run. It will plan with the costs that the request names."""
     return Programs(request, *prices_of(request.costs))
 
 

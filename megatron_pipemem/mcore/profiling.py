@@ -127,13 +127,16 @@ def _stage_part(
 
 
 def _excess(part: Part, layer: Passes) -> Passes:
-    """Return the seconds of each pass of a stage beyond those of its one layer, at least 0 despite noise."""
+    """Return the seconds of each pass of a stage of one layer, less those of the layer; at least 0 despite noise."""
     over = part.seconds + layer * -1
     return Passes(max(0.0, over.forward), max(0.0, over.input), max(0.0, over.weight))
 
 
 def _optimizer_seconds(parameters: int, repeats: int) -> float:
-    """Return the seconds of one Adam step on fp32 parameters and gradients, per parameter."""
+    """Return the seconds of an Adam step per parameter, measured on this many fp32 parameters.
+
+    It is the median of ``repeats`` steps after a first one.
+    """
     weight = torch.nn.Parameter(torch.zeros(parameters, device=torch.cuda.current_device()))
     weight.grad = torch.ones_like(weight)
     adam = torch.optim.AdamW([weight], fused=True)

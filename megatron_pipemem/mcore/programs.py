@@ -61,7 +61,7 @@ class Host(Protocol):
         """Return the groups of pipeline devices that share a link to the host, such as ``((0, 1), (2, 3))``."""
 
     def links(self, num_devices: int) -> tuple[HostLink, ...]:
-        """Return the measured link to the host of each pipeline device."""
+        """Return the measured link to the host of each pipeline device, in the order of the devices."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ def digest_of(*programs: Program) -> str:
 class Programs:
     """Makes the validated programs of a run's steps and keeps them.
 
-    Batch-size ramp-up and evaluation change the number of microbatches, so a run has several programs.
+    Batch-size ramp-up and evaluation change the number of microbatches, so a run has several programs. ``priced_by`` is
+    the source of ``costs``, for the report.
     """
 
     def __init__(

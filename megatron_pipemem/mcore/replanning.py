@@ -47,10 +47,10 @@ class LayersOfStages(Extension):
 class _Contribution:
     """The measurements of one rank, or the failure that prevented them."""
 
-    device: int
-    changes: dict[Kind, tuple[int, ...]] | None
-    medians: Medians
-    links: dict[Edge, float]
+    device: int  # position of the rank in its pipeline
+    changes: dict[Kind, tuple[int, ...]] | None  # of held bytes, per stage and slice (``bytes_per_action``)
+    medians: Medians  # seconds of its passes
+    links: dict[Edge, float]  # seconds of a message
     failure: str | None = None
 
 
@@ -59,7 +59,8 @@ class Replanner(Extension):
 
     Bytes are counted in the first step, if a plan needs them. The times of later steps are read one step late, when the
     GPU has finished the step. After ``FIRST_STEPS`` timed steps, the measured times replace the initial costs. Then,
-    every ``WINDOW`` steps, they are compared with the costs in use. If a rank cannot measure, the plan stays.
+    every ``WINDOW`` steps, they are compared with the costs in use. If a rank cannot measure, the plan stays. Times are
+    measured only if ``needs_seconds``.
     """
 
     only_trains = True
@@ -125,7 +126,8 @@ class Replanner(Extension):
         """Return the new measurements to plan with, the same on every rank; ``None`` to keep the plan.
 
         Every rank of the job calls this before every training step. ``shape`` is that of the coming step, and
-        ``device`` is this rank's position in its pipeline.
+        ``device`` is this rank's position in its pipeline. ``measure_links`` returns the seconds of a message on each
+        link. It is called once per run, when passes have been timed.
         """
         counted = self._counted
         timed = self._needs_seconds and self._stopwatch.steps >= (WINDOW if self._has_seconds else FIRST_STEPS)
@@ -172,10 +174,11 @@ class Replanner(Extension):
 
 
 def merge_bytes(seen: Sequence[_Contribution], placement: Placement, slices: int = 1) -> dict[Kind, tuple[int, ...]]:
-    """Return the byte changes by each kind of action, one value per stage and slice.
+    """Return the change of held bytes by each kind of action, one value per stage and slice.
 
-    Ranks of the job with the same pipeline rank have different batches. Of these ranks, the one whose forwards save
-    the most bytes on the stage counts.
+    The values of a stage's slices are consecutive. ``seen`` has the measurements of all ranks of the job. Ranks with
+    the same pipeline rank have different batches. Of these ranks, the one whose forwards save the most bytes on the
+    stage counts.
     """
     kinds = {kind for each in seen if each.changes for kind in each.changes}
 

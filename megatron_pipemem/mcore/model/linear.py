@@ -221,7 +221,7 @@ class _LinearWeightGradient(DeferredWeightGradient):
 
 
 def sharded_gradients(keeps: Callable[[dist.ProcessGroup], bool]) -> Callable:
-    """Return a replacement for the gather of a row-parallel layer's output gradient, which keeps the shard for W.
+    """Return a replacement for the gather of a row-parallel layer's output gradient; it also keeps the shard for W.
 
     Shards are kept for the process groups for which ``keeps`` returns true.
     """

@@ -70,7 +70,10 @@ def round_robin_rank(placement: Placement, device: int, chunk: int) -> int:
 
 
 def groups_of_chunk(groups: ProcessGroupCollection, placement: Placement, chunk: int) -> ProcessGroupCollection:
-    """Return a copy of Megatron's process groups with the pipeline rank that this chunk would have in round robin."""
+    """Return a copy of Megatron's process groups with the pipeline rank that this chunk would have in round robin.
+
+    ``chunk`` is an index among this rank's chunks.
+    """
     rank = round_robin_rank(placement, groups.pp.rank(), chunk)
     seen = copy.copy(groups)
     if rank != groups.pp.rank():
@@ -130,7 +133,7 @@ class ChunkPlacement(Feature):
     def chunk(self, chunk: int | None) -> AbstractContextManager:
         """Return a context in which Megatron sees the pipeline rank that this chunk would have in round robin.
 
-        ``None`` keeps the real rank.
+        ``chunk`` is an index among this rank's chunks. ``None`` keeps the real rank.
         """
         # With round robin, the rank of a chunk is the real rank.
         return _REAL_RANK if chunk is None or self.is_round_robin else self._as_rank(self._rank_of(chunk))
@@ -229,10 +232,11 @@ class ChunkPlacement(Feature):
         module.register_forward_pre_hook(_refuse_generation, with_kwargs=True)
 
     def _layers_of_stage(self, original: Callable[..., int], model, *args, **kwargs) -> int:
-        """Return the number of layers, or the first layer, of a chunk when Megatron asks, also outside of the chunk.
+        """Return the number of a chunk's layers, or of those before it, when Megatron asks, also outside of the chunk.
 
-        ``original`` counts the layers for a round-robin rank, so the real rank is replaced by that of the chunk. If a
-        program builds a chunk without its number, it is that of the chunk that is being built.
+        ``original`` is the function of Megatron that counts the one or the other. It counts for a round-robin rank, so
+        the real rank is replaced by that of the chunk. If a program builds a chunk without its number, it is that of
+        the chunk that is being built.
         """
         asked = inspect.signature(original).bind(model, *args, **kwargs)
         if asked.arguments.get("vp_stage") is None and _has_chunks(model):
@@ -308,7 +312,7 @@ class ChunkPlacement(Feature):
         return original(provider, *args, **kwargs)
 
     def _provide_chunks(self, original: Callable, model_provider: Any, model_type: Any, pg_collection) -> list:
-        """Build the chunks of a provider of Megatron-Bridge. ``original`` tells the ends of the model by the real ranks."""
+        """Build the chunks of a provider of Megatron-Bridge, whose own code would place the ends by the real ranks."""
         vp_size = model_provider.virtual_pipeline_model_parallel_size
         placement = self.for_model(pg_collection.pp.size(), vp_size)
         if placement.is_round_robin and self.cut is None and (vp_size or 1) == 1:
@@ -378,9 +382,10 @@ def _refuse_generation(module: torch.nn.Module, args: tuple, kwargs: Mapping[str
 
 
 def _tied_weights(chunks: list[torch.nn.Module]) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Return the pair of the embedding's weight and its copy in another chunk of this device; ``[]`` if one is missing.
+    """Return a list of one pair: the embedding's weight, and its copy in another chunk of this device.
 
-    A tied head has a copy, and so has the stage of multi-token prediction.
+    A tied head has a copy, and so has the stage of multi-token prediction. The list is empty if this device lacks the
+    embedding or the copy.
     """
     embedding = copied = None
     for chunk in chunks:

@@ -66,9 +66,9 @@ def nothing_left_behind(layers: Sequence[MoELayer]) -> Iterator[None]:
 def routing_noted(models: Iterable[torch.nn.Module], note: Callable[[int, int, int], None]) -> Iterator[None]:
     """Call ``note(tokens, most, even)`` within a ``with`` block for every forward of a layer's experts.
 
-    ``tokens`` is the number of tokens that the experts of this rank get; a token counts once per expert. ``most`` is
-    the largest possible number with a capacity factor, and 0 without one. ``even`` is the number if all experts got
-    equally many.
+    All three are numbers of tokens in one forward of one layer, and a token counts once per expert. ``tokens`` is the
+    number that the experts of this rank get. ``most`` is the largest possible number with a capacity factor, and 0
+    without one. ``even`` is the number if all experts got equally many.
     """
 
     def tell(layer: MoELayer, experts: torch.nn.Module, arguments: tuple) -> None:

@@ -2,7 +2,8 @@
 
 Every layer must exist once, in order, between the embedding and the head. Megatron counts the layers of a chunk by
 sizes in a configuration and in global state. If these sizes disagree, the chunks may still fit together and train, with
-layers missing or repeated. The check uses the global number of each layer.
+layers missing or repeated. The check uses the global number of each layer. ``model_of`` reads the sizes of a model off
+Megatron's configuration.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Chunk(NamedTuple):
-    """The layer numbers, the ends and the number of parameters of one model chunk."""
+    """The layer numbers, the ends and the number of parameters of one model chunk on one tensor-parallel rank."""
 
     layers: tuple[int, ...]
     """Numbers of the layers in the whole model, from 1."""
@@ -81,9 +82,10 @@ def check_whole_model(
 def layout_of(
     chunks: list[torch.nn.Module], placement: Placement, pipeline: dist.ProcessGroup, count: Callable[[Any], float]
 ) -> tuple[float, ...]:
-    """Return ``count(model)`` of every stage of the pipeline, by stage, such as its number of layers.
+    """Return ``count(model)`` of every stage of the pipeline, such as its number of layers, in the order of the stages.
 
-    ``model`` is the unwrapped chunk. Every rank of ``pipeline`` calls this at the same time.
+    ``model`` is the unwrapped chunk of the stage. Every rank of ``pipeline`` calls this at the same time, with its own
+    ``chunks``.
     """
     models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
     everyones = gather([count(model) for model in models], pipeline)
@@ -95,7 +97,7 @@ def layout_of(
 
 
 def look_into(chunk: torch.nn.Module) -> _Chunk | None:
-    """Return the layer numbers and ends of a chunk; ``None`` if its model has no numbered layers."""
+    """Return the layers, ends and number of parameters of a chunk; ``None`` if its model has no numbered layers."""
     try:
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         numbers = tuple(layer.layer_number for layer in model.decoder.layers)

@@ -33,7 +33,7 @@ Plans = Sequence[tuple[int, Choice]]
 class RecordedStep:
     """The times and the peak bytes of one training step on one rank."""
 
-    plan: int  # number of its plan
+    plan: int  # index of its plan among the plans of the run
     # seconds from the step's start to the start of this rank's first action, and to the end of its last one
     span: tuple[float, float]
     work: float  # seconds of this rank's actions
@@ -168,8 +168,7 @@ def makespans(shared: Sequence[Shared]) -> list[float]:
 
 
 def described(number: int, plans: Plans, steps: Sequence[RecordedStep], shared: Sequence[Shared] | None) -> dict:
-    """Return the report's entry of the plan with this number: its schedule, costs and makespans.
-
+    """Return the report's entry of the plan ``plans[number]``: its schedule, costs and makespans.
     ``shared`` is ``None`` if a rank of the pipeline could not measure.
     """
     first, plan = plans[number]
@@ -212,7 +211,10 @@ def held_after(ran: Sequence[TracedAction], counted: Sequence[tuple[Action, int,
 
 
 def memory_of(pipeline: Sequence[Summary]) -> dict[Kind, list[int]]:
-    """Return the bytes by which each kind of action changes a rank's memory, per stage of the pipeline and slice."""
+    """Return the bytes by which each kind of action changes a rank's memory, per stage of the pipeline and slice.
+
+    The values of a stage's slices are consecutive. ``pipeline`` has the summaries of its ranks, in their order.
+    """
     found: dict[Kind, list[int]] = {}
     for each in pipeline:  # 0 on stages of others; the first stage receives no output, the last one sends none
         for kind, changes in each.memory.items():
@@ -224,7 +226,7 @@ def memory_of(pipeline: Sequence[Summary]) -> dict[Kind, list[int]]:
 def bytes_of_1f1b(pipeline: Sequence[Summary], plan: Choice, memory: Mapping[Kind, Sequence[int]]) -> int | None:
     """Return the peak activation bytes that 1F1B would need for the model of a run; ``None`` if unknown.
 
-    ``plan`` is the choice of the last step.
+    ``plan`` is the choice of the last step, and ``memory`` the result of ``memory_of``.
     """
     peak = max((each.measured.counted_peak_bytes for each in pipeline if each.measured), default=0)
     layers = {stage: count for each in pipeline for stage, count in each.layers.items()}
@@ -236,7 +238,7 @@ def bytes_of_1f1b(pipeline: Sequence[Summary], plan: Choice, memory: Mapping[Kin
 def last_step(pipeline: Sequence[Summary], plan: Choice, bubble: float | None, bytes_of_1f1b: int | None) -> Timeline:
     """Return the timeline of the last step, with measured times and counted bytes.
 
-    Raise a ValueError if a rank of the pipeline has not timed all passes.
+    ``bubble`` is the measured bubble rate. Raise a ValueError if a rank of the pipeline has not timed all passes.
     """
     schedule = plan.schedule
     compute = tuple(tuple(traced.action for traced in member.last) for member in pipeline)
@@ -363,8 +365,9 @@ def written_step(
 ) -> dict | None:
     """Return the report's data of the last step, with times in whole nanoseconds since its start.
 
-    Return ``None`` for an asynchronous schedule, or if not every pass was timed. ``memory`` has the change of held
-    bytes by each kind of action, per stage and slice. ``more`` are further entries of the result.
+    Return ``None`` for an asynchronous schedule, or if not every pass was timed. ``pipeline`` has the passes of each
+    device, ``layers`` the number of layers by stage, and ``memory`` the result of ``memory_of``. ``more`` are further
+    entries of the result.
     """
     schedule = plan.schedule
     compute = [[action for action in order if action.kind in COMPUTE] for order in schedule.orders]

@@ -107,14 +107,17 @@ class LaunchOrders:
 class WeightBytes(NamedTuple):
     """Bytes of the parameters on one rank, without gradients and optimizer states."""
 
-    of_stages: Mapping[int, int]  # bytes of one version of every stage of the rank
+    of_stages: Mapping[int, int]  # bytes of one version of every stage of the rank, by stage
     counted: int  # bytes of all versions and replicas, counted
     planned_versions: int
     versions: int  # the most at once
 
 
 def count_weights(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> WeightBytes:
-    """Return the bytes of the parameters of chunks, which have one version. ``stages`` are the stages of the chunks."""
+    """Return the bytes of the parameters of this rank's chunks, which have one version.
+
+    ``stages`` are the stages of the chunks, in the same order.
+    """
     numbered = zip(stages, chunks, strict=True)
     of_stages = {stage: sum(parameter.nbytes for parameter in chunk.parameters()) for stage, chunk in numbered}
     return WeightBytes(of_stages, sum(of_stages.values()), 1, 1)
@@ -136,7 +139,7 @@ class Observation:
     trace: Trace | None  # times actions, if wanted
     offload: Callable[[], OffloadStatistics | None] = lambda: None  # reads the statistics of the step's offload
     weights: WeightBytes | None = None
-    layers: Mapping[int, int] = field(default_factory=dict)  # of every stage of the rank
+    layers: Mapping[int, int] = field(default_factory=dict)  # their number, by stage of the rank
 
     @property
     def clock(self) -> Trace:
@@ -164,11 +167,12 @@ def observe(
     earlier: ActivationLedger | None = None,
     tokens: Sequence[tuple[int, int]] | None = None,
 ) -> Observation:
-    """Start to count the activation bytes and to time the actions of a step.
+    """Return a new ledger and a new trace, with which a step counts its activation bytes and times its actions.
 
-    If counting would break the training, the ledger counts nothing and is marked as failed. The new ledger starts with
-    the bytes that the ledger ``earlier`` still holds. ``permanent`` are the tensors that are not activations, by
-    default ``permanent_tensors(chunks)``. ``tokens`` has ``(b, s)`` of every microbatch, if microbatches differ.
+    Without ``count`` there is no ledger, and without ``time`` no trace. If counting would break the training, the
+    ledger counts nothing and is marked as failed. The new ledger starts with the bytes that the ledger ``earlier``
+    still holds. ``permanent`` are the tensors that are not activations, by default ``permanent_tensors(chunks)``.
+    ``tokens`` has ``(b, s)`` of every microbatch, if microbatches differ.
     """
     ledger = None
     if count:

@@ -38,7 +38,10 @@ class TrainingLog(Extension):
         self._schedule = step.program.schedule
 
     def _report_memory(self, original: Callable, args, num_microbatches: int | None = None, verbose: bool = False):
-        """Let Megatron report the memory under 1F1B, and log and return that under the run's schedule."""
+        """Let Megatron report the memory under 1F1B, and log and return that under the run's schedule.
+
+        The result is ``(weights, activations, total)`` in MB, as Megatron's.
+        """
         plain = copy.copy(args)
         plain.virtual_pipeline_model_parallel_size = None
         found = original(plain, num_microbatches=num_microbatches, verbose=verbose)
