@@ -137,8 +137,9 @@ def check_conflicts(request: Request) -> None:
 def requested(schedule: str, *, simulated: bool = False, **settings: Any) -> Request:
     """Make a request from a schedule's name and the settings of ``Request``, check it, and return it.
 
-    A run's request is checked with ``check``. Of a ``simulated`` one only the options are checked: its file has been
-    read, its costs have bytes if its memory cap is in bytes, and a search also takes ``max_chunks``.
+    The request of a run is checked with ``check``. ``simulated`` is for a request that is only simulated: its options
+    are checked and nothing else, and a search also accepts the option ``max_chunks``. The caller has read its schedule
+    file, and passes costs in bytes if the memory cap is in bytes.
     """
     request = Request(schedule, **settings)
     if not simulated:
@@ -148,10 +149,11 @@ def requested(schedule: str, *, simulated: bool = False, **settings: Any) -> Req
 
 
 def check(request: Request) -> Request:
-    """Check that the settings of a request fit together. Return the request with its schedule file read and proved.
+    """Check that the settings of a request fit together, and return the request.
 
-    Raise a PipememError if settings exclude each other, or if an option or a file of the request is not valid. The
-    run's schedule is not built.
+    If the request names a schedule file, the result is a copy of the request with that file read and proved. Raise a
+    PipememError if settings exclude each other, or if an option or a file of the request is not valid. The run's
+    schedule is not built.
     """
     if request.schedule_module is not None:
         register_module(request.schedule_module)
@@ -193,7 +195,10 @@ def check(request: Request) -> Request:
 
 
 def _check_options(request: Request, of_search: Sequence[str] = SEARCH_OPTIONS) -> None:
-    """Raise an UnsupportedError if the search (``auto``) or the family does not accept one of the options."""
+    """Raise an UnsupportedError if the search (``auto``) or the family does not accept one of the request's options.
+
+    ``of_search`` has the names of the options that a search accepts.
+    """
     name, options = request.schedule, request.options
     if not request.searches:
         if request.file is None and not request.is_stock:
@@ -214,7 +219,9 @@ def _check_options(request: Request, of_search: Sequence[str] = SEARCH_OPTIONS) 
 def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
     """Raise an UnsupportedError if a schedule has vocabulary passes of another algorithm than ``vocab_parallel``.
 
-    A schedule with 0 ``barriers`` has no vocabulary passes yet, so those of any algorithm can be added.
+    ``barriers`` is the number of vocabulary barriers in the schedule ``name``. A schedule with 0 barriers has no
+    vocabulary passes yet, so those of any algorithm can be added. ``vocab_parallel`` is the value of the flag:
+    ``auto`` accepts every schedule, and ``off`` only one with 0 barriers.
     """
     if barriers and vocab_parallel not in (AUTO, str(algorithm_of(barriers))):
         raise UnsupportedError(

@@ -1,4 +1,7 @@
-"""Every error that a user can cause. Each message says what is wrong, where, and what to change."""
+"""The classes of all errors that a user can cause, and the table of their codes.
+
+Each message says what is wrong, where, and what to change.
+"""
 
 from __future__ import annotations
 

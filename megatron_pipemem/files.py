@@ -19,7 +19,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_whole(path: str | Path, content: str | bytes) -> Path:
-    """Write a file atomically: after a failure, or for another process meanwhile, it has its old content.
+    """Write a file atomically, and return its path.
+
+    After a failure, or for another process meanwhile, the file has its old content.
 
     Missing folders are made, but not directly below the root. The permissions of an old file are kept. Text is written
     as UTF-8. If the file cannot be written, an OutputError is raised, and its old content remains.
@@ -117,7 +119,7 @@ def _create_beside(target: Path) -> Path:
 
 
 def _base(target: Path) -> Path:
-    """Return the nearest existing folder of a path. Raise an OutputError if a folder would be made in the root.
+    """Return the nearest existing folder above a file. Raise an OutputError if a folder would be made in the root.
 
     A missing folder directly below the root is usually a mistyped path.
     """

@@ -91,7 +91,10 @@ def flags_of(request: type) -> Mapping[str, Flag]:
 
 
 def _field(default: Any, help: str, metavar: str = "", choices: Sequence[str] = (), **told: Any) -> Any:
-    """Return a dataclass field with a flag. ``choices`` lists all allowed values; ``told`` has fields of ``Flag``."""
+    """Return a dataclass field with a flag.
+
+    ``choices`` lists all allowed values; if it is empty, the value is not restricted. ``told`` has fields of ``Flag``.
+    """
     if choices:
         told["read"] = _one_of(choices)
     flag = Flag(help, metavar or "|".join(choices), **told)
@@ -185,7 +188,8 @@ class TransferOptions:
         """Return the options in a mapping of names to values, or raise an UnsupportedError for a wrong one.
 
         Values of ``bandwidth`` and ``min_bytes`` are like ``1GiB`` or ``64KiB``, of ``guard`` 0 or 1, of ``ratio`` a
-        positive number, and of ``switches`` lists like ``[[0, 1], [2, 3]]``.
+        positive number, and of ``switches`` lists like ``[[0, 1], [2, 3]]``. ``TransferOptions`` are returned as they
+        are. ``flag`` is not used, because messages name the single option.
         """
         if isinstance(given, cls):
             return given
@@ -392,15 +396,18 @@ class Request(ScheduleOptions):
         return cls(schedule.name, cap, offload=AUTO, file=schedule)
 
     def decided(self, barriers: int) -> Request:
-        """Return the request with 1 or 2 vocabulary barriers, whatever it had; with 0 the vocabulary is not cut."""
+        """Return a copy of the request with 1 or 2 vocabulary barriers, or with an uncut vocabulary (0).
+
+        ``barriers`` replaces the cut that the request asked for.
+        """
         cut = cast(VocabularyCut, str(algorithm_of(barriers)) if barriers else OFF)
         return replace(self, vocab_parallel=cut)
 
     def without_offload(self) -> Request:
-        """Return the request without offload, recomputation and cap, if it asks for offload or recomputation.
+        """Return a copy without offload, recomputation and cap, if the request asks for offload or recomputation.
 
-        A schedule is chosen for the returned request first. Then offload and recomputation are planned, to make that
-        schedule keep the cap of the original request.
+        Otherwise the result is the request itself, with its cap. A schedule is chosen for the returned request first.
+        Then offload and recomputation are planned, to make that schedule keep the cap of the original request.
         """
         return replace(self, memory_cap=None, offload=OFF, recompute="none") if self.plans_offload else self
 
@@ -471,7 +478,7 @@ class Request(ScheduleOptions):
         return None if self.memory_cap is None or self.memory_cap.in_bytes else self.memory_cap.amount
 
     def caps(self, num_devices: int) -> tuple[float, ...] | None:
-        """Return the memory cap of every device; ``None`` without a cap.
+        """Return the memory cap of every device, in bytes or activation units as given; ``None`` without a cap.
 
         Raises:
             UnsupportedError: the number of caps differs from that of devices.
@@ -569,7 +576,10 @@ class Request(ScheduleOptions):
 
 
 def outputs(report: str | Path | None, trace: str | Path | None) -> list[Path]:
-    """Return the files to check before a run: if they can be written, its report and timelines can be written, too."""
+    """Return the files to check before a run: if they can be written, its report and timelines can be written, too.
+
+    ``report`` is the file of the report, and ``trace`` the folder of the timelines. Either is ``None`` if not wanted.
+    """
     files = [] if report is None else [Path(report)]
     return files if trace is None else [*files, Path(trace) / "run.html"]
 
@@ -577,7 +587,9 @@ def outputs(report: str | Path | None, trace: str | Path | None) -> list[Path]:
 def prices_of(costs: str) -> tuple[Costs, str]:
     """Return the costs with which a run begins, and their source, ``unit`` or ``file``.
 
-    Raise a CostsError if the file cannot be read, or if it has weights of microbatches: every step has its own weights.
+    ``costs`` is a value of ``--pipemem-costs``. With ``profile`` a run begins with unit costs, and measures others
+    later. Raise a CostsError if the file cannot be read, or if it has weights of microbatches: every step has its own
+    weights.
     """
     if costs in ("unit", PROFILE):
         return Costs(), "unit"
