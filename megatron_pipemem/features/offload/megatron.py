@@ -97,10 +97,10 @@ class Offloading(Extension):
         return self._switches
 
     def links(self, num_devices: int) -> tuple[HostLink, ...]:
-        """Return the speed of the link to the host for each of ``num_devices`` pipeline ranks.
+        """Return the speed of the link to the host of each pipeline rank, from 0 to ``num_devices`` - 1.
 
-        Data-parallel and tensor-parallel ranks with the same pipeline rank measure different speeds. The slowest one
-        counts.
+        The first call measures the links. Data-parallel and tensor-parallel ranks with the same pipeline rank measure
+        different speeds. The slowest one counts.
         """
         if self._links is None:
             self.budget()

@@ -196,11 +196,14 @@ _EXACT = 1 + 1e-9
 
 
 def in_time(plan: OffloadPlan, timetable: PassTimes) -> OffloadPlan:
-    """Remove round trips from a plan until the copies no longer make the step longer than its timetable allows.
+    """Return a plan with fewer round trips, so that its copies do not make the step longer than the timetable allows.
+
+    Round trips are removed until that holds. ``plan`` itself does not change.
 
     The allowed time is the end of ``timetable``, or that of the schedule without copies if it is later. ``timetable``
     has the latest start and end of each compute action. The first late action is late because its device waits for a
-    copy, so the copies that are late first are removed first. With a cap, removing stops before a peak exceeds it.
+    copy, so the copies that are late first are removed first. With a cap, removing stops before a peak exceeds it, and
+    the result is the plan with the shortest step so far.
     """
     latest = max((float(ends[-1]) for ends in timetable.ends if len(ends)), default=0.0)
     allowed = max(latest, plan.base_timeline.makespan) * _EXACT
@@ -214,7 +217,10 @@ def in_time(plan: OffloadPlan, timetable: PassTimes) -> OffloadPlan:
 
 
 def _late(plan: OffloadPlan, timetable: PassTimes, exact: float) -> list[Key]:
-    """Return ``(stage, microbatch)`` of the copies that delay their device beyond the timetable, the earliest first."""
+    """Return ``(stage, microbatch)`` of the copies that delay their device beyond the timetable, the earliest first.
+
+    ``exact`` is a tolerance in the unit of the costs. A shorter delay does not count.
+    """
     late: list[tuple[float, Key]] = []
     for device, (order, spans) in enumerate(zip(plan.schedule.orders, plan.timeline.spans, strict=True)):
         starts, position = timetable.starts[device], 0

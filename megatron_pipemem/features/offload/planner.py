@@ -75,7 +75,7 @@ def paced(schedule: Schedule, costs: Costs, share: float) -> PassTimes:
 
 
 def timetables(timeline: Timeline) -> tuple[PassTimes, ...]:
-    """Return two timetables that end with the simulated run and in which actions start as late as possible.
+    """Return two timetables that end when the simulated run ends and in which actions start as late as possible.
 
     In the first, only the forwards of the warm-up are late. In the second, all actions are.
     """
@@ -89,7 +89,8 @@ def timetables(timeline: Timeline) -> tuple[PassTimes, ...]:
 def _late(timeline: Timeline, found: Dependencies, movable: Container[int]) -> PassTimes:
     """Return the timetable of the simulated run with each action of ``movable`` moved as late as possible.
 
-    An action must end before the next action of its device starts, and before another device needs its result.
+    ``movable`` has indices of ``found.actions``. An action must end before the next action of its device starts, and
+    before another device needs its result.
     """
     spans = timeline.spans
     graph, _, lags = ActionPrices(timeline.schedule, timeline.costs).of_graph(found)
@@ -129,9 +130,9 @@ class PlacedTrips(NamedTuple):
     def of(
         cls, device: int, timetable: PassTimes, trips: Sequence[RoundTrip], lives: Mapping[Key, tuple[int, int]]
     ) -> PlacedTrips:
-        """Find the positions at which a device's round trips start and end their copies, according to a timetable.
+        """Return the positions at which a device's round trips start and end their copies, according to a timetable.
 
-        ``lives`` has the positions of the forward and of the first action that needs the activations.
+        ``trips`` has the round trips of all devices. ``lives`` is the function's result for the order of ``device``.
         """
         own = _of(device, trips)
         starts, ends = timetable.starts[device], timetable.ends[device]
@@ -180,7 +181,7 @@ class PlacedTrips(NamedTuple):
         return np.lexsort([np.append(*each) for each in zip(chosen, own, strict=True)])
 
     def _changes(self, changes: Mapping[Kind, Sequence[float]], columns: slice) -> np.ndarray:
-        """Return the changes in memory of the actions in these columns, row by row."""
+        """Return the change in memory of each action in these columns, row by row. Freed memory is negative."""
         places = [trip.item.place for trip in self.trips]
         weights = np.array([trip.item.weight for trip in self.trips])
         by_kind = [np.array(changes[kind], dtype=np.float64)[places] * weights for kind in ROUND_TRIP[columns]]
@@ -420,7 +421,7 @@ class Planner:
         """Return the best plan of a part with caps: find how many of the longest-lived activations must leave.
 
         It moves more and more activations until the caps hold, and then bisects their number. ``factor`` multiplies the
-        seconds of the copies. The result is ``best`` if no plan is better than that.
+        seconds of the copies. ``best`` is the best plan of earlier searches, and the result if no plan here is better.
         """
         items = self._items(part, stages, factor)
         too_few, enough = 0, None
@@ -527,7 +528,7 @@ def _counts(items: Sequence[Item]) -> list[int]:
     """Return the numbers of activations to try, for a list with the longest-lived first.
 
     One number is how many the channel can carry between the first forward and the last backward. The others are 1/4,
-    1/2, 3/4 and all of the list.
+    1/2, 3/4 and all of the list. The smallest number is first.
     """
     shares = {-(-len(items) * share // _SHARES) for share in range(1, _SHARES + 1)}
     span = max((item.used for item in items), default=0.0) - min((item.made for item in items), default=0.0)

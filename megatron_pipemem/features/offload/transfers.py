@@ -53,7 +53,7 @@ class Item(NamedTuple):
 
 
 class RoundTrip(NamedTuple):
-    """An item that is copied to the host and back, and the start times of the two copies."""
+    """An item that is copied to the host and back. ``out`` and ``back`` are the start times of the two copies."""
 
     item: Item
     out: float
@@ -167,7 +167,8 @@ class _TransferPlan:
     def _leaving(self, now: float) -> Item | None:
         """Return the item to copy out now: of those that let all items return in time, the one with the latest use.
 
-        ``None`` if there is no such item.
+        ``None`` if there is no such item. The item is removed from those on the device, and takes its host memory.
+        Items that can no longer leave are removed too.
         """
         stay: list[tuple[float, int, Item]] = []
         chosen = None
@@ -208,7 +209,8 @@ class _TransferPlan:
     def _next_time(self, now: float, due: float) -> float:
         """Return the next time at which something changes, or ``now`` if nothing more can leave.
 
-        A change is the end of a forward or copy, the latest start of a copy back, or the release of host memory.
+        A change is the end of a forward or copy, the latest start of a copy back, or the release of host memory. If
+        nothing more can leave, the items on the device are removed, so that ``run`` ends.
         """
         times = [due, *self._free.values()]
         if self._coming:

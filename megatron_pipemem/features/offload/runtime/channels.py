@@ -43,9 +43,9 @@ class CopyChannel[Own: Ticket](Protocol):
         """Allocate one-dimensional ``uint8`` host memory that this channel can copy from and to."""
 
     def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[Own]) -> Own:
-        """Start copies without blocking. They run after the work now queued on the device's current stream and after
-        the transfers in ``after``.
+        """Start copies without blocking, and return their ticket.
 
+        The copies run after the work now queued on the device's current stream and after the transfers in ``after``.
         Keep both tensors of every copy alive until ``join``.
         """
 
@@ -61,9 +61,9 @@ class CopyChannel[Own: Ticket](Protocol):
         """Keep the memory of a tensor that was copied back until the current stream has used it."""
 
     def take_stalls(self) -> Callable[[], None]:
-        """Return a function that calls ``on_stall`` with each waiting time that is not reported yet.
+        """Return a function that reports the waiting times of earlier joins, each to the ``on_stall`` of its ``join``.
 
-        The function may wait for the device.
+        The function may wait for the device. The channel itself reports these times no more.
         """
 
     def forget_stalls(self) -> None:

@@ -258,7 +258,7 @@ class OffloadEngine:
         self._residents.exclude(tensors)
 
     def stay(self, key: Hashable, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave these tensors out of the offload of ``key``, because other code still uses them."""
+        """Leave these tensors out of later offloads of ``key``, because other code still uses them."""
         if key not in self._captures:
             raise _unknown(key)
         self._captures[key].staying.update(self._saved(tensors))

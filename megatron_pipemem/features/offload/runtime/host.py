@@ -54,7 +54,8 @@ class HostPool:
 
     The pool allocates large segments when it needs them, and keeps them. Their sizes are powers of two, because
     allocators of pinned memory round up to these. So at most ``budget`` bytes are really allocated. ``allocate``
-    returns a new segment of a given number of bytes, as ``CopyChannel.host_memory`` does.
+    returns a new segment of a given number of bytes, as ``CopyChannel.host_memory`` does. ``segment`` is the number of
+    bytes of a new segment. It is larger if a block needs more, and smaller if the budget leaves less.
     """
 
     def __init__(self, budget: int, allocate: Callable[[int], torch.Tensor], segment: int = 1 << 28):

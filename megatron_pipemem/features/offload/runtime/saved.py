@@ -193,7 +193,10 @@ def checksum(run: torch.Tensor) -> torch.Tensor:
 
 
 class Residents:
-    """Decides which saved tensors stay on the device. ``stayed`` counts their bytes in this step, by reason."""
+    """Decides which saved tensors stay on the device, among them those whose storage has less than ``min_bytes``.
+
+    ``stayed`` counts the bytes of the tensors that stay in this step, by reason.
+    """
 
     def __init__(self, device: torch.device, min_bytes: int):
         self._device = device
