@@ -33,7 +33,7 @@ class LateSum:
 
 
 def rounded(value: float) -> float:
-    """Round a number to fp32, as Megatron's reduction over ranks does."""
+    """Return a number rounded to fp32, as Megatron's reduction over ranks does."""
     return torch.tensor(value, dtype=torch.float).item()
 
 
@@ -111,7 +111,7 @@ class Norms:
             (self._world,) = new_groups([everyone], pipeline, "PIPEMEM_EVERYONE", backend=backend)
 
     def start(self) -> LateNorm:
-        """Start summing the norm of the gradients that this rank has now."""
+        """Start summing the norm of the ranks' present gradients, and return the norm, whose sum may still run."""
         own = self._own_square()
         square = LateSum(own, self._group)
         if self._world is self._group:
@@ -119,7 +119,7 @@ class Norms:
         return LateNorm(square, LateSum(own, self._world), self._copies)
 
     def total(self, own: float) -> LateSum:
-        """Start summing a number over all ranks of the job."""
+        """Start summing a number over all ranks of the job. ``own`` is this rank's number."""
         return LateSum(torch.tensor([own], dtype=torch.float, device=torch.cuda.current_device()), self._world)
 
     def _own_square(self) -> torch.Tensor:

@@ -198,7 +198,7 @@ class OverlappedOptimizer:
         return clean
 
     def _zero(self, zero: Callable[[], None]) -> None:
-        """Zero gradients now, or after the pending step is final."""
+        """Call ``zero``, which zeroes gradients, now or after the pending step is final."""
         self._owed.append(zero) if self.is_pending else zero()
 
     def _pay(self) -> None:
