@@ -92,5 +92,8 @@ def register_feature(feature: FeatureSpec) -> None:
 
 
 def features_at(position: Position, request: Request) -> Iterable[FeatureSpec]:
-    """Return the features that a request wants and whose extensions have this position in a step."""
+    """Return the features that a request wants and whose extensions have this position in a step.
+
+    Those of ``FEATURES`` come first, in its order, then the registered ones.
+    """
     return (each for each in (*FEATURES, *_REGISTERED) if each.position is position and each.wanted(request))

@@ -30,7 +30,7 @@ class SavedVersions:
     schedule: str  # the name of the family, with its options
     batch: int  # microbatches per step
     before: int  # batches that have passed through the pipeline
-    older: Mapping[int, Mapping[torch.dtype, torch.Tensor]]  # the buffers of each older version
+    older: Mapping[int, Mapping[torch.dtype, torch.Tensor]]  # by version number, the buffers of each older version
 
     def fits(self, schedule: str, weights: WeightVersions) -> bool:
         """Return whether the saved versions are of this schedule and have the sizes of ``weights``."""
