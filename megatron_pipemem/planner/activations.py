@@ -42,7 +42,10 @@ class Kept(Summed):
 
 
 def layer_tensors(model: Model, execution: Execution, kind: str | None = None) -> tuple[Saved, ...]:
-    """Return the tensors that one layer keeps, also those that recomputation drops. The layer's input is the first."""
+    """Return the tensors that one layer keeps, also those that recomputation drops. The layer's input is the first.
+
+    ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer.
+    """
     shrinks = execution.product_element / execution.element
     return tuple(
         each if each.needed == "I" else replace(each, nbytes=each.nbytes * shrinks)
@@ -257,7 +260,10 @@ _WITHIN = {
 
 
 def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> Kept:
-    """Return the bytes that one layer keeps, with the run's recomputation."""
+    """Return the bytes that one layer keeps on one rank for one microbatch, with the run's recomputation.
+
+    ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer.
+    """
     kind = kind or model.kinds[0]
     tensors = layer_tensors(model, execution, kind)
     if "language" in execution.frozen:
@@ -268,9 +274,10 @@ def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
 
 
 def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
-    """Return the bytes of one layer that offload moves to the host; as many come back.
+    """Return the bytes of one layer that offload moves to the host for one microbatch; as many come back.
 
     These are all bytes that the layer keeps, except the few of norm statistics, softmax sums and experts' shares.
+    ``kind`` names the layer's blocks, by default those of the model's first layer.
     """
     return sum(each.nbytes for each in _kept(layer_tensors(model, execution, kind), execution) if not each.statistic)
 
@@ -285,7 +292,10 @@ def _kept(tensors: Sequence[Saved], execution: Execution) -> list[Saved]:
 
 
 def head_bytes(model: Model, execution: Execution) -> Kept:
-    """Return the bytes that final norm, output layer and loss keep: mostly the fp32 exponentials of the logits."""
+    """Return the bytes that final norm, output layer and loss keep on one rank for one microbatch.
+
+    Most of them are the fp32 exponentials of the logits.
+    """
     between = message_bytes(model, execution)
     statistics = _statistics("final norm's statistics", model, execution).nbytes
     logits = execution.tokens(model) * execution.vocabulary_rows(model)
@@ -321,8 +331,7 @@ def _gradient_bytes(model: Model, execution: Execution, kind: str) -> float:
 
 
 def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
-    """Return the bytes by which pass I enlarges the kept inputs of a layer's linear layers.
-
+    """Return the bytes by which pass I enlarges the kept inputs of a layer's linear layers, for one microbatch.
     With sequence parallelism, a linear layer with cut outputs keeps its rank's part of the sequence, and computes on
     all of it. Transformer Engine gathers the parts in I, and keeps the whole until W, unless W gathers it again.
     Megatron's own layers always gather again in W.
@@ -337,7 +346,10 @@ def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) 
 
 
 def gathered_in_weight(model: Model, execution: Execution, layers: Iterable[Matrix]) -> list[float]:
-    """Return the bytes of each tensor that W gathers over tensor-parallel ranks, for these linear layers."""
+    """Return the bytes of each tensor that W gathers over tensor-parallel ranks, for these linear layers.
+
+    They are the bytes of a microbatch's whole tensors, as the gather returns them.
+    """
     if not execution.sequence_parallel:
         return []
     layers = list(layers)
@@ -364,5 +376,8 @@ def _output_is_shard(matrix: Matrix, execution: Execution) -> bool:
 
 
 def _is_gathered(matrix: Matrix, cut: MatrixCut) -> bool:
-    """Return whether a matrix has this cut, and sequence parallelism, if on, gathers its input or output gradient."""
+    """Return whether a matrix has this cut, and sequence parallelism, if it is on, gathers a tensor of the matrix.
+
+    The tensor is the input of a matrix cut by columns, and the output gradient of one cut by rows.
+    """
     return matrix.cut == cut and matrix.waits and not matrix.routed

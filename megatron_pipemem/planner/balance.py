@@ -97,8 +97,9 @@ def balance(
     """Return the best, the even and the given layout of a run under its schedule.
 
     ``given`` is a layout in Megatron's form that replaces the run's. ``room`` is the memory of a device in bytes, by
-    default the cluster's limit. A value of 0 means that the memory is unknown. If ``auto`` decides whether the vocabulary is
-    cut, the layouts are those of the way with the shortest step.
+    default the cluster's limit. A value of 0 means that the memory is unknown. ``pace`` has the ratios of measured to
+    predicted seconds. If ``auto`` decides whether the vocabulary is cut, the layouts are those of the way with the
+    shortest step.
     """
     run.execution.check(run.model)
     room = run.cluster.memory_bytes if room is None else room
@@ -122,7 +123,11 @@ def balance(
 def as_cut(
     run: Run, layers_of: Callable[[Placement], tuple[int, ...] | None], pace: MeasuredSlowdown | None = None
 ) -> Layout:
-    """Return a run's layout with an uncut vocabulary: that by ``layers_of`` for its placement, or else the partition's."""
+    """Return a run's layout with an uncut vocabulary, and its predicted times and bytes.
+
+    Its pieces per stage are those that ``layers_of`` returns for the run's placement; if it returns ``None``, those of
+    the planner's partition. ``pace`` has the ratios of measured to predicted seconds.
+    """
     scale = _Scale(run, _request(run).decided(0), run.cluster.memory_bytes, pace)
     return scale.layout("given", layers_of(scale.placement) or scale.partitioned)
 
@@ -188,7 +193,7 @@ class _Scale:
         return self._step(None).layers
 
     def best(self) -> tuple[int, ...]:
-        """Search the layout with the shortest step that fits the memory, and return the pieces of its stages."""
+        """Search the layout with the shortest step that fits the memory, and return its number of pieces per stage."""
         own = self._step(None)
         by_hand = (layout.even(self.run.model, self.stages), self._alike(max(own.work)))
         cuts = dict.fromkeys((own.layers, *by_hand, *map(self._relieved, by_hand)))
@@ -202,7 +207,8 @@ class _Scale:
     def _alike(self, slowest: float) -> tuple[int, ...]:
         """Return the layout with equally many layers on all stages but the last, which has all that are left.
 
-        The number is the most that a rank can compute in ``slowest`` seconds on all its stages, and at least 1.
+        The number is the most that a rank can compute in ``slowest`` seconds per microbatch on all its stages, and at
+        least 1.
         Embedding and head are not counted.
         """
         share = slowest * self.placement.num_devices / self.stages
@@ -218,9 +224,10 @@ class _Scale:
         return shared_out(self._loads, self._stays, self.placement, layers)
 
     def _moved(self, start: Layout, others: Sequence[Layout]) -> Layout:
-        """Move pieces between stages as long as a step gets faster, and fits the memory or takes no more than before.
+        """Return the layout found from ``start`` by moving pieces between stages as long as a step gets faster.
 
-        ``others`` are simulated first, because their chains are bounds for all further layouts.
+        A layout must fit the memory, or take no more than ``start``. ``others`` are simulated first, because their
+        chains are bounds for all further layouts.
         """
         from megatron_pipemem.planner.layout_search import Bounds, descend  # not above: numpy is slow to load
 

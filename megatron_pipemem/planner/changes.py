@@ -46,7 +46,10 @@ _PARTS = {
 
 
 def _parts_of(values: Sequence[float], counts: Sequence[int]) -> PartPrices:
-    """Split measured values of stages into values of their layers, and the rest of the first and the last stage."""
+    """Split measured values of stages into values of their layers, and the rest of the first and the last stage.
+
+    ``values`` has a value per stage, and ``counts`` the number of layers per stage.
+    """
     each = [value / count for value, count in zip(values, counts, strict=True) if count]
     inner = [value / count for value, count in zip(values[1:-1], counts[1:-1], strict=True) if count]
     usual = median(inner) if inner else min(each, key=abs, default=0.0)
@@ -104,7 +107,8 @@ class MeasuredLayers:
     def costs(self, counts: Sequence[int], p2p: Mapping[tuple[int, int], float], with_ends: bool = True) -> Costs:
         """Return the costs of stages with these numbers of layers.
 
-        With ``with_ends``, the first stage has the embedding and the last stage the head.
+        ``p2p`` has the seconds of a message by sending and receiving device. With ``with_ends``, the first stage has
+        the embedding and the last stage the head.
         """
 
         def of_stages(parts: PartPrices) -> tuple[float, ...]:
@@ -117,7 +121,8 @@ class MeasuredLayers:
     def cut(self, placement: Placement, with_ends: bool = True) -> tuple[int, ...]:
         """Return the number of layers of every stage of another placement, balanced by the measured times.
 
-        If the run's layers are unknown, return equal numbers of pieces.
+        Without ``with_ends``, the times of embedding and head are left out. If the run's layers are unknown, return
+        equal numbers of pieces.
         """
         total = sum(self.counts)
         if not self.are_known:
@@ -132,6 +137,7 @@ class MeasuredLayers:
 def stage_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dict[Kind, tuple[float, ...]]:
     """Return the changes of held bytes by F, I and W, with those of their messages added.
 
+    ``memory`` has the changes of every kind of action, one value per stage and slice. So has the result.
     If the run did not split its backwards, W frees all bytes that F and I have added. With several slices, W frees the
     bytes that B freed, because B of a slice also frees memory that other slices took.
     """

@@ -157,7 +157,10 @@ def _other_parameters(model: Model, execution: Execution, block: Sublayer) -> in
 
 
 def core_flops(model: Model, execution: Execution, block: str) -> float:
-    """Return the FLOPs of a block's F outside its matrices: of attention scores and values, or of a scan."""
+    """Return the FLOPs of a block's F outside its matrices: of attention scores and values, or of a scan.
+
+    They are those of one rank and one microbatch.
+    """
     n, s, tp = execution.tokens(model), model.sequence, execution.tp
     if block == Sublayer.ATTENTION:
         return 4 * n * s * model.query_width / tp
@@ -170,7 +173,10 @@ def core_flops(model: Model, execution: Execution, block: str) -> float:
 
 @lru_cache(maxsize=1024)
 def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> Passes:
-    """Return the FLOPs of F, I and W of one layer on one rank for one microbatch; I includes recomputation."""
+    """Return the FLOPs of F, I and W of one layer on one rank for one microbatch; I includes recomputation.
+
+    ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer.
+    """
     linear = core = again = 0.0
     for block in kind or model.kinds[0]:
         for each in matrices(model, execution, block):
@@ -238,7 +244,10 @@ def model_flops(model: Model) -> float:
 
 @lru_cache(maxsize=1024)
 def layer_parameters(model: Model, execution: Execution, kind: str | None = None) -> int:
-    """Return the number of parameters of one layer on one rank."""
+    """Return the number of parameters of one layer on one rank, experts included.
+
+    ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer.
+    """
     return sum(
         _other_parameters(model, execution, Sublayer(block))
         + sum(each.parameters(execution.tp) for each in matrices(model, execution, block))
@@ -295,7 +304,7 @@ _DELTA_NET, _SPARSE = "G", "D"  # symbols of layers that the planner cannot pric
 def layer_weight(symbol: str, of: Sizes, sequence: int) -> float:
     """Return the weight (FLOPs per token / 6) of one block, by its ``symbol`` in a hybrid pattern.
 
-    Invalid sizes give 0.
+    ``of`` returns the sizes of the model, and ``sequence`` is the number of tokens of a sequence. Invalid sizes give 0.
     """
     if symbol == _DELTA_NET:
         return _delta_net(of)

@@ -37,6 +37,7 @@ LACKS_STEP = (
 def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Case | None:
     """Return the last step of a run from its parsed ``--pipemem-report`` file; ``None`` if the file has no step.
 
+    ``search_seconds`` is the time limit for each search of an order; 0 for none.
     Raise a KeyError, TypeError or ValueError if the file is not a report.
     """
     recorded, plans = report.get("last_step"), report["plans"]
@@ -87,7 +88,7 @@ def _split(plan: Mapping[str, Any], schedule: Schedule) -> Costs:
 
 
 def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
-    """Return the ratio of measured to predicted seconds, from a profile of a run's model or from a report of the run.
+    """Return the ratios of measured to predicted seconds, from a profile of a run's model or from a report of the run.
 
     Raises:
         ConfigError: the file is of another model or run (``other-model``), or has no measured passes (``wrong-file``).

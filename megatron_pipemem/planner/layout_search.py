@@ -51,12 +51,19 @@ class Bounds:
         self._lags.append(chain.lags)
 
     def seconds(self, layouts: np.ndarray) -> np.ndarray:
-        """Return the seconds of F, I and W on every stage, in a row per layout."""
+        """Return the seconds of F, I and W on every stage for one microbatch, in a row per layout.
+
+        A row of ``layouts`` has the number of pieces per stage. A row of the result has F, I and W of the first stage,
+        then those of the second, and so on.
+        """
         ends = np.cumsum(layouts, axis=1)
         return (self._sums[ends] - self._sums[ends - layouts] + self._ends).reshape(len(layouts), self._ends.size)
 
     def of(self, seconds: np.ndarray, newest: bool = False) -> np.ndarray:
-        """Return the bound of every row of ``seconds``; with ``newest``, the one by the chain that was added last."""
+        """Return a lower bound in seconds of the step of every layout, from its row of ``seconds``.
+
+        It is the highest bound by any chain; with ``newest``, the bound by the chain that was added last.
+        """
         chains, lags = (self._chains[-1:], self._lags[-1:]) if newest else (self._chains, self._lags)
         bounds = (seconds @ np.stack(chains).reshape(len(chains), -1).T + lags).max(axis=1)
         if self._further:
@@ -72,8 +79,7 @@ def descend(
     least: Sequence[int],
     most: int,
 ) -> tuple[int, ...]:
-    """Return the best layout found from ``start`` by moves of one or two pieces.
-
+    """Return the number of pieces per stage of the fastest layout found from ``start`` by moves of one or two pieces.
     ``simulate`` returns the seconds of a layout's step and adds its chain to the bounds; infinite seconds rule a layout
     out. A stage keeps at least the pieces in ``least``. ``most`` limits the number of simulated layouts.
     """

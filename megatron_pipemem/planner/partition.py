@@ -61,8 +61,7 @@ def partition(loads: Loads, placement: Placement, start: Sequence[int] | None = 
 
 
 def _cut(measure: _Measure, with_needed: int = 0) -> list[int]:
-    """Return the layers per stage for which the slowest stage takes least, and among these the least memory.
-
+    """Return the number of layers per stage for which the slowest stage takes least, and among these the least memory.
     Each of the first ``with_needed`` stages has a layer of the kind that every device needs. If devices have several
     stages, layers are then moved away from the slowest device.
     """
@@ -75,8 +74,7 @@ def _cut(measure: _Measure, with_needed: int = 0) -> list[int]:
 
 
 def _least_maximum(tables: Sequence[np.ndarray]) -> tuple[float, list[int]]:
-    """Return the layers per stage whose largest load is smallest, and that load.
-
+    """Return the smallest possible largest load of a stage, and the number of layers per stage that gives it.
     ``tables`` has one table per stage. ``table[i, j]`` is the load of the stage with layers ``i`` to ``j - 1``, and
     infinite for ``j < i``.
     """
@@ -117,8 +115,9 @@ class _Measure:
         self._end_bytes[-1] += loads.last_bytes
 
     def stage_tables(self, with_needed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return for each stage the seconds, and the bytes, of every range of layers.
+        """Return for each stage the seconds, and for each stage the bytes, of every range of layers.
 
+        They are tables as in ``_least_maximum``.
         On the first ``with_needed`` stages, ranges without a layer of the kind that every device needs take infinitely
         long.
         """
@@ -165,7 +164,7 @@ class _Measure:
 
 
 def _move_layers(start: list[int], measure: _Measure) -> list[int]:
-    """Move single layers away from the slowest device as long as ``_Measure.keys`` get smaller."""
+    """Return the layers per stage, with single layers moved off the slowest device while ``_Measure.keys`` decrease."""
     counts = np.array(start)
     moves = np.eye(len(counts), dtype=int)
     while True:

@@ -69,7 +69,11 @@ run; bytes of activations per device."""
 
 
 def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, rejected: Counter[str]) -> Iterator[Priced]:
-    """Yield the priced asynchronous families that the limits name and that can run with this parallelism."""
+    """Yield the priced asynchronous families that the limits name and that can run with the run's parallelism.
+
+    ``pace`` has the ratios of measured to predicted seconds. ``rejected`` counts the families that cannot run, by
+    reason.
+    """
     named = limits.allowed.get("schedule", ())
     p = run.parallelism.pp
     for each in families():
@@ -145,7 +149,8 @@ def plan(
     """Return the ``top`` fastest ways to run a model on the run's cluster; none if no plan is possible.
 
     ``memory`` is that of a device in bytes, by default the cluster's limit. ``search_seconds`` is the time limit for
-    each of at most three searches of an order; 0 for no search.
+    each of at most three searches of an order; 0 for no search. ``pace`` has the ratios of measured to predicted
+    seconds.
     """
     started = time.perf_counter()
     memory = run.cluster.memory_bytes if memory is None else memory
@@ -202,7 +207,10 @@ class _Planner:
         return found
 
     def search(self, plans: list[Plan], seconds: float) -> Iterator[Plan]:
-        """Yield plans with searched orders, for the groups with the lowest bounds that leave a possible gain."""
+        """Yield plans with searched orders, for the groups with the lowest bounds that leave a gain over ``plans``.
+
+        Each search ends after ``seconds`` seconds.
+        """
         slowest = plans[-1].seconds if plans else float("inf")
         reached: dict[int, float] = {}
         for each in plans:
@@ -433,7 +441,10 @@ def _units(run: Run) -> int:
 
 
 def _busiest(step: PlannedStep, slices: int = 1) -> float:
-    """Return the seconds that the busiest device computes per microbatch, including vocabulary passes."""
+    """Return the seconds that the busiest device computes per microbatch, including vocabulary passes.
+
+    ``slices`` is the number of slices of a microbatch for which the step is priced.
+    """
     prices, vocabulary = step.costs.seconds(step.placement, slices), step.costs.vocabulary
     cut = {} if vocabulary is None else vocabulary.seconds(step.placement.num_devices)
     return max(

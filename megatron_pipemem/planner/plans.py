@@ -59,7 +59,10 @@ class Plan:
 
     @cached_property
     def gain(self) -> float | None:
-        """The makespan with a barrier between steps over the period without; ``None`` for a plan with the barrier."""
+        """The ratio of the makespan with a barrier between steps to the period without it.
+
+        ``None`` for a plan with the barrier.
+        """
         if not self.run.schedule.overlap_steps:
             return None
         cut, costs = self.run.parallelism, self.step.costs
@@ -122,9 +125,9 @@ class Plan:
 
 
 def run_files(plan: Plan, path: Path) -> dict[Path, str]:
-    """Return the texts of the files that a plan's run needs, by path.
+    """Return the texts of the files that a plan's run needs, by path. No file is written.
 
-    An order that is more than a family's name becomes a schedule file next to ``path``.
+    ``path`` is that of the run file. An order that is more than a family's name becomes a schedule file next to it.
     """
     run, files = plan.run, {}
     if plan.order is not None:
@@ -138,7 +141,7 @@ def run_files(plan: Plan, path: Path) -> dict[Path, str]:
 
 
 def facts(plan: Plan) -> dict[str, Any]:
-    """Return a plan's seconds, bytes and settings as a JSON object."""
+    """Return a plan's seconds, bytes and settings as a JSON object. ``peak_bytes`` has a value per pipeline rank."""
     cut = plan.run.parallelism
     return {
         "schedule": plan.schedule,

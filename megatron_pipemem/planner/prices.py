@@ -113,9 +113,10 @@ def each_pass(function: Callable[..., float], *passes: Passes) -> Passes:
 def layer(
     model: Model, execution: Execution, cluster: Cluster, kind: str | None = None, pace: Passes = _AS_MODELLED
 ) -> Price:
-    """Predict the seconds and bytes of one layer.
+    """Predict the seconds and bytes of one layer, on one rank for one microbatch.
 
-    ``pace`` has the measured over the predicted seconds of each pass. It multiplies computing, and no messages.
+    ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer. ``pace`` has the
+    measured over the predicted seconds of each pass. It multiplies computing, and no messages.
     """
     kind = kind or model.kinds[0]
     flops = counts.layer_flops(model, execution, kind)
@@ -165,8 +166,7 @@ def layer(
 
 @lru_cache(maxsize=1024)
 def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
-    """Predict the seconds and bytes of the input embedding.
-
+    """Predict the seconds and bytes of the input embedding, on one rank for one microbatch.
     F copies rows of the table, and sums them over tensor-parallel ranks. W adds their gradients.
     """
     nbytes = execution.tokens(model) * model.hidden * execution.element
@@ -182,10 +182,10 @@ def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
 
 @lru_cache(maxsize=1024)
 def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _AS_MODELLED) -> Price:
-    """Predict the seconds and bytes of final norm, output layer and loss.
+    """Predict the seconds and bytes of final norm, output layer and loss, on one rank for one microbatch.
 
     With multi-token prediction, they run once for each predicted token. The logits are read and written in fp32 twice
-    in F and once in I.
+    in F and once in I. ``pace`` has the measured over the predicted seconds of each pass, without messages.
     """
     flops = counts.head_flops(model, execution)
     between = execution.tokens(model) * model.hidden * execution.element
@@ -239,7 +239,7 @@ def logit_bytes(model: Model, execution: Execution) -> float:
 
 
 def adam_seconds(cluster: Cluster) -> float:
-    """Return the seconds of an optimizer step per parameter, which the speed of the device's memory limits."""
+    """Return the seconds of an optimizer step per parameter, by the speed of the device's memory, which limits it."""
     return _ADAM_BYTES / (cluster.memory_gb_per_s * 1e9)
 
 
@@ -262,7 +262,7 @@ def all_reduce(nbytes: float, ranks: int, link: Link) -> float:
 
 
 def _tails(model: Model, execution: Execution, kind: str) -> Passes:
-    """Return the FLOPs that would fill the half-empty last waves of a layer's products, in F, I and W.
+    """Return the FLOPs that would fill the half-empty last waves of a layer's products, in each of F, I and W.
 
     The products of all experts count once, because they are computed in groups.
     """
@@ -378,10 +378,11 @@ def offload_ratio(
     sharing: int = 1,
     seconds: float | None = None,
 ) -> float:
-    """Return the offload ratio k of the model's most frequent kind of layer.
+    """Return the offload ratio k of the model's most frequent kind of layer: seconds of its copies over its computing.
 
-    ``flops`` is the achieved number per second. ``sharing`` is the number of devices that use the link to the host at
-    once. ``seconds`` are the measured seconds of the layer's F, I and W, if there are any.
+    Up to 1, computing can hide all copies. ``flops`` is the achieved number of FLOPs per second. ``sharing`` is the
+    number of devices that use the link to the host at once. ``seconds`` is the measured sum of the layer's F, I and W,
+    if there is one.
     """
     if seconds is None:
         seconds = layer_flops(model, execution, model.main_kind).total / flops

@@ -107,7 +107,10 @@ class Profile:
         return self.layers[self.model.main_kind]
 
     def costs(self, link: Link | None = None) -> Costs:
-        """Return the costs of layers and frames, from which stages of any placement are priced."""
+        """Return the costs of layers and frames, from which stages of any placement are priced.
+
+        ``link`` connects neighbouring pipeline ranks. Without it, messages cost nothing.
+        """
         return Costs(**costs_arguments(self.to_json(link)))
 
     def slowdown(self, cluster: Cluster) -> MeasuredSlowdown:
@@ -128,7 +131,10 @@ class Profile:
         )
 
     def to_json(self, link: Link | None = None) -> dict[str, Any]:
-        """Return the object for ``--pipemem-costs``: costs of parts and messages, and this profile's other fields."""
+        """Return the object for ``--pipemem-costs``: costs of parts and messages, and this profile's other fields.
+
+        ``link`` connects neighbouring pipeline ranks. Without it, messages cost nothing.
+        """
         whole = asdict(self)
         parts = {name: whole.pop(name) for name in _PARTS}
         if self.end_layers is None:

@@ -80,7 +80,7 @@ def attention(model: Model, execution: Execution, run: Run, kind: str, pace: Pas
     """Return the seconds and bytes of attention in one layer for one microbatch.
 
     The seconds are the part of F and I that grows with the square of the sequence length. The bytes are those of keys
-    and values.
+    and values. ``pace`` has the measured over the predicted seconds of each pass.
     """
     whole = counts.layer_flops(model, execution, kind)
     half = counts.layer_flops(replace(model, sequence=model.sequence // 2), execution, kind)
@@ -98,7 +98,10 @@ def sliced_step(
     pace: MeasuredSlowdown | None = None,
     shared_ends: bool = False,
 ) -> PlannedStep:
-    """Predict a step whose microbatches are cut into slices. Its costs have one value per stage and slice."""
+    """Predict a step whose microbatches are cut into slices. The other arguments are those of ``price``.
+
+    The costs have one value per stage and slice. The values of a stage's slices are consecutive.
+    """
     whole, model = price(run, placement, layers, pace, shared_ends), run.model
     tokens = run_slices(run, run.schedule.slices or 1)
     short = {
@@ -167,8 +170,9 @@ def _each(combine: Callable[[Iterable], float], tables: Sequence[Sequence[float]
 
 
 def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> tuple[float, ...]:
-    """Return the seconds of a pass per stage and slice: of a sequence of its length, plus attention to earlier slices.
+    """Return the seconds of one kind of pass, per stage and slice.
 
+    They are those of a sequence as long as the slice, plus those of attention to earlier slices.
     ``square`` has the seconds of attention of the whole sequence on each stage.
     """
     parts = [each.step.costs.seconds(each.step.placement)[kind] for each in slices]

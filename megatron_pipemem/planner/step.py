@@ -195,8 +195,9 @@ def price(
     """Predict a run's step on a placement.
 
     ``layers`` has the pieces (layers, or multi-token prediction) of each stage of one replica, by default from the
-    planner's partition. With ``shared_ends``, every device holds an equal share of embedding and head, and the costs
-    leave out their seconds. Raise an UnsupportedError if the first stage lacks layers to which a vision tower adds.
+    planner's partition. ``pace`` has the ratios of measured to predicted seconds. With ``shared_ends``, every device
+    holds an equal share of embedding and head, and the costs leave out their seconds. Raise an UnsupportedError if the
+    first stage lacks layers to which a vision tower adds.
     """
     cut = replace(_cut(run, pace), shared_ends=shared_ends)
     layers = layers or balanced(cut, placement)
@@ -239,7 +240,7 @@ def least_static(run: Run) -> float:
 
 @lru_cache(maxsize=4096)
 def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
-    """Return the number of layers of every stage that ``partition`` chooses."""
+    """Return the number of pieces of every stage that ``partition`` chooses. Multi-token prediction is one piece."""
     return shared_out(*_loads(cut, placement), placement)
 
 
@@ -270,7 +271,10 @@ def loads_of(run: Run, placement: Placement, shared_ends: bool = False) -> tuple
 
 
 def pieces_of(run: Run, shared_ends: bool = False) -> list[Passes]:
-    """Return the seconds of the part before the layers, of every piece of the model, and of the part after them."""
+    """Return the seconds of the part before the layers, of every piece of the model, and of the part after them.
+
+    They are those of one microbatch. With ``shared_ends``, embedding and head are left out.
+    """
     cut = replace(_cut(run, None), shared_ends=shared_ends)
     first, last = cut.ends()
     return [part.seconds for part in (first, *cut.parts(), last)]
@@ -404,7 +408,7 @@ def _exposed(cut: _Cut, device: list[Price], replicas: int) -> float:
 
 
 def mfu(run: Run, seconds: float) -> float:
-    """Return the model FLOPs utilisation: a step's model FLOPs as a fraction of all devices' peak."""
+    """Return the model FLOPs utilisation of a step that takes ``seconds``: its FLOPs as a fraction of the devices' peak."""
     flops = model_flops(run.model) * run.parallelism.global_batch
     return flops / (seconds * run.parallelism.ranks * run.cluster.tflops * 1e12)
 

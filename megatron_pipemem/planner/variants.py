@@ -76,7 +76,10 @@ HOST_MEMORY = "pipemem-host-memory"
 def offload_step(
     run: Run, placement: Placement, pace: MeasuredSlowdown | None = None, layers: tuple[int, ...] | None = None
 ) -> PlannedStep:
-    """Predict a step with offload: with the link to the host, the bytes of copies, and the memory of the host."""
+    """Predict a step with offload: with the link to the host, the bytes of copies, and the memory of the host.
+
+    ``layers`` has the pieces of every stage, by default from the planner's partition.
+    """
     step = price(run, placement, layers, pace)
     host, moved = run.cluster.host, step.moved
     ways = (host.d2h_gb_per_s, host.h2d_gb_per_s)
@@ -127,6 +130,8 @@ def vocabulary_step(
 ) -> PlannedStep:
     """Predict a step with embedding and head cut over all devices, including the seconds and bytes of their passes.
 
+    ``barriers`` is the number of barriers per microbatch. ``layers`` has the pieces of every stage, by default from the
+    planner's partition.
     If microbatches are cut into slices, each slice has an equal part of these passes, and its own costs of layers.
     """
     if run.model.tower is not None:
