@@ -374,7 +374,10 @@ def mirrored(unit: int, slices: int) -> int:
 
 
 def last_slice(unit: int, slices: int) -> int:
-    """Return the number of the last slice in the same microbatch: ``last_slice(5, 4)`` is 7."""
+    """Return the number of the last slice in the microbatch of slice ``unit``: ``last_slice(5, 4)`` is 7.
+
+    Slices are counted over all microbatches. ``slices`` is their number per microbatch.
+    """
     return unit - unit % slices + slices - 1
 
 

@@ -20,10 +20,11 @@ def held_after(
     weights: Sequence[float] | None = None,
     slices: int = 1,
 ) -> list[float]:
-    """Return the memory that a device holds after each of its actions. Before the first action it holds nothing.
+    """Return the memory that a device holds after each of its actions, in the unit of ``changes``.
 
-    ``changes`` has one value per stage, or per stage and slice, for every kind. ``weights`` is the result of
-    ``unit_weights``.
+    Before the first action the device holds nothing. ``actions`` are those of one device, in order. ``changes`` has
+    one value per stage, or per stage and slice, for every kind; a positive value takes memory. ``weights`` is the
+    result of ``unit_weights``.
     """
     if slices == 1:
         found = [changes[a.kind][a.stage] if a.kind in changes else 0 for a in actions]
@@ -37,7 +38,10 @@ def held_after(
 
 
 def unit_weights(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
-    """Return the factor of memory of every microbatch or slice; ``None`` if the costs have no microbatch weights."""
+    """Return one factor of memory per slice, or per microbatch if there are no slices.
+
+    The result is ``None`` if the costs have no microbatch weights.
+    """
     weights = costs.microbatch
     if weights is None:
         return None
@@ -80,7 +84,10 @@ class ActionPrices:
         return self.priced(kind, stage, unit) * weights.seconds_of(kind)[unit // self._slices]
 
     def priced(self, kind: Kind, stage: int, unit: int) -> float:
-        """Return the seconds of an action without the weight of its microbatch."""
+        """Return the seconds that an action would take if its microbatch had weight 1.
+
+        ``unit`` is the microbatch, or the slice.
+        """
         prices = self._seconds.get(kind)
         if prices is None:
             return self._collectives.get(kind, 0.0)
@@ -101,7 +108,10 @@ class ActionPrices:
         return max(*whole, sum(exchanged), sum(whole) - sum(exchanged)) - whole[0]
 
     def of_message(self, edge: tuple[int, int], unit: int | None = None) -> float:
-        """Return the seconds of one message (of a microbatch or slice) over ``edge``, a pair (source, destination)."""
+        """Return the seconds of one message over ``edge``, a pair (source device, destination device).
+
+        ``unit`` is the microbatch or slice of the message. Without it the price is that of weight 1.
+        """
         seconds = self._costs.link_seconds(*edge) / self._slices
         if self._weights is None or unit is None:
             return seconds

@@ -1,6 +1,6 @@
-"""Predict the peak bytes of 1F1B for the same model.
+"""Compute the peak bytes of 1F1B for the model of another schedule, and memory as a share of that peak.
 
-A memory share such as "60 % of 1F1B" is the peak of a schedule divided by this number.
+A memory share such as "60 % of 1F1B" is the peak of a schedule divided by the peak of 1F1B.
 
 If the costs have prices of layers, embedding and head, the stages of 1F1B are priced from these. If the costs are
 those of another placement's stages, neighbouring stages are added up to the stages of 1F1B.
@@ -24,9 +24,10 @@ _Changes = Mapping[Kind, Sequence[float]]
 
 
 def share_of_1f1b(timeline: Timeline) -> float | None:
-    """Return the highest peak of a simulated run divided by that of 1F1B; ``None`` if 1F1B's bytes are unknown.
+    """Return the highest peak of all devices in a simulated run, divided by that of 1F1B.
 
-    They are unknown if the vocabulary is cut, and in the cases of ``bytes_of_1f1b``.
+    The result is ``None`` if the bytes of 1F1B are unknown. They are unknown if the vocabulary is cut, and in the cases
+    of ``bytes_of_1f1b``.
     """
     schedule = timeline.schedule
     if schedule.vocabulary_barriers:
@@ -80,10 +81,11 @@ def counted_bytes_of_1f1b(
 ) -> int | None:
     """Return the highest peak in bytes of any rank under 1F1B, from bytes that were counted under another schedule.
 
-    ``changes`` has the counted change of memory per kind and stage, messages included. ``peak`` is the counted peak,
-    which is the result if the schedule is 1F1B itself. The result is ``None`` in these cases: the LM head is cut over
-    ranks, sequences are cut into slices, messages were not counted, the stages do not join into one per rank, or
-    joined stages have numbers of layers (``layers``: per stage) that differ by more than one and by more than 10 %.
+    ``changes`` has the counted bytes per kind and stage, messages included; a positive value takes memory. ``peak`` is
+    the counted peak in bytes of the fullest rank, which is the result if the schedule is 1F1B itself. ``layers`` has
+    the number of layers of every stage. The result is ``None`` in these cases: the LM head is cut over ranks,
+    sequences are cut into slices, messages were not counted, the stages do not join into one per rank, or joined
+    stages have numbers of layers that differ by more than one and by more than 10 %.
     """
     inner, same = schedule.num_devices - 1, _as_1f1b(schedule.num_devices, schedule.num_microbatches)
     if schedule.orders == same.orders:

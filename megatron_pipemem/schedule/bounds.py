@@ -96,8 +96,9 @@ def most_needed(slices: Sequence[Chain], stages: Sequence[int]) -> float:
 def together(slices: Sequence[Chain], stage: int, seconds: Callable[[Chain, int], float]) -> list[Share]:
     """Return the work of a microbatch on a stage as shares, with falling seconds per memory.
 
-    A device never holds a slice without the slices before it. So slices are joined until no share has more seconds
-    per memory than an earlier one.
+    ``slices`` has the chains of the microbatch's slices, and ``seconds(chain, stage)`` returns the seconds of a slice's
+    work there. A device never holds a slice without the slices before it. So slices are joined until no share has more
+    seconds per memory than an earlier one.
     """
     shares: list[Share] = []
     for chain in slices:
@@ -111,7 +112,11 @@ def together(slices: Sequence[Chain], stage: int, seconds: Callable[[Chain, int]
 
 
 def chains_of(placement: Placement, num_microbatches: int, costs: Costs, splits: bool, slices: int = 1) -> list[Chain]:
-    """Return one chain for all microbatches if they are alike, else one per microbatch; with slices, one per slice."""
+    """Return one chain for all microbatches if they are alike, else one per microbatch; with slices, one per slice.
+
+    Chains are in the order of microbatches and, within a microbatch, of slices. ``splits`` says whether backwards may
+    run as I and W.
+    """
     prices, held, devices = costs.seconds(placement, slices), _held(placement, costs, splits, slices), placement.devices
     seconds = [prices[kind] for kind in (Kind.F, Kind.I, Kind.W)]
     links = [
@@ -191,7 +196,10 @@ def _backward(
 
 
 def _joined(slices: list[Chain]) -> list[Chain]:
-    """Lengthen the least times of a microbatch's slices: F waits for the slice before, and I for the slice after."""
+    """Lengthen the least times in the chains of a microbatch's slices, in place, and return the same chains.
+
+    The F of a slice waits for the slice before it, and its I for the slice after it.
+    """
     if len(slices) == 1:
         return slices
     top, final = len(slices[0].held) - 1, len(slices) - 1
@@ -237,7 +245,7 @@ def lower_bound(
     splits: bool = True,
     slices: int = 1,
 ) -> float:
-    """Return a makespan that no schedule with this placement and cap can beat, whatever the order of its actions.
+    """Return a makespan in seconds that no schedule with this placement and cap can beat, whatever its order.
 
     The result is the largest of three bounds over all devices:
 
@@ -329,7 +337,10 @@ class _Step:
         return sum(chain.count * sum(max(0, *chain.held[s]) for s in self._stages[device]) for chain in self._chains)
 
     def device_bound(self, device: int, cap: float) -> float:
-        """Return a lower bound of a step's seconds, from the work and the cap of one device."""
+        """Return a lower bound of a step's seconds, from the work and the cap of one device.
+
+        ``cap`` is in the unit of ``Costs.memory_changes``.
+        """
         stages, chains = self._stages[device], self._chains
         work = sum(c.count * sum(c.forward[s] + c.input[s] + c.weight[s] for s in stages) for c in chains)
         first, last = stages[0], stages[-1]

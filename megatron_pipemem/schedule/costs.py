@@ -149,7 +149,10 @@ class Costs:
         return self.forward, self.backward_input, self.backward_weight
 
     def with_parts(self, **changes: Any) -> Costs:
-        """Set fields of all ``PartPrices`` in a copy: ``with_parts(cut=(4, 3))`` prices stages of 4 and 3 layers."""
+        """Return a copy of the costs in which these fields of all ``PartPrices`` are changed.
+
+        For example, ``with_parts(cut=(4, 3))`` prices stages of 4 and 3 layers.
+        """
 
         def changed(price: Any) -> Any:
             return replace(price, **changes) if isinstance(price, PartPrices) else price
@@ -163,7 +166,7 @@ class Costs:
         return replace(self, **prices, memory=memory, channel=channel, further=further)
 
     def without_ends(self) -> Costs:
-        """Return the costs without the seconds of embedding and head; unchanged if the prices are not per part."""
+        """Return a copy whose F, I and W lack the seconds of embedding and head, if their prices are per part."""
         passes = {name: getattr(self, name) for name in ("forward", "backward_input", "backward_weight")}
         alone: dict[str, Any] = {
             name: replace(price, first=price.middle, last=price.middle)
@@ -246,7 +249,7 @@ class Costs:
         return VocabularyCosts.of_head(model / placement.num_devices, placement.num_devices, barriers)
 
     def link_seconds(self, source: int, destination: int) -> float:
-        """Return the seconds of a message from one device to another; 0 within a device."""
+        """Return the seconds of a message with a whole microbatch from one device to another; 0 within a device."""
         if source == destination:
             return 0.0
         if isinstance(self.p2p, Mapping):

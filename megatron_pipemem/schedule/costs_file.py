@@ -1,4 +1,4 @@
-"""Read costs files, and files with weights of microbatches that are not alike: checks of their JSON."""
+"""Check the JSON of costs files and of microbatch weights, and convert it to arguments of ``Costs`` or to weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Part = tuple[dict[str, float], dict[Kind, float]]
 
 
 def costs_arguments(data: object) -> dict[str, Any]:
-    """Check the keys of a costs file, and return the arguments of ``Costs``.
+    """Check the keys of a costs file's parsed JSON, and return the arguments of ``Costs``.
 
     ``vocabulary``, ``microbatch`` and ``channel`` are arguments of ``VocabularyCosts``, ``MicrobatchWeights`` and
     ``Channel`` (or ``Channel.of_ratio``). Those classes check the values.
@@ -113,7 +113,10 @@ def _of_parts(parts: dict[str, Any], cut: tuple[int, ...] | None) -> dict[str, A
 
 
 def _part(key: str, value: object) -> _Part:
-    """Return the seconds of F, I and W of one part, and by how much every kind of action changes the memory."""
+    """Return the seconds of F, I and W of one part, and by how much every kind of action changes the memory.
+
+    ``key`` is the part's place in the file, for error messages.
+    """
     part = _object(key, value)
     seconds, memory = (_object(f"{key}.{name}", part.get(name, {})) for name in ("seconds", "memory"))
     return (
@@ -166,7 +169,10 @@ def _microbatch(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object(key: str, value: object, known: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return ``value`` if it is a JSON object with no keys other than ``known``, or raise a CostsError."""
+    """Return ``value`` if it is a JSON object with no keys other than ``known``, or raise a CostsError.
+
+    ``key`` is the place of ``value`` in the file, for the message. ``known=None`` allows all keys.
+    """
     if not isinstance(value, dict):
         raise CostsError("bad-type", f"{key} is {shortened(value)}; give an object{_EXAMPLES.get(key, '')}")
     if known is not None and (unknown := sorted(set(value) - set(known))):
@@ -236,7 +242,8 @@ class FunctionName(NamedTuple):
 def read_microbatch_costs(asked: str) -> str | FileWeights | FunctionName:
     """Read a value of ``--pipemem-microbatch-costs``: ``tokens``, ``flops``, a JSON file, or ``module:function``.
 
-    A file is read and checked here, a function is not imported.
+    Return ``tokens`` or ``flops`` in lower case, the weights in the file, or the name of the function. The file is read
+    and checked here, the function is not imported.
     """
     if asked.lower() in (TOKENS, FLOPS):
         return asked.lower()

@@ -265,7 +265,7 @@ def read_schedule_file(path: str | Path) -> str:
 
 
 def read_table(text: str, dialect: str = "auto") -> Table:
-    """Read the text of a schedule file. ``dialect`` is one of ``DIALECTS``."""
+    """Return the contents of a schedule file, given its text. ``dialect`` is one of ``DIALECTS``."""
     if dialect not in DIALECTS:
         raise ScheduleFormatError("unknown-dialect", f"unknown dialect {dialect!r}; use {', '.join(DIALECTS)}")
     header, text = read_header(text)
@@ -305,7 +305,8 @@ def write_table(
 ) -> str:
     """Return one line per device that has actions, with a pair in one cell, as in ``(3F2;1B0)OVERLAP_F_B``.
 
-    ``letters`` is a key of ``LETTERS``; ``torch`` is ``torch-new``. ``pairs`` is that of the schedule.
+    ``letters`` is a key of ``LETTERS``; ``torch`` is ``torch-new``. ``pairs`` has the forwards that share a cell with
+    the backward after them (``Schedule.pairs``).
     """
     names = _WRITTEN.get(letters, {})
 

@@ -208,7 +208,10 @@ def find_cycle(
 
 
 def deadlock(cycle: Sequence[Wait], where: str, mend: str) -> ScheduleError:
-    """Return the error for devices that wait for one another in a circle. ``mend`` is the last part of its message."""
+    """Return the error for devices that wait for one another in a circle.
+
+    ``where`` follows the word "deadlock" in its message, and ``mend``, the remedy, is the last part.
+    """
     standing = {wait.device: wait.action for wait in cycle}
     steps = "; ".join(
         f"{wait.action} (device {wait.device}, position {wait.position}) waits for {wait.needed} (device {wait.owner}, "

@@ -72,7 +72,7 @@ class Horizons:
 
 
 def add_messages(schedule: Schedule, horizons: Horizons) -> tuple[Order, ...]:
-    """Insert the sends and receives of every device, with one channel per edge.
+    """Return every device's order with its sends and receives, for one channel per edge.
 
     Two compute actions are separated by the send of the first one, and then by receives, sorted by source device and
     sending order. A receive is nearest to one action ahead of its consumer, among the positions with which hosts may
@@ -118,7 +118,10 @@ def add_messages(schedule: Schedule, horizons: Horizons) -> tuple[Order, ...]:
 
 
 def _ahead_of(consumers: list[int], order: Order) -> list[int]:
-    """Return the position for every receive of an edge: one compute action ahead of its consumer, in sending order."""
+    """Return the position for every receive of an edge: one compute action ahead of its consumer, in sending order.
+
+    ``consumers`` has the positions of the consumers in ``order``, the order of the destination.
+    """
     positions = []
     first = consumers[-1]
     for consumer in reversed(consumers):
@@ -138,7 +141,7 @@ def _interleave(order: Order, receives: list[list[Action]], sends: list[list[Act
 
 
 def add_gradient_reductions(actions: Order) -> Order:
-    """Insert ``REDUCE_GRAD`` after the last weight gradient (W, B, T or EMBED_B) of every stage of a device.
+    """Return a device's actions with ``REDUCE_GRAD`` after every stage's last weight gradient (W, B, T or EMBED_B).
 
     The shards of embedding and head are reduced with the device's first stage: device and stage have the same number.
     If the send of a message follows the last gradient, the reduction comes after the send, because the next device
@@ -162,7 +165,7 @@ def add_gradient_reductions(actions: Order) -> Order:
 def add_replica_reductions(
     actions: tuple[Order, ...], placement: Placement, horizons: Horizons | None = None
 ) -> tuple[Order, ...]:
-    """Insert the sums of gradients over replicas, if the devices hold the model more than once.
+    """Return every device's actions with sums of gradients over replicas, if devices hold the model more than once.
 
     Every replica of a trained stage gets a ``REDUCE_REPLICAS``, even if it runs no microbatch of this step. A device
     posts the sum when the replica's gradients are complete and the sums of its deeper stages are posted. Deeper
@@ -190,7 +193,10 @@ def add_replica_reductions(
 
 
 def _place_after_gradients(actions: Order, places: dict[int, int]) -> None:
-    """Set the position of every sum over replicas on a device: where the device has the stage's last gradient."""
+    """Change ``places`` so that every sum over replicas comes right after the stage's last gradient.
+
+    ``places`` has, per stage of the device, the number of actions of its order before the sum.
+    """
     passed = 0
     for action in actions:
         passed += action.kind in ORDERED
@@ -200,12 +206,18 @@ def _place_after_gradients(actions: Order, places: dict[int, int]) -> None:
 
 
 def _keep_order(places: dict[int, int]) -> None:
-    """Move sums over replicas to later positions where needed, so that none comes before that of a deeper stage."""
+    """Change ``places`` so that no sum over replicas comes before that of a deeper stage. Sums only move later.
+
+    Deeper stages come first in ``places``.
+    """
     places |= zip(places, accumulate(places.values(), max), strict=True)
 
 
 def _postpone(places: list[dict[int, int]], placement: Placement, horizons: Horizons) -> bool:
-    """Move sums over replicas after the actions that another replica's sum depends on; return whether any has moved."""
+    """Move sums over replicas after the actions that another replica's sum depends on; return whether any has moved.
+
+    ``places`` has, per device and stage, the number of actions of the order before the sum. It is changed.
+    """
     moved = False
     for device, own in enumerate(places):
         for stage, place in own.items():
@@ -237,7 +249,7 @@ def _with_sums(actions: Order, places: dict[int, int]) -> Order:
 def add_messages_in_sequence(
     schedule: Schedule, actions: Iterable[tuple[int, Action]] | None = None
 ) -> tuple[Order, ...]:
-    """Insert each send and its receive at the same place of one sequence of all devices' actions.
+    """Return every device's actions with each send and its receive at the same place of one sequence of all actions.
 
     ``actions`` is that sequence, by default the result of ``sequence``, which raises a ScheduleError if there is none.
     """
@@ -317,7 +329,7 @@ def lower_paired(schedule: Schedule) -> Program:
 def add_messages_to_single_queues(
     schedule: Schedule, costs: Costs, orders: tuple[Order, ...] | None = None, arrived: Iterable[Action] = ()
 ) -> tuple[Order, ...]:
-    """Insert sends and receives so that devices with a single queue never deadlock.
+    """Return every device's order with sends and receives so that devices with a single queue never deadlock.
 
     ``costs`` are the times of the simulated run that decides on the positions; every result is free of deadlock.
     ``orders`` may be a part of the schedule's orders. ``arrived`` has the receives that earlier parts have posted.
@@ -437,7 +449,10 @@ class _Run:
         return False
 
     def _needed_at(self, device: int, receive: Action, latest: float) -> float:
-        """Return when a busy device can reach the consumer of a message. The search stops at the time ``latest``."""
+        """Return the earliest time at which a busy device can reach the consumer of a message.
+
+        The search stops at the time ``latest``, so the result may be too early if it is ``latest`` or later.
+        """
         time, order = self._busy_until[device], self._orders[device]
         # The consumer may belong to a later part.
         for position in range(self._at[device], self._consumers.get(receive, len(order))):

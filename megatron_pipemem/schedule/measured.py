@@ -255,7 +255,10 @@ class MeasuredStep:
         return {(a, b): measured.get((a, b), mean) for a in devices for b in devices if a != b}
 
     def costs(self, memory: Mapping[Kind, tuple[float, ...]] | None = None) -> Costs:
-        """Return costs with the median seconds of every stage, with which the step's own schedule can be simulated."""
+        """Return costs with the median seconds of every stage, with which the step's own schedule can be simulated.
+
+        ``memory`` becomes ``Costs.memory``: per kind, the change of memory of every stage and slice.
+        """
         seconds = self.of_stages()
         slices, places = self.schedule.slices, range(len(seconds[Kind.F]))
         again, part, *further = (
@@ -361,14 +364,20 @@ def _idle(step: MeasuredStep, seconds: list[int], delays: list[int]) -> list[int
 
 
 def _late_alone(step: MeasuredStep, usual: list[int], late: int) -> list[int]:
-    """Return the idle time of every device if only the actions of device ``late`` take their measured times."""
+    """Return the idle nanoseconds of every device if only the actions of device ``late`` take their measured times.
+
+    All other actions take their times in ``usual``, which has nanoseconds per node.
+    """
     nodes = zip(step.lanes, step.seconds, usual, strict=True)
     seconds = [real if device == late else one for device, real, one in nodes]
     return _idle(step, seconds, step.delays)
 
 
 def _shared(amount: int, weights: list[int]) -> dict[int, int]:
-    """Divide an amount over devices in the ratio of ``weights``. The largest part takes the rounding error."""
+    """Return the part of ``amount`` for every device in the ratio of ``weights``. Devices without a part are left out.
+
+    The device with the largest weight takes the rounding error. If all weights are 0, the parts are equal.
+    """
     total = sum(weights)
     if not amount:
         return {}

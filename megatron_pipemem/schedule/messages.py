@@ -1,4 +1,7 @@
-"""Messages of a program: their devices, and the rules for messages, gradient reductions, recomputation and offload."""
+"""Messages of a program: their devices, and the rules for messages, gradient reductions, recomputation and offload.
+
+Functions that check a rule raise a ScheduleError for the first violation.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +125,10 @@ def check_adjacent(orders: Sequence[Order], pairs: Container[Action]) -> None:
 
 
 def check_posts(places: Places, messages: Mapping[Action, Message], receives: Mapping[Action, Action]) -> None:
-    """Check that every message is sent after its producer and received before its consumer, and no other is posted."""
+    """Check that every message is sent after its producer and received before its consumer, and no other is posted.
+
+    ``messages`` has the message of every producer, and ``receives`` the receive of every consumer.
+    """
     for producer, message in messages.items():
         _check_post(message.send, producer, places, after=True)
     for consumer, receive in receives.items():
@@ -243,7 +249,10 @@ def _others(action: Action, program: Program) -> str:
 def _check_after(
     action: Action, device: int, position: int, before: Action, role: str, places: Mapping[Action, tuple[int, int]]
 ) -> None:
-    """Check that ``action`` exists on a device, and comes after ``before``, which is at ``position`` there."""
+    """Check that ``action`` exists on a device, and comes after ``before``, which is at ``position`` there.
+
+    ``role`` says in the message, in a few words, which action ``before`` is.
+    """
     if action not in places:
         raise ScheduleError(
             "missing-action",

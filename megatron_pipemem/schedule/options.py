@@ -141,7 +141,7 @@ def searched_placements(num_devices: int, kind: Any = None, chunks: Any = None) 
     """Return the placements that a search tries: ``v`` and ``interleaved`` with two chunks by default.
 
     ``kind`` is ``v`` (a wave if there are more than two chunks), ``interleaved``, ``linear``, or ``None`` for all that
-    have this number of chunks.
+    have this number of chunks. ``chunks`` is the number of stages per device; ``None`` is 1 for ``linear`` and else 2.
     """
     if kind not in (None, "v", "interleaved", "linear"):
         raise UnsupportedError(

@@ -51,7 +51,10 @@ class Moment:
 
 
 def horizon(num_devices: int, batch: int) -> int:
-    """Return how many later batches can have forwards in a window: 1F1B runs at most ``p - 1`` forwards ahead."""
+    """Return how many later batches can have forwards in a window: 1F1B runs at most ``p - 1`` forwards ahead.
+
+    ``batch`` is the number of microbatches per call of the training loop.
+    """
     return -(-(num_devices - 1) // batch)
 
 
@@ -114,7 +117,7 @@ class Window:
 
 
 def steady(num_devices: int, batch: int) -> Moment:
-    """Return a moment in the middle of a long stream."""
+    """Return a moment in the middle of a long stream. ``batch`` is the number of microbatches per call."""
     far = horizon(num_devices, batch)
     return Moment(far, far, far)
 
@@ -218,6 +221,7 @@ def _window_numbers(actions: Order, batch: int) -> list[int]:
 def _check_messages(program: Program, number: Mapping[Action, int], last: int) -> None:
     """Check that every message is sent and received in the same window, for all windows up to number ``last``.
 
+    ``number`` has the number of every action's window, from 0. A ScheduleError is raised for the first violation.
     Evaluation can then run between two windows without receiving their messages.
     """
     router = Router(program.placement)
@@ -337,8 +341,9 @@ def gain_without_barrier(schedule: Schedule, costs: Costs | None = None, tails: 
 
 
 def draw_steps(timeline: Timeline, steps: int) -> Timeline:
-    """Simulate several steps without a barrier as one long schedule, so that a picture can show them.
+    """Return the simulated timeline of several steps without a barrier, as one long schedule. Nothing is drawn yet.
 
+    The steps have the schedule and costs of ``timeline``, and ``steps`` is their number.
     Raise an UnsupportedError for a schedule with replicas, and for costs with weights of microbatches.
     """
     schedule, costs = timeline.schedule, timeline.costs

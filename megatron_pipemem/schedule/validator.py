@@ -407,7 +407,11 @@ def _check_alone(
     over: str,
     unit: float,
 ) -> None:
-    """Raise a ScheduleError if a single microbatch exceeds the cap on a device. No order of microbatches helps then."""
+    """Raise a ScheduleError if a single microbatch exceeds the cap on a device. No order of microbatches helps then.
+
+    ``allowed`` is the cap in the unit of ``changes``, and ``unit`` the size of that unit. ``over`` is the part of the
+    message after the number.
+    """
     order, slices = schedule.orders[device], schedule.slices
     for microbatch in range(schedule.num_microbatches):
         own = [(at, action) for at, action in enumerate(order) if action.microbatch // slices == microbatch]

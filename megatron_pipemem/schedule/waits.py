@@ -55,7 +55,8 @@ def last_needed(found: Dependencies) -> list[Sequence[int]]:
 def check_host_waits(program: Program, found: Dependencies, messages: Iterable[Message]) -> None:
     """Prove that a program has no deadlock even if a host waits for its whole device before any one of its actions.
 
-    Every send must have its receive, and the program must be free of deadlock without such waits.
+    ``found`` and ``messages`` are the dependencies and all messages of the program. Every send must have its receive,
+    and the program must be free of deadlock without such waits. A ScheduleError is raised if the proof fails.
     """
     for end, other, later in refused_waits(program, found, messages):
         raise _fault(found, end, other, later)
@@ -99,7 +100,10 @@ def _pairs(program: Program, found: Dependencies, messages: Iterable[Message]) -
 
 
 def _fault(found: Dependencies, end: int, other: int, later: int) -> ScheduleError:
-    """Return the error for a post that completes only after a later action of its own device."""
+    """Return the error for the post ``end``, which completes only after ``later``, a later action of its own device.
+
+    All three are nodes. ``other`` completes together with ``end``, and depends on ``later``.
+    """
     device = found.graph.lane_of[end]
     first = found.lanes[device].start
     action, after, partner = (found.actions[node] for node in (end, later, other))
@@ -186,7 +190,10 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
 
 
 def _meetings(program: Program, prices: ActionPrices) -> list[tuple[list[int], float]]:
-    """Return the nodes of the posts, and the seconds, of every message, collective and sum over replicas."""
+    """Return ``(posts, seconds)`` of every message, collective and sum over replicas.
+
+    ``posts`` has one node for each device that takes part.
+    """
     router, placement = Router(program.placement), program.placement
     nodes = {action: node for node, action in enumerate(action for order in program.actions for action in order)}
     together: dict[tuple[Kind, int] | Action, tuple[list[int], float]] = {}
