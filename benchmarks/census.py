@@ -7,14 +7,19 @@ are on Hugging Face and no network is there, or its own sizes do not divide. A r
 have, by these prices, is compared without that limit.
 
     python benchmarks/census.py [--markdown] [--output census.json]
+    python benchmarks/census.py --benchmarks
+
+The second form counts NVIDIA's benchmark recipes (``megatron.bridge.perf_recipes``) whose settings our schedules accept.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +32,12 @@ from megatron_pipemem.advise.reading import Context
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.hugging_face import unpriced_part
 from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.refusals import refuse_schedule, refuse_transformer_engine
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.mcore.known_flags import known_flags
 from megatron_pipemem.report.terminal import FittingTable
+from megatron_pipemem.request import Request
 
 COLUMNS = ("recipe", "p, m", "today", "idle", "in the same memory", "step", "stock tuned", "step")
 LARGE_GAIN = 0.05
@@ -44,6 +51,31 @@ def recipes() -> Iterator[dict[str, Any]]:
     for facts in evaluate(own):
         if "error" in facts or facts["values"].get("pipeline_model_parallel_size", 1) > 1:
             yield facts
+
+
+def benchmarks() -> Iterator[Mapping[str, Any]]:
+    """Yield the settings of the benchmark recipes that have a pipeline and can be evaluated."""
+    bridge = find_spec("megatron.bridge")
+    folder = Path(bridge.submodule_search_locations[0]) if bridge and bridge.submodule_search_locations else Path()
+    names = []
+    for file in sorted((folder / "perf_recipes").rglob("*.py")):
+        module = ".".join(("megatron.bridge", *file.relative_to(folder).with_suffix("").parts))
+        functions = (each for each in ast.parse(file.read_text()).body if isinstance(each, ast.FunctionDef))
+        names += [f"{module}:{each.name}" for each in functions if each.name.endswith("_config") and not each.args.args]
+    for facts in evaluate(names):
+        if facts.get("values", {}).get("pipeline_model_parallel_size", 1) > 1:
+            yield facts["values"]
+
+
+def refusal(settings: Mapping[str, Any], schedule: str) -> str | None:
+    """Return the first setting that a schedule refuses; ``None`` if it accepts all."""
+    request = Request(schedule, pairs=bool(settings.get("overlap_moe_expert_parallel_comm")))
+    try:
+        refuse_schedule(settings.get, request)
+        refuse_transformer_engine(settings.get, request.may_split, recomputes=False)
+    except PipememError as error:
+        return str(error).split(" ")[0]
+    return None
 
 
 def asked(facts: Mapping[str, Any]) -> Advice | PipememError:
@@ -90,7 +122,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="write the rows as JSON")
     parser.add_argument("--markdown", action="store_true", help="print the documents' table instead")
+    parser.add_argument("--benchmarks", action="store_true", help="count the benchmark recipes that schedules accept")
     arguments = parser.parse_args()
+    if arguments.benchmarks:
+        settings = [*benchmarks()]
+        for schedule in ("1f1b", "interleaved", "1f1b-v", "zb-h1", "v-half"):
+            found = Counter(refusal(each, schedule) for each in settings)
+            others = ", ".join(f"{name} {count}" for name, count in found.most_common() if name)
+            Console().print(f"{schedule}: {found[None]} of {len(settings)} accepted; refused: {others}")
+        return
     table, refused, gains = FittingTable(COLUMNS, text=COLUMNS[:3]), Counter[str](), []
     rows: dict[tuple[str, ...], tuple[str, ...]] = {}
     for facts in recipes():
