@@ -182,7 +182,7 @@ class PassRun:
                     self._forming[device].append(microbatch)
 
     def _choose(self, device: int, now: int) -> Action | None:
-        """Return the action that an idle device starts at ``now``, or None."""
+        """Return the action that an idle device should start at ``now``, or None. It is not started here."""
         ready = {kind: Action(kind, device, self._next(device, kind)) for kind in self._ready(device)}
         waits = _URGENT if self._hurries(device) else _NOT_T
         for kind in waits:
@@ -335,9 +335,10 @@ def _without_zeros(costs: Costs, placement: Placement, slices: int) -> Costs:
 def families_with_passes(
     num_devices: int, num_microbatches: int, costs: Costs, barriers: int, max_chunks: int | None = None
 ) -> list[Schedule]:
-    """Return the ``synchronous_schedules`` with vocabulary passes.
+    """Return the ``synchronous_schedules`` of this size, each with vocabulary passes and ``barriers`` barriers.
 
-    Schedules for which ``costs`` cannot give prices are left out.
+    Schedules for which ``costs`` cannot give prices are left out. ``max_chunks`` is the argument of
+    ``synchronous_schedules``.
     """
     found = []
     for schedule in synchronous_schedules(num_devices, num_microbatches, costs, max_chunks):

@@ -167,7 +167,8 @@ class HeadShard(torch.nn.Module):
     ) -> HeadMicrobatch | torch.Tensor:
         """Return the logits' statistics for the losses, or the logits themselves if there are no labels.
 
-        ``embedding`` is the weight to use if head and embedding share one matrix.
+        ``embedding`` is the weight to use if head and embedding share one matrix. ``for_backward`` keeps the data from
+        which gradients are computed.
         """
         weight = embedding if self.weight is None else self.weight
         layer = VocabularyHead(WeightShard(weight, *self._shard), self._options)
@@ -177,7 +178,8 @@ class HeadShard(torch.nn.Module):
 class VocabularyShards(torch.nn.Module):
     """This rank's shards of the embedding and the LM head (it implements ``runtime.passes.ShardedLayers``).
 
-    ``embedding`` and ``head`` are ``[rows, h]``. ``head`` is ``None`` if head and embedding share one matrix.
+    ``embedding`` and ``head`` are ``[rows, h]``. ``head`` is ``None`` if head and embedding share one matrix. ``index``
+    is the number of this rank's shards in ``partition``.
     """
 
     def __init__(
@@ -344,7 +346,8 @@ def cut_vocabulary(
     """Replace the whole embedding and LM head by this rank's shards, with the same values.
 
     Every rank calls this after it has built its chunks, and before DDP wraps them. With one pipeline rank, nothing is
-    cut. Raise an UnsupportedError if the head or the embedding cannot be cut.
+    cut. ``barriers`` and ``piece_tokens`` are those of ``HeadOptions``. Raise an UnsupportedError if the head or the
+    embedding cannot be cut.
     """
     if placement.num_devices == 1:
         return

@@ -91,14 +91,16 @@ def share_batch(
     may_want_logits: bool,
     depths: int = 0,
 ) -> Batch:
-    """Give every rank of the pipeline the tokens of the first stage's and the labels of the last stage's model calls.
+    """Send the tokens of the first stage's model calls and the labels of the last stage's to all pipeline ranks.
 
-    Raise an UnsupportedError if the calls do not contain tokens and labels of the expected shapes.
+    Return them as a batch. Every rank of ``group``, the pipeline, calls this. Raise an UnsupportedError if the calls do
+    not contain tokens and labels of the expected shapes.
 
     ``shapes`` has ``(b, s)`` of every microbatch, or is ``None`` if the ranks have not agreed on the shapes. ``first``
     and ``last`` are the model calls of these stages, and ``None`` on ranks without the stage. ``sources`` has the
-    pipeline ranks of both stages. With ``may_want_logits``, multi-token prediction is off, and if the calls have no
-    labels, the batch asks for logits.
+    pipeline ranks of both stages, the first stage's first. With ``may_want_logits``, multi-token prediction is off, and
+    if the calls have no labels, the batch asks for logits. ``depths`` is how many tokens after the next one the model
+    predicts.
     """
     if shapes is None:
         raise UnsupportedError(
@@ -263,7 +265,10 @@ class LastStage(ChunkStage):
         self._finish_forward(microbatch, torch.cat([each.transpose(0, 1) for each in logits], dim=1).contiguous())
 
     def _finish_forward(self, microbatch: int, output: torch.Tensor) -> torch.Tensor:
-        """Run the loss function on the last stage's output, and average and report the loss as Megatron does."""
+        """Run the loss function of the forward step on ``output``, and average and report the loss as Megatron does.
+
+        ``output`` has the token losses, ``[b, s]``, or logits, ``[b, s, vocabulary]``. Return the averaged loss.
+        """
         step: StepContext = self.step
         loss_function, dtype, _ = self._awaiting.pop(microbatch)
         if step.config.timers is not None:

@@ -34,29 +34,35 @@ class Pending[Result]:
 
 
 def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
-    """Send the tensor of rank ``source`` to all ranks of the group. It is the head's input, or a gradient."""
+    """Start sending the tensor of rank ``source`` of the group to ``tensor`` of all other ranks.
+
+    It is the head's input, or a gradient.
+    """
     work = dist.broadcast(tensor, dist.get_global_rank(group, source), group=group, async_op=True)
     return Pending(work, lambda: tensor)
 
 
 def gather_statistics(tensor: torch.Tensor, everyones: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
-    """Gather the ranks' ``HeadMicrobatch.statistics``, ``[3, tokens]``, in ``everyones``, ``[ranks, 3, tokens]``."""
+    """Start gathering the ranks' ``HeadMicrobatch.statistics`` in ``everyones``, ``[ranks, 3, tokens]``, on every rank.
+
+    ``tensor`` has those of this rank, ``[3, tokens]``.
+    """
     work = dist.all_gather_into_tensor(everyones.flatten(0, 1), tensor, group=group, async_op=True)
     return Pending(work, lambda: everyones)
 
 
 def reduce_sum(tensor: torch.Tensor, destination: int, group: dist.ProcessGroup) -> Pending[torch.Tensor | None]:
-    """Sum a tensor over the group on rank ``destination``. It is an embedding output, or a gradient of the head's
-    input.
+    """Start summing a tensor over the group, in place on rank ``destination`` of the group.
 
-    On the other ranks the result is ``None``, and ``tensor`` then has undefined values.
+    It is an embedding output, or a gradient of the head's input. On the other ranks the result is ``None``, and
+    ``tensor`` then has undefined values.
     """
     work = dist.reduce(tensor, dist.get_global_rank(group, destination), group=group, async_op=True)
     return Pending(work, lambda: tensor if group.rank() == destination else None)
 
 
 def all_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
-    """Sum a tensor over the group in place, on all ranks.
+    """Start summing a tensor over the group in place, on all ranks.
 
     If both the first and the last stage look up tokens, embeddings and their gradients are summed this way.
     """
@@ -67,7 +73,10 @@ def all_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Ten
 def gather_logits(
     local: torch.Tensor, partition: VocabularyPartition, group: dist.ProcessGroup
 ) -> Pending[torch.Tensor]:
-    """Gather the logits of all shards, ``[..., rows]`` each, into ``[..., vocab_size]`` on every rank."""
+    """Start gathering the logits of all shards, ``[..., rows]`` each, into ``[..., vocab_size]`` on every rank.
+
+    ``local`` has the logits of this rank's shard.
+    """
     # Collectives need equal sizes, and shards may differ by a row.
     padded = torch.nn.functional.pad(local, (0, partition.largest - local.size(-1))).contiguous()
     parts = [torch.empty_like(padded) for _ in range(partition.shards)]

@@ -109,8 +109,9 @@ class HeadMicrobatch:
         return not self.shard.rows
 
     def score(self, piece: slice, raw: torch.Tensor) -> None:
-        """Compute the statistics of a piece of the tokens. ``raw`` has their logits from the matrix product, ``[tokens,
-        rows]``.
+        """Compute and store the statistics of a piece of the tokens, and the average if there is one.
+
+        ``raw`` has their logits from the matrix product, ``[tokens, rows]``.
         """
         if self.no_rows:
             self.own_maximum[piece] = torch.finfo(torch.float32).min
@@ -126,7 +127,11 @@ class HeadMicrobatch:
             torch.mm(softmax, self.shard.weight, out=self.average[piece])
 
     def over_logits(self, function: Callable, piece: slice, raw: torch.Tensor, *per_token: torch.Tensor, **constants):
-        """Run a function of ``kernels`` on the logits of a piece of the tokens, compiled if the options say so."""
+        """Return the result of a function of ``kernels`` on the logits of a piece, compiled if the options say so.
+
+        ``raw`` has the logits of the piece, and may be changed by the function. ``per_token`` are more of its
+        arguments, with one number per token of the piece.
+        """
         options = self.options
         tensors = raw, self.local[piece], self.owned[piece], *per_token
         constants |= {"scale": options.scale, "softcap": options.softcap}
@@ -373,8 +378,9 @@ class OneBarrier(Normalised):
         return self._shaped(message)
 
     def weight_gradient(self, loss_gradient: torch.Tensor) -> HeadWeightGradient:
-        """Run T: return the weight gradient as an object whose ``run()`` computes it. Only the optimizer needs the
-        result.
+        """Run T: return the weight gradient as an object whose ``run()`` computes it. Only the optimizer needs it.
+
+        ``loss_gradient`` is the gradient of the training loss with respect to ``losses``, loss scale included.
         """
         g = self._flat(loss_gradient)
         self._spend_logits()
@@ -463,7 +469,8 @@ def combine(
     """Compute the losses of a microbatch from the statistics of all ranks. The result computes the gradients.
 
     ``gathered`` has the ``statistics`` of all ranks, ``[ranks, 3, tokens]``, in the same order on every rank. ``into``
-    is memory for the result (see ``Normalised``).
+    is memory for the result (see ``Normalised``). Call this once for each ``batch``, because it changes
+    ``batch.own_sum``: the sum is then relative to the maximum of all ranks.
     """
     maxima, sums, labels = gathered.unbind(1)
     maximum = maxima.amax(0)

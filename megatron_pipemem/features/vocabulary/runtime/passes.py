@@ -98,7 +98,7 @@ class ShardedLayers(Protocol):
     def score(self, x: torch.Tensor, labels: torch.Tensor | None, for_backward: bool) -> HeadMicrobatch | torch.Tensor:
         """Compute logits and statistics as ``VocabularyHead.score``, or return only logits if ``labels`` is None.
 
-        ``x`` is the head's input, ``[s, b, h]``, and ``labels`` are ``[s, b]``.
+        ``x`` is the head's input, ``[(1 + depths) * s, b, h]``, and ``labels`` are ``[(1 + depths) * s, b]``.
         """
 
 
@@ -106,12 +106,17 @@ class HeadStage(Protocol):
     """The operations on the model's last stage that the passes of the LM head need."""
 
     def gather_head_input(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the head's input, ``[s, b, h]``, from this tensor-parallel rank's part of the last stage's output."""
+        """Return the head's input, ``[(1 + depths) * s, b, h]``, one prediction depth after the other.
+
+        ``output`` is the last stage's output. Under sequence parallelism, it is this rank's part, and the parts of the
+        tensor-parallel ranks are gathered.
+        """
 
     def scatter_head_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the last stage's output, summed over the tensor-parallel ranks.
 
-        ``gradient`` is the gradient of the head's input from the shards of this tensor-parallel rank.
+        ``gradient`` is the gradient of the head's input from the shards of this tensor-parallel rank, and may be
+        changed. Under sequence parallelism, the result is this rank's part.
         """
 
     def look_ahead(self, microbatch: int, embeddings: torch.Tensor) -> None:
@@ -125,8 +130,9 @@ class HeadStage(Protocol):
 
         The result is ``None`` if the step does not train.
 
-        ``scored`` has the token losses of the microbatch, ``[s, b]`` in fp32, or those of all its slices in order. With
-        slices, ``microbatch`` is the number of the last slice, and the gradients of the slices are concatenated.
+        ``scored`` has the token losses of the microbatch, ``[(1 + depths) * s, b]`` in fp32, or those of all its slices
+        in order. With slices, ``microbatch`` is the number of the last slice, and the gradients of the slices are
+        concatenated.
         """
 
     def take_logits(self, microbatch: int, logits: Sequence[torch.Tensor]) -> None:
@@ -269,7 +275,7 @@ class VocabularyPasses:
     # Between the passes and the stages of this device
 
     def embedded(self, microbatch: int) -> torch.Tensor:
-        """Return the first stage's input: the embedding's output, ``[b, s, h]``, summed over the pipeline."""
+        """Wait for the first stage's input, and return it: the embedding's output, ``[b, s, h]``, summed over ranks."""
         if not self.batch.looks_ahead:
             return _sum(self._embeddings.pop(microbatch))
         # If the last stage is on this device too, it needs them later.
