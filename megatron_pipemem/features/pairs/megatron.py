@@ -150,7 +150,11 @@ class PlanStage(ChunkStage):
         f_model: torch.nn.Module | None = None,
         **others: Any,
     ) -> tuple[Any, Any, Any]:
-        """Return the output and tokens of a forward, and the gradient of the input of a backward."""
+        """Run a forward of ``f_model`` together with ``backward``, or one of the two if the other is ``None``.
+
+        ``input``, ``data`` and ``loss_data`` are the forward's. Return the forward's output, its number of tokens, and
+        the gradient of the backward's input.
+        """
         step = self.step
         stage, (b_input, output, gradient) = backward or (None, (None, None, None))
         return COMBINED_STEP.resolve()(
@@ -170,7 +174,10 @@ class PlanStage(ChunkStage):
         )
 
     def _with_own_weight_gradients(self, *arguments: Any, **named: Any) -> tuple[Any, Callable]:
-        """Return the plan of a forward whose backward leaves weight gradients to ``defer_weight_gradients``."""
+        """Call the forward step, and return its plan and loss function.
+
+        The plan is changed so that its backward leaves weight gradients to ``defer_weight_gradients``.
+        """
         plan, loss = self.step.forward_step_func(*arguments, **named)
         for layer in range(plan.num_layers()):
             for piece in vars(plan.get_layer(layer)).values():

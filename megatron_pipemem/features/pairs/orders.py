@@ -65,8 +65,9 @@ def with_pairs(schedule: Schedule, costs: Costs, keeps_cap: Callable[[Schedule],
 def _greedy(schedule: Schedule, costs: Costs, patience: float, swaps: bool) -> Schedule:
     """Return the schedule with a pair wherever both actions can start together and end sooner than apart.
 
-    ``patience`` is the longest wait for the second action, as a share of the seconds that the pair saves. ``swaps`` allows
-    pairs of a backward and the forward after it, which then run in the other order.
+    The choice is made in a simulated run. ``patience`` is the longest wait for the second action, as a share of the
+    seconds that the pair saves. ``swaps`` allows pairs of a backward and the forward after it, which then stand in the
+    other order.
     """
     found = Dependencies.of_schedule(schedule)
     prices = ActionPrices(schedule, costs)
@@ -127,9 +128,10 @@ def _greedy(schedule: Schedule, costs: Costs, patience: float, swaps: bool) -> S
 
 
 def _pair_of(first: Action, second: Action, swaps: bool) -> tuple[Action, Action] | None:
-    """Return two consecutive actions as forward and backward; ``None`` if they cannot be a pair.
+    """Return two consecutive actions as a pair, the forward first; ``None`` if they cannot be a pair.
 
-    They cannot if they are of the same stage and microbatch, of other kinds, or, without ``swaps``, in the other order.
+    They cannot if they are of the same stage and microbatch, or are not one forward and one backward. Without
+    ``swaps``, they cannot if the backward is the first of them.
     """
     if first[1:] == second[1:]:
         return None

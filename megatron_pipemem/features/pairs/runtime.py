@@ -18,7 +18,7 @@ class Pairs:
     _finishes: dict[Action, Callable[[], None]] = field(default_factory=dict)
 
     def extend(self, executor: Executor) -> Handlers:
-        """Return handlers of F, I and B. That of a pair's backward only passes its gradient on."""
+        """Return handlers of F, I and B. That of a pair's backward only runs the rest that ``run_pair`` has left."""
         partners = {
             forward.action: backward
             for forward, backward in pairwise(executor.instructions)

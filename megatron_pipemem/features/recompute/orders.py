@@ -23,8 +23,8 @@ _AHEAD = (1, 2, 4, 8)
 def with_recompute(schedule: Schedule, stages: Mapping[int, Kind]) -> Schedule:
     """Return the schedule with an R or RS right before each I or B of ``stages``, and without its present recomputes.
 
-    R recomputes the whole forward, RS only a part of it. OFFLOAD and RELOAD are removed, because they were planned for
-    other activations.
+    ``stages`` maps each stage to recompute to its kind: R recomputes the whole forward, RS only a part of it. OFFLOAD
+    and RELOAD are removed, because they were planned for other activations.
     """
 
     def orders(order: Order) -> Order:
@@ -126,7 +126,8 @@ def with_early_recompute(plan: OffloadPlan, fits: Callable[[OffloadPlan], bool])
 def _earlier(order: Order, spans: Sequence[tuple[float, float]], ahead: int) -> Order:
     """Return the order with each recompute before the longest wait among the ``ahead`` actions that precede it.
 
-    A recompute stays in its place if there is no wait, and it stays after actions of the same stage and microbatch.
+    ``spans`` has the start and end of each action of ``order``. A recompute stays in its place if there is no wait, and
+    it stays after actions of the same stage and microbatch.
     """
     waits = [start - end for (start, _), (_, end) in zip(spans, [(0.0, 0.0), *spans], strict=False)]
     moved: list[list[Action]] = [[] for _ in order]
