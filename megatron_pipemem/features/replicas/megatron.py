@@ -38,8 +38,9 @@ _TIED_ENDS = 2
 def make_replicas(chunks: Sequence[torch.nn.Module], placement: Placement, group: dist.ProcessGroup) -> None:
     """Copy the weights of a stage's first replica into this rank's second chunk, and mark that chunk as a replica.
 
-    Every rank of a bidirectional pipeline calls this. Raise an UnsupportedError if the model cannot have two replicas,
-    for example because its weights are quantised.
+    With p pipeline ranks, the first replica of rank r's second chunk is the first chunk of rank p - 1 - r. So every
+    rank of the pipeline ``group`` calls this, and sends the weights of its own first chunk. Raise an UnsupportedError
+    if the model cannot have two replicas, for example because its weights are quantised.
     """
     original, replica = chunks
     check_config(get_model_config(original), REPLICAS)
@@ -84,7 +85,10 @@ def _save_as_replica(module: Any) -> None:
 
 
 def _behind(replica_id: int | tuple[int, ...]) -> int | tuple[int, ...]:
-    """Return a ``replica_id`` for Megatron's checkpoints that is larger than all that the first replica has."""
+    """Return a ``replica_id`` for Megatron's checkpoints that is larger than all that the first replica has.
+
+    ``replica_id`` is that of a checkpoint entry. Megatron writes only entries in which it is 0, or has only zeros.
+    """
     if isinstance(replica_id, int):
         return replica_id + _TIED_ENDS
     first, *rest = replica_id
