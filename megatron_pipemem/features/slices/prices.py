@@ -151,9 +151,10 @@ def _spread(values: Sequence[float], shares: Sequence[float]) -> tuple[float, ..
 def _memory(
     costs: Costs, placement: Placement, by_tokens: Sequence[float], keys_and_values: float
 ) -> dict[Kind, tuple[float, ...]]:
-    """Return the memory that each kind of action takes or frees, per stage and slice.
+    """Return the memory that each kind of action takes, negative if it frees memory, per stage and slice.
 
-    The unit is that of ``Costs.memory_changes``.
+    The values of a stage's slices follow each other. ``by_tokens`` has each slice's share of the tokens. The unit is
+    that of ``Costs.memory_changes``.
     """
     stages, last = range(placement.num_stages), len(by_tokens) - 1
     whole = costs.memory_changes(placement)

@@ -13,9 +13,9 @@ import torch
 
 
 class KeyValueCache:
-    """The keys, or the values, of one layer for one sequence.
+    """The keys, or the values, of one layer for the sequences of one microbatch.
 
-    ``hold`` is called with each tensor that is kept here.
+    ``tokens`` is the length of a whole sequence. ``hold`` is called with each tensor that is kept here.
     """
 
     def __init__(self, tokens: int, hold: Callable[[torch.Tensor], object]):
@@ -47,7 +47,8 @@ class KeyValueCache:
     def add_gradient(self, gradient: torch.Tensor, begin: int) -> torch.Tensor:
         """Return the gradient of one slice's keys (or values), summed over this and all later slices.
 
-        ``gradient`` is that of the result of ``append``. Its part for earlier slices is kept until they run backward.
+        ``gradient`` is that of the result of ``append``, and ``begin`` the argument of that call. The part for earlier
+        slices is kept until they run backward. So the slices call this from the last to the first.
         """
         own, end = gradient[begin:], gradient.size(0)
         if self._gradient is None:  # the last slice, whose keys only it has read

@@ -34,9 +34,10 @@ _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 
 @dataclass(eq=False)
 class KeyValueCaches:
-    """The keys and values of one sequence in all layers of a chunk.
+    """The keys and values of one microbatch's sequences in all layers of a chunk.
 
-    ``hold`` is called with each tensor that is kept here. ``leave_out`` is called with each that Megatron keeps.
+    ``tokens`` is the length of a whole sequence. ``hold`` is called with each tensor that is kept here. ``leave_out``
+    is called with each that Megatron keeps.
     """
 
     tokens: int
@@ -52,7 +53,7 @@ class KeyValueCaches:
 
 
 class _SlicePart(NamedTuple):
-    """The slice that runs now: its tokens from ``begin`` to ``end``, and the keys and values of earlier slices."""
+    """The slice that runs now: its tokens from ``begin`` up to, but without, ``end``, and its sequence's caches."""
 
     begin: int
     end: int

@@ -97,7 +97,10 @@ class SlicedStage(ChunkStage):
         return running, num_tokens
 
     def _begin_backward(self, sequence: _OpenSequence, loss: torch.Tensor, joined: torch.Tensor) -> None:
-        """Compute the gradient of the loss with respect to the output of each slice, for their later backwards."""
+        """Compute the gradient of the loss with respect to the output of each slice, for their later backwards.
+
+        ``joined`` has the outputs of all slices. The gradients are stored in ``sequence``.
+        """
         (gradient,) = torch.autograd.grad(loss, joined, allow_unused=True)
         if gradient is None:
             raise UnsupportedError(
