@@ -163,7 +163,7 @@ class UnequalMicrobatches(Extension):
         return self._dealers[-1][1]
 
     def _own(self, step: Step) -> list[float] | None:
-        """Return the weights of this step's microbatches as one list.
+        """Return the weights of this step's microbatches as one list (``_packed``), in the order of reading.
 
         The result is ``None`` if this rank reads no data for the first or last stage of the model.
         """
@@ -344,7 +344,11 @@ class _Contents:
 
 
 def _documents(fields: Mapping[str, object], tokens: torch.Tensor) -> torch.Tensor:
-    """Return the length of each document of a batch, in tokens. Some lengths may be 0."""
+    """Return the length of each document of a batch, in tokens. Some lengths may be 0.
+
+    ``fields`` are the entries of the batch, and ``tokens`` is its ``[b, s]`` or ``[s]``. Without fields that say where
+    documents end, each sequence is one document.
+    """
     packed = fields.get("packed_seq_params")
     bounds = (
         *(fields.get(name) for name in ("cu_seqlens_padded", "cu_seqlens")),
@@ -369,7 +373,10 @@ def _by_tokens(batches: Sequence[object], full: FullMicrobatch, config: object, 
 
 
 def _relative(tokens: Sequence[float], full: FullMicrobatch, **more) -> MicrobatchWeights:
-    """Return weights in proportion to tokens, for memory and time. ``more`` replaces fields of the result."""
+    """Return weights in proportion to tokens, for memory and time. ``more`` replaces fields of the result.
+
+    ``tokens`` has the number of tokens of each microbatch.
+    """
     weights = tuple(each / (full.sequences * full.length) for each in tokens)
     return MicrobatchWeights(**{"time": weights, "memory": weights, **more})
 
