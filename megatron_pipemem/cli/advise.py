@@ -100,14 +100,17 @@ def advise_command(
 
 
 def advise_words(words: list[str], devices: int | None) -> None:
-    """Print the advice for a command line ``words``: a training script and its flags, on ``devices`` devices."""
+    """Print the advice for a command line ``words``: a training script and its flags, on ``devices`` devices.
+
+    ``devices`` is ``None`` if the command gives the number.
+    """
     reading = read_program(words, Context(_known(), load(_CLUSTER, Cluster), devices))
     advice = advise(reading.run, names=reading.consumer.families, slices=reading.consumer.slices)
     print_facts(console(), _lines(reading, advice, measured=False))
 
 
 def _known() -> dict[str, dict[str, Any]]:
-    """Return the flags that the installed Megatron accepts, by name.
+    """Return the properties of all flags that the installed Megatron accepts, by the flag with its ``--``.
 
     Raises:
         UpstreamError: Megatron is not installed.
@@ -154,7 +157,10 @@ def _variables(texts: list[str] | tuple[()]) -> dict[str, str]:
 
 
 def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, str]]:
-    """Return the printed answer as pairs of a name and a text, one per line."""
+    """Return the printed answer as pairs of a name and a text, one per line.
+
+    ``measured`` is whether the user gave measured prices.
+    """
     run, today, stock = reading.run, advice.today, advice.stock
     cut, model, cluster = run.parallelism, run.model, run.cluster
     sizes = ", ".join(

@@ -258,7 +258,10 @@ def _name(given: str, path: Path) -> str:
 
 
 def _completed(raw: dict[str, Any], flags: dict[str, Any], model: Model, cluster: Cluster) -> Run:
-    """Add to ``raw`` and ``flags`` what follows from model and cluster, such as the number of nodes. Return the run."""
+    """Add to ``raw`` and ``flags`` the settings that follow from model and cluster, and return the whole run.
+
+    Both dicts are changed. The settings are the precision, the number of nodes, and flags such as the layout.
+    """
     if cluster.backend == "gloo":
         raw["precision"] = "fp32"
     else:
@@ -400,7 +403,10 @@ def grid_result(
 
 
 def _train(store: Store, launcher: Launcher, max_parallel: int, options: Options, console: Console) -> list[int]:
-    """Start the grid points that have no result or have failed, and wait. Return those that ended without a result."""
+    """Start the grid points that have no result or have failed, and wait until they end.
+
+    Return the indices of the points that ended without a result.
+    """
     settings = store.settings()
 
     def tell_ending(ending: Sequence[int]) -> None:
@@ -427,9 +433,9 @@ def _train(store: Store, launcher: Launcher, max_parallel: int, options: Options
 
 
 class _Standing:
-    """Shows how many grid points have ended, are running and remain. Threads may call it.
+    """Shows the numbers of grid points that have ended and that exist, and those that run. Threads may call it.
 
-    ``done`` is the number of points that need not run, because they have a result.
+    ``labels`` has a text per point. ``done`` is the number of points that need not run, because they have a result.
     """
 
     def __init__(self, labels: Sequence[str], done: int, show: Listener, console: Console) -> None:

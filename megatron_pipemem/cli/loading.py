@@ -133,7 +133,10 @@ def note_uneven_cuts(costs: Costs, placements: Iterable[Placement]) -> None:
 
 
 def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | None:
-    """Return the seconds of a forward and backward of the whole LM head, or ``None`` if they are not given."""
+    """Return the seconds of F, I and W together of the whole LM head, for one microbatch; ``None`` if not given.
+
+    If they are given in layers, they are the seconds of so many layers of the schedule's model.
+    """
     if asked.head_cost is None:
         return None if costs.part_prices is None else costs.part_prices.head
     try:
@@ -173,7 +176,7 @@ def priced_head(asked: Prices, costs: Costs, schedule: Schedule, barriers: int) 
 
 
 def named(name: str, chunks: int | None) -> str:
-    """Return ``name``, or for ``stock`` the family with Megatron's own order for ``chunks``, and print a note."""
+    """Return ``name``; for ``stock``, print a note and return the family with Megatron's own order for ``chunks``."""
     if name != STOCK:
         return name
     own = megatrons_own(chunks)
@@ -200,7 +203,7 @@ class Loaded:
         return None if self.request.memory_cap is None else self.request.memory_cap.amount
 
     def again(self, request: Request, costs: Costs) -> Loaded:
-        """Choose a schedule for another request and these costs, but for this shape and with this memory per action."""
+        """Return the schedule for another request and these costs, in this shape, with this object's memory per action."""
         knowledge = replace(self.knowledge, costs=replace(costs, memory=self.knowledge.costs.memory))
         return Loaded(request, self.shape, knowledge, choose(request, self.shape, knowledge))
 
@@ -213,11 +216,12 @@ def load_schedule(
     offload: str = OFF,
     host_memory: str | None = None,
 ) -> Loaded:
-    """Return the schedule that the user named, after proving that it is valid.
+    """Return the schedule that the user named, after proving that it is valid, with the request and the costs.
 
     A file is read. Any other name is built by its family or searched for. Messages in the file are ignored. A note on
     stderr names the letters of the file if they are not this package's. Numbers in ``size`` must equal those of the
-    file. With ``auto`` for both ``name`` and ``offload``, one search chooses both.
+    file. ``offload`` and ``host_memory`` are the values of these options. With ``auto`` for both ``name`` and
+    ``offload``, one search chooses both.
     """
     devices, microbatches, settings = size.devices, size.microbatches, _settings(size)
     costs = costs or Costs()
@@ -347,7 +351,10 @@ def _check_counts(
 
 
 def load_and_simulate(name: str, asked: Question, prices: Costs) -> tuple[Loaded, Timeline, str]:
-    """Return the schedule with its LM head, its simulated timeline, and why ``auto`` placed the head there."""
+    """Return the schedule with its LM head, its simulated timeline, and the reason why ``auto`` placed the head there.
+
+    The reason is empty unless ``--vocab-parallel`` is ``auto``.
+    """
     loaded = load_schedule(name, asked, costs=prices, offload=asked.offload, host_memory=asked.host_memory)
     note_uneven_cuts(prices, [loaded.schedule.placement])
     loaded, prices, reason = _with_head(loaded, _with_attention(loaded, prices, asked), asked)

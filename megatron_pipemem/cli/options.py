@@ -211,7 +211,10 @@ def complete_schedules(incomplete: str) -> list[tuple[str, str]]:
 
 
 def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: bool = True) -> None:
-    """Raise an ``UnsupportedError`` if a schedule of this size takes long to build, unless ``yes``."""
+    """Raise an ``UnsupportedError`` if a schedule of this size takes long to build, unless ``yes``.
+
+    ``fitted`` is whether the time grows with the cube of the number of devices (``size.is_fitted``).
+    """
     if not yes:
         counts = f"{devices} devices and {microbatches} microbatches"
         if chunks > MAX_CHUNKS:
@@ -220,7 +223,7 @@ def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: 
 
 
 def check_steps(schedule: Schedule, steps: int, yes: bool) -> None:
-    """Raise an ``UnsupportedError`` if so many steps take long to simulate, unless ``yes``."""
+    """Raise an ``UnsupportedError`` if ``steps`` steps of a schedule take long to simulate, unless ``yes``."""
     if not yes:
         placement, counts = schedule.placement, f"--steps {steps} of {schedule.num_microbatches} microbatches"
         check_affordable(
@@ -229,7 +232,10 @@ def check_steps(schedule: Schedule, steps: int, yes: bool) -> None:
 
 
 def check_output(path: Path | None, suffixes: Sequence[str], kind: str) -> None:
-    """Check, before a command computes, that its output file has one of the suffixes and can be written."""
+    """Check, before a command computes, that its output file has one of the suffixes and can be written.
+
+    ``kind`` names the content of the file in messages, such as "a run".
+    """
     if path is not None:
         check_suffix(path, suffixes, kind)
         check_writable(path)

@@ -235,7 +235,8 @@ def _table(plans: Sequence[Plan], today: Plan | None) -> FittingTable:
 def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) -> tuple[Plan | None, Plan | None]:
     """Return two plans: the fastest with Megatron's overlap of messages within layers, and the fastest without it.
 
-    Both are ``None`` if the run has no such overlap. Either is ``None`` if no such plan is found.
+    Both are ``None`` if the run has no such overlap. Either is ``None`` if no such plan is found. ``again`` plans a
+    run. It is called for the run without the overlap if all plans of ``answer`` keep the overlap.
     """
     if not any(run.flags.get(flag) for flag in STOCK_OVERLAPS.values()):
         return None, None
@@ -245,7 +246,10 @@ def _with_and_without(run: Run, answer: Answer, again: Callable[[Run], Answer]) 
 
 
 def _worth_of_overlap(kept: Plan | None, other: Plan) -> str:
-    """Return a sentence on how much time Megatron's overlap of messages within layers saves."""
+    """Return a sentence on the time that Megatron's overlap of messages within layers saves.
+
+    ``kept`` is the fastest plan with the overlap, and ``other`` the fastest without it.
+    """
     shown = other.losses["messages within layers"] / other.seconds
     text = f"without Megatron's overlap, messages within layers take {shown:.0%} of a step of {other.schedule}"
     if kept is None:
@@ -511,6 +515,9 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _bar(seconds: Sequence[float], longest: float) -> str:
-    """Return a text bar with one shade per stage. A bar of ``longest`` seconds has 16 columns."""
+    """Return a text bar with one shade per stage, as long as the stage's seconds.
+
+    A bar of ``longest`` seconds has 16 columns.
+    """
     ends = [round(_BAR * end / longest) for end in accumulate(seconds, initial=0.0)]
     return "".join(_SHADES[at % len(_SHADES)] * (b - a) for at, (a, b) in enumerate(pairwise(ends)))

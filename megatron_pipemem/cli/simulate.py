@@ -514,7 +514,10 @@ def _name(choice: ParetoPoint) -> str:
 
 
 def _point(choice: ParetoPoint, work: float) -> picture.Point:
-    """Return a schedule as a point of the picture. Its bubble is the part of its makespan beyond ``work``."""
+    """Return a schedule as a point of the picture. Its bubble is the fraction of its makespan beyond ``work``.
+
+    ``work`` is the shortest busy time of a busiest device among the compared schedules, in the unit of the costs.
+    """
     return picture.Point(
         _name(choice),
         choice.schedule.placement.name,
