@@ -153,7 +153,7 @@ def forward_step(
 
 
 def _packed_params(batch: Batch) -> PackedSeqParams:
-    """Return where the documents of a packed microbatch end, and count their tokens for Megatron's log."""
+    """Return the ends of a packed microbatch's documents for Megatron, and count their tokens for Megatron's log."""
     ends, padded, longest = (batch.get(name) for name in _ENDS)
     assert ends is not None and longest is not None, "packed data sets yield both"
     training.update_seqlen_stats_from_cu_seqlens(ends[0])

@@ -231,7 +231,10 @@ def planned(name: str) -> Timeline:
 
 
 def is_right(row: dict, stock: dict | None) -> bool:
-    """Return whether losses equal the reference's, or with two replicas are within 1e-6. True without a reference."""
+    """Return whether a row's losses equal the reference's, or with two replicas are within 1e-6 of them.
+
+    The result is true without a reference.
+    """
     if row["identical"] is not False:
         return True
     if stock is None or family(row["schedule"]).replicas == 1 or len(row["losses"]) != len(stock["losses"]):

@@ -176,7 +176,10 @@ def checked_placements(
 
 
 def check_layers(flags: Flags, layers: int, num_devices: int, chunks: int) -> None:
-    """Refuse layers that Megatron cannot share out evenly over the stages, if no flag cuts the model."""
+    """Raise an UnsupportedError if Megatron cannot share out the layers evenly over the stages and no flag cuts them.
+
+    ``layers`` is the number of layers of the model, and ``chunks`` the number of stages per pipeline rank.
+    """
     if (reason := why_not_even(flags, layers, num_devices, chunks)) is not None:
         raise UnsupportedError(
             "does-not-divide",
@@ -186,8 +189,10 @@ def check_layers(flags: Flags, layers: int, num_devices: int, chunks: int) -> No
 
 
 def why_not_even(flags: Flags, layers: int, num_devices: int, chunks: int) -> str | None:
-    """Return why Megatron cannot share out the layers evenly over the stages; ``None`` if it can, or if a flag cuts the
-    model. Refuse a model with fewer layers than stages.
+    """Return the reason why Megatron cannot share out the layers evenly over the stages.
+
+    It is ``None`` if Megatron can, or if a flag cuts the model. ``layers`` is the number of layers of the model, and
+    ``chunks`` the number of stages per pipeline rank. Raise an UnsupportedError for fewer layers than stages.
     """
     _check_enough(flags, layers, num_devices, chunks)
     stages = num_devices * chunks
@@ -200,7 +205,7 @@ def why_not_even(flags: Flags, layers: int, num_devices: int, chunks: int) -> st
 
 
 def _check_enough(flags: Flags, layers: int, num_devices: int, chunks: int) -> None:
-    """Refuse a model with fewer layers than stages, if no flag cuts the model."""
+    """Raise an UnsupportedError for a model with fewer layers than stages, if no flag cuts the model."""
     stages = num_devices * chunks
     if not _is_cut(flags) and layers < stages and (layers + accounted(flags)) % stages:
         raise UnsupportedError(
@@ -225,6 +230,7 @@ class LayoutFlag(NamedTuple):
 def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placement) -> LayoutFlag | None:
     """Return the layout that the stages need in place of Megatron's own cut; ``None`` if they need none.
 
+    ``layers`` is the number of layers of the model.
     It is needed for layers that do not divide evenly, and for the layers of the first or last rank in a V or wave. There
     the first stage of the model gets as many layers as every chunk of Megatron's first rank, and the last stage likewise.
     The other stages share the rest evenly.

@@ -37,14 +37,21 @@ class Options:
 
 
 def size(run: Run, nodes: int | None = None) -> tuple[str, ...]:
-    """Return the options of sbatch that request the nodes and GPUs of a run."""
+    """Return the options of sbatch that request the nodes and GPUs of a run.
+
+    ``nodes`` is the number of nodes, by default the smallest number on which the ranks fit.
+    """
     count = nodes or min_nodes(run)
     each = ranks_per_node(run, count)
     return (f"--nodes={count}", *(() if run.on_cpu else (f"--gpus-per-node={each}",)))
 
 
 def job(script: str, more: Sequence[str], options: Options, arguments: Sequence[str]) -> Command:
-    """Return the sbatch command for a batch file with arguments. The user's ``options`` override those of ``more``."""
+    """Return the sbatch command for a batch file with arguments, without running it.
+
+    ``script`` is the file's name in ``scripts/slurm``, and ``arguments`` follow it. ``more`` are options of sbatch. The
+    user's ``options`` override them.
+    """
     for option in (*options.sbatch, *options.srun):
         if not option.startswith("-"):  # it would become an argument
             raise UnsupportedError(
@@ -100,7 +107,8 @@ def array_jobs(
 ) -> dict[tuple[int, ...], Command]:
     """Return the commands that submit the points of a grid, by the numbers of the points that each submits.
 
-    Points with equally many nodes and GPUs are one array job, of which ``max_parallel`` elements run at a time.
+    ``runs`` has the runs of the points to submit, by number of the point. Points with equally many nodes and GPUs are
+    one array job, of which ``max_parallel`` elements run at a time.
     """
     by_size: dict[tuple[str, ...], list[int]] = {}
     for index, run in runs.items():
@@ -126,10 +134,10 @@ def submit_points(store: Store, indices: Sequence[int], max_parallel: int, optio
 
 
 def under_way(store: Store, on_wait: Callable[[list[int]], object]) -> set[int]:
-    """Return the points of the grid that are waiting or running in Slurm's queue.
+    """Return the numbers of the grid's points that are waiting or running in Slurm's queue.
 
     First wait until points that Slurm is just ending have left the queue, because a cancelled point has no result.
-    If there are such points, ``on_wait`` is called once with them: on a broken node they may stay for long.
+    If there are such points, ``on_wait`` is called once with their numbers: on a broken node they may stay for long.
     """
     elements = _elements(store)
     if ending := _ending(elements):
@@ -143,7 +151,8 @@ def under_way(store: Store, on_wait: Callable[[list[int]], object]) -> set[int]:
 def wait_for(store: Store, indices: Sequence[int], on_event: Callable[[int, Result], object]) -> list[int]:
     """Wait until all jobs of the grid have left Slurm's queue, and return the points that ended without a result.
 
-    ``on_event`` is called with every point that has left the queue, and its result, as soon as there is one.
+    ``indices`` has the numbers of the points to wait for, and the result has numbers of these. ``on_event`` is called
+    with the number of every point that has left the queue, and its result, as soon as there is one.
     """
     open_points = set(indices)
     while open_points:
@@ -169,7 +178,7 @@ def _standing(elements: Sequence[tuple[int, str]]) -> str:
 
 
 def _elements(store: Store) -> list[tuple[int, str]]:
-    """Return the points of the grid in Slurm's queue, each with Slurm's short name for its state (``R``, ``CG``)."""
+    """Return ``(number, state)`` of the grid's points in Slurm's queue, with Slurm's short names (``R``, ``CG``)."""
     jobs = _remembered(store)
     if not jobs:
         return []

@@ -30,8 +30,7 @@ Event = Callable[[int, Result | None], object]
 
 
 class LocalRunner:
-    """Train the points of a grid, each in a process of its own.
-
+    """Trains the points of a grid, each in a process of its own.
     ``on_event`` is called from several threads. ``command_of`` returns the command that trains a point, by default a
     torchrun command for this machine.
     """
@@ -47,10 +46,10 @@ class LocalRunner:
     def train(
         self, indices: Sequence[int], max_parallel: int, on_stop: Callable[[int], object] = lambda running: None
     ) -> None:
-        """Train points, ``max_parallel`` at a time, until all have a result.
+        """Train the points with these numbers, ``max_parallel`` at a time, until all have a result.
 
-        After an exception, for example an interrupt, all running points are told to end. ``on_stop`` is then called
-        with the number of running points.
+        After an exception, for example an interrupt, all running points are told to end by SIGTERM. ``on_stop`` is then
+        called with the number of running points.
         """
         with ThreadPoolExecutor(max_parallel, "grid") as pool:
             futures = [pool.submit(self._train, index) for index in indices]

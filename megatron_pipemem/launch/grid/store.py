@@ -84,7 +84,10 @@ def _most(peaks: Sequence[int | None]) -> int | None:
 
 
 def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code: int) -> Result:
-    """Return the result of a point whose training has ended, from its log and the run's report."""
+    """Return the result of a point whose training has ended, from its log and the run's report.
+
+    ``index`` is the number of the point, and ``exit_code`` that of its training. No file is written.
+    """
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     path = run.report
     if exit_code or not path.exists():
@@ -128,8 +131,7 @@ def _report(path: Path) -> dict[str, Any]:
 
 
 def step_seconds(log: str) -> float | None:
-    """Return the median seconds of the steps in a training log; ``None`` if it has none.
-
+    """Return the median seconds of the steps in the text of a training log; ``None`` if it has none.
     The first step after every start is left out if there are others, because it opens channels.
     """
     steps = [(int(number), float(milliseconds)) for number, milliseconds in _ITERATION.findall(log)]
@@ -251,7 +253,7 @@ class Store:
         self._result_file(index).unlink(missing_ok=True)
 
     def finish(self, index: int, exit_code: int) -> Result:
-        """Write and return the result of a point whose training has ended."""
+        """Write and return the result of a point whose training has ended with ``exit_code``."""
         return self._keep(collect(index, self.settings()[index], self.run(index), self.log(index), exit_code))
 
     def fail(self, index: int, reason: str) -> Result:
