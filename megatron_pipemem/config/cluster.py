@@ -109,12 +109,12 @@ class Cluster(Limited):
         return self.host_memory_gib * GIB / self.devices_per_node
 
     def sharing(self, device: int) -> int:
-        """Return how many devices of a node share the channel to the host of device ``device``, itself included."""
+        """Return the number of devices of a node that share one channel to the host with ``device``, itself included."""
         return next((len(group) for group in self.switches if device in group), 1)
 
     def link(self, devices: int, stride: int = 1) -> Link:
-        """Return the slowest link within a group of ranks whose numbers are ``stride`` apart.
+        """Return the slowest link within a group of ``devices`` ranks whose numbers are ``stride`` apart.
 
-        The first of the ``devices`` ranks is the first rank of a node.
+        The first rank of the group is the first rank of a node.
         """
         return self.intra_node if (devices - 1) * stride < self.devices_per_node else self.inter_node

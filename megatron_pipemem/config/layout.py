@@ -174,7 +174,10 @@ def pieces_of(run: Run, stages: int) -> tuple[int, ...] | None:
 
 
 def _of_ranks(run: Run, stages: int) -> tuple[int, ...] | None:
-    """Return the layers of every stage by the flags for the first and last rank, or for embedding and loss."""
+    """Return the number of layers of every stage by the flags for the first and last rank, or for embedding and loss.
+
+    The result is ``None`` if Megatron cannot cut the model by these flags, or another placement has several chunks.
+    """
     p, given = run.parallelism.pp, run.flags
     chunks = stages // p
     if run.schedule.name != STOCK and chunks > 1:

@@ -180,7 +180,8 @@ def read_raw(path: str | Path) -> dict[str, Any]:
 def typed[T](raw: Mapping[str, Any], kind: type[T], file: Path | None = None, prefix: str = "") -> T:
     """Return a mapping as a dataclass of type ``kind``.
 
-    Names of files are looked up from ``file``. Errors name ``file`` and the key, with ``prefix`` before it.
+    ``file`` is the file that has the mapping. Names of files are looked up from there. Errors name ``file`` and the
+    key, with ``prefix`` before it, such as ``model.``.
     """
     return _build(kind, _resolve(raw, kind, file, prefix, ()), file, prefix)
 
@@ -289,7 +290,8 @@ def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[
     """Return ``raw`` with names of files replaced by the mappings in them. Raise a ConfigError for keys unknown to
     ``kind``.
 
-    ``trail`` has the files that led to this one, to find a file that is based on itself.
+    ``prefix`` is the dotted key of ``raw`` in ``file``, such as ``model.``. ``trail`` has the files that led to this
+    one, to find a file that is based on itself.
     """
     hints = {name: parameter.annotation for name, parameter in _parameters(kind).items()}
     own = {BASE: raw} if isinstance(raw, str) else raw
@@ -340,7 +342,8 @@ def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tup
 def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, is_whole: bool = True) -> Any:
     """Return a mapping without names of files as a dataclass.
 
-    If not ``is_whole``, keys may be missing: only check the values, and return ``None``.
+    ``prefix`` is the dotted key of ``raw`` in ``file``, such as ``model.``. If not ``is_whole``, keys may be missing:
+    only check the values, and return ``None``.
     """
     arguments = {}
     for name, parameter in _parameters(kind).items():

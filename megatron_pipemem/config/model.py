@@ -321,7 +321,7 @@ class Execution(Limited):
         return self.etp or self.tp
 
     def expert_replicas(self, replicas: int) -> float:
-        """Return how many ranks have the same expert weights, if ``replicas`` ranks have the same other weights."""
+        """Return the number of ranks with the same expert weights, if ``replicas`` ranks have the same other weights."""
         return replicas * self.tp / (self.expert_tp * self.ep)
 
     def tokens(self, model: Model) -> float:
@@ -337,7 +337,7 @@ class Execution(Limited):
         return max(1, model.key_heads // self.tp)
 
     def expert_visits(self, model: Model) -> float:
-        """Return how many token visits this rank's experts get, per token of a microbatch.
+        """Return the number of token visits that the experts of one rank get, per token of a microbatch.
 
         A token visits several experts. Tokens of all tensor-parallel ranks count.
         """

@@ -81,7 +81,7 @@ def _refusals(
     """Return the refusals of a feature. ``reasons`` maps each attribute to the reason.
 
     A remedy may follow the reason after a semicolon. Without one, the remedy is to drop the attribute's flag.
-    ``otherwise`` is a second remedy for all attributes.
+    ``otherwise`` is a second remedy for all attributes. ``feature`` and ``only`` are those of ``Refusals``.
     """
     remedies = {name: "" if "; " in text else f"; drop --{_flag(name)}" for name, text in reasons.items()}
     sentences = {name: f"{text}{remedies[name]}{otherwise}" for name, text in reasons.items()}
@@ -448,7 +448,10 @@ def refuse_overlapped(value_of: Callable[[str], Any], delays: bool) -> None:
 
 
 def asynchronous(per_batch: bool) -> tuple[Refusals, ...]:
-    """Return the refusals of asynchronous schedules that update weights once per batch, or after every microbatch."""
+    """Return the refusals of asynchronous schedules.
+
+    With ``per_batch`` the schedules update weights once per batch, and otherwise after every microbatch.
+    """
     return (ASYNCHRONOUS,) if per_batch else (ASYNCHRONOUS, PER_MICROBATCH)
 
 

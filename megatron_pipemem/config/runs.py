@@ -57,7 +57,7 @@ class Parallelism(Limited):
         return self.tp * self.pp * self.dp * self.cp
 
     def why_not_experts(self) -> str | None:
-        """Return why experts cannot be divided among these ranks, or ``None`` if they can."""
+        """Return the reason why experts cannot be divided among these ranks; ``None`` if they can."""
         ranks, etp = self.tp * self.dp * self.cp, self.etp or self.tp
         if ranks % (etp * self.ep) == 0:
             return None
@@ -258,8 +258,7 @@ class Run:
         return self.schedule.weight_inputs
 
     def _expert_load(self) -> float:
-        """Return how many tokens the experts of the fullest rank get, as a multiple of even routing.
-
+        """Return the number of tokens that the experts of the fullest rank get, as a multiple of even routing.
         It is the run's ``expert_load``, but at most the capacity beyond which Megatron drops tokens, and that capacity
         for an ``expert_load`` of at most 1. If experts are padded to their capacity, it is the capacity. Otherwise it
         is 1 if a rank has all experts.

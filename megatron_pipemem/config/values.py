@@ -64,13 +64,16 @@ def _limits(kind: type) -> list[tuple[str, Limit]]:
 
 
 def refuse_if(wrong: object, code: str, key: str, message: str) -> None:
-    """Raise a ConfigError about ``key`` if ``wrong`` is true."""
+    """Raise a ConfigError about ``key``, with this code and message, if ``wrong`` is true."""
     if wrong:
         raise ConfigError(code, message, key=key)
 
 
 def check_magnitudes(value: object, key: str = "") -> None:
-    """Raise a ConfigError if a JSON value contains a number so large that sums would not stay finite."""
+    """Raise a ConfigError if a JSON value contains a number so large that sums would not stay finite.
+
+    ``key`` is the dotted key of the value, for the message.
+    """
     if isinstance(value, dict):
         for name, inner in value.items():
             check_magnitudes(inner, f"{key}.{name}" if key else name)
