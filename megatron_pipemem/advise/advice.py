@@ -117,7 +117,7 @@ class Way:
         return refusal(run)
 
     def gain(self, today: Way) -> float:
-        """Return the fraction by which a step is shorter than a step of ``today``."""
+        """Return the fraction by which a step is shorter than one of ``today``. It is negative if the step is longer."""
         return 1 - self.seconds / today.seconds
 
 
@@ -204,7 +204,10 @@ def advise(
 
 
 def why_not_cut(run: Run) -> str | None:
-    """Return why Megatron's own schedule cannot cut a GPT as the run's flags say; ``None`` if it can."""
+    """Return the reason why Megatron's own schedule cannot cut a GPT as the run's flags say.
+
+    It is ``None`` if it can, and for runs of other schedules or models.
+    """
     p, chunks, layers = run.parallelism.pp, run.parallelism.chunks or 1, run.model.layers
     if run.schedule.name != STOCK or run.model.pattern is not None or layout.pieces_of(run, p * chunks) is not None:
         return None
@@ -224,7 +227,7 @@ def _verdict(today: Way, stock: Way | None, proposals: Mapping[str, Way], overla
 
 
 def _gains_without_overlap(run: Run, ways: Sequence[Way], pace: MeasuredSlowdown | None) -> bool:
-    """Return whether one of ``ways`` is faster, in the same memory, than the run without overlap within layers."""
+    """Return whether one of ``ways`` is faster, in the same memory, than the run with its overlap within layers off."""
     bare = as_it_stands(without_overlap(run), pace)
     return any(way.gain(bare) >= AS_FAST and way.peak <= bare.peak * (1 + SAME_MEMORY) for way in ways)
 
@@ -253,7 +256,7 @@ def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
 
 
 def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
-    """Predict a run under a family, with every number of chunks and the best layout for each number."""
+    """Yield the prediction for a run under the family ``name``, for every number of chunks with its best layout."""
     is_stock = name in STOCKS
     base = run if is_stock else without_overlap(run)
     for placement, found in orders(base, Limits({"schedule": [name]}), Counter()).items():
@@ -276,7 +279,11 @@ def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
 
 
 def _sliced(run: Run, names: Collection[str], pace: MeasuredSlowdown | None) -> Iterator[Way]:
-    """Predict a run of few microbatches with one long sequence each under schedules that cut it into slices."""
+    """Yield the predictions for a run under schedules that cut sequences into slices.
+
+    There are none unless the run has few microbatches, with one long sequence each. ``names`` are the schedules that
+    its program can take.
+    """
     # Transformer Engine copies keys and values of several sequences for each slice, which is not priced.
     if run.parallelism.micro_batch > 1 or run.parallelism.microbatches >= MICROBATCHES * run.parallelism.pp:
         return
@@ -310,7 +317,11 @@ def _proposals(
     memory: float,
     refused: dict[str, tuple[str, list[str]]],
 ) -> Iterator[tuple[str, Way]]:
-    """Yield the best way of every kind, if it is faster than the run and the kinds before, or smaller."""
+    """Yield ``(kind, way)`` for the best way of every kind that is faster than the run and earlier kinds, or smaller.
+
+    ``ways`` run whole sequences, and ``sliced`` slices of them. ``memory`` is the memory of a device in bytes.
+    ``refused`` is extended by the refusals of faster ways (``_first``).
+    """
     same, short = ([way for way in each if way.peak <= today.peak * (1 + SAME_MEMORY)] for each in (ways, sliced))
     fast = [
         way
@@ -343,7 +354,10 @@ def _is_linear(way: Way) -> bool:
 
 
 def _first(ways: Sequence[Way], key: Callable[[Way], float], refused: dict[str, tuple[str, list[str]]]) -> Way | None:
-    """Return the first way by ``key`` that is not refused. Note in ``refused`` why schedules of ours before it are."""
+    """Return the way with the lowest ``key`` that is not refused; ``None`` if all are.
+
+    The refusals of our schedules with a lower ``key`` are added to ``refused``: by code, the message and the names.
+    """
     for way in sorted(ways, key=key):
         error = way.refusal
         if error is None:

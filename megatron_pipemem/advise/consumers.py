@@ -1,4 +1,4 @@
-"""How programs that train with Megatron take a schedule: the lines that bring a run of theirs to another one."""
+"""The settings by which programs that train with Megatron take a schedule, and the words that change them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def call(way: Way) -> str | None:
 
 
 def _changed_fields(today: Run, other: Run, chunks: int) -> dict[str, Any]:
-    """Return Megatron's fields for chunks, layout and overlaps that differ between two runs, with their new values."""
+    """Return Megatron's fields for chunks, layout and overlaps that differ between two runs, with their new values.
+
+    ``chunks`` is the number of chunks per rank of ``other``. A field that is no longer needed has the value ``None``.
+    """
     found: dict[str, Any] = {}
     if chunks != (today.parallelism.chunks or 1):
         found[VIRTUAL] = None if chunks == 1 else chunks

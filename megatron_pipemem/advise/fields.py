@@ -36,9 +36,10 @@ _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 def flags_of(values: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield (flag, value) for the fields of a configuration.
+    """Yield ``(flag, value)`` for the fields of a configuration. Flags have no dashes in front.
 
-    Fields without a flag are left out, because they do not change a price.
+    ``values`` has the values by field, and ``known`` the flags of Megatron's parser, as ``mcore.known_flags`` describes
+    them. Fields without a flag are left out, because they do not change a price.
     """
     fields: dict[tuple[str, str | None], str] = {}
     for name, flag in known.items():

@@ -171,7 +171,10 @@ def _replicas(flags: Mapping[str, Any], devices: int) -> int:
 
 
 def _packed(flags: dict[str, Any], samples: int, tokens: int, devices: int) -> None:
-    """Set in ``flags`` the batch sizes for sequences that are packed into microbatches of up to ``tokens`` tokens."""
+    """Set in ``flags`` the batch sizes for sequences that are packed into microbatches of up to ``tokens`` tokens.
+
+    ``samples`` is the number of sequences of a step, and ``devices`` that of all devices of the run.
+    """
     micro = max(1, tokens // int(flags["seq-length"]))
     batch = micro * _replicas(flags, devices)
     flags["micro-batch-size"], flags["global-batch-size"] = micro, -(-samples // batch) * batch

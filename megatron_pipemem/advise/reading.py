@@ -250,7 +250,10 @@ def _whole(text: str | None) -> int | None:
 def _parallelism(
     flags: _Flags, launcher: Mapping[str, str], devices: int | None, cluster: Cluster, assumed: list[str]
 ) -> tuple[Parallelism, int, int]:
-    """Return the parallel sizes, the number of nodes, and the number of devices of each node."""
+    """Return the parallel sizes, the number of nodes, and the number of devices of each node.
+
+    A sentence is added to ``assumed`` if the command leaves the number of nodes open.
+    """
     tp, pp, cp, ep = (
         flags.number(f"{kind}-parallel-size") or 1
         for kind in ("tensor-model", "pipeline-model", "context", "expert-model")
@@ -403,7 +406,11 @@ def _model(flags: _Flags, assumed: list[str], vocabulary: int | None) -> Model:
 
 
 def _tower(flags: _Flags, assumed: list[str], images: int | None) -> Tower | None:
-    """Return the vision tower of the command's model, or ``None``; with the images of the user, or else of the command."""
+    """Return the vision tower of the command's model, or ``None``.
+
+    Its number of images is ``images``, the user's, or else that of the command. If both are unknown, a sentence is
+    added to ``assumed``.
+    """
     tower: Tower | None = flags.given.get(TOWER)
     flags.asked |= {TOWER, IMAGES}
     if tower is None:
@@ -494,7 +501,10 @@ def _mamba(flags: _Flags, pattern: str) -> dict[str, Any]:
 
 
 def _vocabulary(flags: _Flags, model: Model, assumed: list[str]) -> int:
-    """Return the vocabulary's number of tokens, from the command, a known model of this shape, or the tokenizer."""
+    """Return the vocabulary's number of tokens, from the command, a known model of this shape, or the tokenizer.
+
+    A sentence is added to ``assumed`` unless the command gives the number.
+    """
     said = flags.number("vocab-size") or flags.number("padded-vocab-size")
     if said is not None:
         return said
