@@ -42,7 +42,10 @@ def best_layout(request: Request, arguments: Sequence[str]) -> tuple[list[str], 
 
 
 def _run_of(request: Request, given: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> Run:
-    """Return the run of these flags under the requested schedule, without flags that cut the model."""
+    """Return the run of these flags under the requested schedule, without flags that cut the model.
+
+    ``given`` has the values by flag, and ``known`` the properties of Megatron's flags (``known_flags``).
+    """
     ranks = 1
     for kind in ("tensor-model", "pipeline-model", "context"):
         ranks *= int(given.get(f"{kind}-parallel-size", 1))

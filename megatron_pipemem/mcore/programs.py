@@ -224,7 +224,10 @@ class Programs:
         self._update = None
 
     def measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> None:
-        """Plan from now on with these measured seconds and bytes. ``None`` keeps the present seconds or bytes."""
+        """Set the measured seconds and bytes with which later schedules are planned. Nothing is planned here.
+
+        ``None`` keeps the present seconds or bytes.
+        """
         self.knowledge = self.knowledge.with_measured(costs, changes)
         self._answers.clear()
 
@@ -239,9 +242,9 @@ class Programs:
             self._answers.clear()
 
     def vocabulary_is(self, barriers: int, num_devices: int) -> None:
-        """Plan from now on for a vocabulary that is cut over ranks, with ``barriers`` barriers, and price the cut head.
+        """Set the number of vocabulary barriers for which later schedules are planned, and price the cut head.
 
-        With 0 barriers the vocabulary is not cut.
+        With 0 barriers the vocabulary is not cut. ``num_devices`` is the number of pipeline ranks that share the head.
         """
         self.request = self.request.decided(barriers)
         parts = self.costs.part_prices

@@ -120,7 +120,10 @@ def _key_shards(execution: Execution) -> int:
 
 
 def _unquantised_output(execution: Execution, nbytes: float) -> Iterable[Saved]:
-    """Yield the 16-bit output of flash attention if the next projection keeps it in 8 bits and so does not share it."""
+    """Yield the 16-bit output of flash attention if the next projection keeps it in 8 bits and so does not share it.
+
+    ``nbytes`` are the bytes of this output.
+    """
     if execution.fp8 != "none" and execution.attention == "flash":
         yield Saved("attention's output in 16 bits", nbytes, "I", ("core_attn",))
 
@@ -311,7 +314,7 @@ def embedding_bytes(model: Model, execution: Execution) -> Kept:
 
 
 def message_bytes(model: Model, execution: Execution) -> float:
-    """Return the bytes of one microbatch's activations between two stages; a gradient has as many."""
+    """Return the bytes of one microbatch's activations between two stages, on one rank; a gradient has as many."""
     return execution.tokens(model) * model.hidden / execution.sequence_ranks * execution.element
 
 

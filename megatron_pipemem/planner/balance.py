@@ -316,7 +316,10 @@ def _found(run: Run, request: Request, microbatches: int) -> Schedule:
 
 
 def _given(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:
-    """Return the pieces of every stage in the layout that the user or the run gives; ``None`` if there is none."""
+    """Return the number of pieces of every stage in the given layout; ``None`` if there is none.
+
+    It is the user's layout ``text``, or else that of the run.
+    """
     pattern = run.model.pattern is not None
     key = layout.PATTERN if pattern else layout.FLAG
     asked = text if text is not None else run.flags.get(key)

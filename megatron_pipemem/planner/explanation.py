@@ -76,7 +76,10 @@ def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Ca
 
 
 def _split(plan: Mapping[str, Any], schedule: Schedule) -> Costs:
-    """Return the run's costs, which divide a fused B into I and W; unit costs if the plan has no price per stage."""
+    """Return the run's costs, which divide a fused B into I and W; unit costs if the plan has no price per stage.
+
+    ``plan`` is the entry of the plan in the report.
+    """
     prices = plan["costs"]
     if plan["priced_by"] == UNIT or len(prices["forward"]) not in (
         schedule.num_stages,

@@ -184,7 +184,10 @@ def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> t
 
 
 def _again(run: Run, placement: Placement, slices: Sequence[_Slice], shared: Sequence[Attention]) -> tuple[float, ...]:
-    """Return the seconds of recomputation per device for one microbatch, including attention to earlier slices."""
+    """Return the seconds of recomputation per device for one microbatch, including attention to earlier slices.
+
+    ``shared`` has the attention of every stage.
+    """
     runs_again = run.execution.recompute == "full" or run.execution.recomputes("core_attn")
     # Pass I has twice the products of attention in F, and recomputation has them once.
     rest = sum(each.earlier for each in slices) / 3 * runs_again

@@ -379,7 +379,10 @@ def _buffers(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> tuple[
 
 
 def _sums(cut: _Cut, device: list[Price], placement: Placement) -> float:
-    """Return the seconds in which one rank sums its stages' gradients with those of their replicas on other ranks."""
+    """Return the seconds in which one rank sums its stages' gradients with those of their replicas on other ranks.
+
+    ``device`` has the prices of all parts of the model on this rank.
+    """
     if placement.replicas == 1:
         return 0.0
     nbytes = sum(part.trained[0] for part in device) * GRADIENT
@@ -388,7 +391,11 @@ def _sums(cut: _Cut, device: list[Price], placement: Placement) -> float:
 
 
 def _exposed(cut: _Cut, device: list[Price], replicas: int) -> float:
-    """Return the seconds of one rank's data-parallel messages that no computing hides."""
+    """Return the seconds of one rank's data-parallel messages in a step that no computing hides.
+
+    ``device`` has the prices of all parts of the model on this rank. ``replicas`` is the number of replicas of the
+    model in the pipeline.
+    """
     if cut.replicas == 1:
         return 0.0
     experts = sum(part.trained[1] for part in device)
@@ -408,7 +415,7 @@ def _exposed(cut: _Cut, device: list[Price], replicas: int) -> float:
 
 
 def mfu(run: Run, seconds: float) -> float:
-    """Return the model FLOPs utilisation of a step that takes ``seconds``: its FLOPs as a fraction of the devices' peak."""
+    """Return the model FLOPs utilisation of a step of ``seconds`` seconds, as a fraction of the devices' peak."""
     flops = model_flops(run.model) * run.parallelism.global_batch
     return flops / (seconds * run.parallelism.ranks * run.cluster.tflops * 1e12)
 
