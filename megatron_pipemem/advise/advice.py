@@ -117,7 +117,7 @@ class Way:
         return refusal(run)
 
     def gain(self, today: Way) -> float:
-        """Return the fraction by which a step is shorter than one of ``today``. It is negative if the step is longer."""
+        """Return the fraction by which a step is shorter than one of ``today``. It is negative if a step is longer."""
         return 1 - self.seconds / today.seconds
 
 

@@ -203,7 +203,10 @@ class Loaded:
         return None if self.request.memory_cap is None else self.request.memory_cap.amount
 
     def again(self, request: Request, costs: Costs) -> Loaded:
-        """Return the schedule for another request and these costs, in this shape, with this object's memory per action."""
+        """Return the schedule for another request and other costs, in this shape, with this object's memory per action.
+
+        The memory in ``costs`` is not used.
+        """
         knowledge = replace(self.knowledge, costs=replace(costs, memory=self.knowledge.costs.memory))
         return Loaded(request, self.shape, knowledge, choose(request, self.shape, knowledge))
 

@@ -109,7 +109,7 @@ class Cluster(Limited):
         return self.host_memory_gib * GIB / self.devices_per_node
 
     def sharing(self, device: int) -> int:
-        """Return the number of devices of a node that share one channel to the host with ``device``, itself included."""
+        """Return the number of devices of a node that share a channel to the host with ``device``, itself included."""
         return next((len(group) for group in self.switches if device in group), 1)
 
     def link(self, devices: int, stride: int = 1) -> Link:

@@ -321,7 +321,7 @@ class Execution(Limited):
         return self.etp or self.tp
 
     def expert_replicas(self, replicas: int) -> float:
-        """Return the number of ranks with the same expert weights, if ``replicas`` ranks have the same other weights."""
+        """Return the number of ranks with equal expert weights, if ``replicas`` ranks have equal other weights."""
         return replicas * self.tp / (self.expert_tp * self.ep)
 
     def tokens(self, model: Model) -> float:

@@ -61,7 +61,7 @@ class Plan:
     def gain(self) -> float | None:
         """The ratio of the makespan with a barrier between steps to the period without it.
 
-        ``None`` for a plan with the barrier.
+        Above 1, steps are faster without the barrier. ``None`` for a plan with the barrier.
         """
         if not self.run.schedule.overlap_steps:
             return None

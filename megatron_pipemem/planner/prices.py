@@ -333,7 +333,7 @@ def _shown_messages(execution: Execution, messages: Sequence[tuple[float, float]
 
 
 def _block_messages(model: Model, execution: Execution, cluster: Cluster, block: Sublayer) -> tuple[float, float]:
-    """Return the seconds of a block's tensor-parallel messages, and of its expert-parallel ones, in F of a microbatch."""
+    """Return the seconds of a block's tensor-parallel and of its expert-parallel messages, in F of a microbatch."""
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     link = cluster.link(tp)
     ranks = execution.expert_tp if block is Sublayer.EXPERTS else tp

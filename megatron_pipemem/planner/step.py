@@ -83,7 +83,10 @@ class PlannedStep:
         return listed(kept)
 
     def held(self, kept: Sequence[float]) -> tuple[float, ...]:
-        """Return all bytes of each device, given the bytes of its activations. Limits are compared with this sum."""
+        """Return all bytes of each device, given ``kept``, the bytes of activations of each.
+
+        Limits are compared with this sum.
+        """
         return tuple(a + s + b for a, s, b in zip(kept, self.static, self.buffers, strict=True))
 
     def room(self, memory: float) -> tuple[float, ...]:
