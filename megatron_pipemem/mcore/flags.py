@@ -1,4 +1,7 @@
-"""Take the ``--pipemem-*`` flags off a command line and check them, without importing torch or Megatron."""
+"""Take the ``--pipemem-*`` flags off a command line, check them, and add the flags of Megatron that they need.
+
+Neither torch nor Megatron is imported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Check the flags in a run's YAML file against Megatron's own parser, before any rank starts."""
+"""The flags of Megatron's own parser, and a check of the flags in a run's YAML file against them.
+
+The check comes before any rank starts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Enable and disable the plugin in this process, and the functions that training loops call while it is enabled."""
+"""Functions that enable and disable the plugin in this process, and those that training loops call while it is on."""
 
 from __future__ import annotations
 

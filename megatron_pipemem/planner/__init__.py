@@ -2,7 +2,7 @@
 
 * ``counts``          parameters, FLOPs and relative weights of layers
 * ``activations``     the bytes that a microbatch keeps, tensor by tensor
-* ``profile``         measured or modelled costs of layers, and the costs of stages made of them
+* ``profile``         measured or modelled costs of the parts of a model, from which stages are priced
 * ``prices``          seconds and bytes of a layer, the embedding and the head on one rank; the offload ratio
 * ``partition``       the layers of every stage
 * ``step``            a run on a placement: costs of stages, bytes of ranks, seconds outside the schedule
