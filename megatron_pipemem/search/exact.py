@@ -25,7 +25,7 @@ class Solved(NamedTuple):
 
 
 def solve(problem: Problem, shorter_than: int, most_states: int) -> Solved | None:
-    """Find the shortest timetable below ``shorter_than`` ticks, or prove that there is none.
+    """Find the shortest timetable of the problem with less than ``shorter_than`` ticks, or prove that there is none.
 
     Return ``None`` if more than ``most_states`` beginnings would be stored. Their number multiplies with every pass,
     and each takes about a tenth of a millisecond on two devices.

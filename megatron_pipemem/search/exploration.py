@@ -230,11 +230,11 @@ class Exploration:
         return (start for start in list_schedules(self._problem) if start[0] not in tried)
 
     def may_justify(self, clock: Clock) -> bool:
-        """Return whether there is time to justify a timetable."""
+        """Return whether there is time to justify another timetable of this placement."""
         return clock.allows(SearchStep.JUSTIFY, 2 * self.num_passes, self.num_passes)
 
     def justify(self, name: str, table: Timetable, clock: Clock) -> None:
-        """Justify a timetable, and keep it if it is among the best."""
+        """Justify a timetable twice, and keep the result under ``name`` if it is among the best."""
         with clock.step(SearchStep.JUSTIFY, 2 * self.num_passes):
             self._add(f"{name}, justified", justify(self._problem, justify(self._problem, table)))
 
@@ -293,7 +293,8 @@ class Exploration:
     def explore(self, clock: Clock, effort: float, reached: float) -> None:
         """Try periodic orders until the lower bound is met, progress stops, or the effort or time is used up.
 
-        The search also ends when intervals become so long that no order can be faster than ``reached`` seconds.
+        ``effort`` multiplies the number of trials. The search also ends when intervals become so long that no order can
+        be faster than ``reached`` seconds.
         """
         if self.is_optimal or not self.may_justify(clock):
             return
@@ -341,7 +342,7 @@ class Exploration:
     def polish(self, clock: Clock, effort: float) -> None:
         """Justify the best orders many times, each time with other passes frozen in their place in the order.
 
-        This helps if devices idle in the steady state.
+        This helps if devices idle in the steady state. ``effort`` multiplies the number of trials.
         """
         rng = Random(self.seed)
         problem = self._problem

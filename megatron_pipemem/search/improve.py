@@ -47,7 +47,8 @@ def timetable(problem: Problem, orders: Orders) -> Timetable:
 def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
     """Return a greedy timetable: a free device runs the ready pass with the least ``urgency`` that its cap admits.
 
-    The result is ``None`` if the caps block all devices before the end.
+    ``urgency`` has one number per pass, and a smaller number is more urgent. The result is ``None`` if the caps block
+    all devices before the end.
     """
     units, ticks, change, caps, reserve = problem.units, problem.ticks, problem.change, problem.caps, problem.reserve
     classes_of, passes = problem.classes, problem.reversed
@@ -133,7 +134,7 @@ class Row:
         self._gap_places: list[int] = []  # the number of passes before the gap
 
     def into_gap(self, each: int, ready: int, length: int, change: int) -> int:
-        """Place a pass into the first gap that it fits into, and return its end; -1 if there is no such gap.
+        """Place the pass ``each`` into the first gap that it fits into, and return its end; -1 if there is no such gap.
 
         The pass starts at ``ready`` or later, takes ``length`` ticks, and changes the memory by ``change``. The
         passes after the gap must keep the device's cap, too.
@@ -180,7 +181,10 @@ class Row:
         return end
 
     def append(self, each: int, ready: int, length: int, change: int) -> int:
-        """Place a pass after all others of the device, at ``ready`` or later, and return its end."""
+        """Place the pass ``each`` after all others of the device, at ``ready`` or later, and return its end.
+
+        It takes ``length`` ticks, and changes the memory by ``change``.
+        """
         begin = self.end
         if ready > begin:
             if ready - begin >= self._shortest:
@@ -195,7 +199,11 @@ class Row:
 
 
 def _earlier(passes: PassTable, starts: Sequence[int], frozen: Collection[int]) -> Timetable:
-    """Place all passes in the order of ``starts``: in the first gap that fits unless frozen, else after the others."""
+    """Return a new timetable, in which all passes are placed in the order of ``starts``.
+
+    A pass goes into the first gap that it fits into. If there is none, or the pass is in ``frozen``, it goes after the
+    other passes of its device. ``starts`` has one tick per pass.
+    """
     device_of, price_of, before, waits, ticks, change, lags, caps, shortest = passes
     rows = [Row(cap, least) for cap, least in zip(caps, shortest, strict=True)]
     ends = [0] * (len(starts) + 1)  # the last entry stands for the pass before the first of a class

@@ -74,7 +74,10 @@ class Variation:
         return self.value < before
 
     def _try(self, orders: Sequence[Order]) -> list[float]:
-        """Return the values of orders, and keep the best order; of equal ones the later, so that variations go on."""
+        """Return the ``value`` of every order, and keep the order with the smallest one; of equal ones the later.
+
+        The later one is kept so that variations go on.
+        """
         makespans, excess = self._simulated(orders) if self._many is None else self._many.try_all(orders)
         values = []
         for order, makespan, over in zip(orders, map(float, makespans), map(float, excess), strict=True):
@@ -95,7 +98,10 @@ class Variation:
 
 
 def random_move(count: int, random: Random) -> Move:
-    """Return a random move: a function that swaps two microbatches of an order, or moves one to another position."""
+    """Return a random move: a function that swaps two microbatches of an order, or moves one to another position.
+
+    The function returns a new order. ``count`` is the number of microbatches in an order.
+    """
     first, second, swaps = random.randrange(count), random.randrange(count), random.random() < 0.5
 
     def moved(order: Sequence[int]) -> Order:

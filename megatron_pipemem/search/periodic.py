@@ -74,7 +74,10 @@ class Cycles:
         return (starts[:, position[link.target]] - starts[:, position[link.source]] - link.gap) % self.interval
 
     def _shared_waits(self, device: int, shared: dict[tuple, np.ndarray]) -> np.ndarray:
-        """Return the waits between a device and the next one. Pairs of devices with equal waits share one array."""
+        """Return the array of ``_waits``. Pairs of neighbouring devices with equal waits share one array.
+
+        The array is taken from ``shared``, or computed and added to it.
+        """
         links, position = self._hops[device], self._position
         below, above = self._starts[device], self._starts[device + 1]
         key = (
@@ -157,7 +160,12 @@ class Cycles:
     def _follow(
         self, order: int, choice: list[tuple[np.ndarray, np.ndarray]], picked: list[np.ndarray]
     ) -> PeriodicBlock:
-        """Return the block of the cheapest combination, given the order of device 0 and the choices for the others."""
+        """Return the block of the cheapest combination, given the ``order`` of device 0.
+
+        ``choice`` has two arrays for every device but the last, indexed by the device's own order: the best order of
+        the next device, and the best rotation. ``picked`` has the considered cyclic orders of every device. Orders are
+        indices in ``picked``.
+        """
         starts = np.zeros(len(self.problem.device), dtype=np.int64)
         shift = 0
         for d in range(self.problem.num_devices):

@@ -108,8 +108,8 @@ def family_starts(
 def _largest_group(name: str, problem: Problem, shape: Mapping[str, Any]) -> int:
     """Return the largest ``group_size`` below ``p`` with which a family keeps the caps; 1 if none does.
 
-    Larger groups hold more and idle less. Raise an UnsupportedError if the family does not accept groups of fewer than
-    ``p`` microbatches.
+    ``shape`` has the other arguments of ``build_schedule``. Larger groups hold more and idle less. Raise an
+    UnsupportedError if the family does not accept groups of fewer than ``p`` microbatches.
     """
     fits, exceeds = 1, problem.num_devices
     while exceeds - fits > 1:
@@ -181,7 +181,7 @@ def _depths(problem: Problem) -> list[float]:
 
 
 def shortened(problem: Problem, num_microbatches: int) -> Problem:
-    """Return the problem with at most ``num_microbatches`` microbatches.
+    """Return a copy of the problem with at most ``num_microbatches`` microbatches.
 
     With enough of them, the start and the end of a step stay the same.
     """

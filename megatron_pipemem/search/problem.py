@@ -184,8 +184,9 @@ class Problem:
     def owed(self, c: int, upcoming: Sequence[int]) -> int:
         """Return the memory that must be free before the next forward of class ``c``, if microbatches have slices.
 
-        It is the memory of this forward, of all remaining forwards of the microbatches that the device has begun, and
-        of one I. With less free memory, no microbatch might reach its backward.
+        ``upcoming`` has the next pass of every class. The result, in memory steps, is the memory of this forward, of
+        all remaining forwards of the microbatches that the device has begun, and of one I. With less free memory, no
+        microbatch might reach its backward.
         """
         n, change = self.slices, self.change
         forwards = [other for other in self.classes[self.device[c]] if other % 3 == FORWARD]
@@ -204,7 +205,7 @@ class Problem:
         return {(3 * stage + INPUT) * units + rank for stage in self.full for rank in range(units)}
 
     def held(self, order: Iterable[int]) -> int:
-        """Return the most memory that a device holds after any pass of its order."""
+        """Return the most memory, in memory steps, that a device holds after any pass of its ``order``."""
         units, n, change = self.units, self.slices, self.change
         now = most = 0
         for each in order:
@@ -228,9 +229,10 @@ def make_problem(
 ) -> Problem:
     """Return the problem of a placement with these costs, in whole ticks and memory steps.
 
-    ``full`` has the stages with full backwards. With ``staggered``, the time of every device counts from a later
-    moment than that of the previous device. The makespan, from the earliest start to the latest end in these times, is
-    then an upper bound for every device's own part of a step.
+    ``caps`` has the most memory of every device, in the unit of ``Costs.memory_changes``; ``None`` is no limit.
+    ``full`` has the stages with full backwards. With ``staggered``, the time of every device counts from a later moment
+    than that of the previous device. The makespan, from the earliest start to the latest end in these times, is then an
+    upper bound for every device's own part of a step.
     """
     stages, n = placement.num_stages, slices
     seconds, memory = costs.seconds(placement, n), costs.memory_changes(placement, slices=n)
@@ -293,7 +295,11 @@ def _stagger(placement: Placement, ticks: Sequence[int], slices: int) -> int:
 
 
 def waits_of(placement: Placement, lag: Callable[[int, int], int]) -> ClassWaits:
-    """Return ``Problem.waits`` of a placement. ``lag(source, destination)`` returns the lag between two stages."""
+    """Return ``Problem.waits`` of a placement.
+
+    ``lag(source, destination)`` returns the ticks from the end of a pass on stage ``source`` to the earliest start of
+    the pass on stage ``destination`` that needs its result.
+    """
     waits: list[tuple[tuple[int, int], ...]] = []
     for stage in range(placement.num_stages):
         before, after = placement.previous_stage(stage), placement.next_stage(stage)
@@ -338,7 +344,7 @@ def to_schedule(
 
 
 def from_schedule(schedule: Schedule) -> Orders:
-    """Return the orders of a schedule. A full backward becomes I, followed by W."""
+    """Return a schedule's orders as passes of a problem, per device. A full backward becomes I, followed by W."""
     units, n = schedule.num_microbatches * schedule.slices, schedule.slices
     offset = {kind: index * units for index, kind in enumerate(KINDS)}
     orders = []

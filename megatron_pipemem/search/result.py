@@ -121,7 +121,10 @@ class ResultCache:
         self._folder = folder
 
     def get(self, question: object, costs: Costs) -> SearchResult | None:
-        """Return the cached result of the search with the arguments in ``question``; ``None`` if there is none."""
+        """Return the cached result of the search with the arguments in ``question``; ``None`` if there is none.
+
+        ``costs`` become the costs of the result, because the file does not have them.
+        """
         try:
             path = self._path(question)
             content = path.read_bytes()

@@ -180,7 +180,10 @@ def _first_orders(explorations: Sequence[Exploration], clock: Clock) -> list[Exp
 
 
 def _improve(explorations: Sequence[Exploration], clock: Clock, effort: float, seed: int) -> None:
-    """Try all methods that find better orders, first those that gain most for their time."""
+    """Try all methods that find better orders, first those that gain most for their time.
+
+    The explorations keep the orders. ``effort`` multiplies the number of trials of each method.
+    """
     clock.state = partial(_standing, "improving the orders of families", explorations)
     _justify_starts(explorations, clock, effort)
     _solve_small(explorations, clock, effort)
@@ -253,7 +256,7 @@ def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int]
 
 
 def _misfit(costs: Costs, placement: Placement, slices: int) -> CostsError | None:
-    """Return the CostsError if the costs do not fit a placement and a number of slices; ``None`` if they fit."""
+    """Return (not raise) the CostsError if the costs do not fit a placement with these slices; ``None`` if they fit."""
     try:
         costs.seconds(placement, slices)
         costs.memory_changes(placement, slices=slices)

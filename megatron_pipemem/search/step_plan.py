@@ -308,7 +308,8 @@ class _Search:
     def _reorder_actions(self, starts: Sequence[Order]) -> None:
         """Improve the best greedy schedule and the base in turn, by varying the order of their microbatches.
 
-        For every improved order of microbatches new greedy schedules are made.
+        ``starts`` are the orders to begin with. The best result is kept, and nothing is returned. For every improved
+        order of microbatches new greedy schedules are made.
         """
         dispatcher, limits = Dispatcher(self._base, self._costs, self._caps), list(_limits(self._base))
         made = self._dispatched(dispatcher, product(limits, starts))
@@ -332,7 +333,8 @@ class _Search:
     def _dispatched(self, dispatcher: Dispatcher, tries: Iterable[tuple[Ahead, Order]]) -> _Found | None:
         """Return the fastest of the greedy schedules for these limits and orders, which are tried while there is time.
 
-        If nothing better than the arrival order is known yet, go on without a time limit until one keeps the caps.
+        The schedule is also kept if it is the best so far. If nothing better than the arrival order is known yet, go on
+        without a time limit until one keeps the caps.
         """
         fastest, of = None, None
         for ahead, order in tries:
@@ -348,7 +350,10 @@ class _Search:
         return result
 
     def _climbed(self, dispatcher: Dispatcher, limits: Sequence[Ahead], begin: _Found | None) -> _Found | None:
-        """Return ``begin``, improved by random swaps and moves of microbatches that keep or shorten the makespan."""
+        """Return ``begin``, improved by random swaps and moves of microbatches that keep or shorten the makespan.
+
+        Every tried order gets a greedy schedule, with one of ``limits`` in turn. ``begin`` itself is not changed.
+        """
         if begin is None:
             return None
         best, value, order = None, begin.value, begin.order
