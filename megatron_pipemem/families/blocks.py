@@ -188,12 +188,13 @@ def repeat(block: Block, num_microbatches: int) -> Timetable:
 def reorder(
     timetable: Timetable, placement: Placement, peak: int, *, steady: bool = False, slices: int = 1
 ) -> Timetable:
-    """Move passes of warm-up and cool-down to earlier idle slots. No device may hold more than ``peak`` activations.
+    """Return the timetable with passes of warm-up and cool-down moved to earlier idle slots.
 
-    Warm-up lasts until the first backward of stage 0, and cool-down begins after the last forward of stage 0. Passes
-    move, in order of time, to the earliest idle slots that their inputs allow. In the cool-down, W take the slots that
-    are idle after all other passes have moved. ``steady`` also moves the passes in between. That saves about one slot
-    if backwards are full, and makes the schedule worse if they are split. ``peak`` counts activations of one stage.
+    No device may hold more than ``peak`` activations, of one stage each. Warm-up lasts until the first backward of
+    stage 0, and cool-down begins after the last forward of stage 0. Passes move, in order of time, to the earliest idle
+    slots that their inputs allow. In the cool-down, W take the slots that are idle after all other passes have moved.
+    ``steady`` also moves the passes in between. That saves about one slot if backwards are full, and makes the schedule
+    worse if they are split. ``slices`` is the number of slices per microbatch.
     """
     warm_up_end = min(slot for slot, each in timetable if each.stage == 0 and each.kind in (Kind.I, Kind.B))
     cool_down = 1 + max(slot for slot, each in timetable if each == Pass(Kind.F, 0))
@@ -223,7 +224,10 @@ def reorder(
 
 
 def extend(timetable: Timetable, interval: int, num_microbatches: int) -> Timetable:
-    """Lengthen a timetable by a number of microbatches: repeat one interval from the middle of its steady state."""
+    """Return the timetable with ``num_microbatches`` more microbatches. None are added if the number is not positive.
+
+    One interval of slots from the middle of the steady state is repeated once for each of them.
+    """
     if num_microbatches <= 0:
         return timetable
     begin = timetable[len(timetable) // 2][0]
@@ -332,7 +336,10 @@ class _Plan:
         self._held = [list(accumulate(device_changes)) for device_changes in changes]
 
     def earliest(self, each: Pass) -> int:
-        """Return the first slot in which the inputs of the pass's next microbatch are complete."""
+        """Return the first slot in which the inputs of the pass's next microbatch are complete.
+
+        For F, I and B it is also not before the end of the same pass of the previous microbatch.
+        """
         kind, stage = each
         if kind is Kind.W:
             device = self._placement.devices[stage]

@@ -72,7 +72,10 @@ def _from_visits(p: int, m: int, chunks: int, group: int, group_sizes: list[int]
 
 
 def _group(p: int, n: int) -> int:
-    """Return the number of slices in the smallest group of whole microbatches with at least ``p`` slices."""
+    """Return the number of slices in the smallest group of whole microbatches with at least ``p`` slices.
+
+    ``n`` is the number of slices of a microbatch.
+    """
     return -(-p // n) * n
 
 
@@ -207,7 +210,8 @@ def _gis(name: str, p: int, m: int, v: int, group: int) -> Schedule:
 def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
     """Return the passes of a device: first some forwards, then I, W and F in turn.
 
-    For groups of equal size, each at least half of the devices, the order is that of ``_in_slots``.
+    ``v`` is the number of chunks, and ``sizes`` has the number of microbatches of every group. For groups of equal
+    size, each at least half of the devices, the order is that of ``_in_slots``.
     """
     visits = [chunk for size in sizes for chunk in range(v) for _ in range(size)]
     forwards = [Pass(Kind.F, chunk * p + device) for chunk in visits]
@@ -222,7 +226,10 @@ def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
 
 
 def _in_slots(device: int, p: int, v: int, group: int, m: int) -> list[Pass]:
-    """Return the passes of a device in the order of their slots. A last group may lack microbatches."""
+    """Return the passes of a device in the order of their slots.
+
+    ``v`` is the number of chunks, and ``group`` the number of microbatches of a group. The last group may have fewer.
+    """
     forward, backward = grouped_slots(p, v, group)
     timetable = []
     for microbatch in range(m):

@@ -88,9 +88,9 @@ def pipe_offload(
 ) -> Schedule:
     """Build PipeOffload: offload the longer-lived chunks of every device, as far as that lowers the peak.
 
-    At most ``offload_chunks`` chunks per device are offloaded: by default all chunks divided by ``part``, rounded up.
-    ``k`` is the seconds of a copy to the host and back, divided by those of F, I and W. The default is that of
-    ``costs``, or 1.
+    ``name`` becomes the name of the schedule. At most ``offload_chunks`` chunks per device are offloaded: by default
+    all chunks divided by ``part``, rounded up. ``k`` is the seconds of a copy to the host and back, divided by those of
+    F, I and W. The default is that of ``costs``, or 1.
     """
     from megatron_pipemem.features.offload.orders import plan_offload  # only here, because others do not need it
 

@@ -44,7 +44,10 @@ def v_min(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
 
 
 def _repeated(name: str, slots: Iterable[tuple[int, ...]], p: int, num_microbatches: int, slices: int) -> Schedule:
-    """Return the schedule of a block, given four slots per device: F of its two stages, then I of both in reverse."""
+    """Return the schedule of a block, given four start slots per device in this order: F down, F up, I up, I down.
+
+    "Down" is the device's stage on the way to the last device, and "up" that on the way back to device 0.
+    """
     starts: dict[Pass, int] = {}
     for device, own in enumerate(slots):
         down, up = device, 2 * p - 1 - device

@@ -117,7 +117,8 @@ class _Policy(NamedTuple):
 def _forwards_ahead(costs: Costs, p: int, most: int) -> list[tuple[int, ...]]:
     """Return three choices of forwards ahead per device: few, many, and the mean of both.
 
-    Few are those of 1F1B. Many are as many as end before the first gradient can return. None is above ``most``.
+    Few are those of 1F1B. Many are as many as end before the first gradient can return. None is above ``most``, the
+    most microbatches that the cap allows on a device.
     """
     seconds = costs.seconds(Placement.linear(p))
     forward, backward = seconds[Kind.F], seconds[Kind.I]
@@ -150,7 +151,8 @@ def _greedy(costs: Costs, policy: _Policy, num_microbatches: int, most: int) -> 
 def _run(costs: Costs, policy: _Policy, m: int, most: int) -> Iterator[tuple[int, Kind]]:
     """Yield ``(device, kind)`` of the greedy order, in order of time.
 
-    There is no deadlock, because limits on younger microbatches never delay the oldest one.
+    ``m`` is the number of microbatches, and ``most`` the most of them that a device may hold from F to W. There is no
+    deadlock, because limits on younger microbatches never delay the oldest one.
     """
     last, seconds = len(policy.ahead) - 1, costs.seconds(Placement.linear(len(policy.ahead)))
     arrivals: dict[Kind, list[list[float]]] = {kind: [[] for _ in policy.ahead] for kind in (Kind.F, Kind.I)}
