@@ -56,7 +56,10 @@ def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 
 
 def _with_pairs(chosen: Choice, request: Request, knowledge: Knowledge) -> Choice:
-    """Return the choice with the pairs that make it faster. It loses its bound, which holds only without pairs."""
+    """Return a copy of the choice with the pairs that make its schedule faster.
+
+    The copy has no bound, which holds only without pairs, and no search results.
+    """
     from megatron_pipemem.features.pairs import orders
 
     costs = chosen.costs if chosen.costs.have_exchanges else orders.with_exchanges(chosen.costs)
@@ -84,8 +87,8 @@ def vocabulary_ways[T](
 ) -> dict[int, T]:
     """Return the choice for every number of vocabulary barriers: 0 (no vocabulary passes), 1 and 2 are the keys.
 
-    ``chosen`` returns the choice for a request. If it raises a ScheduleError or UnsupportedError for 1 or 2 barriers,
-    ``refused`` is called with the number and the error, and the result lacks that number.
+    ``chosen(request)`` returns the choice for a request. If it raises a ScheduleError or UnsupportedError for 1 or 2
+    barriers, ``refused`` is called with the number and the error, and the result lacks that number.
     """
     ways = {0: chosen(request.decided(0))}
     for barriers in BARRIERS:
@@ -97,7 +100,10 @@ def vocabulary_ways[T](
 
 
 def with_barriers(schedule: Schedule, barriers: int, costs: Costs) -> Schedule:
-    """Return the schedule with vocabulary passes that have 1 or 2 barriers; with 0 barriers the schedule itself."""
+    """Return the schedule with vocabulary passes that have 1 or 2 barriers; with 0 barriers the schedule itself.
+
+    ``costs`` decide on the places of the passes.
+    """
     if not barriers:
         return schedule
     from megatron_pipemem.features.vocabulary import orders
@@ -174,8 +180,8 @@ def _forwards(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 def forward_schedule(placement: Placement, num_microbatches: int, name: str = "forward only") -> Schedule:
     """Return a schedule of forwards only: a device always runs the deepest of its stages whose input has arrived.
 
-    Inputs arrive as if all forwards took equally long, and messages no time. Microbatches are assigned to replicas of
-    the model in turn.
+    The deepest stage is the one nearest to the loss. Inputs arrive as if all forwards took equally long, and messages
+    no time. Microbatches are assigned to replicas of the model in turn.
     """
     replicas, shares = placement.replicas, [0] * placement.replicas
     for microbatch in range(num_microbatches):

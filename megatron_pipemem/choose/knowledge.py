@@ -113,7 +113,7 @@ class Knowledge:
     """The cache of finished searches; ``None`` always searches."""
 
     def with_measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> Knowledge:
-        """Add measured seconds (``costs``) and counted bytes (``changes``), either of which may be ``None``.
+        """Return a copy with measured seconds (``costs``) and counted bytes (``changes``); either may be ``None``.
 
         If bytes were counted before, the new ones are those of a step that recomputed every stage selectively.
         """
@@ -174,8 +174,8 @@ class Knowledge:
     def held(self, schedule: Schedule, costs: Costs) -> Sequence[float]:
         """Return the peak memory of every device, in the unit of the memory of ``costs``.
 
-        If bytes were counted and ``costs`` have bytes, the peak is taken over the actions of the lowered program,
-        messages included.
+        If bytes were counted and ``costs`` have bytes, the peak is taken over the actions of the lowered programs, one
+        for each entry of ``queues``, messages included.
         """
         if self.changes is None or costs.memory is None:
             return peaks(schedule, costs)
@@ -204,7 +204,7 @@ class Knowledge:
 
     @property
     def message(self) -> float:
-        """Return the bytes of the largest counted message with activations (RECV_F); 0 if none was counted."""
+        """Return the bytes of the largest message with activations (RECV_F) counted on any stage; 0 if none was."""
         return max(self._messages(1))
 
     def _messages(self, slices: int) -> list[float]:
@@ -213,7 +213,10 @@ class Knowledge:
         return [max(received[at::slices]) for at in range(slices)]
 
     def _channel(self, placement: Placement) -> Channel:
-        """Return the channel by the first that is known: costs, given ratio, measured bandwidth, assumed ratio."""
+        """Return the channel between the devices and their hosts, from the first of these that is known.
+
+        They are the channel of the costs, the given ratio, the measured bandwidth, and the assumed ratio.
+        """
         if self.costs.channel is not None:
             return self.costs.channel
         if self.ratio is not None:

@@ -194,7 +194,10 @@ def _under_higher_caps(
 def _search(
     request: Request, shape: Shape, knowledge: Knowledge, costs: Costs, placements: Sequence[Placement], effort: float
 ) -> Callable[..., SearchResult]:
-    """Return ``search_schedule`` with all arguments set except ``memory_cap`` and ``seconds``."""
+    """Return ``search_schedule`` with all arguments set except ``memory_cap`` and ``seconds``. Nothing is searched yet.
+
+    ``effort`` is used if the options of the request have none.
+    """
     return partial(
         search_schedule,
         num_devices=shape.num_devices,
@@ -321,7 +324,8 @@ class Plans:
     def add_all(self, orders: Iterable[tuple[str, Schedule]], deadline: float) -> None:
         """Call ``add`` for every order that may beat the fastest plan so far, until the deadline.
 
-        If no plan keeps the cap by then, go on until one does.
+        ``orders`` has names and schedules. ``deadline`` is a time of ``time.perf_counter``, or infinity. If no plan
+        keeps the cap by then, go on until one does.
         """
         new: list[tuple[float, str, Schedule]] = []
         for name, order in orders:
