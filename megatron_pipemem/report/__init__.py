@@ -1,6 +1,6 @@
-"""Draw timelines in the terminal, as PNG and SVG, as HTML pages, and as Perfetto traces.
+"""Draw timelines into files. The modules of this package also draw in the terminal and in notebooks.
 
-A timeline is a simulated or a measured run (``Timeline``).
+Files are PNG, SVG, HTML or Perfetto traces. A timeline is a simulated or a measured run (``Timeline``).
 """
 
 from __future__ import annotations

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 def show(shown: Schedule | Timeline | SearchResult) -> None:
-    """Show a picture in a notebook, or a coloured timeline in a terminal, after a table of a search's placements."""
+    """Show a picture in a notebook, or print a coloured timeline in a terminal.
+
+    For a search result, a table of its placements comes first.
+    """
     console = Console()
     if console.is_jupyter:
         from IPython.display import display
@@ -54,7 +57,10 @@ def to_html(shown: Schedule | Timeline | SearchResult) -> str:
 
 
 def frame(run: Timeline, content: str) -> str:
-    """Return the HTML element that shows the page of one timeline at its full height."""
+    """Return the HTML element that shows the page of one timeline at its full height.
+
+    ``content`` is the element's attribute with the page: ``srcdoc='...'`` with its text, or ``src='...'``.
+    """
     height = 48 * run.schedule.num_devices + 225  # pixels
     style = f"width:100%;height:{height}px;border:0;background:#fff"
     return f"<iframe title='{escape(DrawnRun(run).headline)}' style='{style}' {content}></iframe>"

@@ -78,7 +78,10 @@ def figure_of(axes: Axes) -> Figure:
 
 
 def axes_for_points(size: tuple[float, float], title: str, x: str, y: str) -> Axes:
-    """Make a new figure for points, and return its empty axes."""
+    """Make a new figure for points, and return its empty axes.
+
+    ``size`` is the width and height in inches. ``x`` and ``y`` are the labels of the axes.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, dpi=_DPI, facecolor="white", layout="constrained")
@@ -153,7 +156,10 @@ def add_labels(axes: Axes, labels: Sequence[Label]) -> int:
 
 
 def _places_around(spot: _Spot, width: float, height: float, reach: float) -> Iterator[_Box]:
-    """Yield boxes of this size at growing distances from a point. At each distance, those to the right come first."""
+    """Yield boxes of this size at growing distances from a point. At each distance, those to the right come first.
+
+    All lengths are in points. No box is farther away than ``reach``.
+    """
     ring = _MARKER + 1
     while ring <= reach:
         for turn in sorted(range(-7, 9), key=abs):
@@ -169,7 +175,10 @@ def _overlaps(box: _Box, others: Iterable[_Box]) -> bool:
 
 
 def _is_beside(box: _Box, spot: _Spot, spots: Iterable[_Spot]) -> bool:
-    """Return whether a name in this box needs no line: it is close to its point, and closer than to all others."""
+    """Return whether a name in this box needs no line: it is close to its point, and closer than to all others.
+
+    ``spot`` is its point, and ``spots`` are all points.
+    """
 
     def gap(x: float, y: float) -> float:
         return math.hypot(max(box[0] - x, x - box[2], 0), max(box[1] - y, y - box[3], 0))
@@ -247,8 +256,9 @@ def draw_run(run: PicturedRun, axes: Axes, end: float, points: float, top: float
 
 
 def _bars(axes: Axes, spans: Iterable[tuple[int, float, float]], rows: tuple[float, float], **look: Any) -> None:
-    """Draw bars that look alike. Each span is ``(device, start, end)``. ``rows`` is their lower and upper edge in the
-    row.
+    """Draw bars that look alike. Each span is ``(device, start, end)``.
+
+    ``rows`` has the upper and the lower edge of the bars in a device's row, as parts of the row's height from the top.
     """
     from matplotlib.collections import PolyCollection
 
@@ -279,7 +289,8 @@ def _draw_boxes(axes: Axes, run: PicturedRun, points: float) -> None:
 def _number_size(run: PicturedRun, points: float, row_points: float) -> float:
     """Return the font size in points of numbers that fit the shortest box, or 0 if there should be no numbers.
 
-    There are none if they would be too small or too many.
+    ``points`` is the width of a second in points, and ``row_points`` the height of a row in points. There are none if
+    they would be too small or too many.
     """
     boxes = [box for row in run.boxes for box in row]
     digits = len(str(max((box.action.microbatch or 0 for box in boxes), default=0)))
@@ -290,7 +301,8 @@ def _number_size(run: PicturedRun, points: float, row_points: float) -> float:
 def _draw_waits(axes: Axes, run: PicturedRun, points: float, row_points: float) -> set[str]:
     """Write, in each bubble, the action that the device waits for, in the longest form that fits.
 
-    Return what was left out for lack of room.
+    ``points`` is the width of a second in points, and ``row_points`` the height of a row in points. Return what was
+    left out for lack of room.
     """
     left_out: set[str] = set()
     size = min(7.0, 0.62 * _ACTION_HEIGHT * row_points)
@@ -366,10 +378,10 @@ _COMFORTABLE = 7.5
 
 
 def draw(timelines: Sequence[Timeline]) -> Figure:
-    """Draw the actions of each device with its memory below. Several timelines share one time scale, and one memory
-    scale if their memory has the same unit.
+    """Return a new figure with the actions of each device, and its memory below.
 
-    Each timeline is drawn whole. If some labels do not fit, the picture says which were left out.
+    Several timelines share one time scale, and one memory scale if their memory has the same unit. Each timeline is
+    drawn whole. If some labels do not fit, the picture says which were left out.
     """
     runs = [PicturedRun(timeline) for timeline in timelines]
     longest, shortest = max(run.end for run in runs), min(run.shortest for run in runs)
@@ -391,7 +403,10 @@ def draw(timelines: Sequence[Timeline]) -> Figure:
 
 
 def _row_inches(devices: int, runs: int) -> float:
-    """Return the height in inches of a device's row: its actions and its memory."""
+    """Return the height in inches of a device's row: its actions and its memory.
+
+    ``devices`` is the number of rows of the timeline, and ``runs`` the number of timelines in the picture.
+    """
     return min(0.62, max(0.26, 7.0 / devices)) * (1 if runs == 1 else 0.85)
 
 

@@ -81,7 +81,7 @@ def _unit(in_bytes: bool) -> str:
 def draw(
     points: Sequence[Point], bound: Sequence[tuple[float, float]] = (), title: str = "", in_bytes: bool = False
 ) -> Figure:
-    """Return a figure with bubble on the vertical and peak on the horizontal axis.
+    """Return a figure with bubble on the vertical and peak on the horizontal axis; lower is better for both.
 
     A staircase joins the points that are not dominated. Dominated points are hollow, and searched schedules are stars.
     ``bound`` has pairs ``(memory, bubble rate)``, sorted by memory. No schedule within that memory has a smaller
@@ -132,7 +132,7 @@ def draw(
 
 
 def _limits(points: Sequence[Point]) -> tuple[float, float]:
-    """Return the ends of the memory axis and of the bubble axis.
+    """Return the upper ends of the memory axis and of the bubble axis, in this order.
 
     Points do not count if their bubble is far above that of most points, or if their peak is more than twice the highest
     of the points that are not dominated.
@@ -146,7 +146,8 @@ def _limits(points: Sequence[Point]) -> tuple[float, float]:
 def _note(points: Sequence[Point], inside: Sequence[Point], unnamed: int) -> str:
     """Return the text below the picture: points beyond its limits, and the number of points without a name.
 
-    The number of lines does not depend on ``unnamed``.
+    ``inside`` has the points within the limits, and ``unnamed`` is the number of those without a name. The number of
+    lines does not depend on ``unnamed``.
     """
     beyond = [f"{p.name} ({p.peak:.3g}, {p.bubble_rate:.0%})" for p in sorted(points, key=_by_peak) if p not in inside]
     lines = textwrap.wrap(f"Beyond the picture: {', '.join(beyond)}.", _NOTE) if beyond else []

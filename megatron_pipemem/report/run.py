@@ -60,7 +60,7 @@ def measured_bubble(report: Mapping[str, Any]) -> float | None:
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:
-    """Return the results of a run as lines of text, from its report."""
+    """Return the results of a run as lines of text, from its report (the parsed file of ``--pipemem-report``)."""
     found = []
     if chosen := report["plans"] and report["plans"][-1]:
         size = _size(chosen["devices"], chosen["chunks"], chosen["microbatches"])
@@ -169,7 +169,10 @@ _NANOSECONDS = 1e9
 
 
 def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return lines of text with the main causes of idle time, and the simulated makespan of the run's own schedule."""
+    """Return lines of text with the main causes of idle time, and the simulated makespan of the run's own schedule.
+
+    ``facts`` is the result of ``planner.explanation.explain``.
+    """
     idle, step, devices = facts["idle"], facts["seconds"], facts["devices"]
     total = Counter({cause: sum(each["causes_ns"][cause] for each in idle) for cause in CAUSES})
     found = [
@@ -195,7 +198,10 @@ def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def idle_table(facts: Mapping[str, Any]) -> FittingTable:
-    """Return a table with each device's idle time, and the part of each cause."""
+    """Return a table with each device's idle time, and the part of each cause.
+
+    ``facts`` is the result of ``planner.explanation.explain``.
+    """
     causes = [cause for cause in CAUSES if any(each["causes_ns"][cause] for each in facts["idle"])]
     unit, scale = _unit(facts["seconds"])
     rows = FittingTable(
@@ -218,7 +224,7 @@ def idle_table(facts: Mapping[str, Any]) -> FittingTable:
 def change_lines(facts: Mapping[str, Any]) -> list[str]:
     """Return lines of text with the changes that would save most time, and the memory that each needs.
 
-    If no change saves 1 % of the step, one line says so.
+    ``facts`` is the result of ``planner.explanation.explain``. If no change saves 1 % of the step, one line says so.
     """
     own = facts["simulated_seconds"]
     if not facts["changes"]:
@@ -235,7 +241,7 @@ def change_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def seconds(amount: float) -> str:
-    """Return a time as text, in seconds or milliseconds: ``1.5 s`` or ``25 ms``."""
+    """Return ``amount``, a time in seconds, as text in seconds or milliseconds: ``1.5 s`` or ``25 ms``."""
     unit, scale = _unit(amount)
     return f"{amount * scale:.4g} {unit}"
 
@@ -245,7 +251,10 @@ def _unit(amount: float) -> tuple[str, float]:
 
 
 def _change_in_memory(peak: float, facts: Mapping[str, Any]) -> str:
-    """Return text that compares the peak memory after a change with the present peak."""
+    """Return text that compares ``peak``, the highest peak after a change, with the present one.
+
+    Both are in bytes or in activation units, as ``facts`` says.
+    """
     now = facts["peak"]
     if peak == now:
         return "same activation memory"

@@ -98,7 +98,10 @@ def _widest(texts: Iterable[str], parts: Callable[[str], Sequence[str]]) -> int:
 
 
 def _layout(columns: Sequence[_Column], width: int) -> tuple[int, list[int]] | None:
-    """Return how many columns separate cells, and the width of each column; ``None`` if some word would not fit."""
+    """Return how many blanks separate two cells, and the width of each column of the table in characters.
+
+    The result is ``None`` if some word would not fit. ``width`` is that of the console.
+    """
     for gap in _PADDINGS:
         room = width - _EDGES - gap * (len(columns) - 1)
         enough = sum(column.natural for column in columns) if gap == max(_PADDINGS) else 0
@@ -108,7 +111,10 @@ def _layout(columns: Sequence[_Column], width: int) -> tuple[int, list[int]] | N
 
 
 def _shared(columns: Sequence[_Column], room: int) -> list[int]:
-    """Return the width of each column. Room beyond the least widths goes to the narrowest, up to the natural width."""
+    """Return the width of each column in characters, ``room`` at most in all.
+
+    Room beyond the least widths goes to the narrowest column, up to its natural width.
+    """
     widths = [column.least for column in columns]
     spare = room - sum(widths)
     while spare > 0:
@@ -185,7 +191,10 @@ class TerminalTimeline:
 
 
 def _columns_per_second(timelines: Sequence[Timeline], room: int) -> tuple[float, bool]:
-    """Return the columns per second, and whether the shortest action has less than one column."""
+    """Return the console's columns per second, and whether the shortest action has less than one column.
+
+    The longest of the timelines gets at most ``room`` columns.
+    """
     seconds = [end - start for timeline in timelines for spans in timeline.spans for start, end in spans]
     shortest = min((length for length in seconds if length > 0), default=1.0)
     longest = max(timeline.makespan for timeline in timelines)
@@ -214,7 +223,10 @@ def _cells(drawn: DrawnRun, row: tuple[Box, ...], scale: float, width: int, sque
 
 
 def _lane(lane: Sequence[HostTransfer], scale: float, width: int, margin: int) -> Text:
-    """Return the line that shows a device's copies to the host (``>``) and back (``<``)."""
+    """Return the line that shows a device's copies to the host (``>``) and back (``<``).
+
+    ``scale`` is the number of columns per second. ``width`` is that of the timeline, and ``margin`` that before it.
+    """
     signs = {Kind.OFFLOAD: ">", Kind.RELOAD: "<"}
     cells = [" "] * width
     for copy in lane:
@@ -226,7 +238,10 @@ def _lane(lane: Sequence[HostTransfer], scale: float, width: int, margin: int) -
 
 
 def _owners(row: tuple[Box, ...], scale: float, width: int) -> list[Box | None]:
-    """Return, for each column, the box that fills the largest part of it, or ``None`` if a larger part is idle."""
+    """Return, for each column, the box that fills the largest part of it, or ``None`` if a larger part is idle.
+
+    ``scale`` is the number of columns per second, and ``width`` the number of columns.
+    """
     filled: list[list[tuple[float, Box]]] = [[] for _ in range(width)]
     for box in row:
         start, end = box.start * scale, box.end * scale

@@ -74,7 +74,7 @@ class Bubble(NamedTuple):
 
 
 def common_end(timelines: Sequence[Timeline]) -> float:
-    """Return the end of the time axis that compared timelines share, in seconds.
+    """Return the end of the time axis that compared timelines share, in seconds: the makespan of the longest one.
 
     Timelines more than twice as long as the median do not count.
     """
@@ -88,10 +88,10 @@ def bytes_text(held: float) -> str:
 
 
 def held_steps(row: tuple[Box, ...]) -> list[tuple[float, float]]:
-    """Return ``(time, held)`` for each change of a device's memory.
+    """Return ``(time, held)`` for each change of a device's memory, in order of time. ``held`` is the level after it.
 
-    Memory is taken at the start of an action, and freed at its end. If one action frees memory and the next takes it at
-    the same time, the level between them is left out.
+    ``row`` has the boxes of the device. Memory is taken at the start of an action, and freed at its end. If one action
+    frees memory and the next takes it at the same time, the level between them is left out.
     """
     steps = [(0.0, 0.0)]
     for box in row:
@@ -107,7 +107,10 @@ def held_steps(row: tuple[Box, ...]) -> list[tuple[float, float]]:
 
 
 def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
-    """Return a colour as ``#rrggbb``. Each kind of action has its hue, and later chunks are paler."""
+    """Return a colour as ``#rrggbb``. Each kind of action has its hue, and later chunks are paler.
+
+    ``chunk`` counts from 0, and ``num_chunks`` is the number of chunks per device.
+    """
     pale = _PALEST * chunk / (num_chunks - 1) * min(1.0, (num_chunks + 1) / 4) if num_chunks > 1 else 0.0
     return "#" + "".join(f"{round(part + (255 - part) * pale):02x}" for part in kind.spec.colour)
 
