@@ -72,9 +72,10 @@ class RankProgram:
 
 @lru_cache(maxsize=32)  # a run has few programs: training, evaluation, and their versions before a new plan
 def settle(program: Program, device: int) -> RankProgram:
-    """Return a device's instructions, with their ``settles``. Nothing is sent, received or freed here.
+    """Return a device's instructions. Nothing is sent, received or freed here.
 
-    The cache compares programs by identity.
+    For each received message, they name the sent messages whose memory this device may then free. The cache compares
+    programs by identity.
     """
     answers = _answers(program, device)
     instructions = []

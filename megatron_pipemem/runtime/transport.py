@@ -299,7 +299,10 @@ class Transport:
             self._reap()  # last: the receiver is waiting
 
     def blank(self, action: Action) -> torch.Tensor:
-        """Return a tensor for a message whose content the receiver does not use."""
+        """Return a tensor to send as a message whose content the receiver does not use.
+
+        It has the shape of the microbatch's messages, or one element if their shape is unknown.
+        """
         shape = self.message.shape_of(action.microbatch) or (1,)
         return torch.zeros(shape, dtype=self.message.dtype, device=self.message.device)
 

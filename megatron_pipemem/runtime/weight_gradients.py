@@ -132,7 +132,9 @@ _collecting: WeightGradientQueue | None = None
 
 
 class collecting:
-    """Let layers that run within a ``with`` block put their weight gradients into ``queue``; ``None`` for no split.
+    """Let layers that run within a ``with`` block put their weight gradients into ``queue``.
+
+    With ``None``, layers use their own backward.
 
     This is a class because every forward and backward uses it, and a generator would take three times as long.
     """
