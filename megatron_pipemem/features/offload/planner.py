@@ -132,7 +132,8 @@ class PlacedTrips(NamedTuple):
     ) -> PlacedTrips:
         """Return the positions at which a device's round trips start and end their copies, according to a timetable.
 
-        ``trips`` has the round trips of all devices. ``lives`` is the function's result for the order of ``device``.
+        ``trips`` has the round trips of all devices. ``lives`` has two positions in the device's order by ``(stage,
+        microbatch)``: of the forward, and of the first action that needs its activations.
         """
         own = _of(device, trips)
         starts, ends = timetable.starts[device], timetable.ends[device]
@@ -333,7 +334,7 @@ class Planner:
         return [self._proposal(plan, whole)]
 
     def _proposal(self, plan: Sequence[_TripGroup], whole: set[int]) -> Proposal:
-        """Return the orders of all devices with their round trips, and the reason of every activation that stays.
+        """Return the orders of all devices with their round trips, the reasons why activations stay, and the timetable.
 
         ``whole`` has the stages that are recomputed from their input, so they hold no activations that could leave.
         """
@@ -363,7 +364,10 @@ class Planner:
         return over, max(peaks) if over else 0.0, sum(peaks) if over else 0.0, trips
 
     def _plan_all(self, stages: frozenset[int], timetable: PassTimes, stretch: float) -> list[_TripGroup]:
-        """Return the best plan of every part if compute actions take ``stretch`` times as long and copies do not."""
+        """Return the best plan of every part if compute actions take ``stretch`` times as long and copies do not.
+
+        ``timetable`` is the one before stretching.
+        """
         timetable = timetable.stretched(stretch)
         return [self._best(_Part(devices, timetable), stages) for devices in self._groups]
 

@@ -52,7 +52,9 @@ def may_pair(schedule: Schedule) -> bool:
 
 
 def with_pairs(schedule: Schedule, costs: Costs, keeps_cap: Callable[[Schedule], bool] = lambda _: True) -> Schedule:
-    """Return the fastest of the schedule itself and those of six choices of its pairs for which ``keeps_cap`` is true.
+    """Return the version of the schedule with the shortest simulated step: itself, or one of six with pairs.
+
+    Versions with pairs for which ``keeps_cap`` is false are left out.
 
     In a pair the forward comes first. A forward that is moved before its neighbouring backward for this raises the
     device's peak.

@@ -52,9 +52,9 @@ def recomputed_by_mode(schedule: Schedule) -> dict[str, list[int]]:
 def recompute_plans[T](
     base: Schedule, costs: Costs, mode: str, plan: Callable[[Schedule], T], over: Callable[[Schedule], Collection[int]]
 ) -> Iterator[T]:
-    """Yield plans of the order ``base`` with recompute. ``auto`` may yield several, each with more recompute than the
-    one before.
+    """Yield plans of the order ``base`` with the recompute of a mode: ``none``, ``selective``, ``full`` or ``auto``.
 
+    ``auto`` may yield several plans, each with more recompute than the one before. All other modes yield one.
     ``plan`` turns a schedule into a plan. With ``auto``, the first plan has no recompute. ``over`` returns the devices
     of a schedule that need more memory than they may. On each of these devices, the next plan recomputes more, if more
     recompute saves memory there.

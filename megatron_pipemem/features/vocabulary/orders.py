@@ -56,7 +56,7 @@ class PassRun:
     """Simulates all devices to insert vocabulary passes into their orders.
 
     An idle device runs the most urgent action that is ready: the next of its order, or a pass whose collectives have
-    ended.
+    ended. Times, such as ``now``, are in ticks (``_TICKS``).
     """
 
     def __init__(self, schedule: Schedule, orders: tuple[Order, ...], barriers: int, costs: Costs) -> None:

@@ -98,8 +98,9 @@ class HostPool:
         return HostBlock(data, piece.pending(), piece)
 
     def give(self, block: HostBlock, after: Iterable[Ticket]) -> None:
-        """Return a block to the pool. Its memory can be lent again at once, and the next user waits for the transfers
-        in ``after``.
+        """Give a block back to the pool. Its memory can be lent again at once.
+
+        The next user waits for the transfers in ``after``, which may still read or write the block.
         """
         self.used_bytes -= block.nbytes
         piece = block._piece
@@ -191,9 +192,10 @@ _MATRIX = 8192  # large enough that products take longer than their launches
 
 
 def measure_host_link(channel: CopyChannel, nbytes: int = _BYTES) -> HostLink:
-    """Measure bytes per second to the host and back, and whether transfers in both directions can run at once.
+    """Measure bytes per second to the host and back, and whether copies in both directions can run at once.
 
-    Ranks that share a link should measure at the same time, so that the result includes their contention.
+    Each copy has ``nbytes``. Ranks that share a link should measure at the same time, so that the result includes their
+    contention.
     """
     ends = copy_ends(channel, nbytes)
 

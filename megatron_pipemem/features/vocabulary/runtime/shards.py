@@ -34,7 +34,7 @@ class VocabularyPartition:
             )
 
     def rows(self, shard: int) -> range:
-        """Return the rows of a shard."""
+        """Return the numbers of a shard's rows in the whole matrix."""
         if not 0 <= shard < self.shards:
             raise VocabularyError(
                 "bad-number", f"shard {shard} of {self.shards}: give the rank within the group, counted from 0"
