@@ -161,7 +161,7 @@ def _reading(
 
 
 def _on(nodes: int, per_node: int) -> dict[str, str]:
-    """Return the options of a launcher for nodes with so many devices each."""
+    """Return the options of a launcher for ``nodes`` nodes with ``per_node`` devices each."""
     return {"nnodes": str(nodes), "nproc-per-node": str(per_node)}
 
 

@@ -259,6 +259,7 @@ class Run:
 
     def _expert_load(self) -> float:
         """Return the number of tokens that the experts of the fullest rank get, as a multiple of even routing.
+
         It is the run's ``expert_load``, but at most the capacity beyond which Megatron drops tokens, and that capacity
         for an ``expert_load`` of at most 1. If experts are padded to their capacity, it is the capacity. Otherwise it
         is 1 if a rank has all experts.

@@ -230,10 +230,9 @@ class LayoutFlag(NamedTuple):
 def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placement) -> LayoutFlag | None:
     """Return the layout that the stages need in place of Megatron's own cut; ``None`` if they need none.
 
-    ``layers`` is the number of layers of the model.
-    It is needed for layers that do not divide evenly, and for the layers of the first or last rank in a V or wave. There
-    the first stage of the model gets as many layers as every chunk of Megatron's first rank, and the last stage likewise.
-    The other stages share the rest evenly.
+    A layout is needed for layers that do not divide evenly, and for the layers of the first or last rank in a V or
+    wave. There the first stage of the model gets as many layers as every chunk of Megatron's first rank, and the last
+    stage likewise. The other stages share the rest evenly. ``layers`` is the number of layers of the model.
     """
     chunks = known_chunks(placement)
     stages = num_devices * chunks

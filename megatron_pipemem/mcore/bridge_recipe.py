@@ -123,8 +123,8 @@ def _changed(section: object) -> dict[str, Any]:
 def _with_known_models(bridge: Any) -> None:
     """Make Megatron-Bridge read the sizes of models in ``config.hugging_face`` from there, not from Hugging Face.
 
-    ``bridge`` is its class ``AutoBridge``, whose ``from_hf_pretrained`` is replaced for the rest of the process.
-    With ``HF_HUB_OFFLINE``, a model that is not there, not a folder and not in Hugging Face's cache gets sizes of 1.
+    ``bridge`` is its class ``AutoBridge``, whose ``from_hf_pretrained`` is replaced for the rest of the process. With
+    ``HF_HUB_OFFLINE``, a model that is not there, not a folder and not in Hugging Face's cache gets sizes of 1.
     """
     ask_hugging_face = bridge.from_hf_pretrained
 

@@ -32,6 +32,7 @@ _REPEATED = ("--pipemem-option", "--pipemem-offload-option")  # each occurrence 
 
 def add_planned_flags(file: str, arguments: Sequence[str]) -> list[str]:
     """Return a command line with the plan file's flags that it lacks: model, parallelism, layout, schedule, precision.
+
     Raise an UnsupportedError if a flag has another value than in the plan, because the plan is valid for its own values
     only.
     """
@@ -50,6 +51,7 @@ def add_planned_flags(file: str, arguments: Sequence[str]) -> list[str]:
 
 def _by_flag(words: Sequence[str]) -> dict[str, list[list[str]]]:
     """Return the words after each flag, by the flag with its ``--``, one list per occurrence.
+
     For example, ``--a 1 2 --a 3`` gives ``{"--a": [["1", "2"], ["3"]]}``.
     """
     found: dict[str, list[list[str]]] = {}

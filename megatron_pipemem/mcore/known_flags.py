@@ -69,6 +69,7 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 def described(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
     """Return the properties of every flag of a parser as JSON values, by the flag with its ``--``.
+
     The properties are the choices, type, number of values, default, attribute and constant, and whether it takes no
     value.
     """

@@ -320,10 +320,9 @@ def _schedule(microbatches: int) -> Schedule:
 def changes(entries: Sequence[LedgerEntry]) -> dict[Kind, int]:
     """Return the bytes by which each kind of action changes a stage's activation memory in the middle of a step.
 
-    Kinds that free memory have negative bytes.
-    F and its messages are taken from a microbatch that starts while the previous one is held. Other kinds are taken
-    from a microbatch that ends while the next one is held. So tensors that microbatches share, or that remain after
-    them, do not count.
+    Kinds that free memory have negative bytes. F and its messages are taken from a microbatch that starts while the
+    previous one is held. Other kinds are taken from a microbatch that ends while the next one is held. So tensors that
+    microbatches share, or that remain after them, do not count.
     """
     befores = (0, *(entry.bytes for entry in entries))
     forward = (Kind.RECV_F, Kind.F, Kind.SEND_F)

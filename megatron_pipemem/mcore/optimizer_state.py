@@ -1,6 +1,7 @@
 """Make Megatron save the distributed optimizer's state correctly if gradient buckets are padded.
 
 Any placement can then load it.
+
 Stock Megatron removes the padding between buckets when it joins the ranks' parts of a buffer. It then cuts the buffer
 at positions that still include the padding. So after a padded bucket, every parameter gets values of another one. A
 tied embedding has its own bucket, and overlapped reductions have many. ``main`` fixed this after 0.19.2, in

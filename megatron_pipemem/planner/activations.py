@@ -335,6 +335,7 @@ def _gradient_bytes(model: Model, execution: Execution, kind: str) -> float:
 
 def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
     """Return the bytes by which pass I enlarges the kept inputs of a layer's linear layers, for one microbatch.
+
     With sequence parallelism, a linear layer with cut outputs keeps its rank's part of the sequence, and computes on
     all of it. Transformer Engine gathers the parts in I, and keeps the whole until W, unless W gathers it again.
     Megatron's own layers always gather again in W.

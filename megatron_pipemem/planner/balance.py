@@ -208,8 +208,7 @@ class _Scale:
         """Return the layout with equally many layers on all stages but the last, which has all that are left.
 
         The number is the most that a rank can compute in ``slowest`` seconds per microbatch on all its stages, and at
-        least 1.
-        Embedding and head are not counted.
+        least 1. Embedding and head are not counted.
         """
         share = slowest * self.placement.num_devices / self.stages
         each = max(1, int(share * (1 + _TOLERANCE) / max(self._loads.seconds[: self.run.model.layers])))

@@ -137,9 +137,9 @@ class MeasuredLayers:
 def stage_memory(memory: Mapping[Kind, Sequence[float]], slices: int = 1) -> dict[Kind, tuple[float, ...]]:
     """Return the changes of held bytes by F, I and W, with those of their messages added.
 
-    ``memory`` has the changes of every kind of action, one value per stage and slice. So has the result.
-    If the run did not split its backwards, W frees all bytes that F and I have added. With several slices, W frees the
-    bytes that B freed, because B of a slice also frees memory that other slices took.
+    ``memory`` has the changes of every kind of action, one value per stage and slice. So has the result. If the run did
+    not split its backwards, W frees all bytes that F and I have added. With several slices, W frees the bytes that B
+    freed, because B of a slice also frees memory that other slices took.
     """
     stages = len(next(iter(memory.values())))
     none = (0.0,) * stages

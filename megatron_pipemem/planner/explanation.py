@@ -37,8 +37,8 @@ LACKS_STEP = (
 def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Case | None:
     """Return the last step of a run from its parsed ``--pipemem-report`` file; ``None`` if the file has no step.
 
-    ``search_seconds`` is the time limit for each search of an order; 0 for none.
-    Raise a KeyError, TypeError or ValueError if the file is not a report.
+    ``search_seconds`` is the time limit for each search of an order; 0 for none. Raise a KeyError, TypeError or
+    ValueError if the file is not a report.
     """
     recorded, plans = report.get("last_step"), report["plans"]
     if recorded is None:

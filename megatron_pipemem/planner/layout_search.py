@@ -80,6 +80,7 @@ def descend(
     most: int,
 ) -> tuple[int, ...]:
     """Return the number of pieces per stage of the fastest layout found from ``start`` by moves of one or two pieces.
+
     ``simulate`` returns the seconds of a layout's step and adds its chain to the bounds; infinite seconds rule a layout
     out. A stage keeps at least the pieces in ``least``. ``most`` limits the number of simulated layouts.
     """

@@ -62,6 +62,7 @@ def partition(loads: Loads, placement: Placement, start: Sequence[int] | None = 
 
 def _cut(measure: _Measure, with_needed: int = 0) -> list[int]:
     """Return the number of layers per stage for which the slowest stage takes least, and among these the least memory.
+
     Each of the first ``with_needed`` stages has a layer of the kind that every device needs. If devices have several
     stages, layers are then moved away from the slowest device.
     """
@@ -75,6 +76,7 @@ def _cut(measure: _Measure, with_needed: int = 0) -> list[int]:
 
 def _least_maximum(tables: Sequence[np.ndarray]) -> tuple[float, list[int]]:
     """Return the smallest possible largest load of a stage, and the number of layers per stage that gives it.
+
     ``tables`` has one table per stage. ``table[i, j]`` is the load of the stage with layers ``i`` to ``j - 1``, and
     infinite for ``j < i``.
     """
@@ -117,9 +119,8 @@ class _Measure:
     def stage_tables(self, with_needed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return for each stage the seconds, and for each stage the bytes, of every range of layers.
 
-        They are tables as in ``_least_maximum``.
-        On the first ``with_needed`` stages, ranges without a layer of the kind that every device needs take infinitely
-        long.
+        They are tables as in ``_least_maximum``. On the first ``with_needed`` stages, ranges without a layer of the
+        kind that every device needs take infinitely long.
         """
         size = len(self._seconds)
         valid = np.arange(size)[:, None] <= np.arange(size)[None, :]
@@ -156,7 +157,10 @@ class _Measure:
         return (_of_stages(self._needed, counts) @ self._owners == 0).sum(axis=1)
 
     def slowest_stages(self, counts: np.ndarray) -> list[int]:
-        """Return the stages of the slowest device, except those without layers to give away."""
+        """Return the stages of the slowest device, except those without layers to give away.
+
+        ``counts`` has the number of layers per stage.
+        """
         seconds = _of_stages(self._seconds, counts) + self._end_seconds
         slowest = np.bincount(self.devices, seconds, self.num_devices).argmax()
         owned = np.flatnonzero(self.devices == slowest)

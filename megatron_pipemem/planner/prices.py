@@ -167,6 +167,7 @@ def layer(
 @lru_cache(maxsize=1024)
 def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
     """Predict the seconds and bytes of the input embedding, on one rank for one microbatch.
+
     F copies rows of the table, and sums them over tensor-parallel ranks. W adds their gradients.
     """
     nbytes = execution.tokens(model) * model.hidden * execution.element

@@ -1,4 +1,5 @@
 """The profile of a model: the costs of its parts on one rank, from which stages are priced.
+
 A stage has its layers and its *frame*: all parts that are not layers. The first stage's frame has the embedding, and
 the last one's has final norm, head and loss. Seconds, bytes and parameters of a stage are sums over its layers and its
 frame, so one profile gives the costs of every division into stages. Profiles come from formulas (``from_formulas``), or

@@ -172,8 +172,8 @@ def _each(combine: Callable[[Iterable], float], tables: Sequence[Sequence[float]
 def _seconds(slices: Sequence[_Slice], kind: Kind, square: Sequence[float]) -> tuple[float, ...]:
     """Return the seconds of one kind of pass, per stage and slice.
 
-    They are those of a sequence as long as the slice, plus those of attention to earlier slices.
-    ``square`` has the seconds of attention of the whole sequence on each stage.
+    They are those of a sequence as long as the slice, plus those of attention to earlier slices. ``square`` has the
+    seconds of attention of the whole sequence on each stage.
     """
     parts = [each.step.costs.seconds(each.step.placement)[kind] for each in slices]
     return tuple(

@@ -131,8 +131,8 @@ def vocabulary_step(
     """Predict a step with embedding and head cut over all devices, including the seconds and bytes of their passes.
 
     ``barriers`` is the number of barriers per microbatch. ``layers`` has the pieces of every stage, by default from the
-    planner's partition.
-    If microbatches are cut into slices, each slice has an equal part of these passes, and its own costs of layers.
+    planner's partition. If microbatches are cut into slices, each slice has an equal part of these passes, and its own
+    costs of layers.
     """
     if run.model.tower is not None:
         raise UnsupportedError(

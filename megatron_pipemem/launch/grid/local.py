@@ -31,6 +31,7 @@ Event = Callable[[int, Result | None], object]
 
 class LocalRunner:
     """Trains the points of a grid, each in a process of its own.
+
     ``on_event`` is called from several threads. ``command_of`` returns the command that trains a point, by default a
     torchrun command for this machine.
     """

@@ -132,6 +132,7 @@ def _report(path: Path) -> dict[str, Any]:
 
 def step_seconds(log: str) -> float | None:
     """Return the median seconds of the steps in the text of a training log; ``None`` if it has none.
+
     The first step after every start is left out if there are others, because it opens channels.
     """
     steps = [(int(number), float(milliseconds)) for number, milliseconds in _ITERATION.findall(log)]

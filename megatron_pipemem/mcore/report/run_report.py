@@ -169,6 +169,7 @@ def makespans(shared: Sequence[Shared]) -> list[float]:
 
 def described(number: int, plans: Plans, steps: Sequence[RecordedStep], shared: Sequence[Shared] | None) -> dict:
     """Return the report's entry of the plan ``plans[number]``: its schedule, costs and makespans.
+
     ``shared`` is ``None`` if a rank of the pipeline could not measure.
     """
     first, plan = plans[number]
