@@ -411,7 +411,10 @@ def _row_inches(devices: int, runs: int) -> float:
 
 
 def _panels(width: float, heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
-    """Return a new figure, and the axes of each timeline in it. ``heights`` are those of the axes, in inches."""
+    """Return a new figure, and the empty axes of each timeline in it, from top to bottom.
+
+    ``width`` is that of the figure, and ``heights`` are those of the axes, in inches.
+    """
     from matplotlib.figure import Figure  # without pyplot, a Figure draws with Agg and leaves no global state
 
     above, below, space = 0.5, 1.2 if width > 11 else 1.4, 0.5

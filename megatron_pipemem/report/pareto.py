@@ -46,7 +46,10 @@ class Point:
 
 
 def table(points: Sequence[Point], in_bytes: bool = False) -> FittingTable:
-    """Return a table of the points, sorted by peak. Points that are not dominated have a mark, the others are dim."""
+    """Return a table of the points, sorted by peak. Points that are not dominated have a mark, the others are dim.
+
+    With ``in_bytes`` the caption says that peaks are shares of 1F1B's bytes, otherwise activation units.
+    """
     columns = ("front", "schedule", "placement", "peak", "bubble")
     rows = FittingTable(columns, text=("front", "schedule", "placement"), caption=f"peak: in {_unit(in_bytes)}")
     for point in sorted(points, key=_by_peak):
@@ -68,8 +71,9 @@ def save_pareto(
     title: str = "",
     in_bytes: bool = False,
 ) -> Path:
-    """Draw the points into a PNG or SVG file, by the suffix of ``path``, and return the path. Missing folders are
-    made.
+    """Draw the points into a PNG or SVG file, by the suffix of ``path``, and return the path.
+
+    Missing folders are made. The other parameters are those of ``draw``.
     """
     return write_picture(lambda: draw(points, bound, title, in_bytes), path, "bubble against peak")
 
@@ -85,7 +89,7 @@ def draw(
 
     A staircase joins the points that are not dominated. Dominated points are hollow, and searched schedules are stars.
     ``bound`` has pairs ``(memory, bubble rate)``, sorted by memory. No schedule within that memory has a smaller
-    bubble.
+    bubble. With ``in_bytes`` the peak axis is labelled as shares of 1F1B's bytes, otherwise as activation units.
     """
     from matplotlib.lines import Line2D
     from matplotlib.ticker import PercentFormatter

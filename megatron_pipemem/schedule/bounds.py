@@ -32,9 +32,9 @@ class Held(NamedTuple):
 class Chain:
     """The least times of one microbatch (or slice) on every stage, in seconds, and the memory that it holds there.
 
-    ``count`` microbatches are like this one. ``seconds`` has the seconds of F, of I and of W, each per stage.
-    ``links`` has the seconds of messages between neighbouring stages, forward and backward. Times count from the
-    start of the microbatch's first F.
+    ``count`` microbatches are like this one. ``seconds`` has the seconds of F, of I and of W, each per stage. ``links``
+    has the seconds of messages between neighbouring stages, forward and backward. ``held`` has one ``Held`` per stage.
+    Times count from the start of the microbatch's first F.
 
     Attributes:
         forward_start: per stage, the earliest start of F.
@@ -182,8 +182,8 @@ def _backward(
 ) -> Sequence[Sequence[float]]:
     """Return the least seconds of F, I and W, each per stage.
 
-    ``full`` has the seconds of B if B has its own price. I and W then count for no more than B together. If backwards
-    may not be split, I counts for the whole B, and W for nothing.
+    ``seconds`` has the prices of F, I and W, and ``full`` those of B if B has its own price. I and W then count for no
+    more than B together. If backwards may not be split, I counts for the whole B, and W for nothing.
     """
     forward, inputs, weights = seconds
     if not splits:
@@ -390,8 +390,9 @@ class _Step:
 def _most(shares: Sequence[Share], cap: float, whole: bool = True) -> float:
     """Return the most seconds of work that the cap can hold at once, or an upper bound of them.
 
-    With ``whole``, parts of passes do not count if all passes take the same memory, or if there are two shares with few
-    passes. In all other cases parts of passes count too, and the result is an upper bound.
+    ``whole`` is the second value of ``_Step._in_turn``: every share is of one slice. With ``whole``, parts of passes
+    do not count if all passes take the same memory, or if there are two shares with few passes. In all other cases
+    parts of passes count too, and the result is an upper bound.
     """
     for_nothing = [share for share in shares if share[1] <= 0]
     shares = [share for share in shares if share[1] > 0]

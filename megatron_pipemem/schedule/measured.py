@@ -141,9 +141,10 @@ class MeasuredStep:
         return self._waits[1]
 
     def rerun(self, seconds: Sequence[int], delays: Sequence[int], begins: Sequence[int] = ()) -> Rerun:
-        """Simulate the step with other nanoseconds and delays, one per node. ``begins`` has the start of every device.
+        """Simulate the step with other durations and delays, in nanoseconds and one per node.
 
-        With the step's own ``seconds`` and ``delays`` the result is the measured step.
+        ``begins`` has the nanoseconds at which every device begins; 0 if it is empty. With the step's own ``seconds``
+        and ``delays`` the result is the measured step.
         """
         found, steps = self._graph
         starts, ends = [0] * len(seconds), [0] * len(seconds)

@@ -218,7 +218,8 @@ def _replica_reductions(
 ) -> tuple[ReplicaReduction, ...]:
     """Return start and end of the sums over replicas, in the order in which ``lower`` posts them.
 
-    Sums of replicas on the same device are left out, because they take no time.
+    ``ends`` has every action with the seconds at which it ends. Sums of replicas on the same device are left out,
+    because they take no time.
     """
     if placement.replicas == 1:
         return ()

@@ -20,7 +20,10 @@ LARGE_SECONDS, LARGE_BYTES = 60, 2 << 30
 
 @dataclass(frozen=True)
 class ScheduleSize:
-    """The actions of a step on all devices, and the seconds (on one core) and bytes that it takes to compute them."""
+    """The number of actions of a step on all devices, and the cost of working with their schedule.
+
+    ``seconds`` (on one core) and ``nbytes`` of memory are those to build, prove and simulate the schedule.
+    """
 
     actions: int
     seconds: float

@@ -131,7 +131,10 @@ def updates_per_batch(name: str) -> bool:
 
 
 def check_batch(name: str, num_devices: int, batch: int) -> None:
-    """Raise an UnsupportedError if a family that updates once per batch would need more than two weight versions."""
+    """Raise an UnsupportedError if a family that updates once per batch would need more than two weight versions.
+
+    It would if ``batch``, the number of microbatches per step, is smaller than the number of devices.
+    """
     if updates_per_batch(name) and batch < num_devices:
         raise UnsupportedError(
             "needs-microbatches",
@@ -204,9 +207,10 @@ def _in_single_queues(stream: Schedule, actions: Sequence[Order], costs: Costs) 
 
 
 def _window_numbers(actions: Order, batch: int) -> list[int]:
-    """Return the number of the window of every action of a device.
+    """Return the number of the window of every action of a device, counted from 0.
 
-    A window ends after the last backward of its batch, and after the message with the gradient of that backward.
+    ``batch`` is the number of microbatches per window. A window ends after the last backward of its batch, and after
+    the message with the gradient of that backward.
     """
     last = {action.microbatch // batch: at for at, action in enumerate(actions) if action.kind in COMPLETING}
     numbers: list[int] = []
@@ -450,7 +454,10 @@ class _Windows:
 
 
 def _ends(timeline: Timeline, begins: Sequence[float]) -> list[float]:
-    """Return the time at which every device ends its last action, or its last sum over replicas."""
+    """Return the time at which every device ends its last action, or its last sum over replicas.
+
+    A device without actions ends when it begins. ``begins`` has the time at which every device begins.
+    """
     ends = [spans[-1][1] if spans else begin for spans, begin in zip(timeline.spans, begins, strict=True)]
     for each in timeline.replica_reductions:
         for device in timeline.schedule.placement.holders(each.stage):

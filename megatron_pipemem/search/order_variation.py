@@ -179,7 +179,10 @@ class ManyOrders:
         return self._rows.index(weights)
 
     def _price_nodes(self, schedule: Schedule, costs: Costs, found: Dependencies, nodes: list[int]) -> None:
-        """Store price and weight of every node. A B without weights of its own has two of each: for I and for W."""
+        """Store price and weight of every node. A B without weights of its own has two of each: for I and for W.
+
+        ``nodes`` has the graph's nodes in the order of their new numbers (``_levels``).
+        """
         prices, weights = ActionPrices(schedule, costs), self._weights
         rows = {kind: self._row(weights.seconds_of(kind)) for kind, _ in found.kinds}
         split = Kind.B not in weights.kinds and any(kind is Kind.B for kind, _ in found.kinds)
@@ -196,7 +199,10 @@ class ManyOrders:
         self._of_node = [_columns(part) for part in parts]
 
     def _price_messages(self, schedule: Schedule, costs: Costs, found: Dependencies, numbers: list[int]) -> None:
-        """Store the seconds of messages per link and microbatch, and their index for every wait, unless all are 0."""
+        """Store the seconds of messages per link and microbatch, and their index for every wait, unless all are 0.
+
+        ``numbers`` has the new number of every node (``_levels``).
+        """
         prices, self._tokens = ActionPrices(schedule, costs), self._row(self._weights.tokens)
         seconds = [prices.of_message(link) for link in found.links]
         self._lags = None

@@ -206,7 +206,10 @@ class PeriodicBlock:
 
     @classmethod
     def along_chain(cls, problem: Problem, interval: int, offsets: np.ndarray) -> PeriodicBlock:
-        """Return the block whose passes start as early as their inputs allow, at their offset modulo the interval."""
+        """Return the block whose passes start as early as their inputs allow, at their offset modulo the interval.
+
+        ``offsets`` has the offset of every pass class, in ticks.
+        """
         starts = [0] * len(offsets)
         for c in (*problem.way, *range(WEIGHT, len(offsets), 3)):
             ready = int(offsets[c]) if c == FORWARD else 0
