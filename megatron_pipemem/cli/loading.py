@@ -278,7 +278,7 @@ def _settings(size: Size) -> dict[str, Any]:
 def _proved(path: Path, dialect: Dialect, costs: Costs, cap: MemoryCap | None, yes: bool) -> Schedule:
     """Return the schedule of a file, after proving that it is valid within the cap.
 
-    Print a note if Megatron cannot run it, but other programs can.
+    Print a note if Megatron cannot run it, but other programs can. ``yes`` allows schedules that take long to build.
     """
     table, schedule = _read(path, dialect, None, yes)
     if table.letters != "pipemem":
@@ -312,8 +312,9 @@ def read_file(name: str, size: Size, dialect: Dialect) -> tuple[Table, Schedule]
 
 
 def _read(path: Path, dialect: Dialect, microbatches: int | None, yes: bool) -> tuple[Table, Schedule]:
-    """Return the table in a file, and its schedule. ``microbatches`` replaces the number that follows from the
-    table.
+    """Return the table in a file, and its schedule, which is not validated.
+
+    ``microbatches`` replaces the number that follows from the table. ``yes`` allows schedules that take long to build.
     """
     text = read_schedule_file(path)
     try:

@@ -282,7 +282,8 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
     """Return the lower bound of the makespan, in the unit of the costs.
 
     It is the busiest device's work for schedules without backwards, with replicas, pairs or vocabulary passes. For other
-    schedules it holds within the cap, or else within the schedule's own peak. Offload and recompute have no such limit.
+    schedules it holds within the cap, or else within ``peak``, the schedule's own peak in activation units. Offload and
+    recompute have no such limit.
     """
     schedule = timeline.schedule
     if (

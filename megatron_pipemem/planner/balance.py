@@ -219,7 +219,7 @@ class _Scale:
         return (*counts[:-1], counts[-1] + self._stays)
 
     def _relieved(self, layers: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the layers per stage after single layers have moved away from the slowest rank."""
+        """Return the layers per stage after single layers of ``layers`` have moved away from the slowest rank."""
         return shared_out(self._loads, self._stays, self.placement, layers)
 
     def _moved(self, start: Layout, others: Sequence[Layout]) -> Layout:
@@ -250,7 +250,7 @@ class _Scale:
 
     @property
     def _least(self) -> list[int]:
-        """Return the least number of pieces of every stage."""
+        """Return the least number of pieces that each stage may have, in the order of the stages."""
         # An empty middle stage only forwards its input, and stock Megatron may hang there.
         least = [int(0 < stage < self.stages - 1) for stage in range(self.stages)]
         return [self.run.model.least_first, *least[1:-1], least[-1] + self._stays]

@@ -379,7 +379,10 @@ def _order(
 
 
 def _offloads(case: Case, orders: list[tuple[Change, tuple[Schedule, Costs]]]) -> Iterator[Change]:
-    """Yield the fastest schedule that needs more memory than the run, offloaded until it needs no more."""
+    """Yield the fastest schedule that needs more memory than the run, offloaded until it needs no more.
+
+    ``orders`` has the simulated orders, each as a change with its schedule and costs. At most one change is yielded.
+    """
     faster = [each for each in orders if each[0].kind == MORE_MEMORY]
     if not faster or _is_extended(case.schedule):
         return

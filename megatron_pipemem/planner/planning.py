@@ -413,7 +413,10 @@ class _Planner:
         return self._plan(base, schedule, timing.price)
 
     def _plan(self, base: Base, schedule: Schedule | None, price: OrderPrice) -> Plan | None:
-        """Return a plan with this time and these peaks; ``None`` if it does not fit into the memory."""
+        """Return a plan with this time and these peaks; ``None`` if it does not fit into the memory.
+
+        ``schedule`` is ``None`` if a family's name describes the order, or if the order is too long to list.
+        """
         if not self._fits(base.group, price.peaks):
             return None
         return Plan(_configured(base), base, schedule, price.seconds, base.group.step.held(price.peaks))

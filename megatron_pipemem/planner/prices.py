@@ -250,7 +250,7 @@ def gather(nbytes: float, ranks: int, link: Link) -> float:
 
 
 def _shown_gathers(model: Model, execution: Execution, cluster: Cluster, kind: str, products: float) -> float:
-    """Return the seconds by which the gathers of W take longer than its ``products``, during which they run."""
+    """Return the seconds by which the gathers of W exceed ``products``, the seconds of W's products that hide them."""
     layers = [each for block in kind for each in counts.matrices(model, execution, block)]
     gathered = activations.gathered_in_weight(model, execution, layers)
     gathers = sum(gather(nbytes, execution.tp, cluster.link(execution.tp)) for nbytes in gathered)

@@ -127,9 +127,9 @@ class _Cut:
         return [*layers, self.ahead()][: self.model.pieces]
 
     def ahead(self) -> Price:
-        """Return the prediction for all layers of multi-token prediction.
+        """Return the prediction for all layers of multi-token prediction together.
 
-        It has no copy of the embedding if all devices share the embedding.
+        Their copy of the embedding is included, unless all devices share the embedding.
         """
         return prices.ahead(self.model, self.execution, self.cluster, self.pace, not self.shared_ends)
 

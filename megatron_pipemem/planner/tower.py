@@ -44,7 +44,10 @@ def tower_price(model: Model, execution: Execution, cluster: Cluster) -> Price:
 
 
 def _execution(tower: Tower, execution: Execution) -> Execution:
-    """Return the settings of the tower's layers: the images of a microbatch in place of its sequences, cut by tp at most."""
+    """Return the settings of the tower's layers, from those of the model.
+
+    The images of a microbatch are in place of its sequences. They are cut by tensor parallelism only, if at all.
+    """
     return replace(
         execution,
         micro_batch=execution.micro_batch * tower.images,

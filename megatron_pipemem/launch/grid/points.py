@@ -168,7 +168,8 @@ def _filter(
 ) -> Callable[[Run], bool]:
     """Return a function that returns whether the grid's keys ``only`` and ``exclude`` keep a run.
 
-    Values in patterns are converted like those of a run, so that ``1e-4`` equals ``0.0001``.
+    Values in patterns are converted like those of a run, so that ``1e-4`` equals ``0.0001``. ``changed_run`` makes the
+    run with given changes, ``changes`` has those of every point, and ``runs`` the valid runs.
     """
 
     def normal(name: str, value: Any, key: str) -> Any:

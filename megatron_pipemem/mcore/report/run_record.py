@@ -283,7 +283,10 @@ class RunRecord:
         return run_report.written_step([each.last for each in pipeline], plan, layers, memory, more)
 
     def _draw(self, timelines: Mapping[str, Callable[[], Timeline]], folder: Path) -> list[str]:
-        """Draw the last step of rank 0's pipeline, as planned and as it ran, and return the names of the files."""
+        """Draw the last step of rank 0's pipeline, as planned and as it ran, and return the names of the files.
+
+        ``timelines`` has a function that makes the timeline, by the name of its files without suffix.
+        """
         drawn = []
         for name, timeline in timelines.items():
             for suffix in _TIMELINES:

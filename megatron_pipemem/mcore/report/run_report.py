@@ -327,7 +327,10 @@ def count_layers(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> di
 
 
 def refused(config, num_devices: int) -> dict[str, str]:
-    """Return the features that the run's configuration excludes, each with the reason, for ``pipemem explain``."""
+    """Return the features that the run's configuration excludes, each with the reason, for ``pipemem explain``.
+
+    ``num_devices`` is the number of pipeline ranks, on which a V is tried.
+    """
     v = Placement.v_shape(num_devices)
 
     def split() -> None:

@@ -191,7 +191,10 @@ class ForwardBackward(Feature):
         self.launches.ended(step.launch_kind)
 
     def _try(self, step: Step, trial: Trial, extensions: Sequence[Extension]) -> None:
-        """Run the first actions of the step. If ``trial`` does not stand, undo them, so that the step starts again."""
+        """Run the first actions of the step, and undo them if ``trial`` does not stand.
+
+        The caller then runs the remaining actions; after an undo, these are all actions of the step.
+        """
         step.executor.run(trial.length)
         if trial.stands():
             return

@@ -222,7 +222,10 @@ def _told(step: StepContext) -> dict[str, Any]:
 
 
 def _kind(step: StepContext, schedule: Schedule) -> Hashable:
-    """Return a key for steps whose losses have one structure: evaluation or not, other data or not, microbatches."""
+    """Return a key for steps whose losses have one structure.
+
+    It has whether the step evaluates, whether it returns other data than losses, and its number of microbatches.
+    """
     return step.forward_only, step.collect_non_loss_data, schedule.num_microbatches
 
 
