@@ -1,6 +1,8 @@
 """Program of a process that has Transformer Engine on its path: its graphs, captured and replayed in our orders.
 
-The first argument says whether Transformer Engine is ``mended`` as ``docs/what-runs-where.md`` has it, or as it ``is``.
+The first argument says whether Transformer Engine is ``mended`` or as it ``is``. Graphs of layers with split backwards
+need three changes of its ``make_graphed_callables``: a counter of W per chunk, next to ``bwd_idx``; static inputs that W
+gives back, and not the backward before it; output gradients that backwards do not share, because W reads them.
 Every other argument is ``family,p,m``. Prints, as JSON, what became of every device of every case.
 """
 

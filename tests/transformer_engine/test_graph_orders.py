@@ -40,7 +40,7 @@ def run(state: str, cases: list[str]) -> subprocess.CompletedProcess:
     ids=["whole", "split", "whole-large", "split-large"],
 )
 def test_gradients_are_those_without_graphs(state, names, sizes):
-    """With W apart, only in a Transformer Engine that is mended as ``docs/what-runs-where.md`` says."""
+    """With W apart, only in a Transformer Engine that is mended as ``graph_orders.py`` says."""
     assert {"1f1b", "gpipe", "interleaved", "1f1b-v"} <= {*WHOLE}
     cases = [f"{family},{p},{m}" for family in names for p, m in sizes]
     process = run(state, cases)
