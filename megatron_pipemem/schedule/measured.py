@@ -314,7 +314,11 @@ class DeviceIdle(NamedTuple):
 
 
 def idle_causes(step: MeasuredStep) -> list[DeviceIdle]:
-    """Return the idle time of every device in a step, divided by cause."""
+    """Return the idle time of every device in a step, divided by cause.
+
+    The step is simulated with even stages and no delays. Then the measured stage times, the unequal microbatches, the
+    messages and the host delays are added one after another. A cause has the idle time that its addition brings.
+    """
     actions, delays = step.actions, step.delays
     even = _of_actions(step, _even(step), weighed=False)
     stages = _of_actions(step, step.usual, weighed=False)
