@@ -147,8 +147,8 @@ class Question(Prices, Size):
             min=0,
             max=1,
             metavar="A",
-            help="Share of F and I in which the tokens of experts travel. Forwards and backwards then run in pairs, and each "
-            "computes meanwhile, as with --overlap-moe-expert-parallel-comm. Default: that of the costs.",
+            help="Share of F and I in which the tokens of experts travel. Forwards and backwards then run in pairs, and one "
+            "computes while the tokens of the other travel. Default: that of the costs.",
         ),
     ] = None
     slice_cut: Annotated[

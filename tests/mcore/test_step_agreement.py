@@ -97,7 +97,7 @@ def test_those_who_read_tell_all_others(on_all_ranks):
     [
         (lambda rank: None, "no rank of this pipeline reads data"),
         (lambda rank: (1.0, float(rank)) if rank in (FIRST, LAST) else None, "number 1 is 0 on one and 4 on another"),
-        (lambda rank: (1.0,) if rank == LAST else None, "there are 1 weights where 2 are needed"),
+        (lambda rank: (1.0,) if rank == LAST else None, "this rank has 1 weights"),
     ],
 )
 def test_what_is_wrong_is_told_on_every_rank(on_all_ranks, told, words):
