@@ -21,7 +21,10 @@ from megatron_pipemem.schedule.simulator import simulate
 
 
 def zb_h1(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Build ZB-H1 in 1F1B's memory: device ``r`` runs ``p - r`` forwards ahead, and W ``r`` microbatches after I."""
+    """Build ZB-H1 in 1F1B's memory.
+
+    With whole sequences, device ``r`` runs ``p - r`` forwards ahead, and W ``r`` microbatches after I.
+    """
     check_whole("zb-h1: slices", slices, least=1)
     p, units = num_devices, num_microbatches * slices
     passes = (_device_passes(r, units, forwards_ahead=p - r + slices - 1, delay=r) for r in range(p))
@@ -29,7 +32,10 @@ def zb_h1(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
 
 
 def zb_h2(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Build ZB-H2 in twice 1F1B's memory: with unit costs and ``m >= 2p - 1`` no device idles between its passes."""
+    """Build ZB-H2. With unit costs and ``m >= 2p - 1`` no device idles between its first and last pass.
+
+    With whole sequences it takes ``2 - 1/p`` of 1F1B's memory, and less with slices.
+    """
     check_whole("zb-h2: slices", slices, least=1)
     p, units = num_devices, num_microbatches * slices
     passes = (_device_passes(r, units, forwards_ahead=2 * (p - r) + slices - 2, delay=2 * r) for r in range(p))
@@ -63,7 +69,7 @@ ZB_H1 = Family(
 ZB_H2 = Family(
     name="zb-h2",
     build=zb_h2,
-    summary="Twice 1F1B's memory; devices never idle between their first and last pass, but start one by one.",
+    summary="Up to twice 1F1B's memory; devices never idle between their first and last pass, but start one by one.",
     peak=Formula("(2p+n-2)/(pn)", lambda p, m, n, **_: min(2 * p + n - 2, m * n) / (p * n)),
     bubble=Formula("(p-1)(F+I-2W)/n per device, (p-1)F/n over all", lambda p, f, n, **_: (p - 1) * f / n),
     source="arXiv 2401.10241, section 2.2",

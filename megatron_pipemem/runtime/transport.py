@@ -307,7 +307,7 @@ class Transport:
         return torch.zeros(shape, dtype=self.message.dtype, device=self.message.device)
 
     def settle(self, action: Action) -> None:
-        """Free the memory of a sent message that its receiver is known to have used."""
+        """Free the memory of the message that ``action`` sent. The receiver must be known to have used it."""
         for work, _ in self._sends.pop(action, ()):
             work.wait()
 

@@ -263,7 +263,8 @@ def _check_after(
     if found != device or at < position:
         raise ScheduleError(
             "wrong-order",
-            f"must come after {before} at position {position} of device {device}, {role}; move it there",
+            f"sums gradients, so it must come after {before} at position {position} of device {device}, {role}; "
+            "move it there",
             at=(found, at, action),
         )
 

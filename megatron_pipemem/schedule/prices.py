@@ -111,7 +111,10 @@ class PartPrices:
         return tuple(found)
 
     def of_placement(self, placement: Placement) -> tuple[float, ...]:
-        """Return the price of every stage of one replica of the model, with ``cut`` or evenly many layers."""
+        """Return the price of every stage of one replica of the model.
+
+        The stages have the layers of ``cut``. Without it, or if it has another number of stages, they have evenly many.
+        """
         stages = placement.model_stages
         counts = self.cut if self.cut and len(self.cut) == stages else even_layers(len(self.layers), stages)
         return self.of_stages(counts)

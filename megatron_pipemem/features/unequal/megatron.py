@@ -420,7 +420,8 @@ def _by_function(
     """Call a user's function with each batch, and return its results as weights. Messages use ``name`` for the
     function.
 
-    Raise an UnsupportedError if the function fails, and a CostsError if its results are not weights.
+    ``full`` and ``config`` are not used: all functions that weigh batches have the same parameters. Raise an
+    UnsupportedError if the user's function fails, and a CostsError if its results are not weights.
     """
     pairs = []
     for number, batch in enumerate(batches):
