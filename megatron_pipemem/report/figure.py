@@ -301,8 +301,8 @@ def _number_size(run: PicturedRun, points: float, row_points: float) -> float:
 def _draw_waits(axes: Axes, run: PicturedRun, points: float, row_points: float) -> set[str]:
     """Write, in each bubble, the action that the device waits for, in the longest form that fits.
 
-    ``points`` is the width of a second in points, and ``row_points`` the height of a row in points. Return what was
-    left out for lack of room.
+    ``points`` is the width of a second in points, and ``row_points`` the height of a row in points. Return the parts
+    that were left out for lack of room.
     """
     left_out: set[str] = set()
     size = min(7.0, 0.62 * _ACTION_HEIGHT * row_points)

@@ -299,7 +299,7 @@ class Dependencies:
     ``orders`` may be wrong: an action whose need is missing then never runs. ``needs`` returns the actions that an
     action needs. It is called for one microbatch per kind, stage and slice, since all microbatches have the same
     needs. ``already`` has actions that ran before. ``pairs`` is that of the schedule. The first node of a pair has the
-    waits of both, and what waits for the first node waits for the second one.
+    waits of both, and every node that waits for the first waits for the second.
 
     Attributes:
         actions: the action of every node. A collective has the stage ``EVERYWHERE``.

@@ -4,8 +4,8 @@ In a mixture of experts, tokens travel between ranks in every forward and backwa
 by layer in turn, so that one computes while the tokens of the other travel.
 
 The choice is made in a simulated run. A device that is about to start an action looks at the next one of its order. If
-the inputs of both have arrived, or arrive soon enough, the two become a pair. The run only knows what has started
-before, so a pair never waits for its own result, and devices never wait in a circle.
+the inputs of both have arrived, or arrive soon enough, the two become a pair. The run knows only actions that
+started before, so a pair never waits for its own result, and devices never wait in a circle.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron_pipemem.config.refusals import GRAPHS_OF_LAYERS
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.step.extension import Extension, Step
@@ -35,26 +34,27 @@ class GraphOrder(Extension):
     only_trains = True
 
     def __init__(self) -> None:
-        self._order: list[float] | None = None
+        self._last: tuple[Schedule, int] | None = None
+        """of the last training step: its schedule, and this rank's device in the schedule"""
 
     def replacements(self) -> Replacements:
         return [(GRAPH_ORDER, self._captured)]
 
     def prepare(self, step: Step) -> None:
-        if step.context.config.cuda_graph_impl == GRAPHS_OF_LAYERS:
-            self._order = signed_chunks(step.program.schedule, step.pipeline.device)
+        self._last = step.program.schedule, step.pipeline.device
 
     def _captured(self, original: Callable, num_warmup: int, num_chunks: int, table: Sequence) -> list[float]:
-        if self._order is None:
+        if self._last is None:
             raise UnsupportedError(
                 "needs-option",
                 "CUDA graphs are captured in the order of a schedule that a training step has run; pass "
                 "--cuda-graph-warmup-steps 1 or more",
             )
-        if len(self._order) != 2 * len(table):
+        order = signed_chunks(*self._last)
+        if len(order) != 2 * len(table):
             raise UnsupportedError(
                 "wrong-count",
                 f"CUDA graphs are captured for {len(table) // num_chunks} microbatches, and the last step had "
-                f"{len(self._order) // (2 * num_chunks)}; keep the batch size the same in all steps",
+                f"{len(order) // (2 * num_chunks)}; keep the batch size the same in all steps",
             )
-        return self._order
+        return order

@@ -1,7 +1,7 @@
 """CUDA graphs on the CPU: capture records PyTorch's operators, and replay runs them again on the same memory.
 
 A capture takes memory from its pool, and memory that is given back to the pool is used by later captures, as on a GPU. So a
-replay overwrites what an earlier graph left there, which is how a wrong order of replays shows. Before a replay, the memory of
+replay overwrites the tensors of earlier graphs, and a wrong order of replays gives wrong values. Before a replay, the memory of
 its results is filled with NaN. What a capture does to tensors outside of its pool is undone at its end, because a GPU computes
 nothing while it captures. Reading a value on the host raises, as on a GPU.
 """
