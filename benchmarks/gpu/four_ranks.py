@@ -1,8 +1,9 @@
 """Experiment C: every family on four NCCL ranks that share one GPU.
 
-A tiny GPT trains four steps under every synchronous schedule, with a cut vocabulary, and on DP2 x PP2 with overlapped gradient
-reduction. NCCL (2.30 and later) lets ranks share a GPU with ``NCCL_MULTI_RANK_GPU_ENABLE=1``. All of it is repeated with
-``CUDA_DEVICE_MAX_CONNECTIONS`` of 1 and 8, and with the default process group bound to the device.
+A tiny GPT trains four steps under every synchronous schedule, with a cut vocabulary, on DP2 x PP2 with overlapped gradient
+reduction, with each step as one CUDA graph, and with experts on EP2 x PP2, forwards and backwards in pairs. NCCL (2.30 and
+later) lets ranks share a GPU with ``NCCL_MULTI_RANK_GPU_ENABLE=1``. All of it is repeated with
+``CUDA_DEVICE_MAX_CONNECTIONS`` of 8 and 1, and with the default process group bound to the device.
 
 The process of a rank runs all cases of a setting, so kernels are loaded early. ``FRESH`` schedules run once more in ranks of
 their own, where every kernel is launched for the first time among posted messages.
@@ -35,6 +36,16 @@ FIRST_SECONDS, CASE_SECONDS = 120, 30
 """How long the ranks may take to start and run their first case, and for each further one, before they count as stuck."""
 OTHER_ORDER = 1e-5
 FRESH = ("dualpipe", "gis", "v-half", "1f1b")
+PAIRED = {"1f1b": 1, "zb-h1": 1, "zbv": 2, "v-half": 2, "dualpipe-v": 2}
+"""Names and chunks per rank of schedules that run with pairs."""
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+    "expert_model_parallel_size": 2,
+    "add_bias_linear": False,
+}
 
 
 @dataclass(frozen=True)
@@ -48,16 +59,22 @@ class Case:
     exact: bool = True
     layers: str = "local"
     fresh: bool = False
+    graph: bool = False
+    experts: bool = False
+    pairs: bool = False
 
     @property
-    def peers(self) -> tuple[int, str]:
+    def peers(self) -> tuple[object, ...]:
         """Cases with the same losses, as far as sums have one order."""
-        return self.pipelines, self.layers
+        return self.pipelines, self.layers, self.experts
 
     def __str__(self) -> str:
         cut = "" if self.vocabulary == "off" else f", vocabulary {self.vocabulary}"
         name = self.schedule if self.layers == "local" else f"{self.schedule} of {self.layers} layers"
-        cut += ", fresh ranks" if self.fresh else ""
+        cut += ", one graph" if self.graph else ", fresh ranks" if self.fresh else ""
+        cut += ", pairs" if self.pairs else ""
+        if self.experts:
+            return f"{name}{cut}, EP2"
         return f"{name}{cut}" + (f", DP{self.pipelines} overlapped" if self.pipelines > 1 else "")
 
 
@@ -82,6 +99,8 @@ def cases(rehearse: bool) -> list[Case]:
             Case("dualpipe", exact=False, fresh=True),
             Case("v-half", 2, vocabulary="2", exact=False),
             _data_parallel("stock"),
+            _experts("stock"),
+            _experts("v-half", 2, pairs=True),
         ]
     found = [Case("stock")]
     for each in families():
@@ -91,6 +110,9 @@ def cases(rehearse: bool) -> list[Case]:
     found[1:1] = [replace(case, fresh=True) for name in FRESH for case in found if case.schedule == name]
     found += [Case("v-half", 2, vocabulary=algorithm, exact=False) for algorithm in ("1", "2")]
     found += [_data_parallel("stock"), _data_parallel("1f1b"), _data_parallel("zb-h1"), _data_parallel("v-half", 2)]
+    found += [Case(name, graph=True, fresh=True) for name in ("1f1b", "gpipe", "zb-h1", "zb-h2")]
+    found += [_experts("stock"), _experts("v-half", 2)]
+    found += [_experts(name, chunks, pairs=True) for name, chunks in PAIRED.items()]
     if "te" in proof.kinds_of_layers():
         of_te = [Case("stock"), Case("1f1b"), Case("zb-h1"), Case("zbv", 2), Case("v-half", 2), Case("dualpipe-v", 2)]
         found += [replace(case, layers="te") for case in of_te]
@@ -101,10 +123,15 @@ def _data_parallel(schedule: str, chunks: int = 1) -> Case:
     return Case(schedule, chunks, pipelines=2)
 
 
+def _experts(schedule: str, chunks: int = 1, pairs: bool = False) -> Case:
+    """Of two pipelines, because the experts of a layer are on two data-parallel ranks."""
+    return Case(schedule, chunks, pipelines=2, experts=True, pairs=pairs)
+
+
 def settings(rehearse: bool) -> list[Setting]:
     if rehearse:
         return [Setting(1, bound=False)]
-    return [Setting(connections, bound) for bound in (False, True) for connections in (1, 8)]
+    return [Setting(connections, bound) for bound in (False, True) for connections in (8, 1)]
 
 
 def main() -> int:
@@ -260,7 +287,6 @@ def run_rank(plan: dict) -> int:
 def train(case: Case) -> list[str]:
     """Losses of every microbatch, exact, on the last ranks of the pipelines; nothing elsewhere."""
     import torch
-    import torch.distributed as dist
     from gpt_chunks import Size, batches, builder, forward_step, make_config, open_pipelines
     from megatron.core import parallel_state
     from megatron.core.distributed import (
@@ -268,18 +294,22 @@ def train(case: Case) -> list[str]:
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     import megatron_pipemem
 
     devices, chunks, stock = RANKS // case.pipelines, case.chunks, case.schedule == "stock"
-    size = Size(64, 4, 4, 32, 256, dtype=torch.float32)
+    size = Size(64, 4, 4, 32, 256, dtype=torch.bfloat16 if case.experts else torch.float32)
+    more: dict[str, Any] = EXPERTS if case.experts else {}
+    if case.graph:
+        more = {"cuda_graph_impl": "full_iteration", "cuda_graph_warmup_steps": STEPS - 2}
     if not stock:
-        megatron_pipemem.enable(case.schedule, vocab_parallel=case.vocabulary)
+        megatron_pipemem.enable(case.schedule, vocab_parallel=case.vocabulary, pairs=case.pairs)
     try:
-        open_pipelines(devices, chunks)
-        config = make_config(size, devices, chunks, case.layers, finalize_model_grads_func=finalize_model_grads)
+        open_pipelines(devices, chunks, experts=2 if case.experts else 1, graph=case.graph)
+        config = make_config(size, devices, chunks, case.layers, finalize_model_grads_func=finalize_model_grads, **more)
         chunk = builder(size, config, case.layers)
 
         def build(**ends):  # before anything is cut or copied
@@ -296,17 +326,21 @@ def train(case: Case) -> list[str]:
         options = DistributedDataParallelConfig(overlap_grad_reduce=True)
         models = [DistributedDataParallel(config, options, model) for model in models]
         config.no_sync_func = [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
-        replica = dist.get_rank() // (RANKS // case.pipelines) if case.pipelines > 1 else 0
+        replica = parallel_state.get_data_parallel_rank()
+        run = get_forward_backward_func()
+        if case.graph:  # as megatron.training does
+            run = FullCudaGraphWrapper(run, config.cuda_graph_warmup_steps)
         losses = []
         for step in range(STEPS):
             for model in models:
                 model.zero_grad_buffer()
             data = [batches(size, 100 * replica + step) for _ in models]
-            seen = get_forward_backward_func()(
+            seen = run(
                 forward_step_func=forward_step,
                 data_iterator=data if chunks > 1 else data[0],
                 model=models if len(models) > 1 else models[0],
                 num_microbatches=MICROBATCHES,
+                forward_only=False,
                 **size.message,
             )
             losses += [each["lm loss"].item().hex() for each in seen]

@@ -35,14 +35,20 @@ class Size:
         return {"seq_length": self.sequence, "micro_batch_size": self.batch}
 
 
-def open_pipelines(devices: int, chunks: int) -> None:
-    """Make Megatron's groups for pipelines of ``devices`` ranks with ``chunks`` each, and seed its random numbers."""
+def open_pipelines(devices: int, chunks: int, experts: int = 1, graph: bool = False) -> None:
+    """Make Megatron's groups for pipelines of ``devices`` ranks with ``chunks`` each, and seed its random numbers.
+
+    Args:
+        experts: data-parallel ranks that share the experts of a layer.
+        graph: draw the random numbers as CUDA graphs need it.
+    """
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=devices,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        expert_model_parallel_size=experts,
         create_gloo_process_groups=False,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    tensor_parallel.model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=graph)
 
 
 def make_config(size: Size, devices: int, chunks: int, layers: str, **options) -> TransformerConfig:
@@ -135,9 +141,10 @@ def batches(size: Size, step: int = 0) -> Iterator[dict[str, torch.Tensor | None
         }
 
 
-def forward_step(data, model):
+def forward_step(data, model, return_schedule_plan=False):
     """As training scripts write it."""
-    return model(**next(data)), partial(_loss)
+    forward = model.build_schedule_plan if return_schedule_plan else model
+    return forward(**next(data)), partial(_loss)
 
 
 def _loss(output: torch.Tensor):
