@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import json
 import os
@@ -87,8 +88,20 @@ def machine(rehearsal: bool) -> str:
     import torch
 
     name = "CPU" if rehearsal else torch.cuda.get_device_name()
-    nccl = "" if rehearsal or not torch.distributed.is_nccl_available() else f", NCCL {torch.cuda.nccl.version()}"
+    nccl = (
+        "" if rehearsal or not torch.distributed.is_nccl_available() else f", NCCL {'.'.join(map(str, nccl_version()))}"
+    )
     return f"{name}, torch {torch.__version__}{nccl}"
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Of the library that is loaded. ``torch.cuda.nccl.version()`` is that of the headers with which torch was built."""
+    import torch  # noqa: F401, loads NCCL
+
+    number = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    major, rest = divmod(number.value, 10000)
+    return major, *divmod(rest, 100)
 
 
 def arguments(description: str | None, experiment: str) -> argparse.Namespace:
@@ -134,9 +147,7 @@ def nccl_fault(version: tuple[int, ...]) -> str | None:
 
 def can_share_gpu(report: Report) -> bool:
     """Return whether NCCL lets ranks share the GPU. If not, add a row that says what to do."""
-    import torch
-
-    fault = None if report.rehearsal else nccl_fault(torch.cuda.nccl.version())
+    fault = None if report.rehearsal else nccl_fault(nccl_version())
     if fault is not None:
         report.measure("NCCL", lambda: ({}, [fault]))
         say(fault)

@@ -54,7 +54,8 @@ class Symbol:
         """
         owner, attribute = self.owner()
         function = self._get(owner, attribute)
-        missing = set(self.parameters) - set(inspect.signature(function).parameters)
+        # Compiled functions have no signature to ask for.
+        missing = set(self.parameters) - set(inspect.signature(function).parameters) if self.parameters else set()
         if missing:
             raise UpstreamError(
                 "other-version",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 
@@ -90,6 +91,14 @@ def test_a_missing_or_changed_symbol_is_named_and_nothing_is_touched(upstream, s
     for word in words:
         assert word in str(error.value)
     assert upstream.step is step
+
+
+def test_a_compiled_function_is_found_though_it_has_no_signature(upstream):
+    """As Transformer Engine's, which on CPU ranks are Python."""
+    upstream.norm = max
+    with pytest.raises(ValueError):
+        inspect.signature(upstream.norm)
+    assert Symbol("fake_upstream", "norm").resolve() is max
 
 
 def test_a_replacement_has_the_attributes_of_the_original_and_its_own(upstream):
