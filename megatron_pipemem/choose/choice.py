@@ -51,11 +51,11 @@ def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     else:
         chosen = _built(request, shape, knowledge)
     if request.pairs and not shape.forward_only and not chosen.schedule.pairs:
-        chosen = _with_pairs(chosen, request, knowledge)
+        chosen = _with_pairs(chosen, request, shape, knowledge)
     return replace(chosen, priced_by=knowledge.priced_by)
 
 
-def _with_pairs(chosen: Choice, request: Request, knowledge: Knowledge) -> Choice:
+def _with_pairs(chosen: Choice, request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
     """Return a copy of the choice with the pairs that make its schedule faster.
 
     The copy has no bound, which holds only without pairs, and no search results.
@@ -70,12 +70,15 @@ def _with_pairs(chosen: Choice, request: Request, knowledge: Knowledge) -> Choic
         return not (limited and any(knowledge.excess(request, schedule, counted)))
 
     alone = [chosen.schedule]
-    if request.searches:
+    if chosen.search is not None:
+        from megatron_pipemem.choose.searching import searched
+
         # The search does not know pairs, and orders that are slower without them may have more room for them.
-        given = chosen.schedule
-        size, placement = (given.num_devices, given.num_microbatches), given.placement
-        known = (synchronous_schedules(*size, each, placement.num_chunks) for each in (costs, Costs()))
-        alone += (each for each in chain(*known) if each.placement == placement and orders.may_pair(each))
+        alone += [each.schedule for each in chosen.search.candidates]
+        placements = searched(request, shape, knowledge)
+        size, chunks = (shape.num_devices, shape.num_microbatches), max(each.num_chunks for each in placements)
+        known = chain(*(synchronous_schedules(*size, each, chunks) for each in (costs, Costs())))
+        alone += (each for each in known if each.placement in placements and orders.may_pair(each))
     paired = (orders.with_pairs(each, costs, keeps_cap) for each in filter(keeps_cap, alone))
     schedule = min(paired, key=lambda each: simulate(each, costs).makespan, default=chosen.schedule)
     validate(schedule, microbatch_order=request.file is None)

@@ -155,15 +155,15 @@ def test_a_choice_with_pairs_keeps_the_cap_and_assumes_exchanges_until_they_are_
         validate(with_recompute(free.schedule, {0: Kind.R}))
 
 
-def test_auto_looks_for_orders_with_room_for_pairs():
-    """The order that is best without pairs has none here."""
-    shape, options = Shape(4, None, 12), {"seconds": 0.2, "placement": "v"}
-    alone, found = (
-        choose(requested("auto", memory_cap=1.2, options=options, pairs=pairs), shape, Knowledge(COSTS))
-        for pairs in (False, True)
-    )
-    assert found.schedule.pairs and found.timeline.peak <= 1.2
-    assert found.timeline.makespan < simulate(with_pairs(alone.schedule, COSTS), COSTS).makespan
+@pytest.mark.parametrize("cap", [1.2, 1.5])
+def test_auto_is_as_fast_as_any_family_with_pairs_in_the_same_memory(cap):
+    """Whatever their placement. Without pairs, a V is faster than the families that have most room for them."""
+    asked = requested("auto", memory_cap=cap, options={"seconds": 0.2}, pairs=True)
+    found = choose(asked, Shape(4, 2, 12), Knowledge(COSTS)).timeline
+    others = [simulate(with_pairs(built(name, 4, 12), COSTS), COSTS) for name in ("interleaved", "zbv", "dualpipe-v")]
+    fit = [each.makespan for each in others if each.peak <= cap]
+    assert found.schedule.pairs and found.peak <= cap
+    assert len(fit) == (3 if cap == 1.5 else 1) and found.makespan <= min(fit) + 1e-9
 
 
 def test_pictures_mark_pairs(capsys):
