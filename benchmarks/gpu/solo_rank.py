@@ -3,7 +3,8 @@
 A rank of a pipeline runs its program through the plugin, chunks, executor, ledger and all; torch's ``fake`` backend stands in
 for the other ranks, so that messages arrive at once (and hold whatever memory held).
 
-Claims: the ledger's peak is the predicted one, to the byte; the allocator's is that and the working memory of one action.
+Claims: the ledger's peak is the predicted one, to the byte, or in the predicted range where microbatches of a stage keep
+different bytes; the allocator's is that and the working memory of one action.
 
     python benchmarks/gpu/solo_rank.py [--rehearse]
 """
@@ -62,7 +63,7 @@ def play(name: str, layers: str, size, devices: int, microbatches: int) -> tuple
             return {"error": str(error).splitlines()[0]}, ["it does not fit into this GPU"]
         seen = json.loads(path.read_text())["ranks"][0]
     predicted, allocated = seen["predicted_peak_bytes"], counted["allocated_bytes"]
-    if seen["counted_peak_bytes"] != predicted:
+    if not seen["predicted_least_peak_bytes"] <= seen["counted_peak_bytes"] <= predicted:
         missed.append(f"the ledger counted {seen['counted_peak_bytes']} bytes, not {predicted}")
     if torch.cuda.is_available() and 0 < allocated < predicted:
         missed.append(f"the allocator never held the predicted {predicted} bytes, {allocated} at most")

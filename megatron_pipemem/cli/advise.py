@@ -186,7 +186,9 @@ def _lines(reading: Reading, advice: Advice, measured: bool) -> list[tuple[str, 
     lines.append(("answer", _answer(reading, advice)))
     device = f"devices of {cluster.tflops:g} TFLOP/s and {cluster.memory_gib:g} GiB"
     prices = "by measured prices" if measured else f"computed for {device}"
-    lines.append(("how sure", f"seconds are {prices}; schedules are proved on CPU ranks, not yet run on a GPU"))
+    lines.append(
+        ("how sure", f"seconds are {prices}; schedules are proved on CPU ranks, none was timed on several GPUs")
+    )
     return lines
 
 
