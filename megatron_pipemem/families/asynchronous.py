@@ -29,9 +29,9 @@ def pipedream(num_devices: int, num_microbatches: int, vertical_sync: bool = Fal
 
 
 def pipedream_2bw(num_devices: int, num_microbatches: int, update_every: int | None = None) -> Schedule:
-    """Build 1F1B with an update after every group of at least ``p`` microbatches.
+    """Build 1F1B with an update after every ``update_every`` microbatches: ``p`` by default, and never fewer.
 
-    On all stages, a group uses the weights as they were before the update of the previous group. The last group may
+    On all stages, such a group uses the weights as they were before the update of the previous group. The last group may
     be smaller.
     """
     every = num_devices if update_every is None else update_every

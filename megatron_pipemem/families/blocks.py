@@ -125,7 +125,10 @@ class Block:
 
     @classmethod
     def with_weight_gradients(cls, placement: Placement, interval: int, starts: Mapping[Pass, int]) -> Block:
-        """Make a block from the slots of F and I. Each W gets the first free slot after its I, in order of the I."""
+        """Make a block from the slots of F and I. Each W gets the first slot after its I that is free in all repeats.
+
+        W are placed in the order of their I. Raise a ScheduleError if no slot is free, or if ``Block`` refuses it.
+        """
         starts = dict(starts)
         taken = {(placement.devices[each.stage], slot % interval) for each, slot in starts.items()}
         for slot, stage in sorted((slot, each.stage) for each, slot in starts.items() if each.kind is Kind.I):
@@ -177,7 +180,7 @@ class Block:
 
 
 def repeat(block: Block, num_microbatches: int) -> Timetable:
-    """Return the passes of all microbatches: the block, repeated every ``interval`` slots."""
+    """Return the passes of all microbatches, sorted by slot: the block, repeated every ``block.interval`` slots."""
     return sorted(
         (start + microbatch * block.interval, each)
         for each, start in block.starts.items()
@@ -241,7 +244,7 @@ def extend(timetable: Timetable, interval: int, num_microbatches: int) -> Timeta
 
 
 def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatches: int, slices: int = 1) -> Schedule:
-    """Return the schedule of a timetable without idle slots. The W of a device get the stages of its I, in order."""
+    """Return the schedule of a timetable without its idle slots. A device's W get the stages of its I, in order."""
 
     def device_passes(device: int) -> Iterator[Pass]:
         gradients = iter([each.stage for _, each in by_device[device] if each.kind is Kind.I])
@@ -282,7 +285,7 @@ def _reordered(
     steady: bool,
     slices: int,
 ) -> tuple[tuple[int, Pass], ...]:
-    """Return the reordered timetable of a block, which long steps of all lengths share."""
+    """Return the result of ``reorder`` for ``units`` repetitions of a block. It is cached: long steps share it."""
     timetable = repeat(Block(placement, interval, dict(starts)), units)
     return tuple(reorder(timetable, placement, peak, steady=steady, slices=slices))
 

@@ -283,7 +283,8 @@ COPIES = kinds_where(lambda spec: spec.resource is Resource.COPY)
 MEMORY = kinds_where(lambda spec: spec.resource in (Resource.COPY, Resource.AWAIT_COPY))
 """Copies to and from the host, and the waits for them. A device spends time on them only while it waits."""
 COLLECTIVES = kinds_where(lambda spec: spec.resource is Resource.COLLECTIVE)
-"""A device waits for no other one to post a collective. With one barrier, ``REDUCE_X`` waits for ``STATS``, though."""
+"""A device posts a collective without waiting for other devices, except ``REDUCE_X`` with one barrier: it needs
+``STATS``."""
 VOCABULARY = kinds_where(lambda spec: spec.of_device)
 VOCABULARY_COMPUTE = kinds_where(lambda spec: spec.of_device and spec.resource is Resource.COMPUTE)
 COMPLETING = kinds_where(lambda spec: spec.completes)
@@ -382,7 +383,7 @@ def last_slice(unit: int, slices: int) -> int:
 
 
 def shown(text: str) -> str:
-    """Return the first characters of a file's text in quotes, for an error message."""
+    """Return a text from a file in quotes, for an error message. After 40 characters it is cut and ends with "..."."""
     return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
 
 

@@ -40,7 +40,8 @@ def held_after(
 def unit_weights(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
     """Return one factor of memory per slice, or per microbatch if there are no slices.
 
-    The result is ``None`` if the costs have no microbatch weights.
+    The result is ``None`` if the costs have no microbatch weights. A CostsError is raised if they are for another
+    number of microbatches.
     """
     weights = costs.microbatch
     if weights is None:
@@ -84,7 +85,7 @@ class ActionPrices:
         return self.priced(kind, stage, unit) * weights.seconds_of(kind)[unit // self._slices]
 
     def priced(self, kind: Kind, stage: int, unit: int) -> float:
-        """Return the seconds that an action would take if its microbatch had weight 1.
+        """Return the seconds that an action would take if its microbatch had weight 1; 0 for a kind without a price.
 
         ``unit`` is the microbatch, or the slice.
         """

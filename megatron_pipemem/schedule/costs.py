@@ -249,7 +249,11 @@ class Costs:
         return VocabularyCosts.of_head(model / placement.num_devices, placement.num_devices, barriers)
 
     def link_seconds(self, source: int, destination: int) -> float:
-        """Return the seconds of a message with a whole microbatch from one device to another; 0 within a device."""
+        """Return the seconds of a message with a whole microbatch from one device to another; 0 within a device.
+
+        Raises:
+            CostsError: ``p2p`` has seconds per link, and lacks this one.
+        """
         if source == destination:
             return 0.0
         if isinstance(self.p2p, Mapping):

@@ -115,7 +115,7 @@ def _of_parts(parts: dict[str, Any], cut: tuple[int, ...] | None) -> dict[str, A
 def _part(key: str, value: object) -> _Part:
     """Return the seconds of F, I and W of one part, and by how much every kind of action changes the memory.
 
-    ``key`` is the part's place in the file, for error messages.
+    Missing seconds are 0, and missing kinds are left out. ``key`` is the part's key in the file, for error messages.
     """
     part = _object(key, value)
     seconds, memory = (_object(f"{key}.{name}", part.get(name, {})) for name in ("seconds", "memory"))
@@ -171,7 +171,7 @@ def _microbatch(weights: dict[str, Any]) -> dict[str, Any]:
 def _object(key: str, value: object, known: Iterable[str] | None = None) -> dict[str, Any]:
     """Return ``value`` if it is a JSON object with no keys other than ``known``, or raise a CostsError.
 
-    ``key`` is the place of ``value`` in the file, for the message. ``known=None`` allows all keys.
+    ``key`` is the key of ``value`` in the file, for the message. ``known=None`` allows all keys.
     """
     if not isinstance(value, dict):
         raise CostsError("bad-type", f"{key} is {shortened(value)}; give an object{_EXAMPLES.get(key, '')}")
@@ -215,7 +215,10 @@ class FileWeights(NamedTuple):
     one_for_all: bool
 
     def of_step(self, iteration: int, num_microbatches: int) -> MicrobatchWeights:
-        """Return the weights of the microbatches of one training step. ``iteration`` counts steps from 0."""
+        """Return the weights of the microbatches of one training step. ``iteration`` counts steps from 0.
+
+        Raise a CostsError if the file lacks the step, or has another number of microbatches for it.
+        """
         if not self.one_for_all and iteration >= len(self.steps):
             raise CostsError(
                 "wrong-count",
@@ -243,7 +246,8 @@ def read_microbatch_costs(asked: str) -> str | FileWeights | FunctionName:
     """Read a value of ``--pipemem-microbatch-costs``: ``tokens``, ``flops``, a JSON file, or ``module:function``.
 
     Return ``tokens`` or ``flops`` in lower case, the weights in the file, or the name of the function. The file is read
-    and checked here, the function is not imported.
+    and checked here, the function is not imported. Any other text raises an UnsupportedError, and a file without valid
+    weights a CostsError.
     """
     if asked.lower() in (TOKENS, FLOPS):
         return asked.lower()

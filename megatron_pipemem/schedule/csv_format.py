@@ -60,7 +60,11 @@ def write_header(header: Header) -> str:
 
 
 def read_header(text: str) -> tuple[Header, str]:
-    """Return the header of a text, and the text with an empty line in place of the header line."""
+    """Return the header of a text, and the text with an empty line in place of the header line.
+
+    A text without a header line is returned unchanged, with a ``Header`` of defaults. Raise a ScheduleFormatError if
+    there are two header lines, or if one has a wrong value.
+    """
     lines = split_lines(text)
     marked = [number for number, line in enumerate(lines) if line.lstrip(_BLANK).startswith("#")]
     if not marked:
@@ -190,7 +194,10 @@ class Table:
                 )
 
     def placement(self) -> Placement:
-        """Return the placement in the header, or else the one that follows from the stages on every device's line."""
+        """Return the placement in the header, or else the one that follows from the stages on every device's line.
+
+        Raise a ScheduleFormatError if there are no actions, or if a stage is on two devices or on none.
+        """
         if not any(self.orders):
             raise ScheduleFormatError(
                 "no-actions", "the file holds no actions; write a line per device, one action per cell, as in 0F0,0B0"
@@ -242,7 +249,7 @@ class Table:
         """Return the number of microbatches ``n`` for which most stages have exactly the forwards 0 to ``n - 1``.
 
         A wrong number on a few stages is then reported as out of range, and not as a microbatch that all other stages
-        lack.
+        lack. If no stage has such forwards, ``n`` follows from the highest number of any action.
         """
         forwards: dict[int, set[int]] = {}
         stages = len(self.header.devices) or max((cell.action.stage for _, cell in self.placed), default=0) + 1
@@ -265,7 +272,10 @@ def read_schedule_file(path: str | Path) -> str:
 
 
 def read_table(text: str, dialect: str = "auto") -> Table:
-    """Return the contents of a schedule file, given its text. ``dialect`` is one of ``DIALECTS``."""
+    """Return the contents of a schedule file, given its text. ``dialect`` is one of ``DIALECTS``.
+
+    Raise a ScheduleFormatError for a wrong header, or for a cell that is not an action. Orders are not checked.
+    """
     if dialect not in DIALECTS:
         raise ScheduleFormatError("unknown-dialect", f"unknown dialect {dialect!r}; use {', '.join(DIALECTS)}")
     header, text = read_header(text)

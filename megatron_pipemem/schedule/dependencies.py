@@ -271,7 +271,10 @@ def _end_of(placement: Placement, end: str, kind: Kind) -> int:
 
 
 def _units(need: Need, unit: int, slices: int) -> Iterable[int]:
-    """Return the numbers of the slices that an action of slice ``unit`` needs, all of the same microbatch."""
+    """Return the numbers of the slices that an action of slice ``unit`` needs, all of the same microbatch.
+
+    The result is empty if the needed slice is before the first or after the last one of the microbatch.
+    """
     if need.slices == "last":
         return (last_slice(unit, slices),)
     if need.slices == "until":
@@ -367,7 +370,10 @@ class Dependencies:
         return [*lanes, range(first, len(self.actions))] if len(self.actions) > first else lanes
 
     def _edges(self) -> tuple[list[list[tuple[int, int]]], list[int]]:
-        """Return for every node its waits, and the index of its price in ``kinds`` (-1 for actions on memory)."""
+        """Return for every node its waits, and the index of its price in ``kinds`` (-1 for actions on memory).
+
+        Nodes that need a missing action, or a later one of their own device, are added to ``impossible``.
+        """
         rules, slices = self._rules, self._slices
         waits: list[list[tuple[int, int]]] = []
         prices: list[int] = []
@@ -405,7 +411,10 @@ class Dependencies:
         return [[(needed + (needed in firsts), link) for needed, link in each] for each in waits]
 
     def _rule(self, action: Action, lane: int) -> tuple[int, list[_Need]]:
-        """Return the index of the price, and the needs, that all actions with this kind, stage and slice share."""
+        """Return the index of the price, and the needs, that all actions with this kind, stage and slice share.
+
+        ``lane`` is the lane of ``action``. New links are added to ``links``.
+        """
         microbatch = action.microbatch or 0
         if action.stage == EVERYWHERE:
             wanted = [action._replace(stage=device) for device in range(len(self._orders))]
@@ -463,7 +472,7 @@ class Dependencies:
         return self._awaited(self.lanes[-1][self.walk.reached[-1]])
 
     def stuck(self) -> ScheduleError | None:
-        """Return the error for the first action that can never run; ``None`` if all devices reach their ends."""
+        """Return the error for the action at which the first stuck device stops; ``None`` if all devices end."""
         for device, (order, reached) in enumerate(zip(self._orders, self.walk.reached, strict=False)):
             if reached < len(order):
                 node = self.lanes[device][reached]

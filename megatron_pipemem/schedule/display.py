@@ -72,7 +72,7 @@ def draw_with(module: str) -> None:
 
 
 def drawing() -> Any:
-    """Import and return the module that draws pictures."""
+    """Import and return the module that draws pictures. Raise an UnsupportedError if ``draw_with`` was not called."""
     if not _drawn_by:
         raise UnsupportedError(
             "nothing-draws",
@@ -141,7 +141,7 @@ def doing(task: str) -> Iterator[None]:
 
 
 def tell(status: Callable[[], str]) -> None:
-    """Send ``status()`` to the listener, unless there is none or the last message is less than 0.1 seconds old."""
+    """Send ``status()`` to the listener, if there is one and the last call that sent is at least 0.1 seconds ago."""
     progress = _progress.get()
     if progress is None or time.monotonic() - progress.last < _SECONDS_BETWEEN:
         return

@@ -42,7 +42,8 @@ class MemoryCap:
 def per_device(limit: float | Sequence[float], num_devices: int, subject: str = "memory caps") -> tuple[float, ...]:
     """Return the limit of every device: the same number for all, or those of a sequence with one per device.
 
-    ``subject`` names the limits in the message of an UnsupportedError.
+    Raise an UnsupportedError if their number is wrong, or if one is negative, infinite or NaN. ``subject`` names the
+    limits in its message.
     """
     # Not only a Sequence, because arrays and tensors come too.
     limits = tuple(map(float, limit)) if isinstance(limit, Iterable) else (float(limit),) * num_devices
@@ -105,7 +106,7 @@ def _bytes(text: str) -> float | None:
 
 
 def _binary(text: str) -> str:
-    """Return a hint if the text has a decimal unit, as in ``6GB``: it is not accepted, and often means ``6GiB``."""
+    """Return a hint if the text has a decimal unit, as in ``6GB``, which often means ``6GiB``; else an empty text."""
     match = _DECIMAL.fullmatch(text.strip())
     return f"; if {text.strip()} means {match[1]}{match[2].upper()}iB, write that" if match else ""
 

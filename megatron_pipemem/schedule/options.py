@@ -52,7 +52,7 @@ def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
     """Read the ``KEY=VALUE`` pairs that a user gave with ``flag``.
 
     Values that are JSON (numbers, true, null) or a number such as ``.5`` are converted, and others stay text. A ``-``
-    in a key is read as ``_``.
+    in a key is read as ``_``. Raise an UnsupportedError for a pair without key or value, and for a repeated key.
     """
     options: dict[str, Any] = {}
     for pair in pairs:
@@ -124,7 +124,10 @@ def check_recompute(mode: object) -> None:
 
 
 def slice_counts(given: object) -> tuple[int, ...]:
-    """Read the numbers of sequence slices that a search may choose, sorted: from a number, a list, or ``1,2,4``."""
+    """Read the numbers of sequence slices that a search may choose: from a number, a list, or ``1,2,4``.
+
+    The result is sorted and has no duplicates. Raise an UnsupportedError unless all are whole numbers of at least 1.
+    """
     counts: list[object] = [given]
     if isinstance(given, list | tuple):
         counts = list(given)

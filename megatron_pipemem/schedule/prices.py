@@ -19,7 +19,10 @@ Several = float | Sequence[float]
 
 
 def number(subject: str, value: object, wanted: str = "a number") -> float:
-    """Return a number of any library as a float, or raise a CostsError, whose message asks for ``wanted``."""
+    """Return a number of any library as a float, or raise a CostsError, whose message asks for ``wanted``.
+
+    Texts, booleans, and numbers above ``LARGEST`` are refused. ``subject`` begins the message.
+    """
     try:
         found = math.nan if isinstance(value, bool | str) else float(value)  # type: ignore[arg-type]
     except OverflowError:
@@ -98,7 +101,10 @@ class PartPrices:
         return f"<PartPrices of {len(self.layers)} layers>"
 
     def of_stages(self, counts: Sequence[int]) -> tuple[float, ...]:
-        """Return the price of every stage, given the number of layers of each."""
+        """Return the price of every stage, given the number of layers of each, or raise a CostsError.
+
+        The numbers must add up to the number of ``layers``.
+        """
         _check_cut(counts, len(self.layers))
         found, last = [], len(counts) - 1
         for stage, (end, count) in enumerate(zip(accumulate(counts), counts, strict=True)):
@@ -193,7 +199,11 @@ def stage_memory(memory: Mapping[Kind, Price], placement: Placement) -> dict[Kin
 
 
 def per_slice(name: str, price: Price, placement: Placement, slices: int) -> tuple[float, ...]:
-    """Return a price as one value per stage and slice, stage by stage. One number prices a device's whole share."""
+    """Return a price as one value per stage and slice, stage by stage. One number prices a device's whole share.
+
+    A value per stage is shared evenly by its slices. Raise a CostsError, which has ``name``, if a sequence has another
+    number of values than one per stage, or per stage and slice.
+    """
     if isinstance(price, PartPrices):
         price = price.of_placement(placement)
     if not isinstance(price, Sequence):

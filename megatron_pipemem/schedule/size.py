@@ -31,7 +31,7 @@ class ScheduleSize:
 
     @property
     def is_large(self) -> bool:
-        """Return whether the computation takes so long, or so much memory, that the user should be asked first."""
+        """Return whether the computation takes over 60 seconds or 2 GiB, so that the user should be asked first."""
         return self.seconds > LARGE_SECONDS or self.nbytes > LARGE_BYTES
 
     def __str__(self) -> str:

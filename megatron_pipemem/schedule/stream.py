@@ -107,7 +107,10 @@ class Window:
         return replace(self.stream, orders=orders, updates=None, num_microbatches=self.batch)
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
-        """Simulate the window. All devices begin at the same time. Peaks count the memory of earlier windows too."""
+        """Simulate the window. All devices begin at the same time. Peaks count the memory of earlier windows too.
+
+        Raise a CostsError if ``costs`` have weights of microbatches.
+        """
         costs = costs or Costs()
         costs.require_alike("a window of a stream that is never flushed")
         run = frozenset(action for actions in self.past for action in actions)
@@ -418,7 +421,8 @@ class _Windows:
     def run(self, number: int, begins: Sequence[float]) -> list[float]:
         """Simulate step ``number`` from each device's start on, and return the end of every device's part.
 
-        Step 0 fills the pipeline.
+        Step 0 fills the pipeline. Steps must be simulated one after the other from 0: each uses the forwards that the
+        previous one ran for it.
         """
         far = horizon(*self._size[1:])
         moment = Moment(min(number, far), far if number else 0, far)

@@ -153,7 +153,10 @@ def _place_all(schedule: Schedule) -> Places:
 
 
 def _check_pairs(schedule: Schedule, places: Places) -> None:
-    """Check that every pair is a forward with a backward right after it, of another stage or microbatch."""
+    """Check that every pair is a forward with a backward right after it, of another stage or microbatch.
+
+    Pairs are refused in a schedule with slices, vocabulary passes, recomputation, offload or asynchronous updates.
+    """
     if not schedule.pairs:
         return
     refused = {
