@@ -81,7 +81,8 @@ class WeightVersions:
     def advance(self, needed: Collection[int]) -> None:
         """Make a new version with the values of the newest, and show it, so that the optimizer can update it.
 
-        ``needed`` has the versions that later actions still use. The buffers of all others are reused.
+        ``needed`` has the versions that later actions still use. All others end, and their buffers are reused. If the
+        newest is not among ``needed``, its buffer becomes that of the new version, without a copy.
         """
         for version in [v for v in self._held if v != self.newest and v not in needed]:
             self._free.append(self._held.pop(version))

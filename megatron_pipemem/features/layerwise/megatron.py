@@ -107,7 +107,10 @@ def _drawing(key: int, by_shard: bool = False, is_expert: bool = False) -> Itera
 
 
 def _draw_by_key(module: torch.nn.Module, by_shard: bool, *parts: object) -> None:
-    """Make each training forward of ``module`` draw from streams with the key ``derived(enclosing key, *parts)``."""
+    """Make each training forward of ``module`` draw from streams with the key ``derived(enclosing key, *parts)``.
+
+    A forward in evaluation, or without an enclosing key, draws from Megatron's streams.
+    """
     running: list[ExitStack] = []
 
     def begin(module: torch.nn.Module, _: tuple) -> None:
@@ -239,8 +242,9 @@ def _build_embedding(original: Callable, embedding, *args, **kwargs) -> None:
 def _build_module(kind: str, number_of: Callable[[dict], int], original: Callable, spec, *args, **kwargs):
     """Build a layer with ``original`` (``build_module``). Its initial weights and dropout come from its own streams.
 
-    ``kind`` distinguishes layers of two kinds that have the same number. ``number_of`` returns the layer's number in
-    the whole model. Its argument has the keyword arguments of ``build_module``.
+    A module without ``layer_number``, or without an enclosing key, draws from Megatron's streams. ``kind``
+    distinguishes layers of two kinds that have the same number. ``number_of`` returns the layer's number in the whole
+    model. Its argument has the keyword arguments of ``build_module``.
     """
     key = _enclosing()
     if key is None or "layer_number" not in kwargs:

@@ -184,7 +184,7 @@ def _near_the_gpu(device: torch.device) -> Iterator[None]:
 
 
 def _place() -> int:
-    """Return this rank's pipeline rank."""
+    """Return this rank's pipeline rank; 0 if Megatron's process groups do not exist."""
     return parallel_state.get_pipeline_model_parallel_rank() if parallel_state.is_initialized() else 0
 
 

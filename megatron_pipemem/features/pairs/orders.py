@@ -46,7 +46,10 @@ def _share_of(price: Price, share: float) -> Price:
 
 
 def may_pair(schedule: Schedule) -> bool:
-    """Return whether the actions of a schedule may run in pairs."""
+    """Return whether the actions of a schedule may run in pairs.
+
+    They may not with slices, recomputation, offload, vocabulary passes or asynchronous updates.
+    """
     others = schedule.recomputed, schedule.offloads, schedule.vocabulary_barriers, schedule.updates
     return schedule.slices == 1 and not any(others)
 

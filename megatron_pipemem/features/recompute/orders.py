@@ -76,7 +76,8 @@ def recompute_steps(schedule: Schedule, costs: Costs, device: int) -> list[tuple
     """Return the ``(stage, kind)`` by which recompute grows on a device, in the order in which to add them.
 
     Each entry adds one more stage, or changes a stage from RS (part of the forward) to R (all of it). The entry with
-    the fewest seconds per byte saved comes first. The bytes are those of all microbatches in flight.
+    the fewest seconds per byte saved comes first. The bytes are those of all microbatches in flight. Entries that save
+    no memory are left out.
     """
     placement = schedule.placement
     seconds, plain = costs.seconds(placement), costs.memory_changes(placement)[Kind.F]

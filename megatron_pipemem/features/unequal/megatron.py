@@ -384,7 +384,8 @@ def _relative(tokens: Sequence[float], full: FullMicrobatch, **more) -> Microbat
 def _by_flops(batches: Sequence[object], full: FullMicrobatch, config: object, iteration: int) -> MicrobatchWeights:
     """Return weights by FLOPs: linear layers in proportion to tokens, attention to squared document lengths.
 
-    The weights of W leave attention out.
+    The weights of W leave attention out. Memory is in proportion to tokens. Raise an UnsupportedError for a hybrid
+    model, and for batches without tokens.
     """
     contents = [_Contents.of(batch, number) for number, batch in enumerate(batches)]
     if getattr(config, "is_hybrid_model", False):
@@ -420,8 +421,9 @@ def _by_function(
     """Call a user's function with each batch, and return its results as weights. Messages use ``name`` for the
     function.
 
-    ``full`` and ``config`` are not used: all functions that weigh batches have the same parameters. Raise an
-    UnsupportedError if the user's function fails, and a CostsError if its results are not weights.
+    A result is a time, or a pair of a time and a memory, which is 1 by default. ``full`` and ``config`` are not used:
+    all functions that weigh batches have the same parameters. Raise an UnsupportedError if the user's function fails,
+    and a CostsError if its results are not weights.
     """
     pairs = []
     for number, batch in enumerate(batches):

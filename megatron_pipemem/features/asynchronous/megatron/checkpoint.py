@@ -43,7 +43,8 @@ class SavedVersions:
 def save(saved_now: Callable[[], SavedVersions | None], original: Callable, iteration, *args, **kwargs):
     """Save a checkpoint by ``original`` (``save_checkpoint``). Write older versions of the weights to its folder.
 
-    ``saved_now`` returns these versions, or ``None`` if no step has run. Non-persistent checkpoints get no file.
+    ``saved_now`` returns these versions, or ``None`` if no step has run. Non-persistent checkpoints get no file. If the
+    file cannot be written, a warning is logged and the checkpoint stays valid.
     """
     result = original(iteration, *args, **kwargs)
     saved = saved_now()

@@ -102,7 +102,7 @@ class StageOptimizer:
 
     def catch(self, original: Callable, config, model_chunks, *args, **kwargs):
         """Build the optimizer with ``original`` (``get_megatron_optimizer``). Its ``step()``, which the loop calls,
-        does nothing.
+        does nothing and reports success. An optimizer that was caught before gets its own ``step()`` back.
         """
         optimizer = original(config, model_chunks, *args, **kwargs)
         check_config(config, *asynchronous(per_batch=False))

@@ -258,7 +258,10 @@ class OffloadEngine:
         self._residents.exclude(tensors)
 
     def stay(self, key: Hashable, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave these tensors out of later offloads of ``key``, because other code still uses them."""
+        """Leave these tensors out of later offloads of ``key``, because other code still uses them.
+
+        Raise an OffloadError if this step has not captured ``key``.
+        """
         if key not in self._captures:
             raise _unknown(key)
         self._captures[key].staying.update(self._saved(tensors))
@@ -266,7 +269,8 @@ class OffloadEngine:
     def offload(self, key: Hashable, keep: Iterable[torch.Tensor] = ()) -> None:
         """Start copying the tensors of ``key`` to the host, except those in ``keep`` and those given to ``stay``.
 
-        If the host pool has no room, an OffloadError is raised and nothing has changed.
+        Storages that another forward on the device needs stay too. Raise an OffloadError if ``key`` was not captured or
+        is offloaded already, or if the host pool has no room. Then nothing has changed.
         """
         captured = self._known(key, away=False)
         staying = {*captured.staying, *self._saved(keep)}
@@ -309,7 +313,8 @@ class OffloadEngine:
     def reload(self, key: Hashable) -> None:
         """Allocate device memory for the tensors of ``key``, and start copying them back.
 
-        Their host memory can be lent again at once. Its next user waits for the copy.
+        A tensor whose offload has not been waited for is still on the device, and is not copied. Host memory can be
+        lent again at once. Its next user waits for the copy. Raise an OffloadError if ``key`` is not offloaded.
         """
         captured = self._known(key, away=True)
         captured.away = False
@@ -342,7 +347,7 @@ class OffloadEngine:
         """Make later work on the device wait for the transfers of ``key``.
 
         After an offload, the engine no longer holds the device memory of the tensors. After a reload, that work can use
-        the tensors.
+        the tensors. Raise an OffloadError if ``key`` was not captured, or if a copy has failed.
         """
         if key not in self._captures:
             raise _unknown(key)

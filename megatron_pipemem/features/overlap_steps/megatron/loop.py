@@ -90,8 +90,9 @@ class TrainingLoop:
         return original(*bound.args, **bound.kwargs)
 
     def _write_norm(self) -> None:
-        """Write the gradient norm of the previous step to TensorBoard and W&B. By now every rank has ended that
-        step.
+        """Write the gradient norm of the previous step to TensorBoard and W&B. By now every rank has ended that step.
+
+        Do nothing if that norm was printed, or if its iteration is not one for which the loop writes scalars.
         """
         unwritten, self._unwritten = self._unwritten, None
         interval = scalar_interval()

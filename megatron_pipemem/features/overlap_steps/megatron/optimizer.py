@@ -95,7 +95,10 @@ class OverlappedOptimizer:
 
     @torch.no_grad()
     def step(self) -> tuple[bool, LateNorm | float | None, int | None]:
-        """Take an optimizer step and return the same as Megatron's ``step``. The norm may be a ``LateNorm``."""
+        """Take an optimizer step and return the same as Megatron's ``step``. The norm may be a ``LateNorm``.
+
+        A step that is still pending is settled first.
+        """
         self.settle()
         self.answers_locally = False
         optimizer, take_step = self.require(), self._step
@@ -169,7 +172,10 @@ class OverlappedOptimizer:
             self.redo()
 
     def zero_chunk(self, original: Callable, chunk: torch.nn.Module) -> None:
-        """Replace DDP's ``zero_grad_buffer``: postpone zeroing the gradients of ``chunk`` while a step is pending."""
+        """Replace DDP's ``zero_grad_buffer``: postpone zeroing the gradients of ``chunk`` while a step is pending.
+
+        Gradients of a chunk that is not of this optimizer are zeroed at once.
+        """
         self._zero(partial(_zero_buffer, original, chunk)) if chunk in self._chunks else original(chunk)
 
     def release(self, orderly: bool) -> None:

@@ -183,7 +183,7 @@ class ForwardTraces:
         self._kept = {key: tensor.clone() for key, tensor in _counted()}
 
     def restore(self) -> None:
-        """Set Megatron's sums back to the values that they had when this object was made."""
+        """Set Megatron's sums back to the values that they had when this object was made. Sums without one become 0."""
         for key, tensor in _counted():
             tensor.copy_(self._kept[key]) if key in self._kept else tensor.zero_()
 

@@ -325,7 +325,8 @@ def cut_model(
 ) -> None:
     """Cut the vocabulary of a rank's chunks if the request says so, or with ``auto`` if the simulated step gets faster.
 
-    Every rank calls this when it has built its chunks.
+    Every rank calls this when it has built its chunks. With one pipeline rank, nothing happens. Otherwise ``programs``
+    gets the number of barriers, which is 0 if the vocabulary stays whole.
     """
     if placement.num_devices == 1:
         return

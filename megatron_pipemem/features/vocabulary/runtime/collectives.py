@@ -62,7 +62,7 @@ def reduce_sum(tensor: torch.Tensor, destination: int, group: dist.ProcessGroup)
 
 
 def all_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
-    """Start summing a tensor over the group in place, on all ranks.
+    """Start summing a tensor over the group in place. Every rank gets the sum.
 
     If both the first and the last stage look up tokens, embeddings and their gradients are summed this way.
     """

@@ -303,7 +303,10 @@ class Normalised:
         return rows.view(*self._batch.shape, rows.size(-1))
 
     def _flat(self, loss_gradient: torch.Tensor) -> torch.Tensor:
-        """Return ``loss_gradient`` with zeros for ignored labels, fp32, ``[tokens]``."""
+        """Return ``loss_gradient`` with zeros for ignored labels, fp32, ``[tokens]``.
+
+        Raise a VocabularyError if it does not have one number per token.
+        """
         batch = self._batch
         if loss_gradient.numel() != batch.valid.numel():
             raise VocabularyError(
@@ -359,7 +362,8 @@ class OneBarrier(Normalised):
         """Return the gradient with respect to the head's input from this rank's rows, ``[..., h]``. Sum it over the
         ranks.
 
-        It lacks a factor, the gradient with respect to the token losses. ``finish_input_gradient`` multiplies by it.
+        It lacks a factor, the gradient with respect to the token losses. ``finish_input_gradient`` multiplies by it. A
+        second call raises a VocabularyError.
         """
         batch, options = self._batch, self.options
         average, batch.average = batch.average, None
@@ -380,7 +384,8 @@ class OneBarrier(Normalised):
     def weight_gradient(self, loss_gradient: torch.Tensor) -> HeadWeightGradient:
         """Run T: return the weight gradient as an object whose ``run()`` computes it. Only the optimizer needs it.
 
-        ``loss_gradient`` is the gradient of the training loss with respect to ``losses``, loss scale included.
+        ``loss_gradient`` is the gradient of the training loss with respect to ``losses``, loss scale included. A second
+        call raises a VocabularyError.
         """
         g = self._flat(loss_gradient)
         self._spend_logits()
@@ -398,7 +403,7 @@ class TwoBarriers(Normalised):
         """Run T: return the input gradient from this rank's rows, ``[..., h]``, and the deferred weight gradient.
 
         Sum the input gradient over the ranks. ``loss_gradient`` is the gradient of the training loss with respect to
-        ``losses``, loss scale included.
+        ``losses``, loss scale included. A second call raises a VocabularyError.
         """
         g = self._flat(loss_gradient)
         self._spend_logits()
@@ -424,7 +429,7 @@ class HeadWeightGradient(DeferredWeightGradient):
 
     @torch.no_grad()
     def run(self) -> None:
-        """Compute the weight gradient and add it to that of the parameter. Call this once."""
+        """Compute the weight gradient and add it to that of the parameter, unless it is frozen. Call this once."""
         normalised, batch = self.normalised, self.normalised._batch
         gradient = batch.shard.gradient
         if gradient is None:
