@@ -265,7 +265,8 @@ _WITHIN = {
 def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> Kept:
     """Return the bytes that one layer keeps on one rank for one microbatch, with the run's recomputation.
 
-    ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer.
+    ``kind`` names the layer's blocks (``Sublayer``), by default those of the model's first layer. If the language model
+    is frozen, nothing is kept after I.
     """
     kind = kind or model.kinds[0]
     tensors = layer_tensors(model, execution, kind)
@@ -297,7 +298,8 @@ def _kept(tensors: Sequence[Saved], execution: Execution) -> list[Saved]:
 def head_bytes(model: Model, execution: Execution) -> Kept:
     """Return the bytes that final norm, output layer and loss keep on one rank for one microbatch.
 
-    Most of them are the fp32 exponentials of the logits.
+    Most of them are the fp32 exponentials of the logits. With multi-token prediction, all but the head's input and the
+    norm's statistics count once for each predicted token.
     """
     between = message_bytes(model, execution)
     statistics = _statistics("final norm's statistics", model, execution).nbytes
@@ -319,10 +321,10 @@ def message_bytes(model: Model, execution: Execution) -> float:
 
 
 def _gradient_bytes(model: Model, execution: Execution, kind: str) -> float:
-    """Return the bytes of the output gradients of a layer's linear layers, which are kept from I to W.
+    """Return the bytes of the output gradients that a layer keeps from I to W on one rank, for one microbatch.
 
-    With sequence parallelism, I gathers the output gradient of a linear layer whose inputs are cut. The whole is kept,
-    unless W gathers it again.
+    Linear layers whose weight gradient does not wait for W keep none. With sequence parallelism, I gathers the output
+    gradient of a linear layer whose inputs are cut. The whole is kept, unless W gathers it again.
     """
     widths = sum(
         each.width(execution.tp) * each.visits / (execution.sequence_ranks if _output_is_shard(each, execution) else 1)
@@ -352,7 +354,8 @@ def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) 
 def gathered_in_weight(model: Model, execution: Execution, layers: Iterable[Matrix]) -> list[float]:
     """Return the bytes of each tensor that W gathers over tensor-parallel ranks, for these linear layers.
 
-    They are the bytes of a microbatch's whole tensors, as the gather returns them.
+    They are the bytes of a microbatch's whole tensors, as the gather returns them. Without sequence parallelism, the list
+    is empty.
     """
     if not execution.sequence_parallel:
         return []

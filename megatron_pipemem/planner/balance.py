@@ -54,7 +54,7 @@ class Layout:
     layers: tuple[int, ...]  # pieces of every stage, see ``config.layout``
     step: PlannedStep = field(repr=False)  # prices of stages and ranks
     seconds: float  # of a step
-    held: tuple[float, ...] = field(repr=False)  # bytes of every rank, everything included, without offload
+    held: tuple[float, ...] = field(repr=False)  # peak bytes of every rank, everything included, without offload
 
     @property
     def stage_seconds(self) -> tuple[float, ...]:
@@ -98,8 +98,8 @@ def balance(
 
     ``given`` is a layout in Megatron's form that replaces the run's. ``room`` is the memory of a device in bytes, by
     default the cluster's limit. A value of 0 means that the memory is unknown. ``pace`` has the ratios of measured to
-    predicted seconds. If ``auto`` decides whether the vocabulary is cut, the layouts are those of the way with the
-    shortest step.
+    predicted seconds. If ``auto`` decides whether the vocabulary is cut, the layouts are those of the setting with
+    the shortest step. Raise a ConfigError if ``given`` does not fit the model and the stages.
     """
     run.execution.check(run.model)
     room = run.cluster.memory_bytes if room is None else room
@@ -193,7 +193,11 @@ class _Scale:
         return self._step(None).layers
 
     def best(self) -> tuple[int, ...]:
-        """Search the layout with the shortest step that fits the memory, and return its number of pieces per stage."""
+        """Search the layout with the shortest step that fits the memory, and return its number of pieces per stage.
+
+        If no start fits the memory, the search begins with a fast one that takes least. With vocabulary passes, slices
+        or an asynchronous schedule, the best start is returned.
+        """
         own = self._step(None)
         by_hand = (layout.even(self.run.model, self.stages), self._alike(max(own.work)))
         cuts = dict.fromkeys((own.layers, *by_hand, *map(self._relieved, by_hand)))
@@ -207,6 +211,7 @@ class _Scale:
     def _alike(self, slowest: float) -> tuple[int, ...]:
         """Return the layout with equally many layers on all stages but the last, which has all that are left.
 
+        Multi-token prediction is on the last stage too. If layers run out, stages have fewer or none.
         The number is the most that a rank can compute in ``slowest`` seconds per microbatch on all its stages, and at
         least 1. Embedding and head are not counted.
         """
@@ -225,8 +230,8 @@ class _Scale:
     def _moved(self, start: Layout, others: Sequence[Layout]) -> Layout:
         """Return the layout found from ``start`` by moving pieces between stages as long as a step gets faster.
 
-        A layout must fit the memory, or take no more than ``start``. ``others`` are simulated first, because their
-        chains are bounds for all further layouts.
+        A layout must fit the memory, if this is known, or take no more than ``start``. ``others`` are simulated
+        first, because their chains are bounds for all further layouts.
         """
         from megatron_pipemem.planner.layout_search import Bounds, descend  # not above: numpy is slow to load
 
@@ -259,7 +264,7 @@ class _Scale:
         return all(map(ge, layers, self._least))
 
     def _lacking(self, layers: tuple[int, ...]) -> int:
-        """Return the number of ranks that lack a layer of the kind that every rank needs."""
+        """Return the number of ranks that lack a layer of the kind that every rank needs; 0 if there is no such kind."""
         if not any(self._loads.needed):
             return 0
         ends = list(accumulate(layers, initial=0))
@@ -304,7 +309,8 @@ def _request(run: Run) -> Request:
 def _found(run: Run, request: Request, microbatches: int) -> Schedule:
     """Return the order that ``auto`` finds for a step with that many microbatches, by the costs that the run begins with.
 
-    A memory cap in bytes is left out, because only the run counts bytes. So is one that no order keeps.
+    A memory cap in bytes is left out, because only the run counts bytes. A cap that no order keeps is left out
+    too. The vocabulary is uncut.
     """
     options = request.options | {"seconds": _UNLIMITED, "effort": min(_EFFORT, request.options.get("effort", _EFFORT))}
     request = replace(request.decided(0), options=options)
@@ -315,9 +321,10 @@ def _found(run: Run, request: Request, microbatches: int) -> Schedule:
 
 
 def _given(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:
-    """Return the number of pieces of every stage in the given layout; ``None`` if there is none.
+    """Return the number of pieces of every stage in the user's layout ``text``, or else in the run's.
 
-    It is the user's layout ``text``, or else that of the run.
+    Return ``None`` if neither is given, or if the run's hybrid pattern is not cut into stages. Raise a ConfigError if
+    the layout does not fit the model and ``stages``.
     """
     pattern = run.model.pattern is not None
     key = layout.PATTERN if pattern else layout.FLAG

@@ -48,7 +48,9 @@ _PARTS = {
 def _parts_of(values: Sequence[float], counts: Sequence[int]) -> PartPrices:
     """Split measured values of stages into values of their layers, and the rest of the first and the last stage.
 
-    ``values`` has a value per stage, and ``counts`` the number of layers per stage.
+    ``values`` has a value per stage, and ``counts`` the number of layers per stage. A layer of a middle stage has the
+    mean of its stage. A layer of the first or last stage has the median of the middle stages, but no more than the mean
+    of its own stage.
     """
     each = [value / count for value, count in zip(values, counts, strict=True) if count]
     inner = [value / count for value, count in zip(values[1:-1], counts[1:-1], strict=True) if count]
@@ -81,8 +83,8 @@ class MeasuredLayers:
     ) -> MeasuredLayers:
         """Return the costs of layers, embedding and head that the measured stages of a step give.
 
-        ``layers`` has the number of layers of each stage. ``memory`` has, by kind of action, the change of the device's
-        bytes on each stage.
+        ``layers`` has the number of layers of each stage; if it is unknown, each has 12 equal pieces.
+        ``memory`` has, by kind of action, the change of the device's bytes on each stage.
         """
         stages = step.schedule.placement.model_stages
         counts = tuple(layers or (_PIECES,) * step.schedule.num_stages)[:stages]
@@ -230,7 +232,7 @@ class Case:
 
     @property
     def cap(self) -> str:
-        """The peak memory of the run as a value of ``--pipemem-memory-cap``."""
+        """The simulated peak of the run as a value of ``--pipemem-memory-cap``, in bytes or in activation units."""
         return f"{self.own.peak:.0f}B" if self.in_bytes else f"{self.own.peak:.4g}"
 
     def flags(self, *flags: str) -> str:
@@ -288,7 +290,7 @@ def _best(changes: list[Change]) -> Change:
 
 
 def _all(case: Case) -> Iterator[Change]:
-    """Yield every change that the run's configuration allows."""
+    """Yield every change that the run's configuration allows; if it refuses other schedules, only other layers."""
     yield from _layouts(case)
     if "schedules" in case.refused:
         return
@@ -302,7 +304,11 @@ def _all(case: Case) -> Iterator[Change]:
 
 
 def _layouts(case: Case) -> Iterator[Change]:
-    """Yield the run's schedule with other layers per stage, balanced by the measured times of layers."""
+    """Yield the run's schedule with other layers per stage, balanced by the measured times of layers.
+
+    Yield nothing if the layers are unknown or balanced already, or if the run recomputes, offloads or cuts the
+    vocabulary.
+    """
     placement = case.schedule.placement
     if case.layers is None or _is_extended(case.schedule):
         return
@@ -316,7 +322,8 @@ def _layouts(case: Case) -> Iterator[Change]:
 def _orders(case: Case) -> Iterator[tuple[str, Schedule, Costs, tuple[int, ...]]]:
     """Yield name, schedule, costs and layers of possible families, and of orders searched within the run's peak memory.
 
-    The families in ``OUTCLASSED`` and the run's own order are left out.
+    The run's own order is left out. So are families in ``OUTCLASSED`` and those that are asynchronous, offload, or have
+    slices or replicas. Long steps are not searched.
     """
     own, p, m = case.schedule, case.schedule.num_devices, case.schedule.num_microbatches
     barriers = own.vocabulary_barriers
@@ -381,7 +388,8 @@ def _order(
 def _offloads(case: Case, orders: list[tuple[Change, tuple[Schedule, Costs]]]) -> Iterator[Change]:
     """Yield the fastest schedule that needs more memory than the run, offloaded until it needs no more.
 
-    ``orders`` has the simulated orders, each as a change with its schedule and costs. At most one change is yielded.
+    ``orders`` has the simulated orders, each as a change with its schedule and costs. At most one change is yielded,
+    and none if the step is long, or if the run recomputes, offloads or cuts the vocabulary.
     """
     faster = [each for each in orders if each[0].kind == MORE_MEMORY]
     if not faster or _is_extended(case.schedule):
@@ -407,7 +415,10 @@ def _offloads(case: Case, orders: list[tuple[Change, tuple[Schedule, Costs]]]) -
 
 
 def _without(case: Case) -> Iterator[Change]:
-    """Yield up to three changes: no recomputation, no offload, and no barrier between steps."""
+    """Yield up to three changes: no recomputation, no offload, and no barrier between steps.
+
+    The first two are for runs that recompute or offload, and the third for runs whose configuration allows it.
+    """
     schedule, costs = case.schedule, case.own.costs
     for kind, dropped, words, flags in (
         ("recompute", RECOMPUTE, "nothing recomputed", "--pipemem-recompute none"),
@@ -428,7 +439,11 @@ def _without(case: Case) -> Iterator[Change]:
 
 
 def _vocabularies(case: Case) -> Iterator[Change]:
-    """Yield the run's schedule with vocabulary parallelism: embedding and head cut over all devices."""
+    """Yield the run's schedule with embedding and head cut over all devices, once for each algorithm.
+
+    Yield nothing if the configuration refuses it, if the head takes no time, or if the run recomputes, offloads or cuts
+    the vocabulary already.
+    """
     measured, placement = case.measured, case.schedule.placement
     if "vocabulary" in case.refused or _is_extended(case.schedule) or measured.head <= 0:
         return
@@ -461,7 +476,7 @@ def _ordered(case: Case) -> Iterator[Change]:
 
 
 def _cut_for(case: Case, placement: Placement) -> tuple[Costs, tuple[int, ...]]:
-    """Return costs and layers per stage for a placement: the run's layers per stage if it has as many stages."""
+    """Return costs and layers per stage for a placement: the run's layers if it has as many stages, else balanced ones."""
     measured = case.measured
     counts = measured.counts if placement.num_stages == len(measured.counts) else measured.cut(placement)
     return case.priced(measured.costs(counts, case.p2p)), counts

@@ -46,7 +46,7 @@ class Matrix:
     recompute: tuple[str, ...] = ()  # modules of ``Recomputable`` that repeat its F
 
     def parameters(self, tp: int) -> int:
-        """Return the number of weights and biases on one of ``tp`` ranks."""
+        """Return the number of weights and biases of all copies on one of ``tp`` ranks (or of ``ranks``, if set)."""
         tp = self.ranks or tp
         whole, bias = self.inputs * self.outputs, self.outputs * self.bias
         if self.cut == "columns":
@@ -54,15 +54,15 @@ class Matrix:
         return (whole // (tp if self.cut == "rows" else 1) + bias) * self.copies
 
     def width(self, tp: int) -> float:
-        """Return the number of output channels on one of ``tp`` ranks."""
+        """Return the number of output channels on one of ``tp`` ranks (or of ``ranks``, if set)."""
         return self.outputs / ((self.ranks or tp) if self.cut == "columns" else 1)
 
     def products(self, tp: int) -> float:
-        """Return the multiplications per token on one of ``tp`` ranks, for all uses of the layer."""
+        """Return the multiplications per token on one of ``tp`` ranks (or of ``ranks``), for all uses of the layer."""
         return self.inputs * self.outputs * self.visits / (1 if self.cut == "none" else self.ranks or tp)
 
     def depth(self, tp: int) -> float:
-        """Return the number of input channels on one of ``tp`` ranks."""
+        """Return the number of input channels on one of ``tp`` ranks (or of ``ranks``, if set)."""
         return self.inputs / ((self.ranks or tp) if self.cut == "rows" else 1)
 
 
@@ -159,7 +159,7 @@ def _other_parameters(model: Model, execution: Execution, block: Sublayer) -> in
 def core_flops(model: Model, execution: Execution, block: str) -> float:
     """Return the FLOPs of a block's F outside its matrices: of attention scores and values, or of a scan.
 
-    They are those of one rank and one microbatch.
+    They are those of one rank and one microbatch; 0 for blocks with neither.
     """
     n, s, tp = execution.tokens(model), model.sequence, execution.tp
     if block == Sublayer.ATTENTION:
@@ -233,7 +233,10 @@ def projection_matrices(model: Model) -> list[Matrix]:
 
 
 def model_flops(model: Model) -> float:
-    """Return the FLOPs of forward and backward of one whole sequence, without recomputation, as MFU counts them."""
+    """Return the FLOPs of forward and backward of one whole sequence, without recomputation, as MFU counts them.
+
+    They include the head, and a vision tower with all images of the sequence.
+    """
     layers = sum(layer_flops(model, Execution(), kind).total for kind in model.all_kinds)
     if (tower := model.tower) is not None:
         projected = sum(each.products(1) for each in projection_matrices(model)) * (1 + tower.deepstack)
@@ -325,7 +328,8 @@ def head_weight(of: Sizes, vocabulary: int) -> float:
 def sizes_of(flags: Mapping[str, object]) -> Sizes:
     """Return a function that maps an attribute of Megatron's configuration to its value by a script's flags.
 
-    ``flags`` has names without leading dashes. An attribute without a flag has Megatron's default.
+    ``flags`` has names without leading dashes. An attribute without a flag has Megatron's default. A
+    flag without a value gives 1, and a value that is not a number gives 0.
     """
 
     def of(attribute: str) -> float:
@@ -341,7 +345,7 @@ def sizes_of(flags: Mapping[str, object]) -> Sizes:
 
 
 def _model(symbol: str, of: Sizes, sequence: int) -> Model:
-    """Return a model with one layer, of the kind that ``symbol`` names in a hybrid pattern."""
+    """Return a model with one layer, of the kind that ``symbol`` names; raise a ConfigError if its sizes are invalid."""
 
     names = {**_ATTRIBUTES, "mamba_head_dim": "mamba_head_dim"}
     if symbol == Sublayer.LATENT_ATTENTION:

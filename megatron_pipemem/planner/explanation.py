@@ -127,7 +127,10 @@ def pace_of(path: Path, run: Run) -> MeasuredSlowdown:
 
 
 def _ratio(measured: float, predicted: float, messages: float) -> float:
-    """Return measured over predicted seconds of computing alone; ``messages`` is the predicted share of messages."""
+    """Return measured over predicted seconds of computing alone, at least 0.1; 1 if none are predicted.
+
+    ``messages`` is the share of messages in the predicted seconds.
+    """
     return max(0.1, (measured / predicted - messages) / (1 - messages)) if predicted else 1.0
 
 

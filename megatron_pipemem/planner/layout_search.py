@@ -91,7 +91,10 @@ def descend(
     best, shortest, left = start, simulate(start), most
 
     def better(layouts: np.ndarray) -> tuple[int, ...] | None:
-        """Return the first simulated layout with a shorter step, and remember its seconds."""
+        """Simulate layouts by ascending bound, and return the first with a shorter step than the best.
+
+        Return ``None`` if no bound is below the shortest step, or if ``most`` layouts have been simulated.
+        """
         nonlocal shortest, left
         seconds = bounds.seconds(layouts)
         lowest = bounds.of(seconds)

@@ -37,7 +37,8 @@ def held(run: Run, request: Request | None = None) -> MemoryUse | None:
     """Return the peak bytes of a run; ``None`` if its flags do not give the layers of each stage.
 
     For ``auto`` schedules, these are the least bytes that any order of the stages of ``interleaved`` needs. For
-    ``auto`` vocabulary parallelism, they are those of the way that needs least.
+    ``auto`` vocabulary parallelism, they are those of the setting that needs least on its fullest rank. Raise an error if
+    no setting is possible.
     """
     choice, cut = run.schedule, run.parallelism
     request = request or request_of(run)

@@ -72,7 +72,7 @@ def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, reject
     """Yield the priced asynchronous families that the limits name and that can run with the run's parallelism.
 
     ``pace`` has the ratios of measured to predicted seconds. ``rejected`` counts the families that cannot run, by
-    reason.
+    reason. Flags that these families do not support, such as a sharded optimizer, are removed from the run.
     """
     named = limits.allowed.get("schedule", ())
     p = run.parallelism.pp
@@ -184,7 +184,7 @@ class _Planner:
                 self._put(least_seconds(cut, pace), cut)
 
     def best(self, count: int) -> list[Plan]:
-        """Return the next ``count`` plans, the fastest first."""
+        """Return the next ``count`` plans, the fastest first; fewer if no way is left to try."""
         found: list[Plan] = []
         while (self.queue or self.aside) and len(found) < count:
             if not self.queue:
@@ -209,7 +209,7 @@ class _Planner:
     def search(self, plans: list[Plan], seconds: float) -> Iterator[Plan]:
         """Yield plans with searched orders, for the groups with the lowest bounds that leave a gain over ``plans``.
 
-        Each search ends after ``seconds`` seconds.
+        There are at most three searches, and each ends after ``seconds`` seconds. One that finds no order is skipped.
         """
         slowest = plans[-1].seconds if plans else float("inf")
         reached: dict[int, float] = {}
@@ -370,7 +370,7 @@ class _Planner:
         return True
 
     def _vary(self, base: Base, microbatches: int) -> None:
-        """Simulate the variant of an order with ``microbatches`` microbatches, and queue its plan.
+        """Simulate the variant of an order with ``microbatches`` microbatches, and queue its plan or count its rejection.
 
         Each further microbatch of the run adds the busiest device's work to the time.
         """

@@ -31,7 +31,7 @@ class Plan:
     order: Schedule | None = field(repr=False)  # the passes, if a family's name is not enough
     makespan: float  # seconds of the schedule alone; the period if no barrier stands between steps
     peaks: tuple[float, ...] = field(repr=False)  # bytes per pipeline rank, everything included
-    extended: bool = False  # whether it is a bound from a shorter step, until all microbatches are priced
+    extended: bool = False  # whether the makespan is a lower bound, extrapolated from fewer microbatches
 
     @property
     def schedule(self) -> str:
@@ -187,12 +187,12 @@ def _heading(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """The plans that the planner has found, and the reasons against all other ways."""
+    """The plans that the planner has found, and why it rejected all other cuts, schedules and variants."""
 
     plans: tuple[Plan, ...] = field(repr=False)  # the fastest first
-    rejected: Counter[str] = field(repr=False)  # number of other ways, by reason
-    considered: int  # number of all ways
-    seconds: float
+    rejected: Counter[str] = field(repr=False)  # number of rejected choices, by reason
+    considered: int  # number of all choices, plans included
+    seconds: float  # that planning took
 
 
 @dataclass(frozen=True)

@@ -217,6 +217,7 @@ def ahead(
     """Predict the seconds and bytes of all layers of multi-token prediction, which are on one stage.
 
     With ``looks_up``, their stage has a copy of the embedding, in which they look up tokens.
+    Without such layers, everything is 0.
     """
     layers = model.all_kinds[model.layers :]
     if not layers:
@@ -245,7 +246,7 @@ def adam_seconds(cluster: Cluster) -> float:
 
 
 def gather(nbytes: float, ranks: int, link: Link) -> float:
-    """Return the seconds of an all-gather whose result has ``nbytes``; a reduce-scatter takes as long."""
+    """Return the seconds of an all-gather whose result has ``nbytes``; a reduce-scatter takes as long. 0 for one rank."""
     return link.seconds(nbytes * (ranks - 1) / ranks) if ranks > 1 else 0.0
 
 
@@ -297,7 +298,8 @@ def _rate(execution: Execution, cluster: Cluster) -> float:
 def _quantising_seconds(model: Model, execution: Execution, cluster: Cluster, kind: str) -> Passes:
     """Return the seconds to quantise the inputs and output gradients of a layer's linear layers.
 
-    Each is read once and written in 8 bits twice: by rows for one product, and by columns for the other.
+    Each is read once and written in 8 bits twice: by rows for one product, and by columns for the other. F
+    quantises the inputs and I the gradients. Without an fp8 recipe, all seconds are 0.
     """
     if execution.fp8 == "none":
         return Passes()
@@ -355,7 +357,7 @@ def _block_messages(model: Model, execution: Execution, cluster: Cluster, block:
 def _ring_seconds(model: Model, execution: Execution, cluster: Cluster, block: Sublayer) -> float:
     """Return the seconds of F in which keys and values pass the context-parallel ranks without attention to hide them.
 
-    The ranks form a ring (arXiv 2310.01889).
+    The ranks form a ring (arXiv 2310.01889). Blocks without attention, and one rank, take 0.
     """
     if block not in (Sublayer.ATTENTION, Sublayer.LATENT_ATTENTION) or execution.cp == 1:
         return 0.0
@@ -396,7 +398,10 @@ def cluster_offload_ratio(model: Model, execution: Execution, cluster: Cluster) 
 
 
 def cheap_recompute(execution: Execution) -> Execution:
-    """Return the execution with recomputation of norms, activation and dropout masks added, as offload assumes."""
+    """Return the execution with recomputation of norms, activation and dropout masks added, as offload assumes.
+
+    With full recomputation, it is unchanged.
+    """
     if execution.recompute == "full":
         return execution
     modules = execution.recompute_modules if execution.recompute == "selective" else ()

@@ -114,7 +114,10 @@ class Profile:
         return Costs(**costs_arguments(self.to_json(link)))
 
     def slowdown(self, cluster: Cluster) -> MeasuredSlowdown:
-        """Return the ratios of measured seconds to those that ``planner.prices`` predicts for a device of this cluster."""
+        """Return the ratios of measured seconds to those that ``planner.prices`` predicts for a device of this cluster.
+
+        Raise a ConfigError if the profile's seconds were not measured.
+        """
         if self.source != "measured":
             raise ConfigError(
                 "wrong-file",
@@ -144,7 +147,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, path: str | Path) -> Profile:
-        """Read a profile from a file that ``pipemem profile --output`` wrote."""
+        """Read a profile from a file that ``pipemem profile --output`` wrote; raise a ConfigError if it is not one."""
         whole, parts = read_json(path, "a profile"), {}
         try:
             if not isinstance(whole, dict) or not isinstance(whole.get("profile"), dict):
@@ -213,7 +216,7 @@ def _priced(price: Price) -> Part:
 def slowdown_of(path: Path, run: Run) -> MeasuredSlowdown:
     """Read a measured profile of the run's model, and return the ratios of its seconds to predicted seconds.
 
-    Raise a ConfigError if the profile is of another model (``other-model``), or was not measured.
+    Raise a ConfigError if the profile is of another model (``other-model``), or was not measured (``wrong-file``).
     """
     profile = Profile.from_json(path)
     if replace(profile.model, source=run.model.source) != run.model:

@@ -76,7 +76,10 @@ def priced(run: Callable[[int], Timing], num_devices: int, num_microbatches: int
 
 
 def shortest(num_devices: int, num_microbatches: int) -> int:
-    """Return the number of microbatches of the shortest step from which a step of this length can be extended."""
+    """Return the number of microbatches of the shortest step from which a step of this length can be extended.
+
+    A step too short for that returns its own number.
+    """
     rhythm = _rhythm(num_devices)
     short = _congruent(_SHORT * num_devices, num_microbatches, rhythm)
     return short if 2 * (short + rhythm) < num_microbatches else num_microbatches
@@ -136,7 +139,7 @@ class LongestChain(NamedTuple):
 class Replay:
     """Predicts the time of one schedule under many costs.
 
-    The schedule must have no passes but F, I, W and B of whole microbatches.
+    The schedule must have no passes but F, I, W and B of whole microbatches, and must not deadlock.
     """
 
     def __init__(self, schedule: Schedule) -> None:

@@ -69,7 +69,7 @@ def why_not_sliced(run: Run) -> str | None:
 
 
 def run_slices(run: Run, slices: int) -> tuple[int, ...]:
-    """Return the number of tokens of each slice of a run's sequences."""
+    """Return the number of tokens of each slice of a run's sequences; raise an UnsupportedError if they are too short."""
     cut = run.parallelism
     ranks = cut.tp if cut.sequence_parallel else 1
     share = counts.attention_share(run.model)
@@ -98,7 +98,7 @@ def sliced_step(
     pace: MeasuredSlowdown | None = None,
     shared_ends: bool = False,
 ) -> PlannedStep:
-    """Predict a step whose microbatches are cut into slices. The other arguments are those of ``price``.
+    """Predict a step whose microbatches are cut into the run's slices. The arguments are those of ``price``.
 
     The costs have one value per stage and slice. The values of a stage's slices are consecutive.
     """

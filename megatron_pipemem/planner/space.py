@@ -84,11 +84,11 @@ class Limits:
 def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
     """Yield the run with every possible parallelism over all devices of its cluster, without a schedule.
 
-    The size of microbatches and the way of recomputing vary too. Expert parallelism, the global batch and the modules
+    The size of microbatches and the recomputation vary too. Expert parallelism, the global batch and the modules
     of selective recomputation stay as in the run. So do context parallelism, slices and their cut, unless the limits
     name them. Some flags hide messages in layers, but only under Megatron's own schedules. A run with such flags is
     yielded twice: with these flags for Megatron's schedules, and without them for ours. If its steps overlap, only the
-    run without them is yielded. ``rejected`` counts impossible ways by reason.
+    run without them is yielded. ``rejected`` counts impossible runs by reason.
     """
     given, devices = run.parallelism, run.cluster.num_devices
     if devices % given.cp and "cp" not in limits.allowed:
@@ -182,7 +182,8 @@ class Order:
 def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, list[Order]]:
     """Return the families that can run with a parallelism and that the limits allow, by their placement.
 
-    Families in ``OUTCLASSED`` are left out unless the limits name them. ``rejected`` counts those left out, by reason.
+    Families in ``OUTCLASSED`` are left out unless the limits name them. So are all but 1f1b if there is one pipeline
+    rank. ``rejected`` counts those left out, by reason, except those that the limits exclude.
     """
     found: dict[Placement, list[Order]] = {}
     pp, layers, slices = run.parallelism.pp, run.model.layers, run.schedule.slices or 1

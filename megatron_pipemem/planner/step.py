@@ -68,7 +68,7 @@ class PlannedStep:
     communication: tuple[float, ...]
     """Per device, seconds per microbatch in tensor-, context- and expert-parallel messages."""
     again: tuple[float, ...]  # per device, seconds per microbatch of recomputation
-    work: tuple[float, ...]  # per device, seconds per microbatch
+    work: tuple[float, ...]  # per device, seconds of F, I and W per microbatch, with those messages
     reduction: float  # exposed seconds of data-parallel messages, on the worst device
     optimizer: float  # seconds, on the worst device
     rollback: tuple[float, ...]
@@ -107,12 +107,12 @@ class _Cut:
     execution: Execution
     cluster: Cluster
     dp: int
-    distributed: bool
+    distributed: bool  # whether the optimizer is sharded
     pace: MeasuredSlowdown
     rolls_back: bool = False
-    gradients: int = 1
-    needed: tuple[bool, ...] = ()
-    shared_ends: bool = False
+    gradients: int = 1  # copies of the fp32 gradients: 2 if updates are delayed
+    needed: tuple[bool, ...] = ()  # per layer, whether it is of the kind that every device needs
+    shared_ends: bool = False  # whether every device holds an equal share of embedding and head
 
     @property
     def replicas(self) -> int:
@@ -252,8 +252,8 @@ def shared_out(
 ) -> tuple[int, ...]:
     """Return the number of layers of every stage by ``partition``, with multi-token prediction as one layer.
 
-    With ``start``, only the slowest rank gives layers away. With ``stays``, multi-token prediction is on the stage of
-    the head, and counts there.
+    With ``start`` layers per stage, only the slowest rank gives layers away. With ``stays``, multi-token prediction is
+    on the stage of the head, and counts there.
     """
     from megatron_pipemem.planner.partition import partition  # only here, because numpy takes long to load
 
@@ -384,7 +384,7 @@ def _buffers(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> tuple[
 def _sums(cut: _Cut, device: list[Price], placement: Placement) -> float:
     """Return the seconds in which one rank sums its stages' gradients with those of their replicas on other ranks.
 
-    ``device`` has the prices of all parts of the model on this rank.
+    ``device`` has the prices of all parts of the model on this rank. With one replica, the result is 0.
     """
     if placement.replicas == 1:
         return 0.0
@@ -397,7 +397,8 @@ def _exposed(cut: _Cut, device: list[Price], replicas: int) -> float:
     """Return the seconds of one rank's data-parallel messages in a step that no computing hides.
 
     ``device`` has the prices of all parts of the model on this rank. ``replicas`` is the number of replicas of the
-    model in the pipeline.
+    model in the pipeline. If there are several, no backward hides the reduction. The result is 0 for one data-parallel
+    rank.
     """
     if cut.replicas == 1:
         return 0.0

@@ -57,7 +57,7 @@ _VARIANTS: dict[str, Variant] = {}
 
 
 def register_variant(variant: Variant) -> Variant:
-    """Add a variant to those that the planner tries."""
+    """Add a variant to those that the planner tries, and return it; raise an UnsupportedError if its name is taken."""
     if variant.name in _VARIANTS or variant.name == PLAIN:
         raise UnsupportedError("exists-already", f"variant {variant.name!r} is registered already; pick another name")
     _VARIANTS[variant.name] = variant
@@ -92,7 +92,10 @@ def offload_step(
 
 
 def host_bytes(run: Run) -> float:
-    """Return the bytes of host memory that one rank may use for activations."""
+    """Return the bytes of host memory that one rank may use for activations.
+
+    The ranks of a node divide the memory that the flag ``HOST_MEMORY`` gives. Without it, the share is fixed.
+    """
     given = run.flags.get(HOST_MEMORY)
     if given is None:
         return DEFAULT_HOST_SHARE * run.cluster.host_bytes
@@ -132,7 +135,7 @@ def vocabulary_step(
 
     ``barriers`` is the number of barriers per microbatch. ``layers`` has the pieces of every stage, by default from the
     planner's partition. If microbatches are cut into slices, each slice has an equal part of these passes, and its own
-    costs of layers.
+    costs of layers. Raise an UnsupportedError for a model with a vision tower.
     """
     if run.model.tower is not None:
         raise UnsupportedError(

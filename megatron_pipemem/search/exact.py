@@ -134,7 +134,7 @@ class _Steps:
         return longest
 
     def grown(self, step: _Beginning) -> Iterator[_Beginning]:
-        """Yield the extended beginning for every pool whose next pass may be the next to start."""
+        """Yield the extended beginning for every pool whose next pass may be the next to start within the caps."""
         counts = step.counts
         candidates = []
         horizon = None

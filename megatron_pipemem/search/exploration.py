@@ -75,7 +75,7 @@ class Clock:
         """Return whether a part of the search can end in time, with time left to build the resulting schedule.
 
         ``passes`` is the number of passes that the part handles, and ``result`` that of the schedule. ``share`` is the
-        share of the time limit that may be used up.
+        share of the time limit that may be used up. If it cannot end in time, ``refused_any`` becomes true.
         """
         expected = self._pace(step) * passes + self._pace(SearchStep.DESCRIBE) * result
         if self.elapsed + expected > self.seconds * share:
@@ -85,7 +85,10 @@ class Clock:
 
     @contextmanager
     def step(self, step: SearchStep, passes: int) -> Iterator[None]:
-        """Measure the time of this block, which runs a part of the search, to predict the next run of that part."""
+        """Measure the time of this block, which runs a part of the search, to predict the next run of that part.
+
+        Progress is reported at its end.
+        """
         before = self.elapsed
         yield
         self._paces[step] = (self.elapsed - before) / passes
@@ -191,7 +194,10 @@ class Exploration:
             self._add("evenly spaced", table)
 
     def take_families(self, families: Sequence[Family], clock: Clock) -> None:
-        """Add families' schedules that keep the caps to the starts while there is time; a greedy order if none does."""
+        """Add families' schedules that keep the caps to the starts while there is time; a greedy order if none does.
+
+        If that fails too, make the order of ``take_first``. Without families or time, do nothing.
+        """
 
         def in_time() -> bool:
             share = 1.0 if self.is_periodic else _SHARE_OF_MANY_CHUNKS
@@ -268,8 +274,9 @@ class Exploration:
         return few and all(frozenset(pair) in hops for pair in neighbours) and self._problem.is_steady
 
     def solve(self, reached: float, most_states: int) -> int:
-        """Search exactly for an order below ``reached`` seconds, and return the number of states that were used.
+        """Search exactly for an order below ``reached`` seconds, keep it, and return the number of states that were used.
 
+        If more than ``most_states`` would be needed, the search fails and returns that number.
         A finished search raises ``bound`` to ``reached``, or to the makespan of this placement if that is less. It does
         not if full backwards may keep the caps better (``better_full``), because it has none. A period, slices, and
         caps on memory that is not in whole numbers are not supported: no search is made, and 0 states are used.

@@ -58,7 +58,7 @@ class Variation:
         return _SIMULATED if self._many is None else _AT_ONCE
 
     def round(self) -> bool:
-        """Try random moves in the best order, and return whether any order has a smaller value.
+        """Try random moves in the best order, and return whether the best value has become smaller.
 
         The best move of a round is kept. Further moves that gained in it are tried on top of it in the next round.
         """
@@ -76,7 +76,7 @@ class Variation:
     def _try(self, orders: Sequence[Order]) -> list[float]:
         """Return the ``value`` of every order, and keep the order with the smallest one; of equal ones the later.
 
-        The later one is kept so that variations go on.
+        The later one is kept so that variations go on. ``fitting`` is updated too.
         """
         makespans, excess = self._simulated(orders) if self._many is None else self._many.try_all(orders)
         values = []
@@ -118,7 +118,7 @@ def random_move(count: int, random: Random) -> Move:
 class Outcomes(NamedTuple):
     """The makespan and the excess over the caps of every tried order."""
 
-    makespans: np.ndarray  # seconds, without sums over replicas of the model
+    makespans: np.ndarray  # seconds, without the summing of gradients over replicas of the model
     excess: (
         np.ndarray
     )  # the largest excess of a device over its cap, as a share of the cap; at most 0 if all keep theirs

@@ -234,7 +234,7 @@ class PeriodicBlock:
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
-        """Return the most memory of every device in the steady state."""
+        """Return the most memory of every device in the steady state, in memory steps."""
         result = []
         for classes in self.problem.classes:
             starts = np.array([self.starts[c] for c in classes])

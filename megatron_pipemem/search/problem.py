@@ -232,7 +232,7 @@ def make_problem(
     ``caps`` has the most memory of every device, in the unit of ``Costs.memory_changes``; ``None`` is no limit.
     ``full`` has the stages with full backwards. With ``staggered``, the time of every device counts from a later moment
     than that of the previous device. The makespan, from the earliest start to the latest end in these times, is then an
-    upper bound for every device's own part of a step.
+    upper bound for every device's own part of a step. Raise a CostsError if all passes cost 0 seconds.
     """
     stages, n = placement.num_stages, slices
     seconds, memory = costs.seconds(placement, n), costs.memory_changes(placement, slices=n)

@@ -103,7 +103,10 @@ logger = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """Return the folder of the cache: ``$XDG_CACHE_HOME/megatron_pipemem/search``, by default in ``~/.cache``."""
+    """Return the folder of the cache: ``$XDG_CACHE_HOME/megatron_pipemem/search``, by default in ``~/.cache``.
+
+    Raise an OSError if neither is known.
+    """
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
