@@ -235,7 +235,8 @@ def _gains_without_overlap(run: Run, ways: Sequence[Way], pace: MeasuredSlowdown
 def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
     """Predict a run with its present schedule and its present layers per stage.
 
-    ``auto`` stands for the order that a short search finds.
+    ``auto`` stands for the order that a short search finds. Raise an UnsupportedError if Megatron's own schedule does not
+    go with the run's ranks, chunks, layers or flags.
     """
     chunks = run.parallelism.chunks
     name = run.schedule.name if run.schedule.name != STOCK else "1f1b" if (chunks or 1) == 1 else "interleaved"
@@ -256,7 +257,10 @@ def as_it_stands(run: Run, pace: MeasuredSlowdown | None = None) -> Way:
 
 
 def _ways(run: Run, name: str, pace: MeasuredSlowdown | None) -> Iterator[Way]:
-    """Yield the prediction for a run under the family ``name``, for every number of chunks with its best layout."""
+    """Yield the prediction for a run under the family ``name``, for every number of chunks with its best layout.
+
+    Numbers of chunks with which the schedule cannot run the model or the microbatches are skipped.
+    """
     is_stock = name in STOCKS
     base = run if is_stock else without_overlap(run)
     for placement, found in orders(base, Limits({"schedule": [name]}), Counter()).items():

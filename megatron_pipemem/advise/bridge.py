@@ -105,7 +105,10 @@ def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
 
 
 def _add_tower(flags: dict[str, Any], facts: Mapping[str, Any]) -> None:
-    """Put the vision tower and the images of a recipe among its ``flags``."""
+    """Put the vision tower and the images of a recipe among its ``flags``, which are changed.
+
+    Raise a ConfigError if the tower cannot be priced.
+    """
     if "images" in facts:
         flags[IMAGES] = facts["images"]
     if "tower" in facts:

@@ -85,7 +85,7 @@ class _Settings:
         self.raw = raw
 
     def change(self, overrides: Iterable[str]) -> None:
-        """Apply overrides of Hydra: ``key=value``, with or without ``+`` in front."""
+        """Apply overrides of Hydra: ``key=value``, with or without ``+`` in front. Other words are ignored."""
         for text in overrides:
             key, equals, value = _plus(text).partition("=")
             if not equals or text.startswith("-"):
@@ -130,7 +130,10 @@ def _plus(text: str) -> str:
 
 
 def _inherited(path: Path, trail: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the mapping of a file, merged over those of the files that it names under ``defaults``."""
+    """Return the mapping of a file, merged over those of the files that it names under ``defaults``.
+
+    ``trail`` has the files that led to this one. Raise a ConfigError if a file leads to itself.
+    """
     if path in trail:
         raise ConfigError("based-on-itself", "is based on itself", key="defaults", file=path)
     raw = read_raw(path)

@@ -122,7 +122,10 @@ class _Flags:
     asked: set[str] = field(default_factory=set)
 
     def get(self, name: str) -> Any:
-        """Return the value of a flag, or Megatron's default."""
+        """Return the value of a flag, or Megatron's default.
+
+        Raise a ConfigError if the value depends on an unknown variable, or is not among the flag's choices.
+        """
         self.asked.add(name)
         value = self.given.get(name)
         if value is None:
@@ -165,7 +168,10 @@ class _Flags:
 
 
 def whole_number(value: Any, name: str) -> int | None:
-    """Return the value of a flag as a whole number; ``None`` without a value. The flag's ``name`` has no dashes in front."""
+    """Return the value of a flag as a whole number; ``None`` without a value.
+
+    The flag's ``name`` has no dashes in front. Raise a ConfigError if the value is no whole number.
+    """
     try:
         return None if value is None else int(value)
     except (TypeError, ValueError) as error:
@@ -185,7 +191,7 @@ def named(words: Sequence[str], known: Mapping[str, Mapping[str, Any]]) -> dict[
     """Return the values of a program's flags by name without dashes.
 
     The value is ``True`` for a flag without a value, and a list for several values. Of flags of this package that may be
-    repeated, it is a list with the values of all occurrences.
+    repeated, it is a list with the values of all occurrences. Raise a ConfigError for a flag that looks mistyped.
     """
     found: dict[str, Any] = {}
     repeated = {flag.name for flag in flags_of(ScheduleChoice).values() if flag.repeated}
@@ -252,7 +258,8 @@ def _parallelism(
 ) -> tuple[Parallelism, int, int]:
     """Return the parallel sizes, the number of nodes, and the number of devices of each node.
 
-    A sentence is added to ``assumed`` if the command leaves the number of nodes open.
+    A sentence is added to ``assumed`` if the command leaves the number of nodes open. Raise a ConfigError if
+    the number of devices is unknown or does not fit the parallel sizes.
     """
     tp, pp, cp, ep = (
         flags.number(f"{kind}-parallel-size") or 1
@@ -450,7 +457,8 @@ def _experts(flags: _Flags, layers: int, is_hybrid: bool) -> dict[str, Any]:
 def _expert_layers(flags: _Flags, layers: int) -> dict[str, int]:
     """Return the model settings ``moe_every`` and ``dense_layers`` that ``--moe-layer-freq`` describes.
 
-    The flag is a number, or a list like ``([0]*3+[1]*58)``.
+    The flag is a number, or a list like ``([0]*3+[1]*58)``. Raise a ConfigError for a list that these settings cannot
+    express.
     """
     text = str(flags.get("moe-layer-freq"))
     if text.isdecimal():
@@ -471,7 +479,10 @@ def _expert_layers(flags: _Flags, layers: int) -> dict[str, int]:
 
 
 def _listed(text: str) -> list[int]:
-    """Return the list that a Python expression of lists, sums and products gives, such as ``[0]*3+[1]*58``."""
+    """Return the list that a Python expression of lists, sums and products gives, such as ``[0]*3+[1]*58``.
+
+    A single value becomes a list. Raise a ConfigError for any other text.
+    """
 
     def value(node: ast.AST) -> Any:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
@@ -503,7 +514,7 @@ def _mamba(flags: _Flags, pattern: str) -> dict[str, Any]:
 def _vocabulary(flags: _Flags, model: Model, assumed: list[str]) -> int:
     """Return the vocabulary's number of tokens, from the command, a known model of this shape, or the tokenizer.
 
-    A sentence is added to ``assumed`` unless the command gives the number.
+    A sentence is added to ``assumed`` unless the command gives the number. Raise a ConfigError if all are unknown.
     """
     said = flags.number("vocab-size") or flags.number("padded-vocab-size")
     if said is not None:

@@ -359,7 +359,7 @@ def _arithmetic(text: str, value_of: Callable[[str], str]) -> int | None:
 
 
 def _closing(text: str, place: int, opening: str, closing: str) -> int:
-    """Return the position after the bracket that closes the bracket at position ``place``."""
+    """Return the position after the bracket that closes the one at ``place``; raise a ConfigError if none does."""
     depth = 0
     for end in range(place, len(text)):
         depth += (text[end] == opening) - (text[end] == closing)

@@ -56,9 +56,10 @@ def choose(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 
 
 def _with_pairs(chosen: Choice, request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
-    """Return a copy of the choice with the pairs that make its schedule faster.
+    """Return a copy of the choice with pairs: forwards that run together with a backward, where that is faster.
 
-    The copy has no bound, which holds only without pairs, and no search results.
+    After a search, the orders of all candidates and families compete too. The copy has no bound, which holds only
+    without pairs, and no search results.
     """
     from megatron_pipemem.features.pairs import orders
 

@@ -58,11 +58,15 @@ class Choice:
     """Costs of the choice, in seconds unless they are unit costs. After a search, their memory is in the unit of the
     cap, ``None`` for activation units."""
     priced_by: str = UNIT
+    """The source of the costs: ``unit``, ``file`` or ``measured``."""
     why: str = ""
+    """The reason for a schedule that is not the one for the request, such as a step that counts bytes; else empty."""
     bound: float | None = None
     """Seconds that no schedule with this placement within the cap can beat; ``None`` if none were computed."""
     search_seconds: float | None = None
+    """Duration of the search; ``None`` without one."""
     notes: str = ""
+    """Remarks about the schedule for the log: its offload and recomputation, or that only a slow order keeps the cap."""
     search: SearchResult | None = None
     """The best schedules of all placements, after a search."""
     offload: OffloadPlan | None = None
@@ -195,7 +199,7 @@ class Knowledge:
         ]
 
     def excess(self, request: Request, schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-        """Return by how much the peak of every device exceeds its cap, in the unit of the costs' memory; at least 0."""
+        """Return by how much the peak of every device exceeds its cap, in the unit of the costs' memory; 0 if it keeps it."""
         caps = request.caps(schedule.num_devices)
         if caps is None:
             return (0.0,) * schedule.num_devices

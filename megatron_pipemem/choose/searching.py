@@ -117,7 +117,10 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 
 
 def with_planned_offload(base: Schedule, request: Request, knowledge: Knowledge) -> Choice:
-    """Return the choice with the order of ``base``, and with recomputation and offload so that it keeps the cap."""
+    """Return the choice with the order of ``base``, and with recomputation and offload so that it keeps the cap.
+
+    Raise a MemoryCapError if no plan keeps it.
+    """
     costs = knowledge.offload_costs(request, base.placement)
     plans = Plans(request, knowledge, costs)
     plans.add(base.name, base)
@@ -131,7 +134,8 @@ def with_chosen_offload(request: Request, shape: Shape, knowledge: Knowledge) ->
 
     First come the orders of all families and of uniform repeating (``families.offload``). Offload is planned for each
     of them that could be the fastest. This has no time limit, unless the user gives fewer seconds than the default.
-    Then, while there is time, come families over a V with W moved, and the results of searches under higher caps.
+    Then, while there is time, come families over a V with W moved, and the results of searches under higher caps. If none keeps
+    the cap, one microbatch runs after another.
     """
     started, p, m = time.perf_counter(), shape.num_devices, shape.num_microbatches
     placements = searched(request, shape, knowledge)
@@ -171,9 +175,10 @@ def _under_higher_caps(
     placements: Sequence[Placement],
     deadline: float,
 ) -> Iterator[tuple[str, Schedule]]:
-    """Yield the results of searches under higher caps, in at most half of the remaining time.
+    """Yield name and schedule of the results of searches under 1, 2 and 4 times the request's cap.
 
-    The caller offloads what exceeds the request's cap.
+    They take at most half of the remaining time, and a search that fails is skipped. The caller offloads the memory
+    that exceeds the request's cap.
     """
     search = _search(request, shape, knowledge, costs, placements, effort=0.3)
     for number, factor in enumerate(_HIGHER):
@@ -275,7 +280,8 @@ def tightened[T](
 
     Return the last result, and the excess of every device over the real caps. ``find`` takes caps and returns such a
     pair. It does not count all of the memory, so its result may exceed the caps that it got. The next call gets caps
-    that are lower by the excess plus ``margin``. ``find`` is called at most ``attempts`` times.
+    that are lower by the excess plus ``margin``. ``find`` is called at most ``attempts`` times, and no more
+    if a cap would fall to 0, or if it raises an UnsupportedError for the lower caps.
     """
     found, over = find(caps)
     for _ in range(attempts - 1):
@@ -426,6 +432,7 @@ def counting(request: Request, num_microbatches: int, knowledge: Knowledge) -> C
     """Return the choice for a step in which the run counts the bytes of every action: one microbatch after another.
 
     If the run has counted bytes before, the step recomputes every stage selectively, to count the bytes of that, too.
+    If the request offloads, all activations are copied to the host and back.
     """
     placement, name = knowledge.placement, f"{request.schedule} (counting bytes)"
     assert placement is not None, "the model has been built"

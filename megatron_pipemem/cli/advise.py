@@ -197,9 +197,9 @@ def _held(way: Way) -> str:
 
 
 def _compared(way: Way, reading: Reading, advice: Advice) -> str:
-    """Return the line about a schedule: how its step compares with today's, its memory, and the words to add.
+    """Return the line about a schedule: how its step compares with the run's, its memory, and the words to add.
 
-    If tuned stock Megatron is faster than today's run, the step is compared with that too.
+    If tuned stock Megatron is faster than the run as it stands, the step is compared with that too.
     """
     today, stock = advice.today, advice.stock
     against = f"a step is {_difference(way.gain(today))}"

@@ -198,7 +198,10 @@ class _Group(TyperGroup):
         super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> object:
-        """Run the subcommand. Report a user's error or an interrupt in one line on stderr, without a traceback."""
+        """Run the subcommand. Report a user's error or an interrupt in one line on stderr, without a traceback.
+
+        Exit then with ``INVALID``, ``UNUSABLE`` or ``INTERRUPTED``. All other errors are raised.
+        """
         try:
             return super().invoke(ctx)
         except PipememError as error:

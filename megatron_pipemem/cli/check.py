@@ -143,7 +143,8 @@ def _refuse(source: str, fault: Fault, table: Table, facts: dict[str, object], a
 def _write(schedule: Schedule, target: Path, to_dialect: _Letters, lowered: bool | None) -> dict[str, object]:
     """Write a schedule to the file ``target``, and return facts about that file to print, by name.
 
-    ``lowered`` is whether messages are written; ``None`` decides by the suffix of the file.
+    ``lowered`` is whether messages are written; ``None`` decides by the suffix of the file. Raise an
+    UnsupportedError if torch's letters cannot express the schedule.
     """
     with_messages = target.suffix == ".txt" if lowered is None else lowered
     letters = "torch-new" if to_dialect == "torch" else to_dialect

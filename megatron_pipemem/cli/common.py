@@ -85,6 +85,7 @@ def showing(text: str) -> Iterator[Listener]:
 
     The block may also pass messages to the function that it gets. It must not print to stdout. If another ``showing``
     is active, its line shows ``text``, and the function does nothing.
+    A terminal shows the line after a second. A file gets plain lines, at longer and longer intervals.
     """
     # The command that lists all commands does not import schedules.
     from megatron_pipemem.schedule.display import doing, has_listener, listening

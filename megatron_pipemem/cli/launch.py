@@ -377,6 +377,7 @@ def _write_down(store: Store, grid_file: Path, points: Sequence[GridPoint], resu
     """Write the points of a new grid to its folder. Print the points that cannot run.
 
     With ``resume``, the folder may have a grid. Then write only the points that could not run before.
+    Without it, an existing grid raises an UnsupportedError.
     """
     if not store.exists():
         store.create(grid_file, points)
@@ -405,7 +406,7 @@ def grid_result(
 def _train(store: Store, launcher: Launcher, max_parallel: int, options: Options, console: Console) -> list[int]:
     """Start the grid points that have no result or have failed, and wait until they end.
 
-    Return the indices of the points that ended without a result.
+    Return the indices of the points that ended without a result, as can happen under Slurm.
     """
     settings = store.settings()
 

@@ -99,7 +99,10 @@ def with_channel(costs: Costs, ratio: float | None) -> Costs:
 
 
 def parse_costs(text: str, p2p: float | None) -> Costs:
-    """Return the costs from text ``F,I,W`` or from a JSON file. ``p2p`` replaces the seconds of a message."""
+    """Return the costs from text ``F,I,W`` or from a JSON file. ``p2p`` replaces the seconds of a message.
+
+    Raise a CostsError for other text, and for prices that are negative or all 0.
+    """
     if p2p is not None:
         _check_price("p2p", p2p, "seconds")
     if text.endswith(".json") or Path(text).is_file():
@@ -370,7 +373,10 @@ _FINE = 2**20
 
 
 def _with_attention(loaded: Loaded, prices: Costs, asked: Question) -> Costs:
-    """Return costs with a price for each slice, if --attention-share makes later slices take longer."""
+    """Return costs with a price for each slice, if --attention-share makes later slices take longer.
+
+    Without that option or slices, return ``prices``. Raise an UnsupportedError if the schedule comes from a search.
+    """
     if asked.slice_cut not in SLICE_CUTS:
         raise UnsupportedError("bad-choice", f"--slice-cut {asked.slice_cut!r} is not one of {', '.join(SLICE_CUTS)}")
     share, slices = asked.attention_share, loaded.schedule.slices

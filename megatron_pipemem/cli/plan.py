@@ -365,7 +365,10 @@ def _of_cut(context: typer.Context, of: str, cut: _Cut) -> dict[str, Any]:
 
 
 def _run_of(of: str, overrides: Iterable[str], changes: Mapping[str, Any], microbatches: int | None) -> Run:
-    """Return the run that a run file or a model describes, together with the options."""
+    """Return the run that a run file or a model describes, together with the options.
+
+    A model needs a number of pipeline ranks (else an UnsupportedError), and has 8 microbatches per rank by default.
+    """
     is_run = _is_run(of)
     raw = read_raw(of) if is_run else {"model": of, "cluster": DEFAULT_CLUSTER}
     for key, value in (*map(parse_override, overrides), *((k, v) for k, v in changes.items() if v is not None)):

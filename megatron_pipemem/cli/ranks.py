@@ -52,7 +52,10 @@ def main() -> None:
 
 
 def first_cause(failures: Mapping[int, Any]) -> str:
-    """Return text with the rank that failed first, its error, and advice. ``failures`` are torchrun's, by rank."""
+    """Return text with the rank that failed first, its error, and advice. ``failures`` are torchrun's, by rank.
+
+    If ranks were killed, and not by torchrun, only they count.
+    """
     # A killed rank reports nothing, but the ranks that lose it do.
     killed = {
         rank: each for rank, each in failures.items() if each.exitcode < 0 and each.exitcode != _ENDED_BY_LAUNCHER
@@ -212,7 +215,8 @@ class _FailureBoard:
     def claim(self, summary: str, seconds: float) -> bool:
         """Write ``summary`` as the first failure, unless another rank writes one within ``seconds``.
 
-        Return whether this rank's failure is the first.
+        Return whether this rank's failure is the first. That is assumed if the store does not exist yet. ``stay`` then
+        writes the summary.
         """
         deadline = time.monotonic() + seconds
         try:
@@ -268,7 +272,8 @@ def _follow_down() -> NoReturn:
 def _exit(code: int, board: _FailureBoard | None = None) -> NoReturn:
     """End the process when other ranks have had time to read ``board``.
 
-    ``os._exit`` is used, because Python's normal exit would wait for other ranks.
+    ``os._exit`` is used, because Python's normal exit would wait for other ranks. Child processes
+    are killed.
     """
     if board is not None:
         board.stay()
@@ -306,7 +311,10 @@ def _last_words(error: BaseException) -> list[str]:
 
 
 def _argparse_message(stop: SystemExit) -> str | None:
-    """Return the message of an argparse parser that ended the process, with the nearest flag to an unknown one."""
+    """Return the message of an argparse parser that ended the process, with the nearest flag to an unknown one.
+
+    Return ``None`` if no parser ended it.
+    """
     for frame, _ in traceback.walk_tb(stop.__traceback__):
         parser = frame.f_locals.get("self")
         if frame.f_code.co_name == "exit" and isinstance(parser, argparse.ArgumentParser):

@@ -168,6 +168,7 @@ def read_case(path: Path, search_seconds: float) -> Case:
     """Return the measured step in a report, with its schedule and costs. ``path`` is the report file or its folder.
 
     ``search_seconds`` is the time limit of each search that ``explain`` does with the case. Nothing is searched here.
+    Raise a ConfigError if the report has no recorded step.
     """
     path = path / REPORT if path.is_dir() else path
     with report_of(path) as report:

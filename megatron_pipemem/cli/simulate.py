@@ -179,7 +179,10 @@ _COMPARED = ("schedule", "chunks", "makespan", "to 1f1b", "bubble", "peak", "byt
 
 
 def _compare(names: list[str], asked: Question, as_json: bool) -> None:
-    """Print a table of several schedules and of Megatron's own, one row each."""
+    """Print a table of several schedules and of Megatron's own, one row each.
+
+    Megatron's own are left out if they cannot be built for these sizes.
+    """
     names = [named(name, asked.chunks) for name in names]
     prices, rows = price_layers(names, asked), []
     for name in [*names, *(own for own in _OWN if own not in names)]:

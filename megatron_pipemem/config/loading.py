@@ -236,7 +236,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Return the key and the value of text such as ``model.layers=16``. The value is YAML."""
+    """Return the key and the value of text such as ``model.layers=16``, whose value is YAML; raise a ConfigError otherwise."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError("bad-syntax", f"override {shortened(text)}: write KEY=VALUE, as in model.layers=16")
@@ -250,6 +250,7 @@ def locate(name: str, kind: type, user: Path | None = None, key: str | None = No
     """Return the file for a name or path that the file ``user`` has at ``key``, or that a command line has.
 
     On a command line, ``user`` is ``None``. With ``siblings``, the folder of ``user`` is searched first.
+    Raise a ConfigError if there is no such file.
     """
     path, folder = (user.parent if user else Path()) / name, getattr(kind, "config_folder", None)
     if name.endswith((".yaml", ".yml")):

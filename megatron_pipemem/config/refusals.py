@@ -458,7 +458,8 @@ def asynchronous(per_batch: bool) -> tuple[Refusals, ...]:
 def flag_values(flags: Mapping[str, object]) -> Callable[[str], Any]:
     """Return a function that returns the value of a configuration attribute, given the flags of a run.
 
-    The names of ``flags`` have no dashes in front. A missing flag has the value in ``_DEFAULTS``, or ``None``.
+    The names of ``flags`` have no dashes in front. A flag that is missing or ``False`` has the value in ``_DEFAULTS``, or
+    ``None``.
     """
 
     def value_of(attribute: str) -> object:

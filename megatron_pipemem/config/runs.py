@@ -189,7 +189,7 @@ class Run:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the run saves checkpoints, and the last one is from before the last step. A restart uses it."""
+        """Whether the run saves checkpoints and has one from before its last step, from which a restart continues."""
         try:
             saved = int((Path(self.checkpoints) / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
         except (OSError, ValueError):

@@ -135,7 +135,10 @@ def _number(text: str, control: Control) -> float | None:
 
 
 def _timeline(name: str, asked: _Asked) -> Timeline:
-    """Return the simulation of the schedule of this name. Only families fitted to costs are built anew for others."""
+    """Return the simulation of the schedule of this name.
+
+    A family whose order does not depend on costs is built once for all costs.
+    """
     own = name != AUTO and "costs" not in family(name).options
     schedule = _schedule(name, asked.devices, asked.microbatches, asked.chunks, asked.cap, None if own else asked.costs)
     return simulate(schedule, asked.costs)

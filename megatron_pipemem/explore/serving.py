@@ -84,7 +84,10 @@ def _part(name: str) -> str:
 
 
 class ExplorerServer(ThreadingHTTPServer):
-    """Serve the page and its answers on the loopback interface, which other machines cannot reach."""
+    """Serve the page and its answers on the loopback interface, which other machines cannot reach.
+
+    Port 0 takes a free port. A port that is in use raises an UnsupportedError.
+    """
 
     daemon_threads = True
 

@@ -298,8 +298,8 @@ def _kept(tensors: Sequence[Saved], execution: Execution) -> list[Saved]:
 def head_bytes(model: Model, execution: Execution) -> Kept:
     """Return the bytes that final norm, output layer and loss keep on one rank for one microbatch.
 
-    Most of them are the fp32 exponentials of the logits. With multi-token prediction, all but the head's input and the
-    norm's statistics count once for each predicted token.
+    Most of them are the fp32 exponentials of the logits. With multi-token prediction, all but the norm's input and
+    statistics count once for each predicted token.
     """
     between = message_bytes(model, execution)
     statistics = _statistics("final norm's statistics", model, execution).nbytes

@@ -78,7 +78,7 @@ def priced(run: Callable[[int], Timing], num_devices: int, num_microbatches: int
 def shortest(num_devices: int, num_microbatches: int) -> int:
     """Return the number of microbatches of the shortest step from which a step of this length can be extended.
 
-    A step too short for that returns its own number.
+    If this step is too short for that, return its own number.
     """
     rhythm = _rhythm(num_devices)
     short = _congruent(_SHORT * num_devices, num_microbatches, rhythm)

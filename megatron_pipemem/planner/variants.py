@@ -94,7 +94,8 @@ def offload_step(
 def host_bytes(run: Run) -> float:
     """Return the bytes of host memory that one rank may use for activations.
 
-    The ranks of a node divide the memory that the flag ``HOST_MEMORY`` gives. Without it, the share is fixed.
+    The ranks of a node divide the memory that the flag ``HOST_MEMORY`` gives. Without it, each rank
+    may use a fixed share of its part of the host's memory.
     """
     given = run.flags.get(HOST_MEMORY)
     if given is None:

@@ -48,9 +48,10 @@ type _Box = tuple[float, float, float, float]
 
 
 def write_picture(draw: Callable[[], Figure], path: str | Path, kind: str, instead: str = "") -> Path:
-    """Call ``draw``, and write its figure as PNG or SVG by the suffix of ``path``.
+    """Call ``draw``, write its figure as PNG or SVG by the suffix of ``path``, and return the path.
 
-    The same figure always gives the same bytes. ``kind`` names the picture in errors.
+    The same figure always gives the same bytes. ``kind`` names the picture in errors. Raise an UnsupportedError if
+    matplotlib is not installed. Its message ends with ``instead``.
     """
     path = Path(path)
     check_suffix(path, IMAGES, kind)

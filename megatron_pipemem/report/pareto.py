@@ -89,7 +89,8 @@ def draw(
 
     A staircase joins the points that are not dominated. Dominated points are hollow, and searched schedules are stars.
     ``bound`` has pairs ``(memory, bubble rate)``, sorted by memory. No schedule within that memory has a smaller
-    bubble. With ``in_bytes`` the peak axis is labelled as shares of 1F1B's bytes, otherwise as activation units.
+    bubble. With ``in_bytes`` the peak axis is labelled as shares of 1F1B's bytes, otherwise as activation units. Raise an
+    UnsupportedError if there are no points.
     """
     from matplotlib.lines import Line2D
     from matplotlib.ticker import PercentFormatter

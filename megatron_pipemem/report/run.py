@@ -43,7 +43,8 @@ def bubble_of_steps(steps: Sequence[tuple[float, float]]) -> float | None:
     """Return the idle share of a rank's training steps, from 0 to 1: the median over all steps but the first.
 
     Each step is a pair of seconds: the time of the rank's actions, and the time from the first start to the last end on
-    all ranks of its pipeline. A run's bubble rate is that of its busiest rank (see ``busiest``).
+    all ranks of its pipeline. A run's bubble rate is that of its busiest rank (see ``busiest``). Steps of 0 seconds do not
+    count. Without others, the result is ``None``.
     """
     rates = [1 - work / makespan for work, makespan in steps if makespan]
     return median(typical(rates)) if rates else None
@@ -55,7 +56,7 @@ def busiest(rates: Iterable[float | None]) -> float | None:
 
 
 def measured_bubble(report: Mapping[str, Any]) -> float | None:
-    """Return the bubble rate of a run's busiest rank, as measured in its report."""
+    """Return the bubble rate of a run's busiest rank, as measured in its report; ``None`` if no rank has one."""
     return busiest(rank["measured_bubble_rate"] for rank in report["ranks"])
 
 

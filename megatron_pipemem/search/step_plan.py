@@ -204,7 +204,8 @@ def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, second
 
     ``cap`` is in the unit of the costs' memory. By default, it is the peaks of the base in arrival order. The search
     ends after ``seconds``, but a first plan may take longer for many devices and microbatches. Two searches that end
-    before this time give the same plan.
+    before this time give the same plan. Raise an UnsupportedError for an asynchronous schedule, and a MemoryCapError
+    if no tried order keeps the cap.
     """
     started = time.perf_counter()
     if base.updates is not None:
@@ -256,7 +257,7 @@ class _Search:
         self._arrival = self._best
 
     def run(self) -> StepPlan:
-        """Search for the best plan, prove it, and return it."""
+        """Search for the best plan, prove it, and return it; raise a MemoryCapError if no tried order keeps the cap."""
         bound = self._bound()
         starts = list(_starts(self._work()))
         if self._is_plain:
@@ -333,8 +334,8 @@ class _Search:
     def _dispatched(self, dispatcher: Dispatcher, tries: Iterable[tuple[Ahead, Order]]) -> _Found | None:
         """Return the fastest of the greedy schedules for these limits and orders, which are tried while there is time.
 
-        The schedule is also kept if it is the best so far. If nothing better than the arrival order is known yet, go on
-        without a time limit until one keeps the caps.
+        The schedule is also kept if it is the best so far. Return ``None`` if the caps block all. If nothing better
+        than the arrival order is known yet, go on without a time limit until one keeps the caps.
         """
         fastest, of = None, None
         for ahead, order in tries:
