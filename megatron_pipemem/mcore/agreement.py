@@ -20,6 +20,7 @@ def decided_by_rank_zero[T](decide: Callable[[], T]) -> T:
     Every rank of the job calls this at the same time. A search ends after a time limit, so two ranks that search may
     find different schedules. If ``decide`` raises a PipememError, every rank raises an UnsupportedError with its code
     and message. Any other error is raised on rank 0, and an UnsupportedError elsewhere. The result is sent pickled.
+    Without a process group, this process runs ``decide`` itself.
     """
     if not dist.is_initialized():
         return decide()
@@ -66,12 +67,15 @@ def done_by_all[T](do: Callable[[], T]) -> T:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is world rank 0; before there is a process group, by the variable ``RANK``."""
+    """Return whether this process is world rank 0.
+
+    Before there is a process group, the variable ``RANK`` tells it; unset counts as 0.
+    """
     return dist.get_rank() == 0 if dist.is_initialized() else int(os.environ.get("RANK", 0)) == 0
 
 
 def tell(logger: logging.Logger, message: str, *arguments: object, level: int = logging.INFO) -> None:
-    """Log a message on world rank 0 only. Every rank has the same message, and there may be hundreds of ranks."""
+    """Log a message on world rank 0 only, because every rank calls this with the same message."""
     if is_first_rank():
         logger.log(level, message, *arguments)
 
@@ -79,7 +83,7 @@ def tell(logger: logging.Logger, message: str, *arguments: object, level: int = 
 def gather[T](contribution: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return on every rank the contributions of all ranks of ``group``, in the order of the ranks.
 
-    The default group is the whole job.
+    The default group is the whole job. Without a process group, the result has only this process's contribution.
     """
     if not dist.is_initialized():
         return [contribution]

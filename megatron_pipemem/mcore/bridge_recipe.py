@@ -83,7 +83,10 @@ def _vision(provider: object, dataset: object) -> dict[str, Any]:
 
 
 def _tower(provider: object) -> dict[str, Any] | None:
-    """Return the sizes of the tower of Megatron-Bridge's own provider. Sizes that are not given are left out."""
+    """Return the sizes of the vision tower of Megatron-Bridge's own provider, by field of ``Tower``.
+
+    Sizes that are not given are left out. The result is ``None`` if the provider has no vision configuration.
+    """
     vision = getattr(provider, "vision_config", None)
     if vision is None:
         return None
@@ -101,9 +104,10 @@ def _tower(provider: object) -> dict[str, Any] | None:
 
 
 def _changed(section: object) -> dict[str, Any]:
-    """Return the fields of a dataclass that differ from their defaults, as JSON values.
+    """Return the fields of a dataclass that are neither ``None`` nor the default, as JSON values.
 
-    A function or class is replaced by its name.
+    A function or class is replaced by its name, and other objects are left out. The result is empty if ``section`` is
+    no dataclass.
     """
     if not dataclasses.is_dataclass(section):
         return {}
@@ -161,7 +165,7 @@ def main(names: list[str]) -> None:
     """Print the configuration of each recipe as a line of JSON.
 
     The line of a recipe that fails has its ``error``. The line of a recipe that does not exist has the ``names`` of
-    all.
+    all. A name with a colon is a user's own function, ``package.module:function``.
     """
     found = recipes()
     _with_known_models(import_module("megatron.bridge").AutoBridge)

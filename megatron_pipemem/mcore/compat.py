@@ -44,7 +44,10 @@ def message_shapes(
 
 
 def layers_with_streams(model: torch.nn.Module, config) -> tuple[torch.nn.Module, ...]:
-    """Return the layers of a chunk that keep activations of a microbatch after its backward, until the next forward."""
+    """Return the layers of a chunk that keep activations of a microbatch after its backward, until the next forward.
+
+    Only ``dev``'s layers with several residual streams do so. Otherwise the result is empty.
+    """
     if not getattr(config, "enable_hyper_connections", False):
         return ()
     return tuple(part for part in model.modules() if type(part).__name__ == "HyperConnectionTransformerLayer")
@@ -69,7 +72,8 @@ def is_plain_head(head: Any) -> bool:
 def saves_padding() -> bool:
     """Return whether the optimizer's saved state is cut at positions that count the padding of buckets.
 
-    Versions do not tell: ``dev`` calls itself 0.19.0 at every commit.
+    Megatron's source is searched for the fix, because versions do not tell: ``dev`` calls itself 0.19.0 at every
+    commit.
     """
     return "cumulative_padding_stripped" not in inspect.getsource(RESHARDABLE_STATE.resolve())
 

@@ -52,7 +52,7 @@ def add_planned_flags(file: str, arguments: Sequence[str]) -> list[str]:
 def _by_flag(words: Sequence[str]) -> dict[str, list[list[str]]]:
     """Return the words after each flag, by the flag with its ``--``, one list per occurrence.
 
-    For example, ``--a 1 2 --a 3`` gives ``{"--a": [["1", "2"], ["3"]]}``.
+    For example, ``--a 1 2 --a 3`` gives ``{"--a": [["1", "2"], ["3"]]}``. Words before the first flag are left out.
     """
     found: dict[str, list[list[str]]] = {}
     values: list[str] = []
@@ -126,7 +126,8 @@ def add_virtual_stages(request: Request, arguments: list[str]) -> list[str]:
 
     A hybrid model gets its layer pattern cut into stages instead, and a model that Megatron cannot cut evenly gets a
     layout. With layout ``auto``, ``best_layout`` cuts the model. Raise an UnsupportedError without a pipeline, or if
-    the schedule does not run a model with these arguments.
+    the schedule does not run a model with these arguments. With Megatron's own schedule, or if the sizes are not on the
+    command line, no flag is added.
     """
     if request.layout == AUTO:
         from megatron_pipemem.mcore.auto_layout import best_layout  # only here, because the planner takes long to load

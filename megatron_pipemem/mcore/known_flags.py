@@ -42,7 +42,10 @@ _SECONDS = 120
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
-    """Raise a ConfigError if Megatron's parser lacks one of the flags of ``Run.flags``, or does not take its value."""
+    """Raise a ConfigError if Megatron's parser lacks one of the flags of ``Run.flags``, or does not take its value.
+
+    Nothing is checked if Megatron's flags are unknown (``known_flags``).
+    """
     known = known_flags()
     for name, value in flags.items() if known else ():
         flag = known.get(f"--{name}")
@@ -133,7 +136,10 @@ def _megatrons_flags() -> dict[str, dict[str, Any]]:
 
 
 def _sources() -> list[Path]:
-    """Return Megatron's files with most of its flags. Versions do not tell: ``dev`` calls itself 0.19.0."""
+    """Return the existing files of Megatron that define most of its flags.
+
+    Their content identifies a Megatron, because versions do not: ``dev`` calls itself 0.19.0.
+    """
     core, training = (importlib.util.find_spec(f"megatron.{name}") for name in ("core", "training"))
     files = ((core, "transformer/transformer_config.py"), (training, "arguments.py"))
     found = [Path(spec.origin).parent / file for spec, file in files if spec is not None and spec.origin is not None]

@@ -17,7 +17,8 @@ def enable_from_command_line(arguments: list[str] | None = None) -> list[str]:
 
     Args:
         arguments: the script's arguments without its name. By default those of ``sys.argv``, which is changed in place,
-            so that two lines at the top of a training script are enough.
+            so that two lines at the top of a training script are enough. Without a ``--pipemem-*`` flag nothing is
+            enabled.
 
     Returns:
         The arguments for Megatron: without our flags, and with flags that cut the model as the schedule needs it,

@@ -66,7 +66,10 @@ def iteration_and_seed() -> tuple[int, int]:
 
 
 def saves_after(iteration: int) -> bool:
-    """Return whether Megatron writes a further checkpoint after its loop has ended with this iteration."""
+    """Return whether Megatron writes a further checkpoint after its loop has ended with this iteration.
+
+    It does so if ``--save-interval`` is given and does not divide ``iteration``.
+    """
     arguments = _arguments()
     save, interval = (getattr(arguments, name, None) for name in ("save", "save_interval"))
     if not save or not interval or getattr(arguments, "skip_train", False):
@@ -75,7 +78,7 @@ def saves_after(iteration: int) -> bool:
 
 
 def keeps_checkpoints() -> bool:
-    """Return whether the training loop saves or loads checkpoints."""
+    """Return whether Megatron's training loop saves or loads checkpoints; ``False`` in other loops."""
     return any(getattr(_arguments(), name, None) for name in ("save", "load"))
 
 

@@ -37,7 +37,10 @@ class Symbol:
         return self.module.startswith(("megatron.training.", "megatron.bridge."))
 
     def owner(self) -> tuple[object, str]:
-        """Return the module or class that has the function as an attribute, and the attribute's name."""
+        """Return the module or class that has the function as an attribute, and the attribute's name.
+
+        The module is imported. Raise an UpstreamError if the class does not exist.
+        """
         # Through sys.modules: a package may re-export a function under the name of its own submodule.
         importlib.import_module(self.module)
         owner: object = sys.modules[self.module]
@@ -92,7 +95,10 @@ class Feature:
     """A part of this package that replaces functions of Megatron."""
 
     def replacements(self) -> Replacements:
-        """Return the functions to replace and their new functions. Those of programs not imported stay as they are."""
+        """Return the functions to replace and their new functions.
+
+        A function of a program that is not imported (``Symbol.of_program``) is not replaced.
+        """
         return []
 
 

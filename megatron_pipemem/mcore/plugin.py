@@ -98,7 +98,10 @@ class _Enabled:
         return cls(request, features, PatchSet(), forward_backward, ProgramChunks(chunk_placement), record)
 
     def install(self) -> None:
-        """Replace the functions of Megatron that all features need; after an UpstreamError none is replaced."""
+        """Replace the functions of Megatron that all features need; after an UpstreamError none is replaced.
+
+        Functions of programs that are not imported are not replaced.
+        """
         for symbol in USED:
             symbol.resolve()
         replacements = [each for feature in self.features for each in feature.replacements()]
@@ -206,7 +209,8 @@ def settle() -> None:
 def write_report() -> None:
     """Write the report and the timelines that the settings ask for. Programs without ``megatron.training`` call this.
 
-    Every rank must call it, after its last step and before ``disable()``.
+    Every rank must call it, after its last step and before ``disable()``. It does nothing if the settings ask for
+    neither.
     """
     if _enabled is not None and _enabled.record is not None:
         _enabled.record.write()

@@ -161,7 +161,7 @@ class Programs:
     def queues(self) -> tuple[bool, ...]:
         """The kinds of orders to which schedules are lowered: ``True`` is the order for one hardware queue per rank.
 
-        Each order is validated. ``Compiled.program`` has the first of them.
+        Each order is validated. ``Compiled.program`` has the first of them. Setting other kinds drops all programs.
         """
         return self.knowledge.queues
 

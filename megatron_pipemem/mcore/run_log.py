@@ -22,8 +22,8 @@ class _Lines(logging.Formatter):
 def show_log() -> None:
     """Write this package's log to standard output: all messages on rank 0, and only warnings on other ranks.
 
-    Only the logger of this package changes. A program that calls ``enable()`` sets up its own logging and does not call
-    this.
+    Only the logger of this package changes, and only if it has no handler yet. A program that calls ``enable()`` sets
+    up its own logging and does not call this.
     """
     logger = logging.getLogger(PACKAGE)
     if logger.handlers:

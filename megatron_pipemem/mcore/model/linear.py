@@ -70,7 +70,8 @@ def _split(
 ) -> torch.Tensor | None:
     """Return the layer's output by ``_SplitLinear``; ``None`` if Megatron's function has to compute it.
 
-    The arguments after ``queue`` are those of Megatron's function.
+    It has to if the input or the weight needs no gradient, or for arguments that ``_SplitLinear`` does not know. The
+    arguments after ``queue`` are those of Megatron's function.
     """
     unknown = [name for name, value in newer.items() if value is not None and (name, value) != ("gtp_remat_size", 1)]
     if unknown:
@@ -223,7 +224,8 @@ class _LinearWeightGradient(DeferredWeightGradient):
 def sharded_gradients(keeps: Callable[[dist.ProcessGroup], bool]) -> Callable:
     """Return a replacement for the gather of a row-parallel layer's output gradient; it also keeps the shard for W.
 
-    Shards are kept for the process groups for which ``keeps`` returns true.
+    Shards are kept for the process groups for which ``keeps`` returns true. A shard is kept only if its W is deferred,
+    the group has several ranks, and its shards are even.
     """
 
     def backward(original: Callable, ctx, grad_output: torch.Tensor) -> tuple:
@@ -245,7 +247,7 @@ def add_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> None:
 def attach_ddp_hooks(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
     """Make the W of each weight call DDP's hook of that weight; return the weights that were not attached before.
 
-    Chunks without DDP are skipped.
+    Chunks without DDP and frozen weights are skipped.
     """
     marked = []
     for chunk in chunks:
@@ -307,8 +309,8 @@ def split_embedding(original: Callable, embedding: VocabParallelEmbedding, input
 
     Arguments are those of ``VocabParallelEmbedding.forward``. The stage of multi-token prediction has a copy of the
     embedding. Its weight may also be the weight of the head, and autograd would sum both gradients in one backward. So
-    both are left to the same W. Other embeddings, and embeddings that are cut by tensor parallelism, use Megatron's
-    function.
+    both are left to the same W. Megatron's function is used for other embeddings, for embeddings that are cut by tensor
+    parallelism, and if no W is deferred.
     """
     queue = current_queue()
     if queue is None or not defers() or is_early(embedding.weight) or not torch.is_grad_enabled():

@@ -72,7 +72,7 @@ def round_robin_rank(placement: Placement, device: int, chunk: int) -> int:
 def groups_of_chunk(groups: ProcessGroupCollection, placement: Placement, chunk: int) -> ProcessGroupCollection:
     """Return a copy of Megatron's process groups with the pipeline rank that this chunk would have in round robin.
 
-    ``chunk`` is an index among this rank's chunks.
+    ``chunk`` is an index among this rank's chunks. The copy has no embedding group unless the placement is round robin.
     """
     rank = round_robin_rank(placement, groups.pp.rank(), chunk)
     seen = copy.copy(groups)
@@ -255,7 +255,10 @@ class ChunkPlacement(Feature):
             return original(*asked.args, **asked.kwargs)
 
     def check_built(self, chunks: list[torch.nn.Module], placement: Placement, device: int) -> None:
-        """Raise an UnsupportedError if a chunk was built without the plugin, with the layers of another stage."""
+        """Raise an UnsupportedError if a chunk was built without the plugin, with the layers of another stage.
+
+        Under round robin nothing is checked, because Megatron gives each chunk the right layers.
+        """
         if placement.is_round_robin:
             return
         for chunk, module in enumerate(chunks):
@@ -358,9 +361,10 @@ class _Chunks(list):
 
 
 def _select_segment(original: Callable, main_pattern, pp_group, vp_stage, *args, **kwargs):
-    """Select the layers of a hybrid model's chunk by the rank and size of our stand-in for the pipeline group.
+    """Select the layers of a hybrid model's chunk by the rank and size of a ``RoundRobinRank``.
 
-    Megatron would ask torch for the rank of the group, and torch does not know the stand-in.
+    Megatron would ask torch for the rank of the group, and torch does not know this class. For any other group,
+    Megatron's function runs unchanged.
     """
     if isinstance(pp_group, RoundRobinRank):
         # With a pipeline group of one rank (None), Megatron takes every segment for a virtual stage.
@@ -410,7 +414,8 @@ def copy_tied_weights(chunks: list[torch.nn.Module]) -> None:
 def _sum_tied_gradients(model: list[torch.nn.Module]) -> None:
     """Set both gradients of a tied embedding to their sum, on the rank that holds both copies.
 
-    Megatron would do an all-reduce between the first and the last rank.
+    Megatron would do an all-reduce between the first and the last rank. Nothing changes if this rank lacks one of them,
+    or if the embedding is frozen.
     """
     for embedding, head in _tied_weights(model):
         if not embedding.requires_grad:  # frozen, and without gradients

@@ -178,7 +178,10 @@ class _StandIn(torch.nn.Module):
 
 
 def _mlp(mlp: MLP, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **named):
-    """Run ``MLP.forward`` with the part between its two linear layers recorded, so that it can run again alone."""
+    """Run ``MLP.forward`` with the part between its two linear layers recorded, so that it can run again alone.
+
+    With a scale per token and biases, the MLP runs unrecorded.
+    """
     if per_token_scale is not None and mlp.config.add_bias_linear:
         # The bias is then scaled and added after the second layer, in Megatron's own code.
         return MLP.forward(mlp, hidden_states, per_token_scale, **named)
@@ -201,7 +204,7 @@ _counting = [True]
 
 
 def is_counted() -> bool:
-    """Return whether Megatron may count the tokens of the running forward step, as it has not counted them before."""
+    """Return whether Megatron may count the tokens of the running forward step; ``False`` in ``counted_before()``."""
     return _counting[-1]
 
 
@@ -261,7 +264,11 @@ class ChunkStage:
         self._set_input_tensor = get_attr_wrapped_model(self.model, "set_input_tensor")
 
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
-        """Return the stage's output for a microbatch, with Megatron's own forward step (``StageRunner.forward``)."""
+        """Return the stage's output for a microbatch, with Megatron's own forward step (``StageRunner.forward``).
+
+        It adds the reports of the loss function to ``step.loss_data``, and on the last stage the tokens to
+        ``step.num_tokens``.
+        """
         step, data = self.step, self._data(microbatch)
         if will_recompute:
             data = None if data is None else Tape(data)
@@ -366,7 +373,10 @@ class ChunkStage:
         output: torch.Tensor,
         output_gradient: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Backpropagate a microbatch, with Megatron's own backward step (``StageRunner.backward``)."""
+        """Backpropagate a microbatch, with Megatron's own backward step (``StageRunner.backward``).
+
+        The weight gradients that Transformer Engine's modules keep are then queued.
+        """
         with self.as_chunk():
             gradient = schedules.backward_step(input, output, output_gradient, self.step.config)
         self.defer_weight_gradients()
@@ -427,7 +437,7 @@ class ActivationCounter(Protocol):
 def watch_batches(data_iterator, *counters: ActivationCounter):
     """Return an iterator over the same batches that excludes their tensors from the counters.
 
-    A list of iterators gives a list.
+    A list of iterators gives a list. Without counters, the iterator itself is returned.
     """
     if isinstance(data_iterator, list):
         return [watch_batches(each, *counters) for each in data_iterator]

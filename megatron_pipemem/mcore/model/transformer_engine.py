@@ -130,7 +130,10 @@ def notice_frozen_input(module: torch.nn.Module, inputs: tuple) -> None:
 
 
 def defer(modules: tuple[torch.nn.Module, ...], queue: WeightGradientQueue) -> None:
-    """Queue the weight gradients that the latest backward has left in these modules; compute early ones at once."""
+    """Queue the weight gradients that the latest backward has left in these modules.
+
+    Those of marked weights (``is_early``), and of modules whose input was frozen, are computed at once.
+    """
     at_once = ImmediateWeightGradients()
     for module in modules:
         early = getattr(module, _FROZEN_INPUT, False)
@@ -214,10 +217,10 @@ def _left_by_backward(module: Any) -> tuple[dict[torch.nn.Parameter, torch.Tenso
 def sharded_replacements(keeps: Callable[[dist.ProcessGroup], bool]) -> Replacements:
     """Return the replacements by which Transformer Engine keeps this rank's shard of a gathered tensor, not all of it.
 
-    W gathers the shard again. ``keeps`` returns whether shards are kept for a tensor-parallel group. Transformer
-    Engine's backward gathers the input of a column-parallel layer and the output gradient of a row-parallel layer. A
-    shard can be kept if it was quantised before the gather. A gather that quantises would choose other scaling factors
-    in W, so its whole result is kept.
+    W gathers the shard again. Without Transformer Engine the result is empty. ``keeps`` returns whether shards are kept
+    for a tensor-parallel group. Transformer Engine's backward gathers the input of a column-parallel layer and the
+    output gradient of a row-parallel layer. A shard can be kept if it was quantised before the gather. A gather that
+    quantises would choose other scaling factors in W, so its whole result is kept.
     """
 
     def gather(original: Callable, inp: Any, process_group, async_op: bool = False, quantizer: Any = None, **others):

@@ -144,7 +144,8 @@ class RunRecord:
         """Return whether the bytes of the next step of this program must be counted.
 
         Counting ends when two steps in a row held the same bytes after every action, because it costs host time in each
-        action. It never ends if routing or sequence lengths change from step to step.
+        action. It also ends when a measurement has failed. It never ends if routing or sequence lengths change from
+        step to step.
         """
         return self.is_whole and not (self._is_settled and program is self._program)
 
@@ -161,6 +162,7 @@ class RunRecord:
 
         ``device`` is this rank's position in its pipeline. Without ``foretell``, no peak is predicted from the bytes of
         single actions. ``own_plan`` is the choice for this step alone, if it was planned for its own microbatches.
+        After a failed measurement nothing is added.
         """
         if not self.is_whole:
             return
@@ -216,7 +218,10 @@ class RunRecord:
         held.predicted_host_peak_bytes = max(held.predicted_host_peak_bytes, away)
 
     def add_losses(self, losses: dict[str, Any], grad_norm: Any) -> None:
-        """Add the losses and the gradient norm of one iteration. Only the first loss is kept, which is the model's."""
+        """Add the first loss and the gradient norm of one iteration. The first loss is the model's.
+
+        A loss that is not a number becomes ``None``. Without losses, as in a skipped iteration, nothing is added.
+        """
         for value in losses.values():
             self.losses.append(None)
             with self.guarded(LOSSES):
@@ -226,7 +231,7 @@ class RunRecord:
             self.grad_norms.append(grad_norm)
 
     def read(self) -> None:
-        """Read the times of the last step from the device, unless they have been read."""
+        """Read the times of the last step from the device and add it to ``steps``, unless they have been read."""
         if self._unread is None:
             return
         (plan, self._last_plan, observed), self._unread = self._unread, None
@@ -272,7 +277,10 @@ class RunRecord:
     def _last_step(
         self, pipeline: list[run_report.Summary], plan: Choice, memory: dict[Kind, list[int]]
     ) -> dict | None:
-        """Return the report's data of the last step on the pipeline of rank 0."""
+        """Return the report's data of the last step on the pipeline of rank 0.
+
+        It is ``None`` for an asynchronous schedule, or if not every pass was timed.
+        """
         layers = {stage: count for each in pipeline for stage, count in each.layers.items()}
         more = {
             "iteration_seconds": run_report.iteration_seconds(self._begun),
@@ -296,7 +304,11 @@ class RunRecord:
         return drawn
 
     def _shared(self) -> list[run_report.Shared] | None:
-        """Return the weight bytes and step times of all ranks of this pipeline; ``None`` if a rank could not measure."""
+        """Return the weight bytes and step times of all ranks of this pipeline.
+
+        The result is ``None`` if no step has begun, a rank could not measure, or ranks measured different numbers of
+        steps. All ranks of the pipeline call this at the same time.
+        """
         if self.group is None:  # no step has begun, on any rank
             return None
         own = None

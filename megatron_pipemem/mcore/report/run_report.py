@@ -105,7 +105,7 @@ class Summary:
 def report_of(ranks: Sequence[Summary], timelines: Path | None) -> dict:
     """Return the contents of the report from the summaries of all ranks, in the order of the ranks.
 
-    ``timelines`` is the folder of the pictures.
+    ``timelines`` is the folder of the pictures. Losses are those of the last rank that knows some.
     """
 
     def known(values: list[list[float | None]]) -> list[float | None]:
@@ -170,7 +170,8 @@ def makespans(shared: Sequence[Shared]) -> list[float]:
 def described(number: int, plans: Plans, steps: Sequence[RecordedStep], shared: Sequence[Shared] | None) -> dict:
     """Return the report's entry of the plan ``plans[number]``: its schedule, costs and makespans.
 
-    ``shared`` is ``None`` if a rank of the pipeline could not measure.
+    ``shared`` is ``None`` if a rank of the pipeline could not measure. Makespans are medians of seconds over the plan's
+    steps, without its first step if there are several.
     """
     first, plan = plans[number]
     schedule = plan.schedule
@@ -355,7 +356,10 @@ def refused(config, num_devices: int) -> dict[str, str]:
 
 
 def iteration_seconds(begun: Sequence[float]) -> float | None:
-    """Return the median seconds between starts of consecutive steps, from the second on; ``None`` for a single step."""
+    """Return the median seconds between starts of consecutive steps; ``None`` for fewer than two steps.
+
+    The time from the first start to the second is left out if there are more.
+    """
     apart = [after - before for before, after in zip(begun, begun[1:], strict=False)]
     return median(apart[_TYPICAL - 1 :] or apart) if apart else None
 

@@ -117,11 +117,14 @@ class Dealer:
         self._waiting: dict[int, object] = {}
 
     def hand(self, microbatches: Sequence[int]) -> Iterator | None:
-        """Return an iterator over the batches of these microbatches, for one chunk."""
+        """Return an iterator over the batches of these microbatches, for one chunk; ``None`` without a stream."""
         return None if self._stream is None else _Hand(self, self._stream, microbatches)
 
     def all(self) -> list[object]:
-        """Return the batches of all microbatches of the step, and keep each until a chunk reads it."""
+        """Return the batches of all microbatches of the step, and keep each until a chunk reads it.
+
+        Raise an UnsupportedError if the data iterator ends before.
+        """
         try:
             self._read_up_to(self._num_microbatches - 1)
         except StopIteration:
@@ -201,7 +204,11 @@ class StepShapes(Extension):
         """The kinds of steps whose calls of the model have no tokens ``[b, s]``."""
 
     def prepare(self, step: Step) -> None:
-        """Set the message shapes of all microbatches by the sizes ``(b, s)`` that the rank of the first stage sends."""
+        """Set the message shapes of all microbatches by the sizes ``(b, s)`` that the rank of the first stage sends.
+
+        A step whose messages all have known shapes stays unchanged. If a call of the model has no tokens ``[b, s]``,
+        the shapes stay unknown, and the log says so.
+        """
         kind = (step.forward_only, step.context.collect_non_loss_data)
         if step.message_shape is None or step.tokens is not None or kind in self._untold:
             return
@@ -222,7 +229,8 @@ class StepShapes(Extension):
     def _own(self, step: Step) -> list[int] | None:
         """Return ``b`` and ``s`` of every microbatch in one list; ``None`` if this rank does not hold the first stage.
 
-        A microbatch whose call of the model has no tokens ``[b, s]`` gets two zeros.
+        A microbatch whose call of the model has no tokens ``[b, s]`` gets two zeros. The data iterator of the step is
+        replaced, so that the real forwards read the same data again.
         """
         if 0 not in step.pipeline.stages:
             return None

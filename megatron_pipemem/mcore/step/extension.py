@@ -338,7 +338,10 @@ class Extension(Feature):
     """Whether the methods are called in training steps only."""
 
     def choose(self, step: Step) -> Compiled | None:
-        """Return the program for this step, or ``None`` for that of the run (``Programs.get``). It is called first."""
+        """Return the program for this step, or ``None`` for that of the run (``Programs.get``). It is called first.
+
+        If several extensions return a program, the last of them counts.
+        """
 
     def prepare(self, step: Step) -> None:
         """Set fields of the step. It is called when the program is known and before any action runs."""

@@ -204,7 +204,10 @@ class ForwardBackward(Feature):
         _start_parameter_gather(step.context.config, step.chunks)
 
     def _choose(self, step: Step, extensions: Sequence[Extension]) -> None:
-        """Set the program and the schedule choice of the step: from an extension if one has them, else the run's."""
+        """Set the program and the schedule choice of the step.
+
+        They are those of the last extension that returns some, else those of the run.
+        """
         self.programs.queues = self.launches.queues(device_of(step.chunks))
         chosen = None
         for extension in extensions:
@@ -298,7 +301,8 @@ def _process_groups(p2p_communicator, pg_collection) -> ProcessGroupCollection:
 def _message_shape(seq_length, micro_batch_size, decoder_seq_length, config, groups, adjust) -> tuple[int, ...] | None:
     """Return the shape of every message, ``[s / (cp * tp), b, channels]``; ``None`` if messages may differ.
 
-    Without sequence parallelism, tp counts as 1.
+    Without sequence parallelism, tp counts as 1. Raise an UnsupportedError if stages exchange several tensors per
+    microbatch.
     """
     if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):
         # After a stage of multi-token prediction that is not the last, messages have the outputs of all predicted tokens.

@@ -68,7 +68,10 @@ class LossCarrier:
         self._beside: torch.cuda.Stream | None = None
 
     def begin(self, data: object, destination: int, kind: Hashable) -> None:
-        """Send data early if the receiver knows their structure. The next ``send`` then does nothing."""
+        """Send data early if the receiver knows their structure, else do nothing.
+
+        If they were sent, the next ``send`` does nothing.
+        """
         if self._known.get((self._group.rank(), destination, kind)) == _form(data):
             self.send(data, destination, kind)
             self._begun = True
@@ -236,7 +239,7 @@ _LOGGED = ("loss_values", "correct_values", "total_values")
 def sum_depths(step: Step) -> None:
     """Make Megatron sum the losses of multi-token prediction over the pipeline before it logs them.
 
-    This is needed if a last stage is not on the last device, as in a V.
+    This is needed if a last stage is not on the last device, as in a V. Nothing is done under round robin.
     """
     depths = getattr(step.context.config, "mtp_num_layers", None)
     if not depths or step.pipeline.placement.is_round_robin:
@@ -252,7 +255,8 @@ def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, p
 
     Training loops read the losses there. Every replica of the model has its losses on one device, in the order of their
     forwards. On the last rank, the losses get the order of the data iterator. On all other ranks, ``step.loss_data`` is
-    then empty.
+    then empty. The last rank's ``step.num_tokens`` becomes the sum over all ranks. Nothing is sent or changed if all
+    losses are on the last rank already and ``step.order`` is ``None``.
     """
     last, rank, ends = pp_group.size() - 1, pp_group.rank(), _ends(schedule)
     sources = ends.devices
@@ -303,7 +307,10 @@ def _restore(form: object, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def _buffer(leaves: list[_Leaf]) -> torch.Tensor:
-    """Return a byte buffer for the tensors of all leaves. Its first byte is 0 if the tensors are sent another way."""
+    """Return a byte buffer for the tensors of all leaves.
+
+    Its first byte is 0 if the structure has changed. The data then follow pickled, and not in the buffer.
+    """
     size = _ALIGNMENT + sum(leaf.padded for leaf in leaves)
     return torch.empty(size, dtype=torch.uint8, device=torch.cuda.current_device())
 

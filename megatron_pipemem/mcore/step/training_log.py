@@ -40,7 +40,8 @@ class TrainingLog(Extension):
     def _report_memory(self, original: Callable, args, num_microbatches: int | None = None, verbose: bool = False):
         """Let Megatron report the memory under 1F1B, and log and return that under the run's schedule.
 
-        The result is ``(weights, activations, total)`` in MB, as Megatron's.
+        The result is ``(weights, activations, total)`` in MB, as Megatron's. Before the first step, and for models for
+        which Megatron has no numbers, it is Megatron's.
         """
         plain = copy.copy(args)
         plain.virtual_pipeline_model_parallel_size = None
