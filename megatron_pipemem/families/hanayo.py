@@ -104,7 +104,10 @@ class _Rhythm:
         self._forwards = forwards  # still to come; each can close one odd gap
 
     def take(self, earliest: int, kind: Kind) -> int:
-        """Take the slots of a pass, and return the first of them: the earliest possible from ``earliest`` on."""
+        """Take the slots of a pass in every interval, and return the first of them.
+
+        It is the earliest slot from ``earliest`` on that leaves room for the passes still to come.
+        """
         self._forwards -= kind is Kind.F
         for start in range(earliest, earliest + self._interval):
             slots = {slot % self._interval for slot in range(start, start + SLOTS[kind])}

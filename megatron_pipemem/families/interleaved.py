@@ -185,7 +185,10 @@ def gis_h(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: 
 
 
 def grouped_slots(num_devices: int, chunks: int, group_size: int) -> tuple[list[int], list[int]]:
-    """Return the slots of a group's first microbatch, per chunk: of F on device 0, and of I on the last device."""
+    """Return two lists of start slots, with one slot per chunk: of F on device 0, and of I on the last device.
+
+    They are those of a group's first microbatch, counted from its first F. F, I and W of a chunk take one slot each.
+    """
     p, v, g = num_devices, chunks, group_size
     turns = -(-((p + 1) // 2) // g)
     distinct = v // gcd(v, turns)

@@ -68,7 +68,10 @@ class Chain:
         return sum(min(0, *self.held[s]) for s in stages)
 
     def lives(self, stages: Sequence[int]) -> float:
-        """Return the microbatch's memory times the least seconds that it is held, summed over a device's stages."""
+        """Return the microbatch's memory times the least seconds that it is held, summed over a device's stages.
+
+        The result is 0 if memory is negative after any pass.
+        """
         if any(min(self.held[s]) < 0 for s in stages):
             return 0.0  # negative memory could last for any time
         # During W, a split backward holds the memory after I, a full one that after F.
@@ -320,7 +323,10 @@ class _Step:
         self._first, self._last = self._chains[::slices], self._chains[slices - 1 :: slices]
 
     def least_held(self, device: int) -> float:
-        """Return the lowest cap that a device can keep, in the unit of ``Costs.memory_changes``."""
+        """Return the lowest memory cap with which a device can run, in the unit of ``Costs.memory_changes``.
+
+        It is the peak of a device that runs one microbatch after another.
+        """
         stages, steps = self._stages[device], self._steps
         given = [sum(chain.least_given(stages) for chain in step) for step in steps]
         return max(

@@ -41,7 +41,10 @@ def brief(value: object) -> str:
 
 
 def changed_fields(instance: Any) -> str:
-    """Return the text of a dataclass instance: its class and the fields that differ from their defaults."""
+    """Return the text of a dataclass instance: its class and the fields that differ from their defaults.
+
+    It has at most 190 characters. Fields beyond that are replaced by "...".
+    """
     progress = [
         f"{field.name}={brief(getattr(instance, field.name))}"
         for field in fields(instance)
@@ -55,7 +58,7 @@ LARGEST = 1e30
 
 
 def shortened(value: object) -> str:
-    """Return the text of a value for an error message, cut at 80 characters."""
+    """Return the text of a value for an error message, cut at 80 characters; for a huge integer its number of digits."""
     if isinstance(value, int) and abs(value) > LARGEST:
         return f"a number of {value.bit_length() * 30103 // 100000 + 1} digits"
     text = repr(value)

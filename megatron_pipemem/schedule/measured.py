@@ -199,7 +199,10 @@ class MeasuredStep:
 
     @cached_property
     def links(self) -> dict[tuple[int, int], float]:
-        """Return the seconds of a message per (source, destination): the median delay of actions that waited for it."""
+        """Return the seconds of a message per (source, destination): the median delay of actions that waited for it.
+
+        A negative median counts as 0. Links for whose messages no action waited are left out.
+        """
         found: dict[tuple[int, int], list[int]] = {}
         graph = self._graph[0]
         for node in self._by_node:

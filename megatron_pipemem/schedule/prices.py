@@ -414,7 +414,10 @@ class MicrobatchWeights:
         return (1.0,) * len(self) if self.memory is None else self.memory
 
     def reordered(self, order: Sequence[int]) -> MicrobatchWeights:
-        """Return the weights in a new order: those of microbatch ``order[i]`` become those of microbatch ``i``."""
+        """Return the weights in a new order: those of microbatch ``order[i]`` become those of microbatch ``i``.
+
+        Raise a CostsError if ``order`` does not have every microbatch once.
+        """
         if sorted(order) != list(range(len(self))):
             raise CostsError(
                 "wrong-order",

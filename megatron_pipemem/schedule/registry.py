@@ -248,7 +248,10 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units:
 
 @lru_cache(maxsize=1)
 def _offered(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Return the entry points of families in all packages on a module search path. Finding them takes 20 ms or more."""
+    """Return the entry points of families in all packages on the module search path ``path``.
+
+    The result for the last path is cached, because finding them takes 20 ms or more.
+    """
     return tuple(entry_points(group=ENTRY_POINT_GROUP))
 
 

@@ -91,7 +91,10 @@ class Schedule(Shown):
 
     @cached_property
     def prepared(self) -> Mapping[int, tuple[Kind, ...]]:
-        """Return for every stage the kinds that it runs before other actions (``KindSpec.prepares``), such as ``R``."""
+        """Return, by stage, the computing kinds that prepare other actions (``KindSpec.prepares``), such as ``R``.
+
+        Stages without such kinds are left out.
+        """
         found: dict[int, dict[Kind, None]] = {}
         for order in self.orders:
             for kind, stage, _ in order:
@@ -111,7 +114,10 @@ class Schedule(Shown):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def forward_only(self) -> Schedule:
-        """Return the schedule for evaluation: only the actions that evaluation runs, such as forwards, losses and S."""
+        """Return the schedule for evaluation: only the actions that evaluation runs, such as forwards, losses and S.
+
+        It has no pairs and no weight updates.
+        """
         return replace(
             self,
             name=f"{self.name} (forward only)",

@@ -62,7 +62,7 @@ def _enclosing() -> int | None:
 
 @contextmanager
 def _within(key: int) -> Iterator[None]:
-    """Set the enclosing key while the block runs."""
+    """Set the enclosing key while the block runs, and then the outer one again. Random streams are not reset."""
     tracker = random.get_cuda_rng_tracker()
     outer = tracker.get_states()
     tracker.set_states({**outer, _KEY: key})

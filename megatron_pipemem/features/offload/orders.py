@@ -58,7 +58,7 @@ class OffloadPlan:
 
     @property
     def delay(self) -> float:
-        """The time that the copies add to the makespan of ``base``, in the unit of the costs."""
+        """The time that the copies add to the makespan of ``base``, in the unit of the costs. It is never negative."""
         return max(0.0, self.timeline.makespan - self.base_timeline.makespan)
 
     @cached_property
@@ -97,7 +97,10 @@ class OffloadPlan:
 
     @property
     def binds(self) -> str:
-        """The counts of ``obstacles`` as text, largest first, for example ``host memory full (3 activations)``."""
+        """The counts of ``obstacles`` as text, largest first, for example ``host memory full (3 activations)``.
+
+        The text is empty if there are none.
+        """
         return ", ".join(f"{why} ({count} activations)" for why, count in self.obstacles.most_common())
 
 

@@ -190,7 +190,10 @@ class PlacedTrips(NamedTuple):
 
 
 def lives(order: Order) -> dict[Key, tuple[int, int]]:
-    """Map ``(stage, microbatch)`` to two positions: of the forward, and of the first use of its activations."""
+    """Map ``(stage, microbatch)`` to two positions in a device's order: of F, and of the first RS, I or B after it.
+
+    Forwards without a later use are left out.
+    """
     made: dict[Key, int] = {}
     found: dict[Key, tuple[int, int]] = {}
     for at, action in enumerate(order):

@@ -53,7 +53,10 @@ class DelayedOptimizer(OverlappedOptimizer):
         return self._waiting is not None
 
     def open(self, pipeline: dist.ProcessGroup, on_host: bool) -> None:
-        """Create the process groups for the gradient norm. Every rank of the job must call this at the same time."""
+        """Create the process groups for the gradient norm. Every rank of the job must call this at the same time.
+
+        Megatron also asks all ranks here, for the whole run, which groups of parameters have a norm of their own.
+        """
         super().open(pipeline, on_host)
         # Megatron asks all ranks once whether any has such parameters. In the middle of a batch, not all could answer.
         for name in SEPARATE_GRAD_NORM_GROUPS:

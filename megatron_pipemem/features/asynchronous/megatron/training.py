@@ -292,7 +292,10 @@ class AsynchronousTraining(Extension):
         return stream
 
     def _take_up(self, stream: _Stream) -> None:
-        """Restore the older weight versions that were saved with the loaded checkpoint, if they fit on every rank."""
+        """Restore the older weight versions that were saved with the loaded checkpoint, if they fit on every rank.
+
+        If not, log a warning. The first microbatches then use the newest weights.
+        """
         saved, self._saved = self._saved, None
         if saved is None:
             return

@@ -421,7 +421,7 @@ class OffloadEngine:
         return saved.view(tensor, hold)
 
     def _saved(self, tensors: Iterable[torch.Tensor]) -> list[SavedStorage]:
-        """Return the captured storages that these tensors are views of."""
+        """Return the captured storages that these tensors are views of. Other tensors are ignored."""
         known = (self._by_storage.get(storage_key(tensor)) for tensor in tensors)
         return [saved for saved in known if saved is not None]
 

@@ -284,6 +284,6 @@ def transfer_seconds(
 
 
 def synchronize(channel: CopyChannel) -> None:
-    """Wait for all work queued on the channel's device."""
+    """Wait for all work queued on the channel's device, if it is a GPU."""
     if channel.device.type == "cuda":
         torch.cuda.synchronize(channel.device)

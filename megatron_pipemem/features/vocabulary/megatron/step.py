@@ -121,7 +121,11 @@ def share_batch(
     sizes = [b * s for b, s in shapes]
 
     def share(name: str, values: Sequence[torch.Tensor | None] | None, source: int) -> Sequence[torch.Tensor]:
-        """Send one tensor per microbatch, ``[b, s]``, from pipeline rank ``source`` to all ranks of the pipeline."""
+        """Send one tensor per microbatch, ``[b, s]``, from pipeline rank ``source`` to all ranks of the pipeline.
+
+        Every rank returns them as int64. ``values`` is ``None`` on all ranks but ``source``. Raise an UnsupportedError
+        for a wrong shape.
+        """
         if values is None:
             shared = torch.empty(sum(sizes), dtype=torch.int64, device=torch.cuda.current_device())
         else:
