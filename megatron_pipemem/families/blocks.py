@@ -341,7 +341,8 @@ class _Plan:
     def earliest(self, each: Pass) -> int:
         """Return the first slot in which the inputs of the pass's next microbatch are complete.
 
-        For F, I and B it is also not before the end of the same pass of the previous microbatch.
+        For F, I and B it is also not before the end of the same pass of the previous microbatch. The k-th W of a device
+        only waits for the device's k-th I, whatever their stages.
         """
         kind, stage = each
         if kind is Kind.W:

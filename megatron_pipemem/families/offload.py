@@ -62,7 +62,7 @@ def uniform_repeating(
 ) -> Schedule:
     """Build a schedule with uniform repeating: forwards run at the steady rate from the beginning, and no W waits.
 
-    ``placement`` is ``interleaved``, or ``v`` with 2 chunks.
+    ``placement`` is ``interleaved``, or ``v`` with 2 chunks. Raise an UnsupportedError for any other.
     """
     if placement == "interleaved":
         return gis_h(num_devices, num_microbatches, chunks, group_size=1)

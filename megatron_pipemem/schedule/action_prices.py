@@ -111,7 +111,8 @@ class ActionPrices:
     def of_message(self, edge: tuple[int, int], unit: int | None = None) -> float:
         """Return the seconds of one message over ``edge``, a pair (source device, destination device).
 
-        ``unit`` is the microbatch or slice of the message. Without it the price is that of weight 1.
+        ``unit`` is the microbatch or slice of the message. Without it the price is that of weight 1. If there are
+        slices, it is the price of one slice.
         """
         seconds = self._costs.link_seconds(*edge) / self._slices
         if self._weights is None or unit is None:

@@ -33,7 +33,8 @@ def costs_arguments(data: object) -> dict[str, Any]:
     """Check the keys of a costs file's parsed JSON, and return the arguments of ``Costs``.
 
     ``vocabulary``, ``microbatch`` and ``channel`` are arguments of ``VocabularyCosts``, ``MicrobatchWeights`` and
-    ``Channel`` (or ``Channel.of_ratio``). Those classes check the values.
+    ``Channel`` (or ``Channel.of_ratio``). Those classes check the values. Raise a CostsError for unknown, missing or
+    conflicting keys.
     """
     if not isinstance(data, dict) or set(data) - set(_KEYS):
         unknown = f"; leave {shortened(sorted(set(data) - set(_KEYS))[0])} out" if isinstance(data, dict) else ""

@@ -82,7 +82,7 @@ def _program(table: Table, schedule: Schedule) -> Program:
 
 
 def _check_numbering(schedule: Schedule) -> None:
-    """Raise a ScheduleError if all numbers of one kind on a stage are too high, for example from 1 and not from 0.
+    """Raise a ScheduleError if a stage numbers its actions of one kind without a gap, but from 1 or more, not from 0.
 
     The validator would report such a stage as incomplete.
     """

@@ -126,7 +126,8 @@ def add_messages(schedule: Schedule, horizons: Horizons) -> tuple[Order, ...]:
 def _ahead_of(consumers: list[int], order: Order) -> list[int]:
     """Return the position for every receive of an edge: one compute action ahead of its consumer, in sending order.
 
-    ``consumers`` has the positions of the consumers in ``order``, the order of the destination.
+    ``consumers`` has the positions of the consumers in ``order``, the order of the destination. No receive is behind
+    that of a later message. Copies to the host and back do not count as compute actions.
     """
     positions = []
     first = consumers[-1]
@@ -201,7 +202,8 @@ def add_replica_reductions(
 def _place_after_gradients(actions: Order, places: dict[int, int]) -> None:
     """Change ``places`` so that every sum over replicas comes right after the stage's last gradient.
 
-    ``places`` has, per stage of the device, the number of actions of its order before the sum.
+    It comes later if a deeper stage's sum does. ``places`` has, per stage of the device, the number of actions of its
+    order before the sum.
     """
     passed = 0
     for action in actions:

@@ -221,7 +221,8 @@ class MeasuredStep:
     def of_stages(self) -> dict[Kind, tuple[float, ...]]:
         """Return the median seconds of F, I and W of every stage and slice.
 
-        The seconds of a B are divided in the ratio of I and W in ``split``. Seconds of recomputation are added to I.
+        The seconds of a B are divided in the ratio of I and W in ``split``. Seconds of recomputation are added to I. A
+        pass that the stage does not run has 0 seconds.
         """
         slices = self.schedule.slices
         known, places = self.split.seconds(self.schedule.placement, slices), range(self.schedule.num_stages * slices)
@@ -320,7 +321,8 @@ def idle_causes(step: MeasuredStep) -> list[DeviceIdle]:
     """Return the idle time of every device in a step, divided by cause.
 
     The step is simulated with even stages and no delays. Then the measured stage times, the unequal microbatches, the
-    messages and the host delays are added one after another. A cause has the idle time that its addition brings.
+    messages, the host delays and all other measured times are added one after another. A cause has the idle time that
+    its addition brings. The cause "barrier" has the time that a step would save without a barrier at its end.
     """
     actions, delays = step.actions, step.delays
     even = _of_actions(step, _even(step), weighed=False)

@@ -145,6 +145,7 @@ def searched_placements(num_devices: int, kind: Any = None, chunks: Any = None) 
 
     ``kind`` is ``v`` (a wave if there are more than two chunks), ``interleaved``, ``linear``, or ``None`` for all that
     have this number of chunks. ``chunks`` is the number of stages per device; ``None`` is 1 for ``linear`` and else 2.
+    Raise an UnsupportedError for another kind, or if ``kind`` and ``chunks`` contradict each other.
     """
     if kind not in (None, "v", "interleaved", "linear"):
         raise UnsupportedError(

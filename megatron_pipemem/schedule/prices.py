@@ -297,7 +297,8 @@ class Channel:
     ) -> Channel:
         """Return a channel on which copying to the host and back takes ``ratio`` times the seconds of F, I and W.
 
-        ``switches`` lists groups of devices that share one channel.
+        ``switches`` lists groups of devices that share one channel. Raise a CostsError if F, I and W do not all have
+        prices of the same form, for example one number each.
         """
         price("channel.ratio", ratio, several=False)
         given = (costs.forward, costs.backward_input, costs.backward_weight)

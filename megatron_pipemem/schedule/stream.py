@@ -197,7 +197,7 @@ def family_window(
 
 
 def _in_single_queues(stream: Schedule, actions: Sequence[Order], costs: Costs) -> list[Order]:
-    """Return the actions of a window, with messages inserted for devices that have a single queue.
+    """Return the actions of a window, with messages inserted anew for devices that have a single queue.
 
     Every message that a window receives is also sent in the same window (``_check_messages``).
     """

@@ -87,7 +87,8 @@ class Offloading(Extension):
     def switches(self) -> tuple[tuple[int, ...], ...]:
         """Return the groups of pipeline ranks that share one channel to the host, for example ``((0, 1), (2, 3))``.
 
-        The option ``switches`` gives these groups as ranks of a node. The result has pipeline ranks.
+        The option ``switches`` gives these groups as ranks of a node. The result has pipeline ranks, and is empty
+        without the option.
         """
         if self._switches is None:
             self._switches = ()
@@ -130,7 +131,8 @@ class Offloading(Extension):
     def _reserve(self, engine: OffloadEngine, step: Step) -> None:
         """Allocate, before a step, the host memory that the plan will need on this device.
 
-        Page-locking takes seconds and may wait for the device. Plans whose costs have no bytes are skipped.
+        Page-locking takes seconds and may wait for the device. Nothing is done for the same plan as in the previous
+        call, or for a plan whose costs have no bytes.
         """
         plan = step.own_plan or step.plan
         if plan is None or plan is self._reserved_for or plan.costs.memory is None:

@@ -96,7 +96,7 @@ class ReplicaReducer:
 
 
 def _start_sum(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start summing the tensors over the group in place, with one operation per dtype.
+    """Start summing the tensors over the group in place, and return the operations to wait for, one per dtype.
 
     No backend can sum tensors of several dtypes in one operation.
     """

@@ -165,7 +165,8 @@ class UnequalMicrobatches(Extension):
     def _own(self, step: Step) -> list[float] | None:
         """Return the weights of this step's microbatches as one list (``_packed``), in the order of reading.
 
-        The result is ``None`` if this rank reads no data for the first or last stage of the model.
+        The result is ``None`` if this rank reads no data for the first or last stage of the model. Raise an
+        UnsupportedError if the batches of this rank cannot be reordered.
         """
         placement, m = step.pipeline.placement, step.shape.num_microbatches
         check_config(step.context.config, REORDERED)
@@ -196,6 +197,7 @@ class UnequalMicrobatches(Extension):
 
         ``base`` is the schedule for equal microbatches. ``has_peers`` says that other pipelines sum their gradients
         with this one. Their plans may differ, but the stages of a device must end in the same order in all pipelines.
+        If they would not, the result has ``base``, in the planned order of microbatches or in that of arrival.
         """
         cap = self._programs.request.memory_cap
         try:

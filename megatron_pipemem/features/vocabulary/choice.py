@@ -55,7 +55,8 @@ def head_on_last_stage(
 def redistribute(layers: int, placement: Placement, head: float) -> tuple[int, ...]:
     """Return the number of layers of each stage that minimises the work of the busiest device.
 
-    ``head`` is the cost of the LM head as a number of layers. The head stays on the last stage.
+    ``head`` is the cost of the LM head as a number of layers. The head stays on the last stage. Raise an
+    UnsupportedError for negative numbers, or if the placement has replicas of the model.
     """
     if layers < 0 or head < 0:
         raise UnsupportedError(

@@ -199,7 +199,7 @@ class OffloadEngine:
         """Return an engine for a CUDA or CPU device that uses at most ``host_memory`` bytes of host memory.
 
         On a CPU device, threads copy within host memory, in each direction at most ``bandwidth`` bytes per second.
-        ``bandwidth`` does not limit a GPU.
+        ``bandwidth`` does not limit a GPU. Raise an OffloadError for any other type of device.
         """
         if device.type not in ("cuda", "cpu"):
             raise OffloadError(

@@ -69,7 +69,7 @@ class LateNorm:
     def is_below(self, limit: float) -> bool:
         """Return whether the norm is so far below ``limit`` that Megatron would not clip. ``False`` if the norm is NaN.
 
-        The result follows from one sum over all ranks of the job, so it is the same on every rank.
+        It waits for one sum over all ranks of the job, so the result is the same on every rank.
         """
         return self._everywhere.result().item() / self._copies <= (limit * (1 - MARGIN)) ** 2
 

@@ -99,7 +99,8 @@ class SlicedStage(ChunkStage):
     def _begin_backward(self, sequence: _OpenSequence, loss: torch.Tensor, joined: torch.Tensor) -> None:
         """Compute the gradient of the loss with respect to the output of each slice, for their later backwards.
 
-        ``joined`` has the outputs of all slices. The gradients are stored in ``sequence``.
+        ``joined`` has the outputs of all slices. The gradients are stored in ``sequence``. Raise an UnsupportedError if
+        the loss does not depend on ``joined``.
         """
         (gradient,) = torch.autograd.grad(loss, joined, allow_unused=True)
         if gradient is None:

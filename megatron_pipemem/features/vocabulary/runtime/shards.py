@@ -120,7 +120,8 @@ class VocabularyEmbedding:
     def weight_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> EmbeddingWeightGradient:
         """Return an object whose ``run()`` adds the weight gradient of one microbatch.
 
-        ``output_gradient`` is the gradient of the whole embedding's output, ``[..., h]``, the same on every rank.
+        ``output_gradient`` is the gradient of the whole embedding's output, ``[..., h]``, the same on every rank. Raise
+        a VocabularyError if its shape does not fit ``tokens``.
         """
         if output_gradient.shape[:-1] != tokens.shape:
             raise VocabularyError(
