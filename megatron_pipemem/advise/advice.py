@@ -117,7 +117,7 @@ class Way:
         return refusal(run)
 
     def gain(self, today: Way) -> float:
-        """Return the fraction by which a step is shorter than one of ``today``. It is negative if a step is longer."""
+        """Return the fraction by which a step is shorter than with the schedule ``today``; negative if it is longer."""
         return 1 - self.seconds / today.seconds
 
 
@@ -134,7 +134,7 @@ class Advice:
         today: the run as it is.
         stock: the fastest of Megatron's own schedules with any chunks and the best layout; ``None`` if none fits into
             the memory, or the run can have none.
-        proposals: the best way of each kind, such as ``less memory``; at most four.
+        proposals: the best schedule of each kind, such as ``less memory``; at most four.
         refused: by code of a refusal, its message and the names of schedules that would be proposed without it.
         excess: bytes that the run needs by its prices in addition to the device's memory.
         fails: the reason why Megatron cannot cut the model as the run asks; ``None`` if it can. ``today`` then has a
@@ -321,10 +321,10 @@ def _proposals(
     memory: float,
     refused: dict[str, tuple[str, list[str]]],
 ) -> Iterator[tuple[str, Way]]:
-    """Yield ``(kind, way)`` for the best way of every kind that is faster than the run and earlier kinds, or smaller.
+    """Yield kind and schedule for the best of every kind that is faster than the run and earlier kinds, or smaller.
 
     ``ways`` run whole sequences, and ``sliced`` slices of them. ``memory`` is the memory of a device in bytes.
-    ``refused`` is extended by the refusals of faster ways (``_first``).
+    ``refused`` is extended by the refusals of better schedules (``_first``).
     """
     same, short = ([way for way in each if way.peak <= today.peak * (1 + SAME_MEMORY)] for each in (ways, sliced))
     fast = [

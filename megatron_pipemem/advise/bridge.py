@@ -60,7 +60,7 @@ def read_recipe(name: str, context: Context) -> Reading:
 
 
 def run_of(facts: Mapping[str, Any], context: Context) -> Reading:
-    """Return the run that an evaluated recipe configures (``read_recipe``)."""
+    """Return the run that an evaluated recipe configures, or raise the errors of ``read_recipe``."""
     asked = facts["asked"]
     if "names" in facts:
         near = get_close_matches(asked, facts["names"], n=1)

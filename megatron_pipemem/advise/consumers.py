@@ -55,7 +55,7 @@ def _without(flags: Flags, names: Collection[str]) -> Flags:
 
 
 def call(way: Way) -> str | None:
-    """Return the call that enables a way's schedule; ``None`` for Megatron's own."""
+    """Return the Python call that enables a schedule of this package; ``None`` for Megatron's own."""
     return None if way.is_stock else f'megatron_pipemem.enable("{way.run.schedule.name}")'
 
 

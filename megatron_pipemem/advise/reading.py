@@ -117,9 +117,9 @@ def read_flags(given: Mapping[str, Any], launcher: Mapping[str, str], program: s
 class _Flags:
     """The flags of a command. It notes each flag that is read, so that ``left`` returns the others."""
 
-    given: dict[str, Any]
-    known: Mapping[str, Mapping[str, Any]]
-    asked: set[str] = field(default_factory=set)
+    given: dict[str, Any]  # values by flag without dashes
+    known: Mapping[str, Mapping[str, Any]]  # flags of Megatron's parser
+    asked: set[str] = field(default_factory=set)  # flags that have been read
 
     def get(self, name: str) -> Any:
         """Return the value of a flag, or Megatron's default.

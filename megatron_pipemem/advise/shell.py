@@ -53,7 +53,7 @@ class Array(NamedTuple):
     """An assignment of an array: ``NAME=(WORDS)``, or ``NAME+=(WORDS)``, which appends words."""
 
     name: str
-    longer: bool
+    longer: bool  # whether the words are appended
     words: list[Word]
 
 
@@ -110,12 +110,14 @@ class _Branch:
 
 @dataclass
 class _Reader:
-    given: dict[str, str]
-    folder: Path | None
-    values: dict[str, list[str]] = field(default_factory=dict)
+    """The variables of a script, and the commands that it starts, as far as it has been read."""
+
+    given: dict[str, str]  # the user's variables, which the script cannot change
+    folder: Path | None  # of the script
+    values: dict[str, list[str]] = field(default_factory=dict)  # words of each variable that the script sets
     commands: list[list[str]] = field(default_factory=list)
-    branches: list[_Branch] = field(default_factory=list)
-    depth: int = 0
+    branches: list[_Branch] = field(default_factory=list)  # that are open, the innermost last
+    depth: int = 0  # of scripts that read scripts
 
     def read(self, text: str) -> None:
         if self.depth == _MOST_DEPTH:
@@ -379,9 +381,11 @@ def _expansion_end(text: str, dollar: int) -> int:
 
 @dataclass
 class _Lexer:
+    """Splits the text of a script into statements, without comments, redirections and here-documents."""
+
     text: str
-    place: int = 0
-    heredocs: list[str] = field(default_factory=list)
+    place: int = 0  # position in the text
+    heredocs: list[str] = field(default_factory=list)  # ends of the here-documents that begin in this line
 
     def statements(self) -> Iterator[Statement]:
         words: Statement = []

@@ -35,7 +35,7 @@ class ParetoPoint:
     schedule: Schedule
     peak: float
     makespan: float
-    bubble_rate: float
+    bubble_rate: float  # idle fraction of the busiest device
     cap: float | None
     """The memory cap of the search that found the schedule; ``None`` for a family's schedule."""
     dominated: bool

@@ -55,7 +55,7 @@ def fastest(request: Request, shape: Shape, knowledge: Knowledge) -> Choice:
 
     The search has no such actions (bytes of messages count with F, I and W), so its result may exceed the cap. If
     vocabulary passes are requested, families' schedules with them are considered first, without a time limit.
-    One microbatch runs after another if no other order keeps the cap.
+    One microbatch runs after another if no other order keeps the cap. Raise an UnsupportedError if that does not either.
     """
     devices, microbatches, options = shape.num_devices, shape.num_microbatches, request.options
     placements = searched(request, shape, knowledge)

@@ -82,7 +82,7 @@ def with_channel(costs: Costs, ratio: float | None) -> Costs:
     """Return the costs with the seconds of copies to the host for an offload ratio.
 
     The ratio is the seconds of copying activations out and back, per second of their F, I and W. Without a
-    ratio, the costs keep their channel; if they have none, the ratio is 1.
+    ratio, the costs keep their channel; if they have none, the ratio is 1. Raise a CostsError for a negative ratio.
     """
     if ratio is None and costs.channel is not None:
         return costs
@@ -138,7 +138,8 @@ def note_uneven_cuts(costs: Costs, placements: Iterable[Placement]) -> None:
 def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | None:
     """Return the seconds of F, I and W together of the whole LM head, for one microbatch; ``None`` if not given.
 
-    If they are given in layers, they are the seconds of so many layers of the schedule's model.
+    If they are given in layers, they are the seconds of so many layers of the schedule's model. Raise an UnsupportedError if
+    they are no number, or if the model's number of layers is needed and unknown.
     """
     if asked.head_cost is None:
         return None if costs.part_prices is None else costs.part_prices.head
@@ -202,7 +203,7 @@ class Loaded:
 
     @property
     def memory_cap(self) -> float | tuple[float, ...] | None:
-        """The memory cap in the unit of the costs: one number, or one per device."""
+        """The memory cap in the unit of the costs: one number, or one per device; ``None`` without a cap."""
         return None if self.request.memory_cap is None else self.request.memory_cap.amount
 
     def again(self, request: Request, costs: Costs) -> Loaded:

@@ -26,7 +26,7 @@ DIALECT_HELP = "Letters of the file. By default they are detected and reported."
 
 
 def at_least_one(parameter: typer.CallbackParam, count: int | None) -> int | None:
-    """Return the value of an option. Raise an ``UnsupportedError`` if it is less than 1."""
+    """Return the value of an option, ``None`` if it is not given. Raise an ``UnsupportedError`` if it is less than 1."""
     if count is not None and count < 1:
         raise UnsupportedError("bad-number", f"{parameter.opts[0]} must be at least 1, not {count}")
     return count

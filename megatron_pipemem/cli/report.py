@@ -68,7 +68,10 @@ def report(
 
 
 def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
-    """Print a table and save a picture of the grid points with measured steps and bytes. Return all results."""
+    """Print a table and save a picture of the grid points with measured steps and bytes. Return all results.
+
+    A point without a result has ``None``. No picture is saved if no point is measured.
+    """
     settings, results = store.settings(), store.results()
     points = [each for each in results if each is not None and each.peak_bytes and each.seconds_per_step]
     drawn = picture if points else None

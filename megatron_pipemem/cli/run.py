@@ -79,7 +79,10 @@ def run(cpu: bool, script: Path, arguments: list[str], verbose: bool = False) ->
 
 
 def _check(script: Path, arguments: list[str], devices: str) -> None:
-    """Compare the launch's schedule with others and print the advice, on rank 0. ``devices`` is a number or empty."""
+    """Compare the launch's schedule with others and print the advice, on rank 0. ``devices`` is a number or empty.
+
+    Without it, the number comes from torchrun's environment or from the command.
+    """
     from megatron_pipemem.cli.advise import advise_words
 
     if devices and not devices.isdecimal():
@@ -92,7 +95,8 @@ def _check(script: Path, arguments: list[str], devices: str) -> None:
 def _checked(cpu: bool, script: Path, arguments: list[str]) -> tuple[Request | None, list[str]]:
     """Return the request that the plugin's flags make, or None without such flags, and the script's own arguments.
 
-    Nothing that is slow to import is needed.
+    Nothing that is slow to import is needed. Raise an UnsupportedError if the script does not exist, or if Megatron is
+    needed and not installed.
     """
     if str(script).startswith("-"):
         near = get_close_matches(str(script), _OPTIONS, n=1)

@@ -29,8 +29,8 @@ class Link(Limited):
 class HostChannel(Limited):
     """The bandwidths of copies between a device and host memory, in 10^9 bytes per second of one direction alone."""
 
-    d2h_gb_per_s: Amount
-    h2d_gb_per_s: Amount
+    d2h_gb_per_s: Amount  # from the device to the host
+    h2d_gb_per_s: Amount  # from the host to the device
     duplex: Part = 1.0
     """The share of its speed that a direction keeps while both run: 1 for independent copy engines, 0.5 for one shared
     channel.
@@ -67,7 +67,7 @@ class Cluster(Limited):
     switches: tuple[tuple[int, ...], ...] = ()
     """Groups of a node's devices, by index, that share one PCIe switch and so one channel to the host. Other devices have a
     channel of their own."""
-    backend: Literal["nccl", "gloo"] = "nccl"
+    backend: Literal["nccl", "gloo"] = "nccl"  # gloo means CPU ranks
     sources: tuple[str, ...] = ()  # where these numbers come from
 
     def __post_init__(self) -> None:

@@ -159,7 +159,10 @@ def load[T](source: str | Path, kind: type[T], overrides: Sequence[str] = ()) ->
 
 
 def read_raw(path: str | Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file without checking its keys. Files that it refers to are not read."""
+    """Return the mapping in a YAML file without checking its keys. Files that it refers to are not read.
+
+    An empty file gives an empty mapping. Raise a ConfigError if the file cannot be read or has no mapping.
+    """
     try:
         loaded = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -344,7 +347,7 @@ def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, i
     """Return a mapping without names of files as a dataclass.
 
     ``prefix`` is the dotted key of ``raw`` in ``file``, such as ``model.``. If not ``is_whole``, keys may be missing:
-    only check the values, and return ``None``.
+    only check the values, and return ``None``. Raise a ConfigError for a missing or wrong value.
     """
     arguments = {}
     for name, parameter in _parameters(kind).items():

@@ -41,10 +41,10 @@ class Tower(Limited):
     The patches of an image attend to one another.
     """
 
-    layers: Count
+    layers: Count  # of the encoder
     hidden: Count
     heads: Count
-    ffn: Count
+    ffn: Count  # width inside the FFN
     patch: Count  # side of a patch in pixels
     kv_heads: Count | None = None  # default: heads
     images: Count = 1  # per sequence
@@ -274,7 +274,7 @@ class Execution(Limited):
     tp: Count = 1
     sequence_parallel: bool = False  # split norms and dropout over the tensor-parallel ranks too
     cp: Count = 1
-    ep: Count = 1
+    ep: Count = 1  # ranks among which the experts of a layer are divided
     etp: Count | None = None  # tensor-parallel ranks over which an expert is cut; default: tp
     # during the backward: ``selective`` recomputes recompute_modules, ``full`` whole layers
     recompute: Recompute = "none"

@@ -33,11 +33,11 @@ from megatron_pipemem.schedule.registry import family, register_module
 class Parallelism(Limited):
     """The number of ranks for each kind of parallelism, and the batch sizes."""
 
-    tp: Devices = 1
-    pp: Devices = 1
-    dp: Devices = 1
-    cp: Devices = 1
-    ep: Devices = 1
+    tp: Devices = 1  # tensor parallelism
+    pp: Devices = 1  # pipeline
+    dp: Devices = 1  # data parallelism
+    cp: Devices = 1  # context parallelism
+    ep: Devices = 1  # expert parallelism, within tp x cp x dp
     etp: Devices | None = None  # tensor-parallel ranks over which an expert is cut; default: tp
     chunks: Count | None = None  # stages per pipeline rank, for schedules that allow several numbers
     micro_batch: Count = 1  # sequences per microbatch

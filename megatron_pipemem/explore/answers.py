@@ -36,8 +36,8 @@ class Control(NamedTuple):
     label: str
     least: float
     most: float
-    step: float
-    default: float | None
+    step: float  # of the slider
+    default: float | None  # ``None`` for no number
 
 
 CONTROLS = (
@@ -92,7 +92,10 @@ def explore_data(query: Mapping[str, str]) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The numbers of a query. ``passes`` has the costs of F, I and W, and ``message`` the cost of a message."""
+    """The numbers of a query. ``passes`` has the seconds of F, I and W, and ``message`` those of a message.
+
+    ``cap`` is the memory cap in activation units; ``None`` for none.
+    """
 
     devices: int
     microbatches: int

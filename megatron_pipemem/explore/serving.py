@@ -57,7 +57,7 @@ def export(folder: Path, groups: Groups, pyodide: Path | None) -> Path:
     """Write a page that computes in the browser into a folder, and return the file of the page.
 
     ``pyodide`` is the local folder of Pyodide's package, which is copied. With ``None``, the page loads Pyodide from
-    its public address.
+    its public address. Raise a ConfigError if the folder lacks a file of Pyodide.
     """
     if pyodide is None:
         return write_whole(folder / "index.html", explorer_page(groups, PYODIDE_URL))

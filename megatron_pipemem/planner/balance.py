@@ -50,7 +50,7 @@ _TOLERANCE = 1e-9
 class Layout:
     """A division of a model's layers among stages, with its predicted times and bytes."""
 
-    name: str
+    name: str  # ``best``, ``even`` or ``given``
     layers: tuple[int, ...]  # pieces of every stage, see ``config.layout``
     step: PlannedStep = field(repr=False)  # prices of stages and ranks
     seconds: float  # of a step

@@ -167,6 +167,8 @@ def plan(
 
 
 class _Planner:
+    """The queue of a search, its entries put aside, and the number of rejected choices by reason."""
+
     def __init__(self, run: Run, memory: float, limits: Limits, pace: MeasuredSlowdown | None) -> None:
         self._pace = pace
         self._memory, self.limits = memory, limits
@@ -184,7 +186,7 @@ class _Planner:
                 self._put(least_seconds(cut, pace), cut)
 
     def best(self, count: int) -> list[Plan]:
-        """Return the next ``count`` plans, the fastest first; fewer if no way is left to try."""
+        """Return the next ``count`` plans, the fastest first; fewer if no entry is left."""
         found: list[Plan] = []
         while (self.queue or self.aside) and len(found) < count:
             if not self.queue:
@@ -331,7 +333,7 @@ class _Planner:
     def _measured(self, group: Group, order: Order) -> OrderPrice:
         """Return the time and peaks of an order without a variant, from a cache.
 
-        Offload and both ways of vocabulary parallelism start from the same order.
+        Offload and both algorithms of vocabulary parallelism start from the same order.
         """
         cut, costs = group.run.parallelism, group.step.costs
         key = (order, cut.pp, cut.microbatches, same_passes(costs))
@@ -393,7 +395,7 @@ class _Planner:
         self._wait(found)
 
     def _built(self, base: Base, build: Callable[[int], Schedule], microbatches: int) -> Plan | None:
-        """Return a plan for an order that ``build`` makes, if it fits into the memory.
+        """Return a plan for an order that ``build`` makes; ``None`` if it does not fit into the memory.
 
         A long step is predicted from shorter ones, and its plan has no list of actions.
         """
@@ -408,7 +410,7 @@ class _Planner:
         return self._plan(base, None, priced(timing, run.parallelism.pp, microbatches))
 
     def _found(self, base: Base, schedule: Schedule) -> Plan | None:
-        """Return a plan for a schedule that no family's name describes, if it fits into the memory."""
+        """Return a plan for a schedule that no family's name describes; ``None`` if it does not fit into the memory."""
         timing = Timing.simulated(schedule, base.group.step.costs, base.group.run.schedule.overlap_steps)
         return self._plan(base, schedule, timing.price)
 

@@ -23,7 +23,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to run a model, with its predicted times and bytes."""
+    """A run with its parallelism, schedule and variant, and its predicted times and bytes."""
 
     run: Run = field(repr=False)
     """The run for ``pipemem launch``. If there is an ``order``, ``run_files`` names its file as the schedule."""

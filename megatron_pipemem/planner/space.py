@@ -175,7 +175,7 @@ def _impossible(run: Run) -> str | None:
 class Order:
     """A family of schedules with its number of chunks."""
 
-    name: str
+    name: str  # of the family
     chunks: int | None = None  # stages per device; ``None`` if the family has a fixed number
 
 

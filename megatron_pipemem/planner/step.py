@@ -106,10 +106,10 @@ class _Cut:
     model: Model
     execution: Execution
     cluster: Cluster
-    dp: int
+    dp: int  # data-parallel ranks
     distributed: bool  # whether the optimizer is sharded
     pace: MeasuredSlowdown
-    rolls_back: bool = False
+    rolls_back: bool = False  # whether a step may be undone
     gradients: int = 1  # copies of the fp32 gradients: 2 if updates are delayed
     needed: tuple[bool, ...] = ()  # per layer, whether it is of the kind that every device needs
     shared_ends: bool = False  # whether every device holds an equal share of embedding and head

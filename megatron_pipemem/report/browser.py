@@ -67,7 +67,10 @@ def frame(run: Timeline, content: str) -> str:
 
 
 def to_dataframe(timeline: Timeline) -> Any:
-    """Return a ``pandas.DataFrame`` with a row per action (see ``Timeline.to_dataframe``)."""
+    """Return a ``pandas.DataFrame`` with a row per action (see ``Timeline.to_dataframe``).
+
+    Raise an UnsupportedError if pandas is not installed.
+    """
     try:
         import pandas
     except ModuleNotFoundError as error:

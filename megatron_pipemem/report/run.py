@@ -146,7 +146,7 @@ def _agreement(ranks: Sequence[Mapping[str, Any]]) -> str:
 def _predicted(rank: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """Return the lowest and the highest peak in bytes that is predicted for a rank.
 
-    They differ if experts may get different numbers of tokens.
+    They differ if experts may get different numbers of tokens. Both are ``None`` if nothing is predicted.
     """
     most = rank["predicted_peak_bytes"]
     least = rank.get("predicted_least_peak_bytes")  # reports of earlier versions have none

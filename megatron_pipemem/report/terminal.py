@@ -44,7 +44,10 @@ class FittingTable:
     _rows: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
 
     def add_row(self, *cells: str, style: str = "") -> None:
-        """Add a row with one cell for each column. ``style`` is a style of rich, for example ``dim``."""
+        """Add a row with one cell for each column. ``style`` is a style of rich, for example ``dim``.
+
+        Raise a ValueError for another number of cells.
+        """
         if len(cells) != len(self.columns):
             raise ValueError(f"{len(cells)} cells for {len(self.columns)} columns")
         self._rows.append((cells, style))

@@ -28,7 +28,8 @@ _PALEST = 0.58
 class Box(NamedTuple):
     """An action as it is drawn. Times count from the first start in the timeline.
 
-    ``held`` is the device's memory after the action. Actions on memory take no time and only change ``held``.
+    ``chunk`` is the index of the action's stage on its device, and ``held`` the device's memory after the action.
+    Actions on memory take no time and only change ``held``.
     """
 
     action: Action

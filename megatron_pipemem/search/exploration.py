@@ -136,12 +136,12 @@ class Exploration:
     """
 
     placement: Placement
-    num_microbatches: int
+    num_microbatches: int  # of a step
     costs: Costs
     caps: Sequence[float] | None
     """The most memory of every device, in the unit of the costs' memory; ``None`` is no limit."""
-    seed: int
-    slices: int = 1
+    seed: int  # of all random choices
+    slices: int = 1  # of a microbatch
     full: frozenset[int] = frozenset()  # stages that are restricted to full backwards
     period: bool = False
     """Whether to minimise the time from step to step without a barrier. Makespans are then upper bounds of that period,

@@ -73,7 +73,7 @@ class Problem:
     full: frozenset[int] = frozenset()
     """Stages with full backwards (B). Their class I has the time and memory of B, and their class W has none."""
     ticks_per_second: float = 1.0
-    slices: int = 1
+    slices: int = 1  # of a microbatch
 
     @property
     def units(self) -> int:

@@ -354,6 +354,7 @@ class _Search:
         """Return ``begin``, improved by random swaps and moves of microbatches that keep or shorten the makespan.
 
         Every tried order gets a greedy schedule, with one of ``limits`` in turn. ``begin`` itself is not changed.
+        ``None`` stays ``None``.
         """
         if begin is None:
             return None
