@@ -61,7 +61,10 @@ def read_settings(path: Path, overrides: Iterable[str], context: Context) -> Rea
 
 
 def read_program(words: Sequence[str], context: Context) -> Reading:
-    """Return the run that a command starts, a script of Megatron or another program; see ``read_flags``."""
+    """Return the run that a command starts, a script of Megatron or another program; see ``read_flags``.
+
+    A YAML file after ``--config`` is read by ``read_settings``.
+    """
     if any(_plus(word).startswith("actor_rollout_ref.") for word in words):
         settings = _Settings({})
         settings.change(word for word in words if re.match(r"[+~]*[\w.]+=", word))

@@ -229,7 +229,7 @@ def _is_variation(word: str, known: str) -> bool:
 def _launcher(words: Sequence[str]) -> dict[str, str]:
     """Return the options of the launcher, such as torchrun, by name without leading dashes.
 
-    Underscores in names become dashes.
+    Underscores in names become dashes, and ``-N`` is ``nodes``.
     """
     found: dict[str, str] = {}
     for place, word in enumerate(words):

@@ -287,7 +287,10 @@ class _Reader:
             place = end
 
     def _value(self, expansion: str) -> list[str]:
-        """Return the words of ``$NAME``, ``${NAME...}`` or ``$((...))``. The words of ``$(...)`` are unknown."""
+        """Return the words of ``$NAME``, ``${NAME...}`` or ``$((...))``. The words of ``$(...)`` are unknown.
+
+        An unknown value is a name or text between two marks ``UNKNOWN``.
+        """
         if expansion.startswith("$(("):
             inner = "".join(self._expanded([WordPart(expansion[3:-2], True)]))
             found = _arithmetic(inner, lambda name: "".join(self._lookup(name) or [UNKNOWN]))
@@ -347,7 +350,7 @@ _OPERATIONS: Mapping[type, Callable] = {
 
 
 def _arithmetic(text: str, value_of: Callable[[str], str]) -> int | None:
-    """Return the value of a shell's integer expression; ``None`` if a part of it is unknown."""
+    """Return the value of a shell's integer expression; ``None`` if a part is unknown, or not one of ``+ - * / %``."""
 
     def value(node: ast.AST) -> int:
         if isinstance(node, ast.BinOp):

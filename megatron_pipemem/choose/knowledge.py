@@ -137,7 +137,11 @@ class Knowledge:
         return self.measures and request.offload != OFF and self.ratio is None and self.costs.channel is None
 
     def lacks_bytes(self, request: Request) -> bool:
-        """Return whether a step of the run must count bytes before a schedule can be chosen."""
+        """Return whether a step of the run must count bytes before a schedule can be chosen.
+
+        Selective recomputation may need a second such step. It is false if nothing is measured, or if the costs have
+        bytes.
+        """
         if not self.measures or self.costs.memory is not None:
             return False
         if not request.plans_offload:

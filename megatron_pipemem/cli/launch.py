@@ -492,7 +492,7 @@ def _terminated_as_interrupt() -> Iterator[None]:
 
 
 def _print_commands(points: Sequence[GridPoint], store: Store, as_json: bool) -> None:
-    """Print, for each point, the command that starts it without the grid."""
+    """Print, for each point, the command that starts it without the grid; as a comment with the reason if it cannot run."""
     rows = []
     for point in points:
         changes = point.changes | {"output": os.path.relpath(store.place(point.index))}
@@ -507,7 +507,7 @@ def _print_commands(points: Sequence[GridPoint], store: Store, as_json: bool) ->
 
 
 def _print_jobs(points: Sequence[GridPoint], store: Store, max_parallel: int, options: Options, as_json: bool) -> None:
-    """Print the commands that submit the points to Slurm, and the batch file."""
+    """Print the commands that submit the points to Slurm, the batch file, and the points that cannot run."""
     runs = {point.index: point.run for point in points if point.run is not None and point.reason is None}
     jobs = slurm.array_jobs(store.folder, runs, max_parallel, options)
     left_out = {label(point.settings): point.reason for point in points if point.reason is not None}

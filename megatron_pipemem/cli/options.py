@@ -197,7 +197,10 @@ def complete_families(incomplete: str) -> list[tuple[str, str]]:
 
 
 def complete_schedules(incomplete: str) -> list[tuple[str, str]]:
-    """Return schedules, schedule files, folders and ``auto`` that begin with ``incomplete``, with descriptions."""
+    """Return schedules, schedule files, folders and ``auto`` that begin with ``incomplete``, with descriptions.
+
+    For an empty text there are no files and folders.
+    """
     found = complete_families(incomplete)
     if AUTO.startswith(incomplete):
         found.append((AUTO, "the fastest that a search finds"))

@@ -483,7 +483,10 @@ def _cut_for(case: Case, placement: Placement) -> tuple[Costs, tuple[int, ...]]:
 
 
 def _may_place(case: Case, placement: Placement, name: str) -> bool:
-    """Return whether the run's configuration and its number of layers allow a placement."""
+    """Return whether the run's configuration and its number of layers allow a placement for the schedule ``name``.
+
+    Placements with replicas of the model are not allowed.
+    """
     if placement.replicas > 1 or (case.layers is not None and placement.num_stages > sum(case.layers) + 2):
         return False
     if placement.num_chunks > 1 and name != megatrons_own(placement.num_chunks) and "reordered" in case.refused:

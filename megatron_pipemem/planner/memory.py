@@ -84,7 +84,10 @@ def schedule_of(run: Run, request: Request) -> Schedule:
 
 
 def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
-    """Return the possible numbers of vocabulary barriers of a run; 0 means an uncut vocabulary."""
+    """Return the possible numbers of vocabulary barriers of a run; 0 means an uncut vocabulary.
+
+    There are several only for ``auto``. One pipeline rank has 0, and a schedule file with vocabulary passes has its own.
+    """
     asked = run.schedule.vocab_parallel
     if run.parallelism.pp == 1:
         return (0,)

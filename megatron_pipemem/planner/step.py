@@ -180,7 +180,10 @@ class _Cut:
         return held + (optimizer + _ROLLBACK * self.rolls_back) * self.updated(part)
 
     def updated(self, part: Price) -> float:
-        """Return the number of a part's parameters that one rank's optimizer updates."""
+        """Return the number of a part's parameters that one rank's optimizer updates.
+
+        They are all that are trained or, with a sharded optimizer, the rank's share of them.
+        """
         trained, experts = part.trained
         if not self.distributed:
             return trained

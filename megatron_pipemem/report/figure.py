@@ -334,7 +334,10 @@ def _draw_transfers(axes: Axes, run: PicturedRun) -> None:
 
 
 def _draw_held(axes: Axes, run: PicturedRun, top: float) -> None:
-    """Draw the memory of each device over time, on a scale from 0 to ``top``."""
+    """Draw the memory of each device over time, on a scale from 0 to ``top``.
+
+    A dashed line shows 1F1B's peak if the memory is in activation units.
+    """
     from matplotlib.collections import LineCollection, PolyCollection
 
     height, curves, areas = _FLOOR - run.upper, [], []

@@ -170,7 +170,7 @@ _NANOSECONDS = 1e9
 
 
 def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return lines of text with the main causes of idle time, and the simulated makespan of the run's own schedule.
+    """Return lines of text with the two main causes of idle time, and the simulated makespan of the run's own schedule.
 
     ``facts`` is the result of ``planner.explanation.explain``.
     """
@@ -199,7 +199,7 @@ def explanation_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def idle_table(facts: Mapping[str, Any]) -> FittingTable:
-    """Return a table with each device's idle time, and the part of each cause.
+    """Return a table with each device's work and idle time, and the part of each cause that occurs.
 
     ``facts`` is the result of ``planner.explanation.explain``.
     """

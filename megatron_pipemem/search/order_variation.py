@@ -223,7 +223,10 @@ class ManyOrders:
                 level.needs[slot] = (needed, links)
 
     def _weigh_lanes(self, schedule: Schedule, costs: Costs, caps: Sequence[float]) -> None:
-        """Store, for every device, the change of memory by each action, its microbatch, and the cap."""
+        """Store, for every device, the change of memory by each action, its microbatch, and the cap.
+
+        Actions and devices without a change of memory are left out.
+        """
         slices = schedule.slices
         changes = costs.memory_changes(schedule.placement, schedule.recomputed, slices)
         unit = costs.memory_unit(schedule.placement, slices)

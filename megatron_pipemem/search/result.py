@@ -147,7 +147,7 @@ class ResultCache:
             return None
 
     def put(self, question: object, result: SearchResult) -> None:
-        """Store the result of a search with these arguments."""
+        """Store the result of a search with these arguments. If that fails, only log a warning."""
         try:
             path = self._path(question)
             kept = {"lower_bound": result.lower_bound, "candidates": [_to_json(each) for each in result.candidates]}

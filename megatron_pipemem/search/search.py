@@ -319,7 +319,10 @@ def _justify_starts(explorations: Sequence[Exploration], clock: Clock, effort: f
 
 
 def _solve_small(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
-    """Search small placements exactly, as long as time and the number of states suffice, if they can still win."""
+    """Search placements with at most 128 passes exactly, if they can still win.
+
+    End when the time or the number of states for all of them is used up.
+    """
     states = int(effort * _STATES)
     for exploration in sorted(explorations, key=lambda e: e.num_passes):
         if exploration.num_passes > _PASSES_TO_SOLVE or states <= 0 or not exploration.may_justify(clock):

@@ -376,7 +376,10 @@ class _Search:
         return Variation(schedule, self._costs, self._caps, starts, self._random)
 
     def _vary(self, variation: Variation) -> bool:
-        """Run rounds until they stop helping. Keep the fastest order within the caps; return whether ``value`` fell."""
+        """Run rounds until they stop helping or time is up. Keep the fastest order within the caps.
+
+        Return whether ``value`` has become smaller.
+        """
         before, stale = variation.value, 0
         while stale < _ROUNDS and self._has_time():
             stale = 0 if variation.round() else stale + 1
@@ -402,7 +405,10 @@ def _starts(work: Sequence[float]) -> Iterator[Order]:
 
 
 def _limits(base: Schedule) -> Iterator[Ahead]:
-    """Yield limits for ``ahead`` of ``Dispatcher.run``: none, and those of a base with one stage per device."""
+    """Yield limits for ``ahead`` of ``Dispatcher.run``: ``None``, and for a base with one stage per device its own.
+
+    These are, for each device, the most forwards of the base that wait for their backward.
+    """
     yield None
     if base.placement.num_chunks == 1:
         ahead = []
