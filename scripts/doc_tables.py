@@ -250,7 +250,7 @@ def _between(block: str, marks: re.Match[str]) -> str:
 def written(text: str, blocks: Mapping[str, str]) -> str:
     """Return the text with the lines between ``<!-- NAME -->`` and ``<!-- end of NAME -->`` replaced.
 
-    ``blocks`` has the new lines by name.
+    ``blocks`` has the new lines by name. Raise a SystemExit if the text does not have exactly one block of a name.
     """
     for name, block in blocks.items():
         mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)

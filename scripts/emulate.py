@@ -38,7 +38,8 @@ def emulated(rule: str, num_stages: int, replicas: int = 1) -> Iterator[None]:
     """Make Megatron's training steps without a pipeline follow ``rule`` while the block runs.
 
     Layers are cut evenly into ``num_stages`` emulated stages. Embedding and head are on the first and last stage. An
-    update uses one microbatch of each of the ``replicas`` emulated data-parallel replicas.
+    update uses one microbatch of each of the ``replicas`` emulated data-parallel replicas. Raise an UnsupportedError
+    for an unknown rule.
     """
     from unittest import mock
 
@@ -80,7 +81,10 @@ class _Emulator:
         """Copies of all weights, by the number of updates that they have had."""
 
     def step(self, *, model, num_microbatches: int, forward_only: bool = False, **call) -> list:
-        """Run a training step by the rule. It replaces Megatron's forward-backward function."""
+        """Run a training step by the rule. It replaces Megatron's forward-backward function.
+
+        Evaluation runs unchanged.
+        """
         chunk = model[0] if isinstance(model, list) else model
         if forward_only:
             return self._original(model=model, num_microbatches=num_microbatches, forward_only=True, **call)

@@ -153,7 +153,10 @@ def launch(
 
 
 def prepare_text(folder: Path) -> list[str]:
-    """Convert asyncio's sources to Megatron datasets in ``folder``, and return the flags that read them."""
+    """Convert asyncio's sources to Megatron datasets in ``folder``, and return the flags that read them.
+
+    Raise RunFailed if that fails.
+    """
     source = Path(sysconfig.get_path("stdlib")) / "asyncio"
     prefix = folder / "asyncio"
     folder.mkdir(parents=True, exist_ok=True)
@@ -170,7 +173,11 @@ def prepare_text(folder: Path) -> list[str]:
 
 
 def train(run: Run, flags: list[str], output: Path, on_line: Callable[[str], object], verbose: bool = False) -> dict:
-    """Train one run, and return its row of the summary. ``compare`` adds the comparison later."""
+    """Train one run, and return its row of the summary. ``compare`` adds the comparison later.
+
+    An asynchronous schedule's update rule is then run in one process, and the row has its losses. Raise RunFailed after
+    an error.
+    """
     report, seconds = output / "reports" / f"{run.name}.json", [0.0]
 
     def count(line: str) -> None:

@@ -222,7 +222,10 @@ def file_page(target: str) -> str:
 
 
 def _target(source: str, link: str) -> str | None:
-    """Return the file of the repository to which a relative link in document ``source`` leads; None for other links."""
+    """Return the file of the repository to which a relative link in document ``source`` leads.
+
+    The result is None for a web address, and for a path outside of the repository or without a file.
+    """
     if "://" in link:
         return None
     target = os.path.normpath(os.path.join(os.path.dirname(source), link))

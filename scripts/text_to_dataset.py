@@ -28,9 +28,9 @@ class DatasetError(ValueError):
 
 
 def find_documents(folder: Path, globs: Sequence[str] = DEFAULT_GLOBS) -> list[Path]:
-    """Return the non-empty files in ``folder`` that match a glob, in the same order on every machine.
+    """Return the non-empty files in ``folder`` and below that match a glob, in the same order on every machine.
 
-    Raise a DatasetError if there are none.
+    Raise a DatasetError if there are none, or no such folder.
     """
     if not folder.is_dir():
         raise DatasetError(f"{folder} is not a folder; give one that holds text files")
@@ -44,8 +44,8 @@ def find_documents(folder: Path, globs: Sequence[str] = DEFAULT_GLOBS) -> list[P
 def split(documents: Sequence[Path], valid_fraction: float) -> tuple[list[Path], list[Path]]:
     """Return the training documents and the validation documents.
 
-    Every n-th document is for validation, such that their share is about ``valid_fraction``. Raise a DatasetError if
-    none is left for validation although the fraction is not 0.
+    Every n-th document is for validation, such that their share is about ``valid_fraction``. Raise a DatasetError for a
+    fraction below 0 or from 1 up, and if none is left for validation although the fraction is not 0.
     """
     if not 0 <= valid_fraction < 1:
         raise DatasetError(f"--valid-fraction {valid_fraction} is out of range; give a number from 0 to below 1")

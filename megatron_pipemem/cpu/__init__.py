@@ -46,7 +46,7 @@ def activate(*, emulate_fused_gradients: bool = True, verbose: bool = False) -> 
 
     It cannot be undone, so call it only in processes that train on CPU. ``emulate_fused_gradients`` emulates Apex's
     ``fused_weight_gradient_mlp_cuda`` for Megatron's default ``--gradient-accumulation-fusion``. ``verbose`` shows
-    warnings about missing GPU packages.
+    warnings about missing GPU packages. Raise an UnsupportedError if ``megatron.core`` is imported already.
     """
     global _active
     if _active:

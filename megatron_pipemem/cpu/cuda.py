@@ -84,7 +84,10 @@ class _Device:
 
     @property
     def count(self) -> int:
-        """The number of ranks on this machine, read at every use, because processes may be forked after `install`."""
+        """The number of ranks on this machine, ``LOCAL_WORLD_SIZE`` or 1.
+
+        It is read at every use, because processes may be forked after `install`.
+        """
         return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
     def set_index(self, device: Any) -> None:

@@ -65,6 +65,7 @@ def _releasing(collective: Callable[..., Any]) -> Callable[..., Any]:
     lock. Until then it holds memory that the program has freed, and byte counts differ between runs. Here the thread
     gets new tensor objects with the same storage, and ``wait`` waits until the thread has released them. If they were
     released here earlier, PyTorch would hand the Python object to the thread without a lock, which corrupts memory.
+    Collectives that PyTorch coalesces run unchanged.
     """
 
     @functools.wraps(collective)

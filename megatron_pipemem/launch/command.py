@@ -74,7 +74,8 @@ class Command:
 def command(run: Run, nodes: Nodes | None = None) -> Command:
     """Return the torchrun command that starts the ranks of a run on one of its nodes.
 
-    Raise a ConfigError if a key of the configuration has no flag, or contradicts another key.
+    By default it runs on the smallest number of nodes on which the ranks fit. Raise a ConfigError if a key of the
+    configuration has no flag or contradicts another key, or if several nodes lack a rank or an address.
     """
     nodes = nodes or Nodes(count=min_nodes(run))
     own = "is not part of pretrain_gpt.py; give the run's script, or start your own program"
@@ -111,7 +112,8 @@ def script_flags(run: Run) -> list[str]:
 def all_flags(run: Run) -> Flags:
     """Return all flags of a run's training script.
 
-    The ``megatron:`` section of the configuration overrides defaults of this package. It must not repeat other keys.
+    The ``megatron:`` section of the configuration overrides defaults of this package. Raise a ConfigError if it repeats
+    another key.
     """
     fixed = _fixed(run, {**_planned(run), "training": _training_flags(run), "output": _output_flags(run)})
     return {**fixed, **_defaults(run), **run.flags}
@@ -159,7 +161,10 @@ def words(flags: Flags) -> list[str]:
 
 
 def model_flags(model: Model) -> Flags:
-    """Return the training script's flags for the sizes of a model."""
+    """Return the training script's flags for the sizes of a model.
+
+    Raise a ConfigError for geglu, which has no flag.
+    """
     no_flag = "the training script has no flag for geglu; use swiglu to launch this run"
     refuse_if(model.activation == "geglu", "unsupported-setting", "model.activation", no_flag)
     flags: Flags = {
@@ -222,7 +227,10 @@ def _model_flags(run: Run) -> Flags:
 
 
 def _expert_layers(model: Model) -> int | str | None:
-    """Return the value of ``--moe-layer-freq``: ``2`` for experts in every second layer, or ``([0]*1+[1]*3)``."""
+    """Return the value of ``--moe-layer-freq``: ``2`` for experts in every second layer, or ``([0]*1+[1]*3)``.
+
+    The result is ``None`` if every layer has experts, or if a hybrid model's pattern places them.
+    """
     if model.pattern is not None:
         return None
     if not model.dense_layers:
@@ -335,7 +343,10 @@ CPU_FLAGS: Flags = {
 
 
 def _rendezvous(run: Run, nodes: Nodes) -> list[str]:
-    """Return torchrun's own flags. They give each node's rank, so that a restarted rank runs on the same node."""
+    """Return torchrun's own flags. They give each node's rank, so that a restarted rank runs on the same node.
+
+    Raise a ConfigError if there are several nodes and this node's rank or the address of node 0 is unknown.
+    """
     flags: Flags = {"nproc-per-node": ranks_per_node(run, nodes.count)}
     if nodes.count > 1 and (nodes.address is None or nodes.rank is None):
         raise ConfigError(

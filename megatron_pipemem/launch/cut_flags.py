@@ -98,7 +98,8 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
     """Return the flag with a hybrid model's layer pattern, cut so that the slowest device is as fast as possible.
 
     Every rank gets a layer with experts if ``check_experts`` demands that. The result is ``None`` for other models, and
-    for a pattern that is cut already or by other flags. With ``with_head``, the last stage also has the LM head.
+    for a pattern that Megatron refuses, or that is cut already or by other flags. With ``with_head``, the last stage
+    also has the LM head.
     """
     from megatron_pipemem.planner.partition import Loads, partition  # numpy takes a while to load
 
@@ -228,11 +229,12 @@ class LayoutFlag(NamedTuple):
 
 
 def needed_layout(flags: Flags, layers: int, num_devices: int, placement: Placement) -> LayoutFlag | None:
-    """Return the layout that the stages need in place of Megatron's own cut; ``None`` if they need none.
+    """Return the layout that the stages need in place of Megatron's own cut; ``None`` if none is needed or possible.
 
     A layout is needed for layers that do not divide evenly, and for the layers of the first or last rank in a V or
     wave. There the first stage of the model gets as many layers as every chunk of Megatron's first rank, and the last
-    stage likewise. The other stages share the rest evenly. ``layers`` is the number of layers of the model.
+    stage likewise. The other stages share the rest evenly. ``layers`` is the number of layers of the model. Raise an
+    UnsupportedError if there are too few layers for that.
     """
     chunks = known_chunks(placement)
     stages = num_devices * chunks

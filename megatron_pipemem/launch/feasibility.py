@@ -47,7 +47,10 @@ def feasible(run: Run, any_size: bool = False) -> str | None:
 
 
 def check_data(run: Run) -> None:
-    """Raise a ConfigError if a file with a run's training data is not on this machine."""
+    """Raise a ConfigError if a file with a run's training data is not on this machine.
+
+    Mock data and files in object storage are not checked.
+    """
     words = run.training.data.split()
     if words == [MOCK]:
         return

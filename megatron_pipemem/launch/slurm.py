@@ -39,7 +39,8 @@ class Options:
 def size(run: Run, nodes: int | None = None) -> tuple[str, ...]:
     """Return the options of sbatch that request the nodes and GPUs of a run.
 
-    ``nodes`` is the number of nodes, by default the smallest number on which the ranks fit.
+    ``nodes`` is the number of nodes, by default the smallest number on which the ranks fit. Raise a ConfigError if the
+    ranks cannot be shared evenly by the nodes.
     """
     count = nodes or min_nodes(run)
     each = ranks_per_node(run, count)
@@ -50,7 +51,7 @@ def job(script: str, more: Sequence[str], options: Options, arguments: Sequence[
     """Return the sbatch command for a batch file with arguments, without running it.
 
     ``script`` is the file's name in ``scripts/slurm``, and ``arguments`` follow it. ``more`` are options of sbatch. The
-    user's ``options`` override them.
+    user's ``options`` override them. Raise an UnsupportedError if one of the user's options does not begin with a dash.
     """
     for option in (*options.sbatch, *options.srun):
         if not option.startswith("-"):  # it would become an argument

@@ -29,7 +29,10 @@ def at_start(run: Run) -> Balance:
 
 
 def laid_out(run: Run) -> Run:
-    """Return the run with the layout that it gets by ``--pipemem-layout auto``; the run unchanged without that flag."""
+    """Return the run with the layout that it gets by ``--pipemem-layout auto``; the run unchanged without that flag.
+
+    With one pipeline rank, only the flags that cut the model are dropped.
+    """
     if run.flags.get(_FLAG) != AUTO:
         return run
     uncut = _uncut(run)
@@ -42,7 +45,10 @@ def _uncut(run: Run) -> Run:
 
 
 def layers_of(run: Run, placement: Placement) -> tuple[int, ...] | None:
-    """Return the pieces of every stage that a run's flags, or this package in their place, give it; ``None`` if unknown."""
+    """Return the number of layers of every stage that a run's flags, or this package in their place, give it.
+
+    Multi-token prediction counts as one more layer. The result is ``None`` if the layers are unknown.
+    """
     counts = layout.pieces_of(run, placement.model_stages)
     if counts is not None or run.schedule.name == STOCK or run.model.pattern is not None:
         return counts

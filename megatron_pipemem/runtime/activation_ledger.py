@@ -91,9 +91,9 @@ def bytes_per_action(
 
 
 def predict_peak_bytes(actions: Sequence[Action], changes: Mapping[Kind, Sequence[int]], slices: int = 1) -> int:
-    """Return the peak bytes of a rank that runs these actions in order, and holds none before the first.
+    """Return the most bytes that a rank holds after any of these actions, which it runs in order.
 
-    ``changes`` is the result of ``bytes_per_action``, with the same ``slices``.
+    It holds none before the first. ``changes`` is the result of ``bytes_per_action``, with the same ``slices``.
     """
     return int(max(held_after(actions, changes, slices=slices), default=0))
 
@@ -101,7 +101,10 @@ def predict_peak_bytes(actions: Sequence[Action], changes: Mapping[Kind, Sequenc
 def _counting[**P, T](
     count: Callable[Concatenate[ActivationLedger, P], T],
 ) -> Callable[Concatenate[ActivationLedger, P], T | None]:
-    """Wrap a method of the ledger so that its first error stops the counting and not the training."""
+    """Wrap a method of the ledger so that an error stops the counting and not the training.
+
+    The error is noted in ``failure`` and not raised. From then on, wrapped methods do nothing and return ``None``.
+    """
 
     @wraps(count)
     def counted(self: ActivationLedger, *args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -140,7 +143,7 @@ class ActivationLedger:
     def continued(self, permanent: Iterable[torch.Tensor]) -> ActivationLedger:
         """Return a new ledger for the next step. It has no entries, and starts with the tensors still counted here.
 
-        ``permanent`` are the tensors of the next step that are not activations.
+        ``permanent`` are the tensors of the next step that are not activations. A failure is kept.
         """
         following = ActivationLedger(permanent)
         following._batch = {key: batch for key, batch in self._batch.items() if not batch.expired()}
@@ -154,14 +157,20 @@ class ActivationLedger:
 
     @_counting
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count these tensors, because the caller keeps them in any case, such as the batch."""
+        """Do not count these tensors from now on, because the caller keeps them in any case, such as the batch.
+
+        Tensors that are counted already cease to be counted.
+        """
         for part in (part for tensor in tensors for part in data_of(tensor)):
             self._batch[storage_key(part)] = StorageWeakRef(part.untyped_storage())
             self._held.pop(storage_key(part), None)
 
     @_counting
     def hold(self, tensor: torch.Tensor) -> bool:
-        """Count the tensor's storage until it is freed or released. Return whether this call began to count it."""
+        """Count the tensor's storage until it is freed or released. Return whether this call began to count it.
+
+        It does not if the storage is counted already, permanent or excluded.
+        """
         return any([self._hold(part) for part in data_of(tensor)])
 
     def _hold(self, tensor: torch.Tensor) -> bool:

@@ -468,7 +468,10 @@ class Executor:
         self._pass_on(each, output)
 
     def _input_of(self, each: Instruction) -> torch.Tensor | None:
-        """Wait for the input of a forward, and return it; ``None`` on the stage that reads the data."""
+        """Wait for the input of a forward, and return it; ``None`` on the stage that reads the data.
+
+        The input requires a gradient if it has floating-point numbers and the program has backwards.
+        """
         input = None
         if each.receive is not None:
             input = self._received(each)
@@ -547,7 +550,7 @@ class Executor:
     ) -> torch.Tensor:
         """Run the forward of a stage with ``forward``, and return its output.
 
-        Keep its input and output if the program has backwards.
+        Keep its input and output if the program has backwards. If the backward is split, its W gets a new queue.
         """
         key, selective = each.key, each.again is Kind.RS
         queue = None
@@ -595,7 +598,8 @@ class Executor:
     def _pass_back(self, each: Instruction, gradient: torch.Tensor | None) -> None:
         """Keep the gradient of a backward's input for its send, or for the previous stage on this device.
 
-        Nothing is sent here.
+        Nothing is sent here. The gradient is dropped on the stage that reads the data. Raise a RuntimeError if another
+        stage has none.
         """
         if each.send is None and each.to_here is None:
             return

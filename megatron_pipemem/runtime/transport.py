@@ -35,7 +35,10 @@ default is up to 32 thread blocks, which would slow the computation."""
 
 @functools.cache
 def within_node(group: dist.ProcessGroup) -> bool:
-    """Return whether all ranks of a group are on one node, provided that each node has consecutive ranks."""
+    """Return whether all ranks of a group are on one node, provided that each node has consecutive ranks.
+
+    The number of ranks per node is ``LOCAL_WORLD_SIZE``, or else that of GPUs.
+    """
     ranks, size = (
         dist.get_process_group_ranks(group),
         int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count())),
@@ -280,7 +283,10 @@ class Transport:
         }
 
     def post_send(self, action: Action, tensor: torch.Tensor) -> None:
-        """Start to send a tensor, and keep its memory until the backend has sent it."""
+        """Start to send a tensor, and keep its memory until the backend has sent it.
+
+        Raise an UnsupportedError if its shape is not the one that the receiver expects.
+        """
         channel = self._channel(action)
         group, peer = channel.group, channel.peer
         tensor = tensor.contiguous()
@@ -307,12 +313,15 @@ class Transport:
         return torch.zeros(shape, dtype=self.message.dtype, device=self.message.device)
 
     def settle(self, action: Action) -> None:
-        """Free the memory of the message that ``action`` sent. The receiver must be known to have used it."""
+        """Free the memory of the message that ``action`` sent, unless it is free. The receiver must have used it."""
         for work, _ in self._sends.pop(action, ()):
             work.wait()
 
     def post_receive(self, action: Action) -> torch.Tensor | None:
-        """Start to receive a message. Return its buffer, or ``None`` if its shape is unknown so far."""
+        """Start to receive a message. Return its buffer, or ``None`` if its shape is unknown so far.
+
+        In that case only its place in the order is taken, and ``wait`` starts the receive.
+        """
         channel = self._channel(action)
         receive = _Receive(None, None, action)
         if self.in_sequence or self.message.shape_of(action.microbatch) is not None:

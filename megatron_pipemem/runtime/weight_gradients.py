@@ -120,7 +120,7 @@ class ImmediateWeightGradients(WeightGradientQueue):
 
 
 def _report(weight: torch.Tensor) -> None:
-    """Call DDP's function for a weight whose ``grad`` is complete, as autograd's hook would."""
+    """Call DDP's function for a weight whose ``grad`` is complete, as autograd's hook would, if it has one."""
     ready = getattr(weight, GRADIENT_READY, None)
     if ready is not None:
         ready()
