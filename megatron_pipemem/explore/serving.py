@@ -19,8 +19,6 @@ from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.explore.answers import CONTROLS, NAMES, explore_data, explore_json, summary_of
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.report.page import filled
-from megatron_pipemem.schedule.options import AUTO
-from megatron_pipemem.schedule.registry import family
 
 HOST = "127.0.0.1"
 PYODIDE_VERSION = "314.0.7"
@@ -41,11 +39,6 @@ def explorer_page(groups: Groups, pyodide: str | None = None) -> str:
     """
     engine: dict[str, object] = {"defaults": NAMES, "controls": [each._asdict() for each in CONTROLS]}
     if pyodide is not None:
-        # Offload is planned with numpy, which Pyodide's own package lacks.
-        groups = {
-            heading: [name for name in names if name == AUTO or not family(name).offloads]
-            for heading, names in groups.items()
-        }
         engine |= {"pyodide": pyodide, "package": base64.b64encode(_package()).decode(), "worker": _part("worker.js")}
     engine["groups"] = {heading: [(name, summary_of(name)) for name in names] for heading, names in groups.items()}
     controls = _part("explore.html").replace("@ENGINE@", escape(json.dumps(engine)))

@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.features.offload.planner import PassTimes, Planner
 from megatron_pipemem.features.offload.transfers import CHANNEL_FULL, NOT_NEEDED, RECOMPUTED, Key
 from megatron_pipemem.schedule.action import COMPUTE, MEMORY, Kind
 from megatron_pipemem.schedule.costs import Costs
@@ -17,9 +17,6 @@ from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.options import OFF, OFFLOAD
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
-
-if TYPE_CHECKING:
-    from megatron_pipemem.features.offload.planner import PassTimes
 
 Select = str | int | Collection[int]
 
@@ -146,8 +143,6 @@ def plan_offload(
         for limit, name in ((memory_cap, "memory caps"), (host_budget, "host budgets"))
     )
     base_timeline = simulate(base, costs)
-    from megatron_pipemem.features.offload.planner import Planner  # numpy takes a while to load
-
     planner = Planner(base_timeline, caps, budgets, pace, slow_down)
     plans = []
     for orders, kept, timetable in planner.run(_selected(base, base_timeline, select)):

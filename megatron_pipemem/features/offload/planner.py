@@ -7,14 +7,12 @@ shorter, and copies that end in time for these later actions delay nothing.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, takewhile
+from itertools import accumulate, cycle, takewhile
 from statistics import fmean
 from typing import NamedTuple
-
-import numpy as np
 
 from megatron_pipemem.features.offload.transfers import (
     CHANNEL_FULL,
@@ -38,18 +36,14 @@ from megatron_pipemem.schedule.simulator import Timeline
 
 
 class PassTimes(NamedTuple):
-    """A timetable: start and end in seconds of every action, one array per device in the order of its actions."""
+    """A timetable: start and end in seconds of every action, one list per device in the order of its actions."""
 
-    starts: tuple[np.ndarray, ...]
-    ends: tuple[np.ndarray, ...]
-
-    @classmethod
-    def of(cls, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> PassTimes:
-        return cls(*(tuple(np.array(device, dtype=float) for device in times) for times in (starts, ends)))
+    starts: list[list[float]]
+    ends: list[list[float]]
 
     def stretched(self, factor: float) -> PassTimes:
         """Return the timetable with all times multiplied by ``factor``. The seconds of copies do not change."""
-        return PassTimes(*(tuple(device * factor for device in times) for times in self))
+        return PassTimes(*([[time * factor for time in device] for device in times] for times in self))
 
 
 def paced(schedule: Schedule, costs: Costs, share: float) -> PassTimes:
@@ -71,7 +65,7 @@ def paced(schedule: Schedule, costs: Costs, share: float) -> PassTimes:
         times.starts[node] = start
         times.ends[node] = times.free[graph.lane_of[node]] = start + seconds[graph.prices[node]]
     lanes = found.lanes
-    return PassTimes.of(*([each[nodes.start : nodes.stop] for nodes in lanes] for each in (times.starts, times.ends)))
+    return PassTimes(*([each[nodes.start : nodes.stop] for nodes in lanes] for each in (times.starts, times.ends)))
 
 
 def timetables(timeline: Timeline) -> tuple[PassTimes, ...]:
@@ -108,23 +102,26 @@ def _late(timeline: Timeline, found: Dependencies, movable: Container[int]) -> P
             starts[device][at], ends[device][at] = latest - (end - start), latest
         for needed, link in graph.waits[node]:
             limits[needed] = min(limits[needed], starts[device][at] - lags[link])
-    return PassTimes.of(starts, ends)
+    return PassTimes(starts, ends)
 
 
-_DEVICE_MEMORY, _HOST_MEMORY = slice(1, 3), slice(0, 4, 3)
+_DEVICE_MEMORY, _HOST_MEMORY = ROUND_TRIP[1:3], ROUND_TRIP[::3]
+
+
+class _Insertion(NamedTuple):
+    """An action of a round trip, and where it is inserted into the order of its device. Insertions are sorted as tuples."""
+
+    before: int  # the position of the order before which the action is inserted
+    time: float  # sorts the actions that are inserted before the same position
+    rank: float  # sorts the actions that have the same time too
+    number: int  # of the action: round trip by round trip, each in the order of ROUND_TRIP
 
 
 class PlacedTrips(NamedTuple):
-    """The positions in a device's order at which the four actions of each round trip are inserted.
+    """The round trips of a device, with the places of their actions in its order."""
 
-    The four actions are the columns of the arrays, in the order of ``ROUND_TRIP``: OFFLOAD, WAIT_OFFLOAD, RELOAD,
-    WAIT_RELOAD. Each round trip is a row.
-    """
-
-    trips: Sequence[RoundTrip]  # one for each row of the arrays
-    places: np.ndarray  # the position of the order before which an action is inserted
-    times: np.ndarray  # sort the actions that are inserted before the same position
-    ranks: np.ndarray  # sort the actions that have the same time too
+    trips: Sequence[RoundTrip]
+    insertions: list[_Insertion]  # sorted
 
     @classmethod
     def of(
@@ -138,55 +135,67 @@ class PlacedTrips(NamedTuple):
         own = _of(device, trips)
         starts, ends = timetable.starts[device], timetable.ends[device]
         exact = _exact(ends)
-        made, used = np.array([lives[trip.item.key] for trip in own], dtype=int).reshape(-1, 2).T
-        times = np.array([(out, out + item.out, back, item.used) for item, out, back in own], dtype=float).reshape(
-            -1, len(ROUND_TRIP)
-        )
-        out, left, back, _ = times.T
-        # If passes take no time, many positions have the same time; the four actions of a round trip keep their order.
-        at_out = np.minimum(used, np.maximum(made + 1, ends.searchsorted(out + exact, "right")))
-        at_left = np.maximum(at_out, starts.searchsorted(left - exact))
-        at_back = np.minimum(used, np.maximum(at_left, ends.searchsorted(back + exact, "right")))
-        # At one time, actions that free memory come before actions that take it. A transfer without duration does both.
-        ranks = [(2 if item.out else -1, 0, 2 if item.back else 0.5, 1) for item, _, _ in own]
-        places = np.stack([at_out, at_left, at_back, used], axis=1)
-        return cls(own, places, times, np.array(ranks, dtype=float).reshape(places.shape))
+        insertions = []
+        for number, (item, out, back) in enumerate(own):
+            made, used = lives[item.key]
+            # If passes take no time, many positions have the same time; the four actions of a round trip keep their
+            # order.
+            at_out = min(used, max(made + 1, bisect_right(ends, out + exact)))
+            at_left = max(at_out, bisect_left(starts, out + item.out - exact))
+            at_back = min(used, max(at_left, bisect_right(ends, back + exact)))
+            # At one time, actions that free memory come before actions that take it. A transfer without duration does
+            # both.
+            first = number * len(ROUND_TRIP)
+            insertions += [
+                _Insertion(at_out, out, 2 if item.out else -1, first),
+                _Insertion(at_left, out + item.out, 0, first + 1),
+                _Insertion(at_back, back, 2 if item.back else 0.5, first + 2),
+                _Insertion(used, item.used, 1, first + 3),
+            ]
+        return cls(own, sorted(insertions))
 
-    def peak(self, changes: Mapping[Kind, Sequence[float]], base: np.ndarray) -> float:
+    def peak(self, changes: Mapping[Kind, Sequence[float]], base: Sequence[float]) -> float:
         """Return the device's peak memory with the round trips, in the unit of ``changes``.
 
         ``changes`` has the change in memory of each kind of action, per stage and slice. ``base`` has it for each
         action of the order without copies.
         """
-        every = np.append(self._changes(changes, _DEVICE_MEMORY), base)
-        return float(every[self._merged(_DEVICE_MEMORY, len(base))].cumsum().max(initial=0.0))
+        every: list[float] = []
+        at = 0
+        for before, change in self._changes(changes, _DEVICE_MEMORY):
+            every += base[at:before]
+            every.append(change)
+            at = before
+        every += base[at:]
+        return max(accumulate(every, initial=0.0))
 
     def host_peak(self, changes: Mapping[Kind, Sequence[float]]) -> float:
         """Return the peak of the host memory that holds this device's activations, in the unit of ``changes``."""
-        every = self._changes(changes, _HOST_MEMORY)
-        return float(every[self._merged(_HOST_MEMORY, 0)].cumsum().max(initial=0.0))
+        return max(accumulate((change for _, change in self._changes(changes, _HOST_MEMORY)), initial=0.0))
 
     def order(self, base: Order) -> Order:
         """Return the order ``base`` of the device with the actions of the round trips inserted."""
-        actions = [Action(kind, *trip.item.key) for trip in self.trips for kind in ROUND_TRIP]
-        actions += base
-        return tuple(actions[at] for at in self._merged(slice(None), len(base)))
+        actions: list[Action] = []
+        at = 0
+        for before, _, _, number in self.insertions:
+            trip, kind = divmod(number, len(ROUND_TRIP))
+            actions += base[at:before]
+            actions.append(Action(ROUND_TRIP[kind], *self.trips[trip].item.key))
+            at = before
+        return (*actions, *base[at:])
 
-    def _merged(self, columns: slice, length: int) -> np.ndarray:
-        """Return, as indices, the sequence that results from merging these columns with an order of ``length`` actions.
+    def _changes(self, changes: Mapping[Kind, Sequence[float]], kinds: Sequence[Kind]) -> list[tuple[int, float]]:
+        """Return for each action of these kinds the position before which it is inserted, and its change in memory.
 
-        Indices count the actions of the round trips first, row by row, and then the actions of the order.
+        Freed memory is negative.
         """
-        chosen = (np.asarray(each)[:, columns].ravel() for each in (self.ranks, self.times, self.places))
-        own = (np.zeros(length), np.full(length, np.inf), np.arange(length))
-        return np.lexsort([np.append(*each) for each in zip(chosen, own, strict=True)])
-
-    def _changes(self, changes: Mapping[Kind, Sequence[float]], columns: slice) -> np.ndarray:
-        """Return the change in memory of each action in these columns, row by row. Freed memory is negative."""
-        places = [trip.item.place for trip in self.trips]
-        weights = np.array([trip.item.weight for trip in self.trips])
-        by_kind = [np.array(changes[kind], dtype=np.float64)[places] * weights for kind in ROUND_TRIP[columns]]
-        return np.stack(by_kind, axis=1).ravel()
+        found = []
+        for before, _, _, number in self.insertions:
+            trip, kind = divmod(number, len(ROUND_TRIP))
+            if ROUND_TRIP[kind] in kinds:
+                item = self.trips[trip].item
+                found.append((before, changes[ROUND_TRIP[kind]][item.place] * item.weight))
+        return found
 
 
 def lives(order: Order) -> dict[Key, tuple[int, int]]:
@@ -213,16 +222,18 @@ def useless(device: int, timetable: PassTimes, trips: Sequence[RoundTrip]) -> li
     own = _of(device, trips)
     starts, ends = timetable.starts[device], timetable.ends[device]
     exact = _exact(ends)
-    left, back = (np.array(times) for times in ([t.out + t.item.out for t in own], [t.back for t in own]))
-    frees = starts.searchsorted(left - exact) < ends.searchsorted(back + exact, "right")
-    return [trip.item for trip, does in zip(own, frees, strict=True) if not does]
+    return [
+        trip.item
+        for trip in own
+        if bisect_left(starts, trip.out + trip.item.out - exact) >= bisect_right(ends, trip.back + exact)
+    ]
 
 
 def _of(device: int, trips: Sequence[RoundTrip]) -> list[RoundTrip]:
     return [trip for trip in trips if trip.item.device == device]
 
 
-def _exact(ends: np.ndarray) -> float:
+def _exact(ends: Sequence[float]) -> float:
     """Return the tolerance for comparing times: a billionth of the end of the device's last action."""
     return 1e-9 * ends[-1] if len(ends) else 0.0
 
@@ -283,24 +294,25 @@ class Planner:
         self._host_changes = costs.host_changes(placement, base.recomputed, slices)
         weights = costs.microbatch or MicrobatchWeights((1.0,) * base.num_microbatches)
         self._weights, *times = (
-            np.repeat(each, slices) for each in (weights.tokens, *map(weights.seconds_of, (Kind.OFFLOAD, Kind.RELOAD)))
+            [weight for weight in each for _ in range(slices)]
+            for each in (weights.tokens, *map(weights.seconds_of, (Kind.OFFLOAD, Kind.RELOAD)))
         )
         self._base_changes = [
-            np.array(
-                [
-                    self._changes[a.kind][place(a, slices)] * self._weights[a.microbatch]
-                    if a.kind in self._changes
-                    else 0
-                    for a in order
-                ],
-                dtype=float,
-            )
+            [
+                self._changes[a.kind][place(a, slices)] * self._weights[a.microbatch]
+                if a.kind in self._changes
+                else 0.0
+                for a in order
+            ]
             for order in base.orders
         ]
         prices = costs.transfer_seconds(placement, base.recomputed, slices)
         # By stage and microbatch (or slice), the seconds of a copy to the host, and of one back.
         self._out, self._back = (
-            (np.tile(np.reshape(prices[kind], (-1, slices)), base.num_microbatches) * each).tolist()
+            [
+                [price * weight for price, weight in zip(cycle(prices[kind][at : at + slices]), each, strict=False)]
+                for at in range(0, len(prices[kind]), slices)
+            ]
             for kind, each in zip((Kind.OFFLOAD, Kind.RELOAD), times, strict=True)
         )
         self._timetables = timetables(timeline)
@@ -456,9 +468,9 @@ class Planner:
         """
         items = []
         for device in part.devices:
-            starts, ends = part.timetable.starts[device].tolist(), part.timetable.ends[device].tolist()
+            starts, ends = part.timetable.starts[device], part.timetable.ends[device]
             for (stage, microbatch), (made, used) in self._lives[device].items():
-                weight = float(self._weights[microbatch])
+                weight = self._weights[microbatch]
                 at = place(Action(Kind.F, stage, microbatch), self._slices)
                 size = -self._changes[Kind.WAIT_OFFLOAD][at] * weight
                 if stage in stages and size:  # a stage without layers has no activations
