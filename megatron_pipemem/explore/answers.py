@@ -60,12 +60,21 @@ _SEARCH_SECONDS = 2
 
 @rare_collection()
 def explore_json(query: str) -> str:
-    """Return the result of ``explore_data`` for a URL's query string, as JSON."""
-    return json.dumps(explore_data(dict(parse_qsl(query, keep_blank_values=True))), allow_nan=False)
+    """Return the result of ``explore_data`` for a URL's query string, as JSON.
+
+    With a key ``csv``, which names a schedule, the result is the text of that schedule's file, or of the error.
+    """
+    values = dict(parse_qsl(query, keep_blank_values=True))
+    if name := values.get("csv"):
+        try:
+            return json.dumps(_timeline(name, _read(values)).schedule.to_csv())
+        except PipememError as error:
+            return json.dumps(with_code(error))
+    return json.dumps(explore_data(values), allow_nan=False)
 
 
 def explore_data(query: Mapping[str, str]) -> dict[str, object]:
-    """Return the data of ``report/page.js`` and ``facts``: per schedule its numbers, command and file, or its error.
+    """Return the data of ``report/page.js`` and ``facts``: per schedule its numbers and command, or its error.
 
     ``query`` has the keys of ``CONTROLS`` and ``NAMES``. Missing keys have their defaults, and an empty ``b`` draws one
     schedule.
@@ -196,7 +205,6 @@ def _facts(name: str, timeline: Timeline, asked: _Asked) -> dict[str, object]:
         "chunks": schedule.placement.num_chunks,
         "messages": timeline.messages,
         "command": _command(name, asked),
-        "csv": schedule.to_csv(),
     }
 
 

@@ -57,9 +57,12 @@ function restore(text) {
 // -------------------------------------------------------------------------------------------------------------- answers
 
 const worker = engine.pyodide && new Worker(URL.createObjectURL(new Blob([engine.worker], { type: "text/javascript" })), { type: "module" });
-let ready = !worker;
+let ready = !worker, last = Promise.resolve();
 
-async function ask(text) {
+// One question at a time.
+const ask = text => last = last.catch(() => null).then(() => reply(text));
+
+async function reply(text) {
   if (!worker) {
     const answer = await fetch(`data?${text}`).catch(() => null);
     if (!answer?.ok) throw new Error("No answer. Is pipemem explore still running? Its terminal may say more");
@@ -76,7 +79,7 @@ async function ask(text) {
   return JSON.parse(answer);
 }
 
-// One question at a time. What is moved meanwhile is asked next, so sliders never queue up.
+// What is moved while a question is open is asked next, so sliders never queue up.
 let pending = null, again = false, addressed = 0;
 function update() {
   again = Boolean(pending);
@@ -94,7 +97,7 @@ async function answered() {
     }, 300);
     try {
       const answer = await ask(text), told = performance.now();
-      present(answer);
+      present(answer, text);
       await new Promise(requestAnimationFrame);
       status_.textContent = `answered in ${(told - begun).toFixed(0)} ms, drawn in ${(performance.now() - told).toFixed(0)} ms`;
     } catch (error) {
@@ -109,15 +112,15 @@ async function answered() {
   addressed = setTimeout(() => history.replaceState(null, "", `#${address()}`), 200);
 }
 
-function present(answer) {
+function present(answer, text) {
   load(answer);
-  document.getElementById("facts").replaceChildren(...answer.facts.map((facts, i) => card(facts, answer, i)));
+  document.getElementById("facts").replaceChildren(...answer.facts.map((facts, i) => card(facts, answer, i, text)));
   document.body.classList.toggle("empty", !runs.length);
 }
 
 const address = () => `${query()}${form.elements.side.checked ? "&side" : ""}`.replace(/^&/, "");
 
-function card(facts, answer, index) {
+function card(facts, answer, index, asked) {
   const made = element("section", "", { className: facts.error ? "card wrong" : "card" });
   made.append(element("h2", facts.schedule || "These numbers do not work"), element("p", facts.error || facts.summary));
   if (facts.error) return made;
@@ -140,7 +143,7 @@ function card(facts, answer, index) {
   const button = (text, title, action) => buttons.append(element("button", text, { type: "button", title, onclick: action }));
   button("Copy command", "the command that prints these numbers", () => copy(facts.command));
   button("Schedule CSV", "the order of every device, as pipemem check, simulate and run read it",
-    () => save(`${facts.schedule}.csv`, new Blob([facts.csv], { type: "text/csv" })));
+    async () => save(`${facts.schedule}.csv`, new Blob([await ask(`${asked}&csv=${encodeURIComponent(facts.schedule)}`)], { type: "text/csv" })));
   button("Times CSV", "start, end and memory of every action", () => save(`${facts.schedule}-times.csv`, times(run)));
   made.append(list, element("code", facts.command), buttons);
   return made;
@@ -216,7 +219,7 @@ press("png", png);
 addEventListener("hashchange", () => { restore(location.hash.slice(1)); arrange(); update(); });
 restore(location.hash.slice(1));
 arrange();
-present(data); // the answer to no query came with the page
+present(data, ""); // the answer to no query came with the page
 if (worker) status_.textContent = "Python is starting in this browser, which takes some seconds";
 if (worker || `${query()}`) update();
 Object.defineProperty(window.pipemem, "updated", { get: () => Promise.resolve(pending) }); // for scripts

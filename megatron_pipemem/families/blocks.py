@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleError
@@ -48,27 +48,20 @@ def in_microbatch_order(
 
 
 def _order(passes: list[Pass], num_units: int, slices: int) -> tuple[Action, ...]:
-    # Only on a stage that mixes I and B, the place of a W is not the number of W before it.
-    split: dict[int, list[int]] = {}
-    backwards: dict[int, int] = {}
-    for kind, stage in passes:
-        if kind is Kind.I or kind is Kind.B:
-            place = backwards.get(stage, 0)
-            backwards[stage] = place + 1
-            if kind is Kind.I:
-                split.setdefault(stage, []).append(place)
-    everything = range(len(passes))
-    counts: dict[tuple[Kind, int], int] = {}
-    order = []
-    for kind, stage in passes:
-        counted = (Kind.I if kind is Kind.B else kind, stage)
-        place = counts.get(counted, 0)
-        counts[counted] = place + 1
-        if kind is Kind.W:
-            place = split.get(stage, everything)[place]
-        if place < num_units:
-            order.append((kind, stage, place if slices == 1 or kind is Kind.F else mirrored(place, slices)))
-    return tuple(map(Action._make, order))
+    numbers = {each: count() for each in set(passes)}
+    # On a stage that mixes I and B, both have one numbering, and a W has the number of its I.
+    mixed = [stage for kind, stage in numbers if kind is Kind.I and Pass(Kind.B, stage) in numbers]
+    numbers |= {Pass(Kind.B, stage): numbers[Pass(Kind.I, stage)] for stage in mixed}
+    numbered = [(each.kind, each.stage, next(numbers[each])) for each in passes]
+    for stage in mixed:
+        split = [place for kind, each, place in numbered if kind is Kind.I and each == stage]
+        numbered = [
+            (kind, each, split[place] if kind is Kind.W and each == stage else place) for kind, each, place in numbered
+        ]
+    within = (each for each in numbered if each[2] < num_units)
+    if slices > 1:
+        within = ((kind, stage, place if kind is Kind.F else mirrored(place, slices)) for kind, stage, place in within)
+    return tuple(map(Action._make, within))
 
 
 SLOTS = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
@@ -246,16 +239,13 @@ def extend(timetable: Timetable, interval: int, num_microbatches: int) -> Timeta
 def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatches: int, slices: int = 1) -> Schedule:
     """Return the schedule of a timetable without its idle slots. A device's W get the stages of its I, in order."""
 
-    def device_passes(device: int) -> Iterator[Pass]:
-        gradients = iter([each.stage for _, each in by_device[device] if each.kind is Kind.I])
-        for _, each in by_device[device]:
-            yield Pass(Kind.W, next(gradients)) if each.kind is Kind.W else each
-
-    by_device: dict[int, Timetable] = defaultdict(list)
-    for entry in timetable:
-        by_device[placement.devices[entry[1].stage]].append(entry)
-    devices = range(placement.num_devices)
-    return in_microbatch_order(name, placement, num_microbatches, map(device_passes, devices), slices)
+    by_device: list[list[Pass]] = [[] for _ in placement.stages]
+    for _, each in timetable:
+        by_device[placement.devices[each.stage]].append(each)
+    for passes in by_device:
+        weights = iter([Pass(Kind.W, stage) for kind, stage in passes if kind is Kind.I])
+        passes[:] = [next(weights) if each.kind is Kind.W else each for each in passes]
+    return in_microbatch_order(name, placement, num_microbatches, by_device, slices)
 
 
 def build(name: str, block: Block, num_microbatches: int, *, steady: bool = False, slices: int = 1) -> Schedule:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from html import escape
 from importlib.resources import files
+from itertools import islice
 
-from megatron_pipemem.report.timeline import IDLE, UNITS, DrawnRun, colour, common_end, ink
-from megatron_pipemem.schedule.action import COMPUTE, COPIES
+from megatron_pipemem.report.timeline import IDLE, UNITS, Columns, DrawnRun, colour, common_end, ink
+from megatron_pipemem.schedule.action import COMPUTE, COPIES, Action, Kind
 from megatron_pipemem.schedule.simulator import Timeline
 
 
@@ -62,11 +63,10 @@ def _part(name: str) -> str:
 
 
 def _data(run: DrawnRun, top: float, limit: float) -> dict[str, object]:
-    timeline, rows, pairs = run.timeline, run.rows, run.legend
-    lanes = run.host_transfers or ((),) * len(rows)
+    timeline, pairs = run.timeline, run.legend
+    lanes = run.host_transfers or ((),) * len(run.columns)
     shades = [(shade, ink(shade)) for shade in (run.colour(*pair) for pair in pairs)]
-    shade_of = {pair: place for place, pair in enumerate(pairs)}
-    index = {box: place for place, box in enumerate(map(id, (box for row in rows for box in row)))}
+    sources = iter(run.sources)
     return {
         "name": timeline.schedule.name,
         "title": run.headline,
@@ -85,20 +85,30 @@ def _data(run: DrawnRun, top: float, limit: float) -> dict[str, object]:
         + [(kind.spec.says, colour(kind), ink(colour(kind))) for kind in COPIES if any(lanes)],
         "rows": [
             {
-                "name": [str(box.action) for box in row],
-                "mb": [box.action.microbatch for box in row],
-                "chunk": [box.chunk for box in row],
-                # Actions on memory have no width, so their colour does not matter.
-                "shade": [shade_of.get((box.action.kind, box.chunk), 0) for box in row],
+                **_row(columns, pairs, timeline.schedule.pairs),
                 "copies": [(_short(copy.start), _short(copy.end), colour(copy.action.kind)) for copy in lane],
-                "start": [_short(box.start) for box in row],
-                "end": [_short(box.end) for box in row],
-                "held": [_short(box.held) for box in row],
-                "pairs": [at for at, box in enumerate(row) if box.action in timeline.schedule.pairs],
-                "from": [index[id(source)] if (source := run.awaited.get(box.action)) else -1 for box in row],
+                "from": list(islice(sources, len(columns.actions))),
             }
-            for row, lane in zip(rows, lanes, strict=True)
+            for columns, lane in zip(run.columns, lanes, strict=True)
         ],
+    }
+
+
+def _row(
+    columns: Columns, legend: Sequence[tuple[Kind, int]], pairs: Collection[Action]
+) -> dict[str, Sequence[object]]:
+    actions, chunks, starts, ends, held = columns
+    shades = {entry: shade for shade, entry in enumerate(legend)}
+    return {
+        "name": list(map(str, actions)),
+        "mb": [microbatch for _, _, microbatch in actions],
+        "chunk": chunks,
+        # Actions on memory have no width, so their colour does not matter.
+        "shade": [shades.get((action.kind, chunk), 0) for action, chunk in zip(actions, chunks, strict=True)],
+        "start": list(map(_short, starts)),
+        "end": list(map(_short, ends)),
+        "held": list(map(_short, held)),
+        "pairs": [at for at, action in enumerate(actions) if action in pairs] if pairs else [],
     }
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from operator import attrgetter
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.action import COMPUTE, VOCABULARY, Action, Kind
@@ -42,6 +41,16 @@ class Box(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.end - self.start
+
+
+class Columns(NamedTuple):
+    """The boxes of one device, with a list for each of their properties (see ``Box``)."""
+
+    actions: Sequence[Action]
+    chunks: Sequence[int]
+    starts: Sequence[float]
+    ends: Sequence[float]
+    held: Sequence[float]
 
 
 class HostTransfer(NamedTuple):
@@ -143,31 +152,30 @@ class DrawnRun:
         return min((spans[0][0] for spans in self.timeline.spans if spans), default=0.0)
 
     @cached_property
-    def rows(self) -> tuple[tuple[Box, ...], ...]:
-        """The boxes of each device, in order.
+    def columns(self) -> tuple[Columns, ...]:
+        """The actions of each device that have a box, in order.
 
         Vocabulary actions without duration have no box. Their change in memory appears in the next box.
         """
         schedule, origin = self.timeline.schedule, self.origin
-        placement = schedule.placement
-        chunk = {stage: index for stages in placement.stages for index, stage in enumerate(stages)}
+        chunk = {stage: index for stages in schedule.placement.stages for index, stage in enumerate(stages)}
+        vocabulary = VOCABULARY if schedule.vocabulary_barriers else ()
+        columns = []
+        for order, spans, levels in zip(schedule.orders, self.timeline.spans, self._held, strict=True):
+            boxes = [
+                (action, 0 if action.kind in vocabulary else chunk[action.stage], start - origin, end - origin, held)
+                for action, (start, end), held in zip(order, spans, levels, strict=True)
+                if end > start or action.kind not in vocabulary
+            ]
+            columns.append(Columns(*zip(*boxes, strict=True)) if boxes else Columns((), (), (), (), ()))
+        return tuple(columns)
 
+    @cached_property
+    def rows(self) -> tuple[tuple[Box, ...], ...]:
+        """The boxes of each device, in order."""
         return tuple(
-            tuple(
-                Box(
-                    action,
-                    device,
-                    0 if action.kind in VOCABULARY else chunk[action.stage],
-                    start - origin,
-                    end - origin,
-                    held,
-                )
-                for action, (start, end), held in zip(order, spans, holds, strict=True)
-                if end > start or action.kind not in VOCABULARY
-            )
-            for device, (order, spans, holds) in enumerate(
-                zip(schedule.orders, self.timeline.spans, self._held, strict=True)
-            )
+            tuple(Box(box[0], device, *box[1:]) for box in zip(*columns, strict=True))
+            for device, columns in enumerate(self.columns)
         )
 
     @cached_property
@@ -221,22 +229,36 @@ class DrawnRun:
                     yield DrawnMessage(producer, consumer)
 
     @cached_property
+    def sources(self) -> list[int]:
+        """For each box of all devices, the index of the box on another device that it waits for, -1 if there is none.
+
+        Indices count the boxes of all devices in turn. If a box needs several results, it waits for the one that comes
+        last.
+        """
+        found, schedule = self._waits, self.timeline.schedule
+        actions = list(chain.from_iterable(columns.actions for columns in self.columns))
+        ends = list(chain.from_iterable(columns.ends for columns in self.columns))
+        vocabulary = VOCABULARY if schedule.vocabulary_barriers else ()
+        places: Sequence[int] = range(len(actions))  # per node of ``found``
+        if vocabulary:  # some actions have no box, and collectives are nodes too
+            places_of = {action: at for at, action in enumerate(actions)}
+            places = [places_of.get(action, -1) for action in found.actions]
+        sources = [-1] * len(actions)
+        for at, waits in zip(places, found.graph.waits, strict=True):
+            if waits and at >= 0 and actions[at].kind not in vocabulary:
+                needed = [places[node] for node, _ in waits if node != NEVER and places[node] >= 0]
+                if needed:
+                    sources[at] = max(needed, key=ends.__getitem__) if len(needed) > 1 else needed[0]
+        for at, action in enumerate(actions) if schedule.pairs else ():
+            if action in schedule.pairs:  # the first action of a pair waits for the inputs of both
+                sources[at] = max(sources[at : at + 2], key=lambda source: ends[source] if source >= 0 else -1.0)
+        return sources
+
+    @cached_property
     def awaited(self) -> dict[Action, Box]:
         """For each action that needs results of other devices, the box of the producer that ends last."""
-        found = self._waits
-        by_action = {box.action: box for row in self.rows for box in row}
-        boxes = list(map(by_action.get, found.actions))
-        latest: dict[Action, Box] = {}
-        for action, box, waits in zip(found.actions, boxes, found.graph.waits, strict=True):
-            if waits and box is not None and action.kind not in VOCABULARY:
-                needed = [each for node, _ in waits if node != NEVER and (each := boxes[node]) is not None]
-                if needed:
-                    latest[action] = max(needed, key=attrgetter("end"))
-        for first, second in self.pairs:  # the first action of a pair waits for the inputs of both
-            sources = [latest[box.action] for box in (first, second) if box.action in latest]
-            if sources:
-                latest[first.action] = max(sources, key=lambda box: box.end)
-        return latest
+        boxes = list(chain.from_iterable(self.rows))
+        return {box.action: boxes[source] for box, source in zip(boxes, self.sources, strict=True) if source >= 0}
 
     @cached_property
     def bubbles(self) -> tuple[tuple[Bubble, ...], ...]:
@@ -258,7 +280,11 @@ class DrawnRun:
     @cached_property
     def legend(self) -> list[tuple[Kind, int]]:
         """The pairs ``(kind, chunk)`` that occur, in the order of ``COMPUTE`` and then by chunk."""
-        used = {(box.action.kind, box.chunk) for row in self.rows for box in row}
+        used = {
+            (action.kind, chunk)
+            for columns in self.columns
+            for action, chunk in zip(columns.actions, columns.chunks, strict=True)
+        }
         return [pair for kind in COMPUTE for pair in sorted(pair for pair in used if pair[0] is kind)]
 
     def legend_name(self, kind: Kind, chunk: int) -> str:

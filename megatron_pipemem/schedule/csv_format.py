@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -311,7 +311,7 @@ def read_table(text: str, dialect: str = "auto") -> Table:
 
 
 def write_table(
-    actions: Iterable[Sequence[Action]], letters: str = "pipemem", pairs: Container[Action] = frozenset()
+    actions: Iterable[Sequence[Action]], letters: str = "pipemem", pairs: Collection[Action] = frozenset()
 ) -> str:
     """Return one line per device that has actions, with a pair in one cell, as in ``(3F2;1B0)OVERLAP_F_B``.
 
@@ -320,10 +320,15 @@ def write_table(
     """
     names = _WRITTEN.get(letters, {})
 
-    def text(action: Action) -> str:
+    def renamed(action: Action) -> str:
         return f"{action.stage}{names[action.kind]}{action.microbatch}" if action.kind in names else str(action)
 
+    text = renamed if names else str
+
     def cells(row: Sequence[Action]) -> Iterator[str]:
+        if not pairs:
+            yield from map(text, row)
+            return
         coming = iter(row)
         for action in coming:
             second = next(coming, None) if action in pairs else None

@@ -143,11 +143,14 @@ def _place_all(schedule: Schedule) -> Places:
             "give one order per device",
         )
     places: Places = {}
-    for device, order in enumerate(schedule.orders):
+    units = range(schedule.num_units)
+    for device, (order, stages) in enumerate(zip(schedule.orders, placement.stages, strict=True)):
         for position, action in enumerate(order):
-            problem = _problem_of(action, device, schedule)
-            if problem is not None:
-                raise ScheduleError(*problem, at=(device, position, action))
+            kind, stage, microbatch = action
+            if kind not in PLAIN or stage not in stages or microbatch not in units:
+                problem = _problem_of(action, device, schedule)
+                if problem is not None:
+                    raise ScheduleError(*problem, at=(device, position, action))
             _check_unique(places, action, device, position)
     return places
 
@@ -323,18 +326,23 @@ def check_microbatch_order(schedule: Schedule) -> None:
     names = {Kind.F: "forwards", Kind.I: "input gradients", Kind.W: "weight gradients"}
     slices, rank = schedule.slices, range(schedule.num_units)
     backward_rank = [mirrored(unit, slices) for unit in rank]
+    ranks = {Kind.F: rank, Kind.I: backward_rank, Kind.W: backward_rank}
+    parts = {Kind.F: (Kind.F,), Kind.I: (Kind.I,), Kind.W: (Kind.W,), Kind.B: (Kind.I, Kind.W)}
     for device, order in enumerate(schedule.orders):
-        last: dict[tuple[Kind, int], int] = {}
+        last: dict[tuple[Kind, int], int] = {}  # ranks
         for position, action in enumerate(order):
             kind, stage, microbatch = action
-            if kind not in PLAIN:
-                continue
-            ranks = rank if kind is Kind.F else backward_rank
-            for part in (Kind.I, Kind.W) if kind is Kind.B else (kind,):
-                earlier = last.get((part, stage), position)
-                last[part, stage] = position
-                before = order[earlier]
-                if ranks[before.microbatch] > ranks[microbatch]:
+            for part in parts.get(kind, ()):
+                key, now = (part, stage), ranks[part][microbatch]
+                if last.get(key, now) <= now:
+                    last[key] = now
+                else:
+                    earlier = max(
+                        at
+                        for at, each in enumerate(order[:position])
+                        if each.stage == stage and part in parts.get(each.kind, ())
+                    )
+                    before = order[earlier]
                     reversed_slices = "" if kind is Kind.F or slices == 1 else ", slices from the last to the first"
                     raise ScheduleError(
                         "wrong-order",
