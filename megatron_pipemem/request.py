@@ -79,7 +79,10 @@ class Flag:
 
 @cache
 def flags_of(request: type) -> Mapping[str, Flag]:
-    """Return the flags of ``Request`` or a similar dataclass, by the names of the fields."""
+    """Return the flags of ``Request`` or a similar dataclass, by the names of the fields.
+
+    The class's own fields come before inherited ones, and fields without a flag are left out.
+    """
     own_first = sorted(fields(request), key=lambda each: each.name not in request.__annotations__)
     found = {each.name: each.metadata["flag"] for each in own_first if "flag" in each.metadata}
     return MappingProxyType(
@@ -120,7 +123,10 @@ def _bytes(flag: str, value: Any) -> float | None:
 
 
 def _sent(flag: str, value: Any) -> str | int:
-    """Check and return the value of ``--pipemem-offload``. Commands that simulate also accept a number of chunks."""
+    """Return the value of ``--pipemem-offload``, or raise an UnsupportedError if it is not allowed.
+
+    Commands that simulate also give a number of chunks, which is returned unchecked.
+    """
     return value if isinstance(value, int) else _one_of(OFFLOAD)("offload", value)
 
 
@@ -423,7 +429,7 @@ class Request(ScheduleOptions):
 
     @property
     def outputs(self) -> list[Path]:
-        """Return the files to check before a run, as ``outputs`` does."""
+        """Return the files of report and timelines to check before a run (see the function ``outputs``)."""
         return outputs(self.report, self.trace)
 
     @property

@@ -179,7 +179,10 @@ def _standing(elements: Sequence[tuple[int, str]]) -> str:
 
 
 def _elements(store: Store) -> list[tuple[int, str]]:
-    """Return ``(number, state)`` of the grid's points in Slurm's queue, with Slurm's short names (``R``, ``CG``)."""
+    """Return ``(number, state)`` of the grid's points in Slurm's queue, with Slurm's short names (``R``, ``CG``).
+
+    Only jobs that ``submit_points`` stored in the grid's folder count.
+    """
     jobs = _remembered(store)
     if not jobs:
         return []

@@ -55,7 +55,10 @@ class _Enabled:
 
     @classmethod
     def of(cls, request: Request) -> _Enabled:
-        """Create the features and extensions that a checked request needs. No function of Megatron is replaced yet."""
+        """Create the features and extensions that a checked request needs. No function of Megatron is replaced yet.
+
+        Raise an OutputError or UnsupportedError if the report or the timelines cannot be written.
+        """
         record, recording = None, []
         if request.trace is not None or request.report is not None:
             from megatron_pipemem.mcore.report.recording import Recording

@@ -41,7 +41,10 @@ _KEPT = 16
 
 
 def announce(plan: Choice) -> None:
-    """Log on rank 0 the schedule of the coming steps and the reason for the choice."""
+    """Log on rank 0 the schedule of the coming steps and the reason for the choice.
+
+    If the schedule cannot be simulated, the log has the error instead, and none is raised.
+    """
     if not is_first_rank():
         return
     try:
@@ -209,7 +212,10 @@ class Programs:
         return program
 
     def renew(self, update: MeasurementUpdate) -> None:
-        """Use new measurements, and plan each training program again when a step needs it next."""
+        """Use new measurements, and plan each training program again when a step needs it next.
+
+        Programs of evaluation stay.
+        """
         self.measured(update.costs, update.changes)
         self._update = update
         self.renewals += 1
@@ -306,7 +312,10 @@ class Programs:
         return replace(plan.costs, memory=counted.memory)
 
     def ways(self, placement: Placement, chunks: int) -> dict[int, Schedule]:
-        """Return the possible schedules by number of vocabulary barriers; 0 is without vocabulary parallelism."""
+        """Return the possible schedules by number of vocabulary barriers; 0 is without vocabulary parallelism.
+
+        A number for which there is no schedule is logged and left out.
+        """
         microbatches = microbatches_of_the_run() or 4 * placement.num_devices
         shape, known = Shape(placement.num_devices, chunks, microbatches), self._known(placement)
 

@@ -68,7 +68,8 @@ def save_picture(points: Sequence[Result], path: str | Path, title: str = "") ->
 def draw(points: Sequence[Result], title: str = "") -> Figure:
     """Draw the points by peak memory (x axis) and throughput (y axis).
 
-    Points that no other one dominates are filled and have names. The others are hollow and have numbers.
+    Points that no other one dominates are filled and have names. The others are hollow and have numbers. Raise an
+    UnsupportedError without points.
     """
     if not points:
         raise UnsupportedError("nothing-to-draw", "no run has ended without an error; start failed runs again first")

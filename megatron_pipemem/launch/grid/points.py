@@ -80,7 +80,8 @@ def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool 
 
     Points that cannot work are included, with the reason. Filters are not applied to points whose run is not valid.
     ``overrides`` change all points, like the key ``set``. With ``any_size``, points are not refused because their
-    schedules take long to check.
+    schedules take long to check. Raise a ConfigError if there are over 10,000 points, if two are equal, or if none is
+    valid or kept.
     """
     grid = load(path, Grid)
     grid_file = locate(str(path), Grid)
@@ -129,7 +130,7 @@ def _check_different(settings: Sequence[Settings], runs: Sequence[Run | ConfigEr
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Settings:
-    """Replace nested mappings by dotted keys: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``."""
+    """Replace nested mappings by dotted keys: ``{"a": {"b": 1}}`` becomes ``{"a.b": 1}``. Empty ones stay."""
     result: Settings = {}
     for key, value in settings.items():
         nested = isinstance(value, Mapping) and value
@@ -169,7 +170,8 @@ def _filter(
     """Return a function that returns whether the grid's keys ``only`` and ``exclude`` keep a run.
 
     Values in patterns are converted like those of a run, so that ``1e-4`` equals ``0.0001``. ``changed_run`` makes the
-    run with given changes, ``changes`` has those of every point, and ``runs`` the valid runs.
+    run with given changes, ``changes`` has those of every point, and ``runs`` the valid runs. Raise a ConfigError if a
+    pattern has a key that no point sets, or a value that no point can have.
     """
 
     def normal(name: str, value: Any, key: str) -> Any:

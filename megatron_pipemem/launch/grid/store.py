@@ -86,7 +86,8 @@ def _most(peaks: Sequence[int | None]) -> int | None:
 def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code: int) -> Result:
     """Return the result of a point whose training has ended, from its log and the run's report.
 
-    ``index`` is the number of the point, and ``exit_code`` that of its training. No file is written.
+    ``index`` is the number of the point, and ``exit_code`` that of its training. No file is written. The status is
+    ``failed`` if the exit code is not 0, or if the report is missing or wrong.
     """
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     path = run.report
@@ -147,7 +148,10 @@ def write_result(result: Result, path: Path) -> None:
 
 
 def read_result(path: Path) -> Result | None:
-    """Read a point's result from a JSON file; return ``None`` if the file does not exist."""
+    """Read a point's result from a JSON file; return ``None`` if the file does not exist.
+
+    Raise a ConfigError if the file is not a result.
+    """
     if not path.exists():
         return None
     return _read(read_json(path, "a result"), path)
@@ -235,7 +239,10 @@ class Store:
                 self._write(point)
 
     def settings(self) -> list[Settings]:
-        """Return the settings of all points, in the order of the grid's file."""
+        """Return the settings of all points, in the order of the grid's file.
+
+        Raise a ConfigError if the folder has no grid.
+        """
         return [entry.settings for entry in self._entries()]
 
     def run(self, index: int) -> Run:
@@ -263,7 +270,10 @@ class Store:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Lock the folder within this block, so that no other process starts points of the grid."""
+        """Lock the folder within this block, so that no other process starts points of the grid.
+
+        Raise an UnsupportedError if another process has locked it.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / ".lock").open("w") as lock:
             if not try_lock(lock):
@@ -318,7 +328,10 @@ class Store:
 
 
 def store_of_point(place: Path) -> tuple[Store, int]:
-    """Return the grid's store and the point's number, given the folder of a point."""
+    """Return the grid's store and the point's number, given the folder of a point.
+
+    Raise a ConfigError if the path is not one like ``FOLDER/points/007``.
+    """
     place = place.absolute()
     if place.parent.name != "points" or not place.name.isdigit():
         raise ConfigError("wrong-file", "is not the folder of a point; give one like FOLDER/points/007", file=place)

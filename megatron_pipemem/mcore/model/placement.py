@@ -160,7 +160,7 @@ class ChunkPlacement(Feature):
             self._rank_now = outer
 
     def replacements(self) -> Replacements:
-        """Return the functions to replace; none of Megatron for round robin with an uncut vocabulary."""
+        """Return the functions to replace; for round robin with an uncut vocabulary, only that of Megatron-Bridge."""
         ranks: Replacements = [
             (RANK, lambda original: original() if self._rank_now is None else self._rank_now),
             (IS_FIRST, self._predicate),
@@ -226,7 +226,10 @@ class ChunkPlacement(Feature):
         return chunks
 
     def settle_chunk(self, module: Any, chunk: int) -> None:
-        """Make a built chunk use its own layer numbers in checkpoints, and refuse to generate text."""
+        """Make a built chunk use its own layer numbers in checkpoints.
+
+        Its forward then raises an UnsupportedError if it is called to generate text.
+        """
         # Layer numbers in checkpoint keys are computed again at every save and load.
         module.sharded_state_dict = self._as_rank(self._rank_of(chunk))(module.sharded_state_dict)
         module.register_forward_pre_hook(_refuse_generation, with_kwargs=True)

@@ -67,7 +67,7 @@ class RunRecord:
     _program: Program | None = None
     _device: int = 0
     _changes: dict[bool, dict[Kind, list[int]]] = field(default_factory=lambda: {False: {}, True: {}})
-    """Bytes by kind of action and stage. The key tells whether experts got the most tokens, or the fewest."""
+    """Bytes by kind of action and stage. Key ``True`` is for the most tokens that experts got, ``False`` for the fewest."""
     _host_changes: dict[Kind, list[int]] = field(default_factory=dict)
     _learnt: set[tuple[Kind, int]] = field(default_factory=set)
     _slices: int = 1
@@ -137,7 +137,7 @@ class RunRecord:
 
     @property
     def last_plan(self) -> Choice | None:
-        """The schedule choice of the last step whose times have been read."""
+        """The schedule choice of the last step whose times have been read; ``None`` before the first."""
         return self._last_plan
 
     def counts(self, program: Program) -> bool:

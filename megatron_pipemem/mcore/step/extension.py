@@ -44,7 +44,7 @@ _SANITIZER = "NV_SANITIZER_INJECTION"
 def has_single_queue(device: torch.device) -> bool:
     """Return whether the environment puts all launches on this device, or all messages, into one order.
 
-    Every step then needs the order for one hardware queue.
+    Every step then needs the order for one hardware queue. The result is ``False`` if the device is not CUDA's.
     """
     if device.type != "cuda":
         return False
@@ -52,7 +52,7 @@ def has_single_queue(device: torch.device) -> bool:
 
 
 def waits_at_first_launch(device: torch.device) -> bool:
-    """Return whether the first launch of a kernel on this device can make the host wait for the device."""
+    """Return whether the first launch of a kernel on this device can make the host wait for it, as on CUDA."""
     return device.type == "cuda"
 
 
@@ -89,7 +89,8 @@ class LaunchOrders:
     def of(self, queues: tuple[bool, ...], kind: LaunchKind) -> bool:
         """Return whether a step of this kind runs by the order for one hardware queue.
 
-        All ranks of the pipeline get the same answer. ``queues`` is the result of ``queues()``.
+        If a run needs both orders, the first ``FIRST_STEPS`` steps of a kind do, and all steps whose messages may
+        differ. All ranks of the pipeline get the same answer. ``queues`` is the result of ``queues()``.
         """
         if len(queues) == 1:
             return queues[0]
