@@ -2,7 +2,8 @@
 # Runs the tests in one of three lanes:
 #   ./scripts/test.sh             before each commit: every kind of test, on cases that cover all differences
 #   ./scripts/test.sh --quick     during work: some tests of every package (tests/quick.txt)
-#   ./scripts/test.sh --nightly   the tests that the full lane leaves out (marker "nightly"): sweeps, more versions, a browser
+#   ./scripts/test.sh --nightly   the tests that the full lane leaves out (marker "nightly"): sweeps, more versions, a browser;
+#                                 and property tests with twice as many examples
 # Other arguments go to pytest, for example: ./scripts/test.sh tests/schedule -k v-half
 # Every run ends with its longest tests. On Debian, root's tests install the programs that pip cannot install: Slurm and
 # Chromium (tests/machine/debian.py).
@@ -23,7 +24,7 @@ case ${1-} in
         ;;
     --nightly)
         shift
-        set -- -m nightly "$@"
+        set -- -m "nightly or hypothesis" --hypothesis-profile thorough "$@"
         ;;
     ?*) exec .venv/bin/python -m pytest "$@" ;;
 esac

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -13,6 +14,7 @@ from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from lanes import THOROUGH
 from patience import interrupted_when_stuck
 from skips import pytest_terminal_summary as pytest_terminal_summary  # a hook
 
@@ -65,6 +67,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Spare the garbage collector the modules and the collected tests, which are never garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def _scope(nodeid: str) -> str:
     """What runs on one worker, one test after another: a group, a file, or the test alone."""
     path = nodeid.removeprefix("tests/")
@@ -74,13 +87,15 @@ def _scope(nodeid: str) -> str:
 
 # An example that fails is shown as it was found, with what reproduces it: to shrink one can take many minutes. That, and
 # hypothesis's own limits of time, are in "default" (pytest --hypothesis-profile default).
-settings.register_profile(
-    "suite",
-    deadline=None,
-    print_blob=True,
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    suppress_health_check=[HealthCheck.too_slow],
-)
+for profile, number in (("suite", 50), (THOROUGH, 100)):
+    settings.register_profile(
+        profile,
+        max_examples=number,
+        deadline=None,
+        print_blob=True,
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 settings.load_profile("suite")
 
 

@@ -78,7 +78,7 @@ def test_the_listed_plans_are_the_best_of_all_candidates(memory_gib, families):
     assert found.considered == len(found.plans) + found.rejected.total()
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(st.randoms(use_true_random=False), st.sampled_from(["none", "full", "selective"]))
 def test_the_peak_that_a_plan_lists_is_a_limit_that_admits_it(dice, recompute):
     model = replace(

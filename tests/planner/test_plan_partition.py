@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
@@ -37,7 +37,6 @@ def devices(loads: Loads, placement: Placement, counts: tuple[int, ...]) -> list
     return found
 
 
-@settings(deadline=None)
 @given(st.lists(SECONDS, min_size=1, max_size=7), SECONDS, SECONDS, st.integers(1, 4))
 def test_unequal_layers_one_stage_per_device(seconds, first, last, stages):
     loads, placement = Loads(seconds, first, last), Placement.linear(stages)
@@ -47,7 +46,6 @@ def test_unequal_layers_one_stage_per_device(seconds, first, last, stages):
     assert max(devices(loads, placement, found)) == pytest.approx(best)
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 7),
     st.sampled_from((0.0, 0.3, 1.0, 2.5)),
@@ -62,7 +60,6 @@ def test_equal_layers_several_stages_per_device(layers, first, last, placement):
     assert max(devices(loads, placement, found)) == pytest.approx(best)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=6), st.integers(2, 3))
 def test_of_equally_fast_cuts_the_fullest_stage_is_least(static, stages):
     loads, placement = Loads([1.0] * len(static), static=static), Placement.linear(stages)

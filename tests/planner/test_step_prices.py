@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from lanes import examples
 
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import GIB, Cluster, HostChannel, Link
@@ -117,7 +118,7 @@ def test_reduction_hides_behind_backwards_that_are_long_enough():
     assert reduction(1.0) == pytest.approx((4 + 2) * parameters / 2 / 1e9 - backward - forward)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 2**32))
 def test_a_replay_is_a_simulation(devices, microbatches, seed):
     rng = random.Random(seed)
@@ -135,7 +136,7 @@ def test_a_replay_is_a_simulation(devices, microbatches, seed):
 LONG = [each.name for each in families() if not each.asynchronous and each.slices == 1 and "costs" not in each.options]
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     st.sampled_from(LONG),
     st.integers(2, 6),

@@ -6,8 +6,9 @@ import math
 from typing import Any, Literal
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from lanes import examples
 
 from megatron_pipemem.config.loading import MOST_LEVELS, YamlError, read_yaml, write_yaml
 from megatron_pipemem.config.values import converted
@@ -72,14 +73,14 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100)
+@examples(100)
 @example({"1e5": "-1.5e-3"})
 @given(VALUES)
 def test_what_is_written_is_read_as_it_was(value):
     assert read_yaml(write_yaml(value)) == value
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.text(alphabet="ab:&*!-[]{}|>'\"#%@`?,. 0123e\n\t<", max_size=40))
 def test_any_text_is_read_or_refused(text):
     try:

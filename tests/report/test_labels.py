@@ -70,7 +70,7 @@ def test_names_of_all_families_and_searches():
     check_pareto(found)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(st.lists(st.tuples(st.integers(5, 80), st.integers(0, 60), st.integers(0, 2), NAMES), min_size=1, max_size=30))
 def test_names_of_random_points(rows):
     check_pareto(
@@ -82,7 +82,7 @@ def test_names_of_points_that_all_but_coincide():
     check_pareto([Point(f"<{i}>", "v", 1 + i / 500, 0.2 + i / 5000, dominated=i > 5) for i in range(12)])
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(90, 100)), min_size=1, max_size=25))
 def test_numbers_of_runs(rows):
     points = [

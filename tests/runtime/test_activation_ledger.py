@@ -7,8 +7,9 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from quantised import Quantised, WithEmptyStorage, eight_bits
 
 from megatron_pipemem.features.offload.runtime.saved import Residents
@@ -216,7 +217,7 @@ def check(known: BytesByTokens, tokens, terms) -> None:
     assert foretold == max(entry.bytes for entry in entries)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(TERMS, st.lists(st.tuples(st.integers(1, 3), LENGTHS), min_size=1, max_size=8), st.data())
 def test_what_has_been_seen_is_exact(terms, tokens, data):
     """However few microbatches there were, and in whatever order they come again."""
@@ -225,7 +226,7 @@ def test_what_has_been_seen_is_exact(terms, tokens, data):
     check(known, data.draw(st.permutations(tokens)), terms)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     TERMS,
     st.integers(1, 4),

@@ -7,8 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from refusals import refused
 
 from megatron_pipemem.errors import OffloadError
@@ -64,7 +65,7 @@ def gaps(own: HostPool, held: list) -> list[int]:
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.lists(st.one_of(st.integers(1, 3000), st.just(None)), max_size=40), st.randoms(use_true_random=False))
 def test_blocks_are_private_ordered_and_within_the_budget(requests, random):
     own = pool()

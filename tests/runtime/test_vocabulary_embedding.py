@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from refusals import refused
 from vocabulary_model import shards_of
 
@@ -35,7 +36,7 @@ def test_every_row_has_one_owner_and_storage_differs_by_a_row(partition):
     assert max(stored) == partition.largest < partition.vocab_size / partition.shards + 1
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(sizes, st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.integers(0, 1000))
 def test_outputs_are_exact_and_gradients_those_of_the_whole_matrix(partition, dtype, main_grad, seed):
     generator = torch.Generator().manual_seed(seed)

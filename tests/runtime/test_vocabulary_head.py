@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from lanes import examples
 from refusals import refused
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -78,7 +79,7 @@ def magnitudes(case: Case, weight: torch.Tensor, x: torch.Tensor, labels: torch.
     return tuple(each.abs().max().item() if each.numel() else 0.0 for each in sums)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(cases())
 @example(Case(2, 5, options=HeadOptions(softcap=3.0)))
 @example(Case(11, 4, masked=tuple(range(6))))

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 
 from megatron_pipemem.features.asynchronous.runtime import WeightSwitch, WeightVersions
 from megatron_pipemem.runtime.executor import Instruction
@@ -23,7 +24,7 @@ def parameters() -> list[torch.nn.Parameter]:
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_as_copies_would_be(data):
     """Any sequence of updates, uses and renumberings; ``copies`` keeps every version the plain way."""

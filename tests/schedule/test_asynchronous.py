@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import oracle
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from random_schedules import random_schedules
 from refusals import refused
 
@@ -61,7 +62,7 @@ def test_double_buffered_weights_are_one_version_late(p: int, every: int) -> Non
     assert oracle.versions_kept(schedule) == [2] * p
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     random_schedules(max_microbatches=6, max_slices=2),
     st.integers(1, 3),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import oracle
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from lanes import examples
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError
@@ -88,7 +89,7 @@ def test_long_steps_are_what_reordering_them_whole_would_give(
     assert built() == extended
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     p=st.integers(1, 9),
     m=st.integers(1, 30),

@@ -6,8 +6,9 @@ from fractions import Fraction
 
 import oracle
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from random_schedules import random_schedules
 from refusals import refused
 from weighted_oracle import Tiny, shortest
@@ -65,7 +66,7 @@ def test_bubbles_at_the_bound(p: int, m: int, costs: tuple[float, ...], p2p: flo
         assert 1 - m * sum(costs) / bound == pytest.approx(rate, abs=6e-4)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_no_family_beats_the_bound(data: st.DataObject) -> None:
     family = data.draw(
@@ -75,7 +76,7 @@ def test_no_family_beats_the_bound(data: st.DataObject) -> None:
     assert_below(family.build(p, m), Costs(*data.draw(st.tuples(PRICE, PRICE, PRICE, st.floats(0, 3)))))
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(data=st.data())
 def test_no_order_of_any_placement_beats_the_bound(data: st.DataObject) -> None:
     schedule = data.draw(random_schedules())
@@ -195,7 +196,7 @@ def sliced(draw: st.DrawFn) -> tuple[Tiny, Costs]:
 
 
 @pytest.mark.parametrize("problems", [unequal(), sliced()], ids=["microbatches that are not alike", "slices"])
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_no_order_beats_the_bound(problems: st.SearchStrategy[tuple[Tiny, Costs]], data: st.DataObject) -> None:
     tiny, costs = data.draw(problems)
@@ -209,7 +210,7 @@ def test_no_order_beats_the_bound(problems: st.SearchStrategy[tuple[Tiny, Costs]
         assert optimum is None or bound <= optimum * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_no_order_of_any_placement_and_slices_beats_the_bound(data: st.DataObject) -> None:
     schedule = data.draw(random_schedules(max_slices=4))

@@ -6,8 +6,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from random_schedules import family_schedules, random_schedules
 from refusals import refused
 
@@ -64,7 +65,7 @@ def test_malformed_actions(text):
 # ----------------------------------------------------------------------------------------------------------------- CSV
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(random_schedules() | random_schedules(max_replicas=2, max_slices=3) | family_schedules())
 def test_csv_round_trip(schedule):
     for original in (schedule, schedule.forward_only()):
@@ -78,7 +79,7 @@ def test_csv_round_trip(schedule):
         assert read.to_csv() == original.to_csv()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(schedule=random_schedules(), data=st.data())
 def test_layout_of_the_file_does_not_matter(schedule, data):
     """Idle cells, blanks, blank lines, DOS line ends and a byte order mark change nothing."""
@@ -205,7 +206,7 @@ def test_bad_torch_cells_are_placed(cell):
 # -------------------------------------------------------------------------------------------------------------- digest
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(schedule=random_schedules(), data=st.data())
 def test_the_digest_tells_orders_apart(schedule, data):
     device = data.draw(st.integers(0, schedule.num_devices - 1))
@@ -356,7 +357,7 @@ def texts(draw: st.DrawFn) -> str:
     return draw(st.sampled_from(HEADERS)) + "".join(",".join(line) + "\n" for line in lines)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(texts(), st.sampled_from(["torch", "torch-new", "auto"]))
 def test_whatever_is_read_comes_back(text: str, dialect: str) -> None:
     try:

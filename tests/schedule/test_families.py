@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import offload_oracle
 import oracle
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
+from lanes import examples
 from promises import assert_bubble_as_promised, assert_peak_as_promised, letters
 from refusals import refused
 
@@ -85,7 +86,7 @@ def test_correct_and_within_its_peak(name: str, p: int) -> None:
         assert_peak_as_promised(family(name), schedule, max(oracle.peak(schedule)))
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(data=st.data())
 def test_correct_for_any_devices_and_microbatches(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([each.name for each in families()]))
@@ -102,7 +103,7 @@ def test_correct_for_any_devices_and_microbatches(data: st.DataObject) -> None:
     assert_correct(schedule)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_simulator_and_validator_agree_with_the_oracle(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(NAMES))
@@ -259,7 +260,7 @@ def test_interleaved_without_a_group_size_is_never_slower_than_megatrons_table(p
     assert simulate(schedule).makespan <= simulate(table).makespan
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_interleaved_is_megatrons_order_wherever_megatron_allows_it(data: st.DataObject) -> None:
     p, v = data.draw(st.integers(2, 6)), data.draw(st.integers(2, 5))

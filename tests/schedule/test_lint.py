@@ -5,8 +5,9 @@ from __future__ import annotations
 import oracle
 import program_oracle
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from lanes import examples
 from random_schedules import random_schedules
 from refusals import refused
 
@@ -108,7 +109,7 @@ def circle_is_closed(table: Table, fault: Fault) -> bool:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(schedule=random_schedules(max_microbatches=3), data=st.data())
 def test_damaged_programs_are_found_out(schedule, data):
     """Whatever two independent oracles refuse has a fault."""
@@ -170,7 +171,7 @@ def meets(program: Program) -> bool:
     return not any(left)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(schedule=random_schedules())
 def test_paired_messages_meet_even_if_sends_block(schedule):
     program = lower_paired(schedule)

@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import program_oracle
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from lanes import examples
 from random_schedules import FAMILIES, build_or_skip, family_schedules, random_schedules
 from refusals import refused
 
@@ -125,7 +126,7 @@ def test_every_family_lowers(name, num_devices, num_microbatches):
     assert len(trained) == schedule.num_stages or num_microbatches < schedule.placement.replicas
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(random_schedules() | random_schedules(max_replicas=2, max_slices=2))
 def test_any_valid_schedule_lowers(schedule):
     """Custom placements, mixed splitting, any order: what validates as a schedule validates as a program."""
@@ -136,7 +137,7 @@ def test_any_valid_schedule_lowers(schedule):
     check_posts(program)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(random_schedules() | family_schedules())
 def test_forward_only_lowers_without_gradients(schedule):
     program = lower(schedule.forward_only())

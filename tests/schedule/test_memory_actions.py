@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import offload_oracle
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from random_schedules import random_schedules
 from refusals import refused
 
@@ -76,7 +77,7 @@ def one_chunk_each(schedule: Schedule, costs: Costs) -> Costs:
     return replace(costs, **whole, **again, channel=channel)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_simulator_and_validator_agree_with_the_oracle(data: st.DataObject) -> None:
     schedule = data.draw(with_round_trips(data.draw(random_schedules())))
@@ -120,7 +121,7 @@ def test_a_shared_channel_serves_in_the_order_of_issue() -> None:
     assert apart.transfers[1][0][1:] == (4, 9)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_a_misplaced_action_on_memory_is_caught(data: st.DataObject) -> None:
     schedule = data.draw(with_round_trips(data.draw(random_schedules())))
@@ -178,7 +179,7 @@ def test_caps_hold_at_every_position() -> None:
         validate(schedule, host_budget=0.5)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_text_and_program_keep_all_actions(data: st.DataObject) -> None:
     schedule = data.draw(with_round_trips(data.draw(random_schedules())))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lanes import examples
 from random_schedules import family_schedules, random_schedules
 from refusals import refused
 from weighted_oracle import Event, play
@@ -90,7 +91,7 @@ def agree(schedule: Schedule, weights: MicrobatchWeights) -> Timeline:
     return timeline
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_any_schedule_and_weights_as_the_oracle_plays_them(data: st.DataObject) -> None:
     some = family_schedules() | random_schedules(max_replicas=2, max_slices=3)
@@ -112,7 +113,7 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_transfers_recomputation_and_vocabulary_passes_as_the_oracle_plays_them(
     feature: str, data: st.DataObject
@@ -219,7 +220,7 @@ def test_who_takes_equal_microbatches_only_says_so(tmp_path: Path) -> None:
             use()
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_copies_to_the_host_are_planned_for_what_microbatches_hold(data: st.DataObject) -> None:
     base = data.draw(random_schedules(max_slices=2))

@@ -8,8 +8,9 @@ from functools import cache
 import offload_oracle
 import oracle
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from random_schedules import random_schedules
 from refusals import refused
 
@@ -117,7 +118,7 @@ def test_everything_can_be_planned(p: int, v: int) -> None:
 # ------------------------------------------------------------------------------------------------------ any schedule
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_any_schedule_can_be_planned_for(data: st.DataObject) -> None:
     base = data.draw(random_schedules())
@@ -133,7 +134,7 @@ def test_any_schedule_can_be_planned_for(data: st.DataObject) -> None:
         assert plan.delay <= 1e-6 * plan.makespan
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_a_cap_is_kept_with_no_more_than_it_needs(data: st.DataObject) -> None:
     base = data.draw(random_schedules())

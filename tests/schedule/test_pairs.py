@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lanes import examples
 from refusals import refused
 
 from megatron_pipemem.choose.choice import choose
@@ -83,7 +84,7 @@ def test_pairs_of_any_family_are_proved_shorten_the_step_and_travel(name, size, 
     assert (back.orders, back.pairs) == (found.orders, found.pairs)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(name=st.sampled_from(FAMILIES), size=SIZES, data=st.data())
 def test_any_pairs_that_wait_in_a_circle_are_refused_and_no_others(name, size, data):
     schedule = built_nearby(name, *size)

@@ -32,7 +32,7 @@ def test_pareto_choices_are_not_dominated() -> None:
     assert trades(front)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     p=st.integers(1, 4),
     m=st.integers(1, 7),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import oracle
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from refusals import refused
 
 from megatron_pipemem.errors import UnsupportedError
@@ -49,7 +50,7 @@ def test_uniform_repeating(p: int, v: int, bubble: int, peak: int) -> None:
     assert bubble_and_peak("gis-h", p, 4 * p, v, group_size=1) == (bubble, peak)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_groups_that_do_not_divide_are_balanced_and_cost_nothing(data: st.DataObject) -> None:
     p, v = data.draw(st.integers(2, 9)), data.draw(st.integers(1, 4))
@@ -140,7 +141,7 @@ def test_rates_of_the_paper(profile: str) -> None:
     assert simulate(auto(p, m, costs=costs, memory_cap=2), costs).device_bubble_rate < zb_h2
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_within_the_cap_and_no_slower_than_what_is_written_down(data: st.DataObject) -> None:
     p, m = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 24))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from random_schedules import random_schedules
 
 from megatron_pipemem.choose.choice import choose
@@ -106,7 +107,7 @@ def test_what_runs_again_fills_a_wait() -> None:
     assert with_early_recompute(plan, lambda tried: False) is plan
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_running_again_early_is_valid_never_slower_and_within_the_cap(data: st.DataObject) -> None:
     base = data.draw(random_schedules())

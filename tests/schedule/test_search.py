@@ -6,8 +6,9 @@ from pathlib import Path
 
 import oracle
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from refusals import refused
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
@@ -34,7 +35,7 @@ def search(p: int, m: int, costs: Costs, cap, effort: float = QUICK, **settings)
     )
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_every_result_is_valid_and_within_the_cap(data: st.DataObject) -> None:
     p, m = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 13))
@@ -216,7 +217,7 @@ def test_equal_seeds_find_equal_schedules() -> None:
     assert one.schedule == other.schedule and one.candidates == other.candidates
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_the_first_start_keeps_every_cap(data: st.DataObject) -> None:
     p, m = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 9))

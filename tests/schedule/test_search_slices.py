@@ -8,6 +8,7 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lanes import examples
 from refusals import refused
 
 from megatron_pipemem.choose.choice import choose
@@ -55,7 +56,7 @@ def family_timelines(placement: Placement, m: int, n: int, costs: Costs):
             yield simulate(schedule, costs)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_every_result_is_valid_within_the_cap_and_no_worse_than_a_family(data: st.DataObject) -> None:
     p, m, n = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5)), data.draw(st.integers(2, 4))
@@ -106,7 +107,7 @@ def draw_prices(data: st.DataObject) -> tuple[Placement, int, int, Costs, float]
     return placement, m, n, costs, alone
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_one_microbatch_after_another_fits_any_cap_that_admits_one(data: st.DataObject) -> None:
     placement, m, n, costs, alone = draw_prices(data)
@@ -120,7 +121,7 @@ def test_one_microbatch_after_another_fits_any_cap_that_admits_one(data: st.Data
         validate(to_schedule(AUTO, placement, problem, orders), costs, cap)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_slices_with_prices_of_their_own(data: st.DataObject) -> None:
     placement, m, n, costs, alone = draw_prices(data)

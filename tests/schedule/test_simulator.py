@@ -6,8 +6,9 @@ from weakref import ref
 
 import oracle
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from random_schedules import random_schedules
 from refusals import refused
 
@@ -52,7 +53,7 @@ def test_an_input_gradient_may_come_from_a_fused_or_a_split_backward() -> None:
     assert simulate(mixed).makespan == oracle.makespan(mixed, 1, 1, 1)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     schedule=random_schedules() | random_schedules(max_replicas=2, max_slices=3),
     f=st.floats(0, 9),
@@ -107,7 +108,7 @@ def plainly(lanes: list[list[int]], waits: Waits) -> set[int]:
     return ran
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(graphs(), st.lists(st.integers(0, 5), min_size=8, max_size=8))
 def test_a_walk_runs_what_can_run_and_nothing_before_what_it_waits_for(graph, seconds):
     lanes, waits = graph

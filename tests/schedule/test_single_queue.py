@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import queue_oracle
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from program_oracle import check as mistakes
 from random_schedules import random_schedules
 from refusals import refused
@@ -71,7 +72,7 @@ def test_what_hangs_there_otherwise(name: str, p: int, m: int, options: dict[str
     proved(schedule, Costs())
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(random_schedules(max_replicas=2, max_slices=2), st.sampled_from([Costs(), UNEQUAL, Costs(0, 1, 0)]))
 def test_any_schedule_gets_through_single_queues(schedule: Schedule, costs: Costs) -> None:
     proved(schedule, costs)

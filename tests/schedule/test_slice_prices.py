@@ -7,8 +7,9 @@ from itertools import accumulate, pairwise
 
 import oracle
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from random_schedules import random_schedules
 from refusals import refused
 from weighted_oracle import Event, play
@@ -40,7 +41,7 @@ def seconds_of_prefix(tokens: int, whole: int, attention: float) -> float:
     return (1 - attention) * tokens / whole + attention * (tokens / whole) ** 2
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(slices=st.integers(1, 12), units=st.integers(1, 300), multiple=st.sampled_from([1, 2, 64]), attention=SHARE)
 def test_slices_of_equal_time(slices: int, units: int, multiple: int, attention: float) -> None:
     tokens = units * multiple
@@ -87,7 +88,7 @@ def test_cuts_that_are_refused(arguments: tuple, message: str) -> None:
         slice_tokens(*arguments)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(tokens=TOKENS, a=SHARE, b=SHARE, kept=SHARE)
 def test_slices_take_what_the_whole_takes(tokens: list[int], a: float, b: float, kept: float) -> None:
     whole = Costs(
@@ -124,7 +125,7 @@ def test_slices_take_what_the_whole_takes(tokens: list[int], a: float, b: float,
         assert len(set(parts[Kind.W][:n])) <= n and max(parts[Kind.W][:n]) == pytest.approx(min(parts[Kind.W][:n]))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), attention=SHARE, kept=SHARE, in_bytes=st.booleans())
 def test_nothing_is_left_after_a_microbatch(data: st.DataObject, attention: float, kept: float, in_bytes: bool) -> None:
     schedule = data.draw(random_schedules(max_slices=4))
@@ -214,7 +215,7 @@ def priced(draw: st.DrawFn, schedule: Schedule) -> Costs:
     return Costs(some(0, 9), some(0, 9), some(0, 9), draw(st.sampled_from([0, 1, 6])), memory)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(data=st.data())
 def test_any_schedule_and_prices_as_the_oracles_play_them(data: st.DataObject) -> None:
     schedule = data.draw(random_schedules(max_slices=4))
@@ -323,7 +324,7 @@ def test_what_a_run_has_counted_of_every_slice() -> None:
     assert list(known.held(schedule, costs)) == [190, 200]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_copies_to_the_host_are_planned_for_the_prices_of_slices(data: st.DataObject) -> None:
     base = data.draw(random_schedules(max_slices=3))

@@ -6,8 +6,9 @@ import hashlib
 
 import oracle
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from promises import assert_bubble_as_promised, assert_peak_as_promised
 from refusals import refused
 
@@ -78,7 +79,7 @@ def test_many_slices_on_many_devices(name: str) -> None:
             assert_bubble_as_promised(family(name), schedule)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_slices_save_memory_and_cost_no_time(data: st.DataObject) -> None:
     """Of equal slices and equal passes; and the simulator agrees with the oracle for any prices."""
@@ -110,7 +111,7 @@ def test_slices_are_whole_numbers(name: str) -> None:
             build(name, 2, 2, slices=slices)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_interleaved_slices_in_groups_of_any_size(data: st.DataObject) -> None:
     p, m, n, v = (data.draw(st.integers(1, most)) for most in (5, 7, 6, 4))

@@ -7,8 +7,9 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
@@ -82,7 +83,7 @@ def test_whole_sequences_run_in_the_orders_that_they_had_before_slices():
     assert hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16] == UNSLICED
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     name=st.sampled_from(NAMES),
     p=st.integers(2, 5),
@@ -115,7 +116,7 @@ def test_any_schedule_and_costs(name, p, m, n, barriers, prices, p2p, collective
     validate_program(lower(evaluation))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(schedule=random_schedules(max_microbatches=3, max_slices=3), barriers=st.sampled_from([1, 2]))
 def test_any_order_whatever(schedule, barriers):
     p = schedule.num_devices
@@ -182,7 +183,7 @@ def test_the_order_of_one_microbatch():
     ]
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(data=st.data(), barriers=st.sampled_from([1, 2]), sizes=st.sampled_from([(2, 2, 2), (2, 3, 1), (3, 3, 1)]))
 def test_mutants_are_caught_or_harmless(data, barriers, sizes):
     mutant = mutant_of(with_vocabulary(build("seq1f1b", *sizes), barriers), data)

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
+from lanes import examples
 from random_schedules import FAMILIES
 from refusals import refused
 
@@ -74,7 +75,7 @@ def check(plan: StepPlan, base: Schedule, costs: Costs, cap: MemoryCap | None) -
         assert kinds[0] == kinds[1]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.data())
 def test_any_plan_is_valid_within_its_cap_and_never_slower(data):
     name = data.draw(st.sampled_from(PLAIN))
@@ -84,7 +85,7 @@ def test_any_plan_is_valid_within_its_cap_and_never_slower(data):
     check(plan_step(base, costs, cap, seconds=0.01), base, costs, cap)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.data())
 def test_many_orders_run_as_each_of_them_is_simulated(data):
     base = built(data.draw(st.sampled_from(SYNCHRONOUS)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6)))
@@ -104,7 +105,7 @@ def test_many_orders_run_as_each_of_them_is_simulated(data):
         assert over == pytest.approx(max(peaks(base, by_position)) / 1.5 - 1)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.data())
 def test_dispatched_steps_end_when_they_say_and_keep_the_cap(data):
     base = built(data.draw(st.sampled_from(PLAIN)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 7)))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from lanes import examples
 from random_schedules import placements
 from refusals import refused
 from tiny_oracle import Tiny, shortest
@@ -97,14 +98,14 @@ def assert_searched(tiny: Tiny, optimum: int | None) -> None:
     assert not result.is_optimal or result.makespan == pytest.approx(optimum, rel=1e-6)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(tiny=st.booleans().flatmap(problems))
 @example(tiny=TAKEN)
 def test_no_order_beats_the_bound_or_keeps_a_cap_that_it_refuses(tiny: Tiny) -> None:
     assert_bounded(tiny, shortest(tiny))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(tiny=st.booleans().flatmap(problems))
 @example(tiny=TAKEN)
 def test_what_is_found_is_within_the_caps_and_what_is_called_optimal_is(tiny: Tiny) -> None:

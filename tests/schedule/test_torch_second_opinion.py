@@ -8,7 +8,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from lanes import examples
 from random_schedules import EXECUTED, random_schedules
 from refusals import refused
 
@@ -119,7 +120,7 @@ def test_torch_agrees_on_every_family(name, num_devices, num_microbatches):
     judge(build_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(random_schedules(max_microbatches=4))
 def test_torch_agrees_on_random_schedules(schedule):
     judge(schedule)

@@ -8,8 +8,9 @@ import host_oracle
 import oracle
 import program_oracle
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from random_schedules import FAMILIES, build_or_skip, family_schedules, random_schedules
 from refusals import refused
 
@@ -130,7 +131,7 @@ def oracle_accepts(schedule: Schedule) -> bool:
 # ---------------------------------------------------------------------------------------------------- valid schedules
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(random_schedules() | random_schedules(max_replicas=2, max_slices=3))
 def test_random_valid_schedules_are_accepted(schedule):
     assert oracle_accepts(schedule)
@@ -151,7 +152,7 @@ def test_families_are_accepted(name, num_devices, num_microbatches):
 # ----------------------------------------------------------------------------------------------------------- mutations
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.data())
 def test_every_mutant_is_caught_or_valid(data):
     schedule = data.draw(family_schedules() | random_schedules() | random_schedules(max_replicas=2, max_slices=2))
@@ -228,7 +229,7 @@ def test_what_is_no_fault_of_a_schedule_stays_as_it_is(function, monkeypatch):
         function(broken)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.data())
 def test_every_program_mutant_is_caught_or_valid(data):
     schedule = data.draw(family_schedules(max_microbatches=4) | random_schedules(max_microbatches=3))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from lanes import examples
 from refusals import refused
 
 from megatron_pipemem.errors import ScheduleError
@@ -89,7 +90,7 @@ def deliver(actions: list[list[Action]], p: int, have: list[set]) -> None:
     assert not any(sent.values()) and not any(posted.values()), "something is on its way when the call ends"
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(runs())
 def test_windows_in_turn_are_one_pipeline_over_all_batches(run):
     name, p, batch, calls = run
@@ -127,7 +128,7 @@ def due(name: str, p: int, batch: int, device: int, microbatch: int) -> int:
     return max(0, microbatch - (p - 1 if name == "vertical" else p - 1 - device))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(runs(), st.integers(0, 5))
 def test_everybody_meets_the_weights_that_the_paper_says(run, cut_off):
     """Also when the run is broken off before some call, and goes on with the weights it had, but nothing in flight."""
@@ -180,7 +181,7 @@ def test_a_message_across_the_end_of_a_window_is_found():
 
 @pytest.mark.parametrize("single_queue", [False, True])
 @given(runs())
-@settings(max_examples=20)
+@examples(20)
 def test_the_past_is_what_the_windows_before_ran(single_queue: bool, run: tuple[str, int, int, int]) -> None:
     """In their order, too: what a device holds at most depends on it."""
     name, p, batch, _ = run

@@ -1,4 +1,4 @@
-"""Marks of tests that only the nightly lane runs (``./scripts/test.sh --nightly``)."""
+"""What the full lane leaves to the nightly lane (``./scripts/test.sh --nightly``)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+THOROUGH = "thorough"
+"""The hypothesis profile of the nightly lane."""
 
 
 def nightly(instead: str) -> pytest.MarkDecorator:
@@ -25,3 +29,9 @@ def rest_nightly(cases: Iterable[Any], kept: Collection[Any], instead: str) -> l
         case if case in kept else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=nightly(instead))
         for case in cases
     ]
+
+
+def examples(number: int) -> settings:
+    """Return the settings of a property test that tries ``number`` examples nightly and half as many in other lanes."""
+    whole = settings.get_current_profile_name() == THOROUGH
+    return settings(max_examples=number if whole else number // 2)
