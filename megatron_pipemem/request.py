@@ -564,7 +564,10 @@ class Request(ScheduleOptions):
 
     @property
     def chunks(self) -> int:
-        """Return the model chunks per rank (and replica) that the schedule has if no flag gives their number."""
+        """Return the model chunks per rank (and replica) that the schedule has if no flag gives their number.
+
+        Raise an UnknownScheduleError for Megatron's own schedule, which has no fixed number.
+        """
         if self.file is not None:
             return self.file.placement.num_chunks // self.replicas
         if self.searches:

@@ -66,5 +66,5 @@ def _run_of(request: Request, given: Mapping[str, Any], known: Mapping[str, Mapp
 
 
 def _text(cap: MemoryCap | None) -> str | None:
-    """Return a memory cap as a flag's text, to the byte."""
+    """Return a memory cap as a flag's text, to the byte; ``None`` without a cap."""
     return None if cap is None else ",".join(f"{each!r}{'B' if cap.in_bytes else ''}" for each in cap.amounts)

@@ -165,7 +165,10 @@ def enable(schedule: str, **settings: Any) -> None:
 
 
 def enable_with(wanted: Request) -> None:
-    """Enable the plugin with a checked request, as ``enable`` does."""
+    """Enable the plugin with a checked request, as ``enable`` does.
+
+    A second call with the same request changes nothing, and one with another request raises an UnsupportedError.
+    """
     global _enabled
     if _enabled is not None:
         if _enabled.request != wanted:

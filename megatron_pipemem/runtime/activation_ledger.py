@@ -268,7 +268,8 @@ def saved_as_is(*counted: torch.Tensor) -> Iterator[None]:
     """Make autograd save tensors unchanged within a ``with`` block. A ledger counts only ``counted`` of them.
 
     Without this, ``watch_saved`` returns a saved parameter as another object, without its Python attributes. Some
-    layers need these attributes to find the parameter's gradient.
+    layers need these attributes to find the parameter's gradient. If no hooks for saved tensors are set, nothing
+    changes.
     """
     autograd = torch._C._autograd
     hooks = autograd._top_saved_tensors_default_hooks(True) if torch.is_grad_enabled() else None

@@ -158,7 +158,7 @@ def read_result(path: Path) -> Result | None:
 
 
 def _read(raw: Any, path: Path) -> Result:
-    """Check the parsed JSON of the file ``path``, and return it as the result of a point."""
+    """Return the parsed JSON of the file ``path`` as the result of a point, or raise a ConfigError if it is none."""
     try:
         if not isinstance(raw, dict):
             raise ConfigError("wrong-file", "is not the result of a grid's point")

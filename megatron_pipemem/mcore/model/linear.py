@@ -240,7 +240,10 @@ def sharded_gradients(keeps: Callable[[dist.ProcessGroup], bool]) -> Callable:
 
 
 def add_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add a gradient to ``weight.grad`` without calling autograd's hooks on the weight, which the queue calls."""
+    """Add a gradient to ``weight.grad`` without calling autograd's hooks on the weight, which the queue calls.
+
+    If the weight has no ``grad`` yet, the tensor ``gradient`` itself becomes it.
+    """
     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 

@@ -373,9 +373,10 @@ class ChunkStage:
         output: torch.Tensor,
         output_gradient: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Backpropagate a microbatch, with Megatron's own backward step (``StageRunner.backward``).
+        """Run a backward by Megatron's own step, and return the input's gradient (``StageRunner.backward``).
 
-        The weight gradients that Transformer Engine's modules keep are then queued.
+        It is ``None`` on the stage that reads the data. The weight gradients that Transformer Engine's modules keep are
+        then queued.
         """
         with self.as_chunk():
             gradient = schedules.backward_step(input, output, output_gradient, self.step.config)

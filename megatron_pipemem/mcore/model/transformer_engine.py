@@ -121,9 +121,10 @@ _FROZEN_INPUT = "_pipemem_frozen_input"
 
 
 def notice_frozen_input(module: torch.nn.Module, inputs: tuple) -> None:
-    """Note before a module's forward whether the input needs no gradient because all earlier layers are frozen.
+    """Note on a module, before its forward, whether its input needs no gradient because all earlier layers are frozen.
 
-    Pass I would free no memory of such a module, so its weight gradient does not wait for W.
+    Pass I would free no memory of such a module, so its weight gradient does not wait for W. Nothing is noted without
+    grad mode.
     """
     if torch.is_grad_enabled():
         setattr(module, _FROZEN_INPUT, bool(inputs) and not inputs[0].requires_grad)

@@ -67,7 +67,7 @@ class RunRecord:
     _program: Program | None = None
     _device: int = 0
     _changes: dict[bool, dict[Kind, list[int]]] = field(default_factory=lambda: {False: {}, True: {}})
-    """Bytes by kind of action and stage. Key ``True`` is for the most tokens that experts got, ``False`` for the fewest."""
+    """Bytes by kind of action and stage. Key ``True`` is for the most tokens of experts, ``False`` for the fewest."""
     _host_changes: dict[Kind, list[int]] = field(default_factory=dict)
     _learnt: set[tuple[Kind, int]] = field(default_factory=set)
     _slices: int = 1

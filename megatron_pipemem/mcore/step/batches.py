@@ -176,7 +176,7 @@ class _Hand(IteratorWrapper):
 def deal(stream: Iterator | None, schedule: Schedule, device: int) -> tuple[Dealer, list[Iterator | None]]:
     """Return the dealer of a device's batches, and one iterator per chunk over the chunk's batches.
 
-    The iterator of a chunk has the order of its forwards in the schedule.
+    The iterator of a chunk has the order of its forwards in the schedule. Without a stream, the iterators are ``None``.
     """
     dealer = Dealer(stream, schedule.num_microbatches)
     hands = [

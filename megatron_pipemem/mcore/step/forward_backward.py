@@ -222,7 +222,7 @@ class ForwardBackward(Feature):
         self._equip(step, extensions)
 
     def _equip(self, step: Step, extensions: Sequence[Extension]) -> None:
-        """Create the observation, the stages of this rank, the transport and the executor of the step."""
+        """Create the observation, the stages of this rank and the executor with its transport; set them in ``step``."""
         step.observation = observe(
             step.chunks,
             step.permanent if step.counts_bytes else (),
