@@ -21,7 +21,6 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, family, synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.schedule_file import check_devices_of_file, check_microbatches_of_file
-from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.schedule.vocabulary import BARRIERS
 
@@ -80,8 +79,8 @@ def _with_pairs(chosen: Choice, request: Request, shape: Shape, knowledge: Knowl
         size, chunks = (shape.num_devices, shape.num_microbatches), max(each.num_chunks for each in placements)
         known = chain(*(synchronous_schedules(*size, each, chunks) for each in (costs, Costs())))
         alone += (each for each in known if each.placement in placements and orders.may_pair(each))
-    paired = (orders.with_pairs(each, costs, keeps_cap) for each in filter(keeps_cap, alone))
-    schedule = min(paired, key=lambda each: simulate(each, costs).makespan, default=chosen.schedule)
+    paired = [orders.with_pairs(each, costs, keeps_cap) for each in filter(keeps_cap, alone)]
+    schedule = min(paired, key=lambda each: each.makespan).schedule if paired else chosen.schedule
     validate(schedule, microbatch_order=request.file is None)
     return replace(chosen, schedule=schedule, costs=costs, bound=None, search=None)
 

@@ -73,8 +73,8 @@ def ends(schedule: Schedule) -> bool:
 @given(size=SIZES, share=st.sampled_from([0.1, 0.4, 0.7]))
 def test_pairs_of_any_family_are_proved_shorten_the_step_and_travel(name, size, share):
     costs, alone = with_exchanges(COSTS, share), built_nearby(name, *size)
-    found = with_pairs(alone, costs)
-    timeline = simulate(found, costs)
+    timeline = with_pairs(alone, costs)
+    found = timeline.schedule
     assert (timeline.makespan < simulate(alone, costs).makespan) is bool(found.pairs) and ends(found)
     for single_queue in (False, True):
         program = lower(found, single_queue=single_queue, costs=costs)
@@ -106,7 +106,7 @@ def test_documented_gains():
     for name, cells in rows:
         peak, without, _, _, _, with_40, _ = map(float, cells.split("|"))
         alone = build_schedule(name, num_devices=8, num_microbatches=32, costs=costs)
-        found = [simulate(each, costs) for each in (alone, with_pairs(alone, costs))]
+        found = [simulate(alone, costs), with_pairs(alone, costs)]
         assert [round(each.makespan, 1) for each in found] == [without, with_40], name
         assert found[1].peak == pytest.approx(peak, abs=0.006)
     assert len(rows) == 7
@@ -133,7 +133,7 @@ def test_other_pairs_are_refused(text):
 
 
 def test_a_program_may_put_nothing_between_the_actions_of_a_pair():
-    program = lower(with_pairs(built("dualpipe-v", 4, 8), COSTS))
+    program = lower(with_pairs(built("dualpipe-v", 4, 8), COSTS).schedule)
     (first, *_) = program.schedule.pairs
     device = program.placement.devices[first.stage]
     order = list(program.actions[device])
@@ -161,14 +161,14 @@ def test_auto_is_as_fast_as_any_family_with_pairs_in_the_same_memory(cap):
     """Whatever their placement. Without pairs, a V is faster than the families that have most room for them."""
     asked = requested("auto", memory_cap=cap, options={"seconds": 0.2}, pairs=True)
     found = choose(asked, Shape(4, 2, 12), Knowledge(COSTS)).timeline
-    others = [simulate(with_pairs(built(name, 4, 12), COSTS), COSTS) for name in ("interleaved", "zbv", "dualpipe-v")]
+    others = [with_pairs(built(name, 4, 12), COSTS) for name in ("interleaved", "zbv", "dualpipe-v")]
     fit = [each.makespan for each in others if each.peak <= cap]
     assert found.schedule.pairs and found.peak <= cap
     assert len(fit) == (3 if cap == 1.5 else 1) and found.makespan <= min(fit) + 1e-9
 
 
 def test_pictures_mark_pairs(capsys):
-    timeline = simulate(with_pairs(built("dualpipe-v", 4, 8), COSTS), COSTS)
+    timeline = with_pairs(built("dualpipe-v", 4, 8), COSTS)
     drawn = DrawnRun(timeline)
     assert len(drawn.pairs) == len(timeline.schedule.pairs) > 0
     assert all(first.end == second.start for first, second in drawn.pairs)

@@ -254,6 +254,6 @@ def test_torchs_own_dualpipe_v_is_valid_with_its_pairs_and_ours_has_as_many(tmp_
     theirs = Schedule.from_csv((tmp_path / "v.csv").read_text(), dialect="torch")
     validate_program(lower(theirs))
     costs = with_exchanges(Costs(), 0.4)
-    ours = with_pairs(build_schedule("dualpipe-v", num_devices=p, num_microbatches=m), costs)
+    ours = with_pairs(build_schedule("dualpipe-v", num_devices=p, num_microbatches=m), costs).schedule
     assert len(ours.pairs) >= len(theirs.pairs) > m
     assert simulate(ours, costs).makespan <= simulate(theirs, costs).makespan

@@ -20,7 +20,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.dependencies import NEVER, Dependencies
 from megatron_pipemem.schedule.prices import PartPrices, Price
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.simulator import Timeline, simulate
 
 ASSUMED_SHARE = 0.4
 """The share of F and I in which the tokens of experts travel, for costs that do not have it. It is 30 to 50 % in large
@@ -54,8 +54,8 @@ def may_pair(schedule: Schedule) -> bool:
     return schedule.slices == 1 and not any(others)
 
 
-def with_pairs(schedule: Schedule, costs: Costs, keeps_cap: Callable[[Schedule], bool] = lambda _: True) -> Schedule:
-    """Return the version of the schedule with the shortest simulated step: itself, or one of six with pairs.
+def with_pairs(schedule: Schedule, costs: Costs, keeps_cap: Callable[[Schedule], bool] = lambda _: True) -> Timeline:
+    """Return the simulated step of the fastest version of a schedule: of itself, or of one of six with pairs.
 
     Versions with pairs for which ``keeps_cap`` is false are left out.
 
@@ -63,8 +63,8 @@ def with_pairs(schedule: Schedule, costs: Costs, keeps_cap: Callable[[Schedule],
     device's peak.
     """
     ways = ((patience, swaps) for patience in _PATIENCE for swaps in (True, False))
-    found = [schedule, *filter(keeps_cap, (_greedy(schedule, costs, *way) for way in ways))]
-    return min(found, key=lambda each: simulate(each, costs).makespan)
+    found = [schedule, *filter(keeps_cap, dict.fromkeys(_greedy(schedule, costs, *way) for way in ways))]
+    return min((simulate(each, costs) for each in found), key=lambda each: each.makespan)
 
 
 def _greedy(schedule: Schedule, costs: Costs, patience: float, swaps: bool) -> Schedule:
